@@ -49,7 +49,9 @@ def outcomes(found):
 
 def on_one_side(found):
     """The measurements that one side has only: what is said of them, their tests and devices."""
-    return [(one.word, one.place[0].test, one.place[1]) for one in found.left_out if one.place is not None]
+    return [
+        (one.word, one.stored_key[0].test, one.stored_key[1]) for one in found.left_out if one.stored_key is not None
+    ]
 
 
 # Judging

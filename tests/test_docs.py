@@ -31,7 +31,7 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.relations.estimate import Estimate
 from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
-from pytest_gpumem.reports.explanation import growth_table, part_lines
+from pytest_gpumem.reports.explanation import change_table, part_lines
 from pytest_gpumem.step_config.config import (
     _NOT_IN,
     AXES,
@@ -345,7 +345,7 @@ def composed(rows_of_it: list[Row]) -> Composition:
 def test_the_guide_has_every_column_of_what_grew():
     told = [cells[0] for cells in rows(section_of("docs/guide.md", "What grew").partition("Reasons:")[0])]
     change = difference(composed([activation(tensor=HALF)]), composed([activation(tensor=WHOLE)]))
-    header = re.split("  +", part_lines(growth_table(change, "si"))[0].strip())
+    header = re.split("  +", part_lines(change_table(change, "si"))[0].strip())
     assert ", ".join(told[1:-1]) == ", ".join(header)
     assert told[-1] == "the last"
 

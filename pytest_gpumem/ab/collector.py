@@ -29,7 +29,7 @@ class Collector:
         self._file = file
         self._home = home
         self._others = others
-        self._foreign_modules: dict[str, str] = {}
+        self._outside_modules: dict[str, str] = {}
         self._is_worker = False
 
     @pytest.hookimpl(tryfirst=True)
@@ -56,16 +56,16 @@ class Collector:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        self._foreign_modules.update(getattr(node, "workeroutput", {}).get("gpumem_ab", {}))
+        self._outside_modules.update(getattr(node, "workeroutput", {}).get("gpumem_ab", {}))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        self._foreign_modules.update(foreign_modules(self._home, self._others))
+        self._outside_modules.update(outside_modules(self._home, self._others))
         if self._is_worker:
-            session.config.workeroutput["gpumem_ab"] = self._foreign_modules  # type: ignore[attr-defined]
+            session.config.workeroutput["gpumem_ab"] = self._outside_modules  # type: ignore[attr-defined]
             return
         root = str(session.config.rootpath)
-        self._write({"status": int(exitstatus), "root": root, "foreign_modules": self._foreign_modules})
+        self._write({"status": int(exitstatus), "root": root, "outside_modules": self._outside_modules})
 
     def _write(self, line: dict[str, object]) -> None:
         # A line at a time: a process that is killed leaves what it had.
@@ -73,7 +73,7 @@ class Collector:
             file.write(json.dumps(line) + "\n")
 
 
-def foreign_modules(home: str, others: list[str]) -> dict[str, str]:
+def outside_modules(home: str, others: list[str]) -> dict[str, str]:
     """Return the modules loaded from ``others`` and not from ``home``, with their files, but for installed packages."""
     site_folders = (*getattr(site, "getsitepackages", list)(), site.getusersitepackages())
     installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *site_folders)]

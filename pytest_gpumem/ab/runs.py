@@ -59,9 +59,9 @@ def run_of(side: Side, lines: Iterable[str], status: int) -> Run:
     reports, end = _read(lines)
     if end is None or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RunFailed(_why_it_ended(status))
-    foreign_modules: Mapping[str, str] = end["foreign_modules"]
-    if foreign_modules:
-        raise RunFailed(_foreign_code(foreign_modules))
+    outside_modules: Mapping[str, str] = end["outside_modules"]
+    if outside_modules:
+        raise RunFailed(_outside_code(outside_modules))
     results = Results()
     try:
         for report in reports:
@@ -112,9 +112,9 @@ def _why_it_ended(status: int) -> str:
     return f"{end} (exit status {status})" if end else f"pytest ended with exit status {status} before its end"
 
 
-def _foreign_code(foreign_modules: Mapping[str, str]) -> str:
-    shown = ", ".join(f"{name} from {file}" for name, file in list(foreign_modules.items())[:3])
-    more = f" and {len(foreign_modules) - 3} more" if len(foreign_modules) > 3 else ""
+def _outside_code(outside_modules: Mapping[str, str]) -> str:
+    shown = ", ".join(f"{name} from {file}" for name, file in list(outside_modules.items())[:3])
+    more = f" and {len(outside_modules) - 3} more" if len(outside_modules) > 3 else ""
     return (
         f"it did not run the code of its revision: it imported {shown}{more}. "
         "A project that is installed in editable mode is imported from there: install each revision before its runs "

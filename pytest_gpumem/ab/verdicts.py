@@ -116,7 +116,7 @@ def _compare(
     exact = _exact_changes(taken, tolerances)
     differences = taken.heads[-1].workload.differences(taken.bases[-1].workload)
     if differences:
-        # Growth in bytes is judged with another workload, too; nothing else can be compared.
+        # An increase in bytes is judged with another workload, too; nothing else can be compared.
         another = f"another workload: {'; '.join(differences)}"
         return (exact, (another, *_notes(taken))) if exact else another
     speed = _speed(taken, tolerance)

@@ -1,4 +1,4 @@
-"""Contract of a place for a store's files."""
+"""Contract of a backend, the folder or bucket of a store's files."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def unused(
 def of_absent_devices(
     gone: Iterable[tuple[str, Key]], *, present: Collection[str], exists: Callable[[str], bool]
 ) -> list[tuple[str, Key]]:
-    """Return those of ``gone`` whose device is not ``present`` and whose file exists: they may have a test elsewhere.
+    """Return those of ``gone`` whose device is not ``present`` and whose file exists: another machine may have their test.
 
     Suites are parametrised over the devices that a machine has.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from pytest_gpumem.baselines.url_backend import without_credentials
-from pytest_gpumem.cli.project import committed, place_of_store, project_settings, read_baselines
+from pytest_gpumem.cli.project import committed, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, read_report, screen, write_lines
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED, Side, compared, side_of_report, side_of_store
@@ -60,7 +60,7 @@ def _side(name: str | None, settings: Settings) -> Side:
     """Return the figures that ``name`` means. Raises `InputError`."""
     if name is not None and (name.endswith(".json") or Path(name).is_file()):
         return side_of_report(name, read_report(Path(name)))
-    here = place_of_store(settings)
+    here = store_backend(settings)
     if name is None:
         return side_of_store(without_credentials(settings.store), read_baselines(here))
     try:

@@ -10,7 +10,7 @@ from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.history import Event, events_of, file_changes, names_in, paths_ever, state_in, texts_of
 from pytest_gpumem.baselines.selecting import nearest_tests, selected
 from pytest_gpumem.baselines.store import path_of
-from pytest_gpumem.cli.project import checkout_of, committed, place_of_store, project_settings, read_baselines
+from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.git import GitError, is_shallow
@@ -60,7 +60,7 @@ def history(*, test: str, metric: str, device: str | None, store: str | None) ->
     Exit status: 0 when there is a history, 2 when there is none: no such baseline, several, or no git repository.
     """
     settings = project_settings(store)
-    backend = place_of_store(settings)
+    backend = store_backend(settings)
     checkout, folder = checkout_of(backend)
     below = "" if folder == "." else f"{folder}/"
     with input_errors(GitError, BackendError):

@@ -60,8 +60,8 @@ def project_settings(store: str | None = None) -> Settings:
     return replace(settings, store=store, store_base=Path.cwd())
 
 
-def place_of_store(settings: Settings) -> Backend:
-    """Return the backend with the project's baselines. Raises `InputError` when there is no such place."""
+def store_backend(settings: Settings) -> Backend:
+    """Return the backend with the project's baselines. Raises `InputError` when there is no store there."""
     with input_errors(BackendError):
         backend = backend_of(settings.store, settings.store_base)
     if isinstance(backend, Folder) and not backend.root.is_dir():

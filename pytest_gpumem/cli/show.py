@@ -6,7 +6,7 @@ import click
 
 from pytest_gpumem.baselines.selecting import matches, nearest_tests
 from pytest_gpumem.baselines.url_backend import without_credentials
-from pytest_gpumem.cli.project import place_of_store, project_settings, read_baselines
+from pytest_gpumem.cli.project import project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, screen, write_lines
 from pytest_gpumem.reports.layout import laid_out
 from pytest_gpumem.reports.stored import accounting, table, to_json
@@ -35,7 +35,7 @@ def show(*, patterns: tuple[str, ...], store: str | None, device: str | None, as
     """
     settings = project_settings(store)
     where = without_credentials(settings.store)
-    baselines = read_baselines(place_of_store(settings), device)
+    baselines = read_baselines(store_backend(settings), device)
     for pattern in patterns:
         if not any(matches(one.key, pattern) for one in baselines):
             near = nearest_tests([one.key for one in baselines], pattern)

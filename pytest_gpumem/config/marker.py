@@ -163,7 +163,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
-    """Return the test's place in its matrix; ``None`` when it has none."""
+    """Return the test's cell in its matrix; ``None`` when it has none."""
     callspec = getattr(item, "callspec", None)
     if callspec is None or item.get_closest_marker(CONFIG_MARKER) is None or CONFIG_FIXTURE not in callspec.params:
         return None

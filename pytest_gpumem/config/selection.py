@@ -60,7 +60,7 @@ class MeasuredTest:
 def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> MeasuredTest | None:
     """Return how ``item`` is measured; ``None`` when it has neither the marker nor the fixture.
 
-    Raises `BudgetError`, with the test's id, when its marker is wrong, or its baselines have no place in a store.
+    Raises `BudgetError`, with the test's id, when its marker is wrong, or a store cannot have its baselines.
     """
     if not is_measured(item):
         return None
@@ -71,7 +71,7 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
             check_of_a_call(item)
         nodeid = without_group(item)
         if settings.baseline or settings.update is not None:
-            _check_place(item, nodeid)
+            _check_below_root(item, nodeid)
         budget = (budget or Budget()).or_else(settings.budget_for(nodeid))
         if budget.device is not None and budget.device not in devices:
             raise BudgetError(
@@ -83,7 +83,7 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
     return MeasuredTest(file, test, budget, has_fixture, cell_of(item, nodeid), location_of(item))
 
 
-def _check_place(item: pytest.Item, nodeid: str) -> None:
+def _check_below_root(item: pytest.Item, nodeid: str) -> None:
     """Raise `BudgetError` for a test in a file outside of the root directory, of which its id does not have the path."""
     if not nodeid.startswith("::"):
         return

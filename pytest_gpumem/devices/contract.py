@@ -1,4 +1,4 @@
-"""The base class of a device: what measuring needs to know of the place where a step runs."""
+"""The base class of a device: what measuring needs to know of where a step runs."""
 
 from __future__ import annotations
 

@@ -272,11 +272,11 @@ class CpuDevice(Device):
         except RuntimeError:  # torch 2.6 refuses to stop what other code has stopped; later ones give no events
             tokens = []
         # The probe is a temporary: its allocation and its free are the last two events.
-        places = [place for place, token in enumerate(tokens) if isinstance(token, AllocationEvent)][-2:]
-        probe = [token.nbytes for place in places if isinstance(token := tokens[place], AllocationEvent)]
+        latest = [index for index, token in enumerate(tokens) if isinstance(token, AllocationEvent)][-2:]
+        probe = [token.nbytes for index in latest if isinstance(token := tokens[index], AllocationEvent)]
         if probe != [_PROBE_BYTES, -_PROBE_BYTES]:
             raise MeasuringError(_CUT_SHORT)
-        return self._free_callbacks.put_into([token for place, token in enumerate(tokens) if place not in places])
+        return self._free_callbacks.put_into([token for index, token in enumerate(tokens) if index not in latest])
 
     def _pause(self) -> None:
         """Stop recording; start again at once if the recording was cut short."""

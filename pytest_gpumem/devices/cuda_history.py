@@ -68,17 +68,17 @@ def in_order_of_time(tokens: Sequence[Token]) -> list[Token]:
     moments: list[int] = []
     begun: list[int] = []
     opened_at: dict[int, int] = {}
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if isinstance(token, Seen):
             moments.append(moments[-1])
         elif isinstance(token, Close):
-            opened_at[place] = begun.pop()
+            opened_at[index] = begun.pop()
             # Of a span that did not end the time is none.
-            moments.append(max(token.time_ns, moments[opened_at[place]]))
+            moments.append(max(token.time_ns, moments[opened_at[index]]))
         else:
             moments.append(token.time_ns)
             if isinstance(token, Open):
-                begun.append(place)
+                begun.append(index)
     return _nested(tokens, sorted(range(len(tokens)), key=moments.__getitem__), opened_at)
 
 
@@ -91,14 +91,14 @@ def _nested(tokens: Sequence[Token], order: Sequence[int], opened_at: Mapping[in
     ordered: list[Token] = []
     stack: list[int] = []
     ended: set[int] = set()
-    for place in order:
-        token = tokens[place]
+    for index in order:
+        token = tokens[index]
         if not isinstance(token, Close):
             ordered.append(token)
             if isinstance(token, Open):
-                stack.append(place)
+                stack.append(index)
             continue
-        opened = opened_at[place]
+        opened = opened_at[index]
         if opened in stack and _is_mark(tokens[opened]):
             ended.update(stack[stack.index(opened) :])
         ended.add(opened)

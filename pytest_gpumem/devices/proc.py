@@ -144,7 +144,7 @@ def cpu_times_of(stat: str | None, tick: float) -> CpuTimes | None:
     cores = sum(1 for number, _ in lines if number)
     if len(total) <= _STEAL or not cores:
         return None
-    return CpuTimes(sum(total[place] for place in _BUSY) * tick, total[_STEAL] * tick, cores)
+    return CpuTimes(sum(total[column] for column in _BUSY) * tick, total[_STEAL] * tick, cores)
 
 
 def seconds_in(stat: str | None, tick: float) -> float:

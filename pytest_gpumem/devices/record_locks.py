@@ -31,7 +31,7 @@ _FLOCK = {
 _NOTE_BYTES, _NOTES = 256, 1024
 
 
-def _place_of_note(process: int) -> int:
+def _offset_of_note(process: int) -> int:
     """Return where a process's note stands in a file, beyond the bytes that are locked. Two may share it."""
     return _NOTE_BYTES * (1 + process % _NOTES)
 
@@ -80,7 +80,7 @@ class LockFile:
         try:
             answer = self._fcntl.fcntl(self.descriptor, self._fcntl.F_GETLK, packed)
             found = dict(zip(layout.fields, struct.unpack(layout.format, answer), strict=True))
-            written = os.pread(self.descriptor, _NOTE_BYTES, _place_of_note(found["process"]))
+            written = os.pread(self.descriptor, _NOTE_BYTES, _offset_of_note(found["process"]))
         except OSError:
             return None
         if found["type"] == self._fcntl.F_UNLCK or found["process"] <= 0:
@@ -93,7 +93,7 @@ class LockFile:
         """Note what this process holds locks for; the file is as long as it has to be for that, and sparse."""
         written = f"{os.getpid()} {text}".encode(errors="backslashreplace")[:_NOTE_BYTES].ljust(_NOTE_BYTES)
         with suppress(OSError):
-            os.pwrite(self.descriptor, written, _place_of_note(os.getpid()))
+            os.pwrite(self.descriptor, written, _offset_of_note(os.getpid()))
 
     def free(self, byte: int) -> None:
         """Free the lock on a byte."""

@@ -44,7 +44,7 @@ class ReferenceWorkload:
             self._left, self._right, self._product = (ones(_SIDE, _SIDE) for _ in range(3))
             self._few, self._result = ones(8), ones(8)
             self._source, self._target = (torch.split(ones(_RING // 4), _PIECE // 4) for _ in range(2))
-        self._place = 0
+        self._next = 0
         # The first runs are slower: caches and pages are cold.
         for _ in range(2 * _RING // (_PIECE * _PIECES)):
             self._copy()
@@ -71,8 +71,8 @@ class ReferenceWorkload:
 
     def _copy(self) -> None:
         for _ in range(_PIECES):
-            self._target[self._place].copy_(self._source[self._place])
-            self._place = (self._place + 1) % len(self._source)
+            self._target[self._next].copy_(self._source[self._next])
+            self._next = (self._next + 1) % len(self._source)
 
 
 def _best(part: Callable[[], None]) -> float:

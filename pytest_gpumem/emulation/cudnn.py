@@ -88,7 +88,7 @@ class Cudnn:
 
 
 def installed_cudnn(torch: TorchBuild) -> Path | None:
-    """Return the cuDNN that torch would load from NVIDIA's packages, which are beside it or elsewhere on the path.
+    """Return the cuDNN that torch would load from NVIDIA's packages, which are beside it or in another folder of the path.
 
     cuDNN ends the process where it does not find cuBLASLt, which its package requires: without that there is none.
     """
@@ -100,5 +100,5 @@ def installed_cudnn(torch: TorchBuild) -> Path | None:
 
 
 def _has_cublaslt(packages: Path, cuda: int) -> bool:
-    """Look for cuBLASLt where cuDNN does: the package has changed its place with CUDA 13."""
-    return any((packages / place / "lib" / f"libcublasLt.so.{cuda}").exists() for place in ("cublas", f"cu{cuda}"))
+    """Look for cuBLASLt where cuDNN does: the package has changed its folder with CUDA 13."""
+    return any((packages / folder / "lib" / f"libcublasLt.so.{cuda}").exists() for folder in ("cublas", f"cu{cuda}"))

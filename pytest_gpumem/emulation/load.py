@@ -90,7 +90,7 @@ def prepare(word: str) -> tuple[Path, ...]:
         ValueError: There is no such GPU.
     """
     emulated_gpu(word)
-    _refuse_elsewhere()
+    _refuse_other_machines()
     return stand_ins(installed_torch())
 
 
@@ -109,7 +109,7 @@ def load(word: str) -> Emulation:
                 f"this process emulates {there.gpu.word} already, and cannot emulate {gpu.word} as well"
             )
         return there
-    _refuse_elsewhere()
+    _refuse_other_machines()
     if "torch" in sys.modules:
         raise EmulationError(
             f"torch was imported before the GPU could be emulated, by {_who_imported_torch()}. Have it imported later "
@@ -134,7 +134,7 @@ def _configuration(gpu: Gpu) -> _Configuration:
     return _Configuration(name=name, major=major, minor=minor, context_bytes=CONTEXT_BYTES, **same)
 
 
-def _refuse_elsewhere() -> None:
+def _refuse_other_machines() -> None:
     machine = os.uname().machine if hasattr(os, "uname") else "?"
     if not sys.platform.startswith("linux") or machine != "x86_64":
         raise EmulationError(f"a GPU can be emulated on Linux on x86-64 only, and this is {sys.platform} on {machine}")

@@ -105,25 +105,25 @@ def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
     components: list[list[int]] = []
     path: list[int] = []
     starts: list[int] = []
-    # Each object's place in the path, and behind all of them once its component is complete.
-    place: dict[int, int] = {}
+    # Each object's position in the path, and behind all of them once its component is complete.
+    position: dict[int, int] = {}
     for root in range(len(edges)):
-        work = [(-1, iter((root,)))] if root not in place else []
+        work = [(-1, iter((root,)))] if root not in position else []
         while work:
             node, others = work[-1]
             for other in others:
-                if other not in place:
-                    place[other] = len(path)
+                if other not in position:
+                    position[other] = len(path)
                     starts.append(len(path))
                     path.append(other)
                     work.append((other, iter(edges[other])))
                     break
-                while starts[-1] > place[other]:
+                while starts[-1] > position[other]:
                     starts.pop()
             else:
                 work.pop()
-                if node >= 0 and starts[-1] == place[node]:
+                if node >= 0 and starts[-1] == position[node]:
                     components.append(path[starts.pop() :])
-                    del path[place[node] :]
-                    place.update(dict.fromkeys(components[-1], len(edges)))
+                    del path[position[node] :]
+                    position.update(dict.fromkeys(components[-1], len(edges)))
     return components

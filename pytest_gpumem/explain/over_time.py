@@ -20,16 +20,16 @@ def over_time_of(recorded: Recorded) -> OverTime:
     """Return the bytes that the recorded step held: at its beginning, and after each allocation and free."""
     timeline, tokens = recorded.timeline, recorded.trace.tokens
     events = [(n, token) for n, token in enumerate(tokens) if isinstance(token, AllocationEvent)]
-    place = {moment: number for number, (moment, _) in enumerate(events)}
+    index = {moment: number for number, (moment, _) in enumerate(events)}
     began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | Open | Close)), 0)
-    # One more place in front: what was there before the first event.
+    # One more point in front: what was there before the first event.
     changes = {category: [0] * (len(events) + 1) for category in CATEGORIES}
     for block in timeline.lifetimes:
         if block.own:
             series = changes[category_of(block, timeline)]
-            series[0 if block.allocated < 0 else place[block.allocated] + 1] += block.nbytes
+            series[0 if block.allocated < 0 else index[block.allocated] + 1] += block.nbytes
             if block.freed is not None:
-                series[place[block.freed] + 1] -= block.nbytes
+                series[index[block.freed] + 1] -= block.nbytes
     totals = [recorded.own_bytes, *(recorded.own_bytes + timeline.live[moment] for moment, _ in events)]
     categories = {name: tuple(accumulate(series)) for name, series in changes.items() if any(series)}
     unattributed = tuple(total - sum(series[n] for series in categories.values()) for n, total in enumerate(totals))
@@ -39,7 +39,7 @@ def over_time_of(recorded: Recorded) -> OverTime:
         (0, *(event.time_ns - began for _, event in events)),
         tuple(totals),
         categories,
-        place[timeline.peak] + 1 if timeline.peak >= 0 else 0,
+        index[timeline.peak] + 1 if timeline.peak >= 0 else 0,
         tuple(_phases(recorded, began)),
     )
 

@@ -74,7 +74,7 @@ class GraphCalls:
         self._calls: list[tuple[str, bool]] = []
         """Each call of a module: its folded path, and whether grad mode was off."""
         self._open: list[int] = []
-        """The calls that have not ended, by their place among all."""
+        """The calls that have not ended, by their index among all."""
         self._nodes = 0
         self._made_in: dict[int, tuple[int, ...]] = {}
         """The calls in which each node of the graph was made in forward, by autograd's number."""

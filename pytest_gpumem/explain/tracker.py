@@ -125,7 +125,7 @@ class Tracker:
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a torch function within a mark."""
         name = getattr(func, "__name__", "")
-        if self._busy or name in _IDLE or self._is_elsewhere():
+        if self._busy or name in _IDLE or self._is_another_thread():
             return func(*args, **kwargs)
         # Above: this, __torch_function__.
         site = self._sites.here(3)
@@ -150,7 +150,7 @@ class Tracker:
     def _module_begins(self, module: torch.nn.Module, _args: object) -> None:
         import torch
 
-        if self._is_elsewhere():
+        if self._is_another_thread():
             return
         if not self._modules:
             self.owners.model(module)
@@ -164,7 +164,7 @@ class Tracker:
         self._modules.append((id(module), path, self._begin(mark)))
 
     def _module_ends(self, module: torch.nn.Module, _args: object, _result: object) -> None:
-        if self._is_elsewhere():
+        if self._is_another_thread():
             return
         while self._modules:
             known, _, started = self._modules.pop()
@@ -173,7 +173,7 @@ class Tracker:
                 return
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._is_elsewhere():
+        if self._is_another_thread():
             return
         self._end_optimizing()
         self.owners.optimizer(optimizer, self._sites.here().user)
@@ -181,7 +181,7 @@ class Tracker:
         self._optimizing.append(self._begin(Mark("optimizer")))
 
     def _optimizer_ends(self, *_: object) -> None:
-        if self._is_elsewhere():
+        if self._is_another_thread():
             return
         self._end_optimizing()
         self.snapshot()
@@ -190,7 +190,7 @@ class Tracker:
         while self._optimizing:
             self._optimizing.pop().__exit__(None, None, None)
 
-    def _is_elsewhere(self) -> bool:
+    def _is_another_thread(self) -> bool:
         """Return whether this is another thread of the user's: spans are a thread's own.
 
         Autograd's threads are no Python threads, and run while the one that called backward waits.

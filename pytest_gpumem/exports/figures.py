@@ -116,10 +116,10 @@ def figures_of(
                         not_finite.append(f"the {row.title} of {test.nodeid} is {metric.value}")
                         continue
                     figure = _figure(test.nodeid, one.measurement, metric, report)
-                    place = (figure.series, figure.ended if over_time else None)
-                    if place in first:
-                        raise ExportError(_twice(figure, first[place], name, over_time=over_time))
-                    first[place] = name
+                    point = (figure.series, figure.ended if over_time else None)
+                    if point in first:
+                        raise ExportError(_twice(figure, first[point], name, over_time=over_time))
+                    first[point] = name
                     found.append(figure)
     if not found:
         of = f" of {', '.join(metrics)}" if 0 < len(metrics) <= _MOST_NAMED else ""

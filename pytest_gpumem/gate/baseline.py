@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits of a test: bytes, growth and slowdown against its baseline, and throughput. ``None`` is no limit."""
+    """The limits of a test: bytes, throughput, and the peak's increase and slowdown over its baseline; ``None`` is no limit."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
     """Limits in bytes, by metric."""
     max_growth: float | None = None
-    """The growth of `peak_allocated` against the baseline that is allowed (0.02 is 2 %); replaces the tolerance."""
+    """The increase of `peak_allocated` over the baseline that is allowed (0.02 is 2 %); replaces the tolerance."""
     max_slowdown: float | None = None
     """The slowdown of a step against the baseline that is allowed (0.05 is 5 %); replaces the tolerance."""
     min_throughput: ThroughputLimit | None = None

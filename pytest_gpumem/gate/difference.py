@@ -66,7 +66,7 @@ class Change(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The growth in bytes; negative when it shrank."""
+        """The change in bytes; negative when it shrank."""
         return (self.after.nbytes if self.after else 0) - (self.before.nbytes if self.before else 0)
 
     @property
@@ -92,7 +92,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The changes from ``before`` to ``after`` bytes, largest growth first; they add up to the change exactly."""
+    """The changes from ``before`` to ``after`` bytes, the largest increase first; they add up to the change exactly."""
 
     before: int
     after: int
@@ -105,18 +105,18 @@ class Difference:
             raise ValueError("growth.changes: a change needs a row before or a row after")
 
     @property
-    def growth(self) -> int:
-        """The sum in bytes."""
+    def nbytes(self) -> int:
+        """The change in bytes; negative when it shrank."""
         return self.after - self.before
 
     def explaining(self, share: float = 0.8, at_least: int = 3, at_most: int = 5) -> tuple[Change, ...]:
-        """Return the growing rows that explain ``share`` of the growth, and a few more if they matter."""
+        """Return the rows with more bytes that explain ``share`` of the change, and a few more if they matter."""
         grown = [change for change in self.changes if change.nbytes > 0]
-        wanted = share * self.growth
+        wanted = share * self.nbytes
         chosen: list[Change] = []
         explained = 0
         for change in grown[:at_most]:
-            small = change.nbytes < 0.01 * self.growth
+            small = change.nbytes < 0.01 * self.nbytes
             if explained >= wanted and (len(chosen) >= at_least or small):
                 break
             chosen.append(change)
@@ -155,7 +155,7 @@ def difference(before: Composition, after: Composition) -> Difference:
     for key in _SAME:
         old, new = _without_equals(old, new, key)
     old, new = _without_equal_layers(old, new)
-    new = _least_growth_first(old, new)
+    new = _least_increase_first(old, new)
     for key in _MOVED:
         old, new = _without_moved(old, new, key)
     for category, most in not_kept.items():
@@ -179,7 +179,7 @@ def difference(before: Composition, after: Composition) -> Difference:
 
 
 def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:
-    """Sort the largest growth first, equal changes by the growth of their line, counted in changes of this size."""
+    """Sort the largest increase first, equal changes by the increase of their line, counted in changes of this size."""
     changes = list(changes)
     at_line = _at_line((change.row, change.nbytes) for change in changes)
 
@@ -244,28 +244,28 @@ def _taken_from(whole: list[Row], layers: dict[Numbers, Row]) -> tuple[list[Row]
     """Return rows of all layers without those of the other side that they hold, the smallest first, and the others."""
     left = dict(layers)
     for numbers, row in sorted(layers.items(), key=lambda pair: (pair[1].count, pair[0])):
-        for place, one in enumerate(whole):
+        for index, one in enumerate(whole):
             # Blocks of one size: nothing else tells which of them are of this layer.
             if one.count >= row.count and one.nbytes * row.count == row.nbytes * one.count:
                 rest = replace(one, nbytes=one.nbytes - row.nbytes, count=one.count - row.count)
-                whole = [*whole[:place], *([rest] if rest.count else []), *whole[place + 1 :]]
+                whole = [*whole[:index], *([rest] if rest.count else []), *whole[index + 1 :]]
                 del left[numbers]
                 break
     return whole, left
 
 
 def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
-    """Return both sides without single rows that only changed their place; rows with one at their place grew or shrank."""
-    stayed = {_place(row) for row in old} & {_place(row) for row in new}
-    pending = Counter(key(row) for row in old if _place(row) not in stayed)
-    pending &= Counter(key(row) for row in new if _place(row) not in stayed)
+    """Return both sides without single rows that only moved; a row whose identity both sides have grew or shrank."""
+    stayed = {_identity(row) for row in old} & {_identity(row) for row in new}
+    pending = Counter(key(row) for row in old if _identity(row) not in stayed)
+    pending &= Counter(key(row) for row in new if _identity(row) not in stayed)
 
     def left(rows: list[Row]) -> list[Row]:
-        budget = Counter(pending)
+        remaining = Counter(pending)
         kept = []
         for row in rows:
-            if _place(row) not in stayed and budget[key(row)] > 0:
-                budget[key(row)] -= 1
+            if _identity(row) not in stayed and remaining[key(row)] > 0:
+                remaining[key(row)] -= 1
             else:
                 kept.append(row)
         return kept
@@ -273,11 +273,11 @@ def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row],
     return left(old), left(new)
 
 
-def _least_growth_first(old: list[Row], new: list[Row]) -> list[Row]:
-    """Return ``new`` in an order in which, of equal rows, those are matched first whose line has the least growth.
+def _least_increase_first(old: list[Row], new: list[Row]) -> list[Row]:
+    """Return ``new`` in an order in which, of equal rows, those are matched first whose line has the least increase.
 
-    So growth is attributed to as few lines as possible: an edit that saves two tensors more has one line. Of lines with equal
-    growth, those come first that are nearest to where such a row was.
+    So the increase is attributed to as few lines as possible: an edit that saves two tensors more has one line. Of lines with
+    an equal increase, those come first that are nearest to where such a row was.
     """
     at_line = _at_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
     were: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -295,7 +295,7 @@ def _least_growth_first(old: list[Row], new: list[Row]) -> list[Row]:
 
 
 def _at_line(grown: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
-    """Return the growth at each line, in bytes."""
+    """Return the change at each line, in bytes."""
     found: Counter[tuple[str, str]] = Counter()
     for row, nbytes in grown:
         found[_line(row)] += nbytes
@@ -311,14 +311,14 @@ def _file_and_line(row: Row) -> tuple[str, int]:
     return (file, int(number)) if number.isdecimal() else (row.site, 0)
 
 
-def _place(row: Row) -> tuple[str, str, str, str]:
+def _identity(row: Row) -> tuple[str, str, str, str]:
     return row.category, row.module, row.operator, row.tensor
 
 
 def _folded(new: list[Row], category: str | None, smallest: int, most: int, folded: int) -> tuple[list[Row], int]:
     """Return ``new`` without the rows that the baseline would not have kept, up to the size of its rest, and their bytes.
 
-    They may exceed the rest by less than the smallest row that was kept, as a difference within that is no row's growth.
+    They may exceed the rest by less than the smallest row that was kept, as a difference within that is no row's increase.
 
     Args:
         new: The rows that are not as they were.
@@ -433,7 +433,7 @@ def _appeared(new: Row, before: Composition, after: Composition) -> str:
     alike = [row for row in before.rows if row.module == new.module and row.category == new.category]
     saved = {row.operator for row in alike if row.tensor == new.tensor}
     for row in after.rows:
-        # At the same line: elsewhere in the module, what is as large may well be something else.
+        # At the same line: at another one of the module, what is as large may well be something else.
         beside = (row.module, row.category, row.tensor) == (new.module, new.category, new.tensor)
         same_line = (row.site, row.library) == (new.site, new.library)
         if beside and same_line and row.operator != new.operator and row.operator in saved:

@@ -130,7 +130,7 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
         measurement: The one that was judged, which may have been explained since.
         baseline: What it was compared with.
     """
-    growth, more = None, {}
+    changed, more = None, {}
     if isinstance(baseline, Baseline):
         explained = measurement.explanation
         if (
@@ -139,14 +139,14 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
             and _is_explained(explained, measurement, baseline)
         ):
             then = replace(baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics))
-            growth = difference_of_peaks(then, explained.peak, baseline.other_phases, explained.other_phases)
+            changed = difference_of_peaks(then, explained.peak, baseline.other_phases, explained.other_phases)
         if verdict.reason is None:
             more = {
                 name: kept(changed_tallies(baseline.by_operator[name], tallies))
                 for name, tallies in measurement.by_operator.items()
                 if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
             }
-    return replace(verdict, measurement=measurement, growth=growth, count_changes=more)
+    return replace(verdict, measurement=measurement, difference=changed, count_changes=more)
 
 
 def _phase_of_peak(metrics: Mapping[str, float]) -> str:
@@ -261,7 +261,7 @@ def _compare(
         return MetricVerdict(
             metric.name, Outcome.NEW, value, budget=limit, reason=why_new(metric, measurement, baseline)
         )
-    # A small model's growth would drown in workspaces that every model needs.
+    # A small model's increase would drown in workspaces that every model needs.
     workspaces = max(measurement.workspaces, baseline.workspaces or 0) if metric.peak else 0
     if metric.name == "peak_reserved":
         tolerance = replace(tolerance, absolute=min(tolerance.absolute, _segments_by_chance(measurement, baseline)))

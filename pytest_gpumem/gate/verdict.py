@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from pytest_gpumem.gate.difference import Difference
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.values.operator_counts import Tallies
+from pytest_gpumem.values.plain import KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,7 +96,7 @@ class Verdict:
     reason: str | None = None
     elsewhere: tuple[str, ...] = ()
     """The devices for which there are baselines, where there is none for this one."""
-    growth: Difference | None = None
+    difference: Difference | None = field(default=None, metadata={KEY: "growth"})
     """The changes of the peak's composition, where both sides have one."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
     """The operators of which each count that grew has more, where both sides know its operators."""
@@ -115,18 +116,18 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A test's place among those of one matrix of step configs (``gpumem_configs``)."""
+    """A test's cell in one matrix of step configs (``gpumem_configs``)."""
 
     matrix: str
     """The tests' common id: ``"tests/test_gpt.py::test_matrix"``."""
     config: str
     index: int
-    """The place of its row: the others are compared with the lowest, which is 0 where there are no other parameters."""
+    """The number of its row: the others are compared with the lowest, which is 0 where there are no other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The place of a test's function: the file from the root directory, and the line, the first being 1."""
+    """The location of a test's function: the file from the root directory, and the line, the first being 1."""
 
     file: str
     line: int
@@ -139,7 +140,7 @@ NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no 
 """The reason why a test that has baselines, and was measured by marker, fixture or settings, was not."""
 
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
-"""Places where a test can fail: one of pytest's phases, a subtest, or a crash of the process that ran it."""
+"""Parts of a test's run that can fail: one of pytest's phases, a subtest, or a crash of the process that ran it."""
 
 WHY_FAILED: Mapping[FailedIn | None, str] = {
     "setup": "its set-up failed",
@@ -168,9 +169,9 @@ class TestVerdict:
     relations: int = 0
     """The number of relations that it asserted with the fixture, and that held."""
     cell: Cell | None = None
-    """Its place in a matrix of step configs."""
+    """Its cell in a matrix of step configs."""
     location: Location | None = None
-    """The place of its function; ``None`` where pytest does not know."""
+    """The location of its function; ``None`` where pytest does not know."""
     failure: str | None = None
     """The text with which the gate failed it; ``None`` when it passed the gate."""
     missing: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ _BY_SIGN = {
     **dict.fromkeys(("__and__", "__iand__"), "bitwise_and"),
     **dict.fromkeys(("__or__", "__ior__"), "bitwise_or"),
 }
-"""Operators as inference mode leaves them, which are others elsewhere."""
+"""Operators that inference mode leaves as they are, and the names that they have outside of it."""
 _AND = frozenset({"mul", "logical_and", "bitwise_and"})
 _OR = frozenset({"logical_or", "bitwise_or"})
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {

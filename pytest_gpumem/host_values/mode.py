@@ -346,8 +346,8 @@ class HostValues(TorchDispatchMode):
         written = tensors_among(args[:1]) if func.namespace == "c10d" and operator.name not in SENDS_ONLY else []
         ids = {id(tensor): tensor for tensor in (*returned, *written)}
         made = [tensor for tensor in ids.values() if tensor.is_cuda and is_ordinary(type(tensor))]
-        places = {tensor.untyped_storage().data_ptr() for tensor in made}
-        sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in places]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in made}
+        sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in addresses]
         known = self._knows(sent or on_gpu) and complete(operator.name, made, sent)
         for tensor in made:
             # Sums of half precision are not computed.

@@ -247,10 +247,10 @@ def _keeps_digits(step: Step, callee: str | None) -> bool:
 
 def _of_call(instructions: list[dis.Instruction], at: int) -> int:
     """Return the offset of the call that a frame is at, which may be at its caches, or at what comes before it in 3.11."""
-    place = max((number for number, one in enumerate(instructions) if one.offset <= at), default=None)
-    if place is None:
+    index = max((number for number, one in enumerate(instructions) if one.offset <= at), default=None)
+    if index is None:
         return at
-    return instructions[place + 1 if instructions[place].opname == "PRECALL" else place].offset
+    return instructions[index + 1 if instructions[index].opname == "PRECALL" else index].offset
 
 
 def _has_key(code: CodeType, before: list[dis.Instruction]) -> bool:

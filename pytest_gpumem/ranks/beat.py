@@ -50,7 +50,7 @@ class Beat:
     point: Point
     measures: bool
     """True if it is within a measured test."""
-    place: Position
+    position: Position
 
     @property
     def progress(self) -> tuple[str, int, int, bool]:
@@ -58,7 +58,7 @@ class Beat:
         return (self.where, *self.point)
 
 
-def place_of(thread: int, root: Path) -> Position:
+def position_of(thread: int, root: Path) -> Position:
     """Return where a thread stands.
 
     Args:
@@ -111,10 +111,10 @@ def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: f
         first += "it" if len(stuck) == 1 else "them"
     else:
         first = f"none of {world} ranks came further within {seconds:g} s (--gpumem-rank-timeout)"
-    places: dict[str, list[int]] = {}
+    by_text: dict[str, list[int]] = {}
     for number in sorted(range(world), key=lambda number: (number not in stuck, number)):
-        places.setdefault(_where(beats[number], silent[number]), []).append(number)
-    lines = [first, *(f"  {in_words(numbers)}: {text}" for text, numbers in places.items())]
+        by_text.setdefault(_where(beats[number], silent[number]), []).append(number)
+    lines = [first, *(f"  {in_words(numbers)}: {text}" for text, numbers in by_text.items())]
     if failed:
         lines += [f"  and no rank came further within {seconds:g} s", *failed[stuck[0]].split("\n")[1:]]
     return "\n".join(lines)
@@ -131,12 +131,12 @@ def _stuck(beats: Sequence[Beat | None], silent: Sequence[float]) -> list[int]:
         # Those that wait later than others wait for them; those that wait at the same step wait for all that do not wait.
         furthest = max(beat.point[:2] for beat in there if beat.point.waits)
         return [number for number, beat in enumerate(there) if not (beat.point.waits and beat.point[:2] == furthest)]
-    waiting = [beat.place.collective for beat in there]
+    waiting = [beat.position.collective for beat in there]
     if any(waiting) and not all(waiting):
         return [number for number, waits in enumerate(waiting) if not waits]
-    (common, times), *_ = Counter(beat.place for beat in there).most_common(1)
+    (common, times), *_ = Counter(beat.position for beat in there).most_common(1)
     if times > len(there) / 2:
-        return [number for number, beat in enumerate(there) if beat.place != common]
+        return [number for number, beat in enumerate(there) if beat.position != common]
     return []
 
 
@@ -144,5 +144,5 @@ def _where(beat: Beat | None, silent: float) -> str:
     if beat is None:
         return "has not come to its measured tests"
     text = f"in {beat.where}, "
-    text += "waiting for the others" if beat.point.waits else f"at {beat.place}"
+    text += "waiting for the others" if beat.point.waits else f"at {beat.position}"
     return f"{text}; no sign of life for {silent:.0f} s" if silent > _SILENT else text

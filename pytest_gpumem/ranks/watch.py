@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.ranks.beat import Beat, Position, is_stuck, place_of, stuck_text
+from pytest_gpumem.ranks.beat import Beat, Position, is_stuck, position_of, stuck_text
 from pytest_gpumem.ranks.board import Board
 from pytest_gpumem.ranks.consensus import Point, failure_key
 from pytest_gpumem.ranks.errors import BoardError
@@ -122,8 +122,8 @@ class Watch(threading.Thread):
 
     def _look(self) -> None:
         self._beats += 1
-        place = place_of(self._main, self._root)
-        beat = Beat(self._beats, self.where, self._consensus.point, self.measures, place)
+        position = position_of(self._main, self._root)
+        beat = Beat(self._beats, self.where, self._consensus.point, self.measures, position)
         self._board.put(f"beat/{self._rank.number}", asdict(beat))
         why = self._board.maybe("lost")
         if why is not None and not self._rank.is_first:
@@ -159,7 +159,7 @@ class Watch(threading.Thread):
             plain = self._board.maybe(f"beat/{number}")
             if plain is None:
                 continue
-            beat = Beat(**{**plain, "point": Point(*plain["point"]), "place": Position(**plain["place"])})
+            beat = Beat(**{**plain, "point": Point(*plain["point"]), "position": Position(**plain["position"])})
             last = self._seen[number][0]
             if last is None or beat.number != last.number:
                 self._seen[number] = beat, time.monotonic()
@@ -232,6 +232,6 @@ def _gone_text(gone: list[int], seen: Sequence[tuple[Beat | None, float]], where
         elif beat is None or where not in (None, beat.where):
             last = f"last in {where}"  # and the sign of life is older
         else:
-            last = f"last in {beat.where}, at {beat.place}"
+            last = f"last in {beat.where}, at {beat.position}"
         lines.append(f"  rank {number}: {last}")
     return "\n".join(lines)

@@ -89,9 +89,9 @@ def _tensors(device: Device) -> dict[int, torch.Tensor]:
     """Return the tensors with memory on the device by id, as the collector sees them: without the frozen heap's."""
     import torch
 
-    places = [one.torch_device for one in device.everywhere if one.is_used]
+    torch_devices = [one.torch_device for one in device.everywhere if one.is_used]
     return {
         id(value): value
         for value in gc.get_objects()
-        if is_a(value, torch.Tensor) and any(True for one in places for _ in storages_of([value], one))
+        if is_a(value, torch.Tensor) and any(True for one in torch_devices for _ in storages_of([value], one))
     }

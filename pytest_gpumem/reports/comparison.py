@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WORSE = 1
 NOTHING_COMPARED = 2
-Place = tuple[Key, str]
+StoredKey = tuple[Key, str]
 """A measurement's key, and the slug of the device that it was taken on."""
 Word = Literal["new", "gone", "unmeasured", "failed", "broken", "not compared"]
 """The reason why something is not compared."""
@@ -105,7 +105,7 @@ class ComparedRow:
 class LeftOut:
     """A test, or a measurement of it, that is not compared. ``reason`` is a clause, where one is known.
 
-    ``place`` is that of a measurement which one side has only, with this ``peak`` in bytes.
+    ``stored_key`` is that of a measurement which one side has only, with this ``peak`` in bytes.
 
     ``new`` and ``gone`` are on one side only. ``unmeasured`` gave no figures on the new side, ``failed`` and ``broken`` failed
     there and not on the old one.
@@ -114,7 +114,7 @@ class LeftOut:
     title: str
     word: Word
     reason: str | None = None
-    place: Place | None = None
+    stored_key: StoredKey | None = None
     peak: float | None = None
 
     @property
@@ -180,14 +180,14 @@ class Side:
     """
 
     name: str
-    figures: Mapping[Place, Measurement | Baseline]
+    figures: Mapping[StoredKey, Measurement | Baseline]
     unmeasured: Mapping[tuple[str, str], tuple[Word, str]] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     not_collected: frozenset[str] = frozenset()
 
-    def peak(self, place: Place) -> float | None:
+    def peak(self, stored_key: StoredKey) -> float | None:
         """Return the peak of one of its measurements, in bytes."""
-        return self.figures[place].metrics.get("peak_allocated")
+        return self.figures[stored_key].metrics.get("peak_allocated")
 
     def why_gone(self, key: Key) -> tuple[Word, str | None]:
         """Return why it lacks a measurement, in a word, and as a clause if more is known."""
@@ -202,48 +202,53 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
     A measurement on an emulated GPU and one on a real GPU are a pair, too.
     """
     pairs = _pairs(old.figures.keys(), new.figures.keys())
-    added = sorted(new.figures.keys() - {place for _, place in pairs})
-    gone = sorted(old.figures.keys() - {place for place, _ in pairs})
-    several = len({slug for _, slug in (*(place for _, place in pairs), *added, *gone)}) > 1
+    added = sorted(new.figures.keys() - {stored_key for _, stored_key in pairs})
+    gone = sorted(old.figures.keys() - {stored_key for stored_key, _ in pairs})
+    several = len({slug for _, slug in (*(stored_key for _, stored_key in pairs), *added, *gone)}) > 1
 
-    def title(place: Place) -> str:
-        return f"{place[0]} on {place[1]}" if several else str(place[0])
+    def title(stored_key: StoredKey) -> str:
+        return f"{stored_key[0]} on {stored_key[1]}" if several else str(stored_key[0])
 
     rows = []
-    for earlier, place in pairs:
-        old_slug = earlier[1] if earlier != place else None
+    for earlier, stored_key in pairs:
+        old_slug = earlier[1] if earlier != stored_key else None
         allowed = tolerances if old_slug is None else tolerances_of_emulated(tolerances)
-        changes, reason = changes_of(old.figures[earlier], new.figures[place], allowed)
-        rows.append(ComparedRow(*place, title(place), changes, reason, old_slug=old_slug))
+        changes, reason = changes_of(old.figures[earlier], new.figures[stored_key], allowed)
+        rows.append(ComparedRow(*stored_key, title(stored_key), changes, reason, old_slug=old_slug))
     failed = tuple(one for one in new.failures if not any(one.is_that_of(earlier) for earlier in old.failures))
-    left_out = [LeftOut(title(place), "new", None, place, new.peak(place)) for place in added]
-    left_out += [LeftOut(title(place), *new.why_gone(place[0]), place, old.peak(place)) for place in gone]
+    left_out = [LeftOut(title(stored_key), "new", None, stored_key, new.peak(stored_key)) for stored_key in added]
+    left_out += [
+        LeftOut(title(stored_key), *new.why_gone(stored_key[0]), stored_key, old.peak(stored_key))
+        for stored_key in gone
+    ]
     listed = {(row.key.file, row.key.test) for row in rows if row.outcome is Outcome.REGRESSED}
-    listed |= {(one.place[0].file, one.place[0].test) for one in left_out if one.place and one.word == "failed"}
+    listed |= {
+        (one.stored_key[0].file, one.stored_key[0].test) for one in left_out if one.stored_key and one.word == "failed"
+    }
     left_out += [
         LeftOut(f"{one.file}::{one.test}", "failed", one.why) for one in failed if (one.file, one.test) not in listed
     ]
     return Compared(old.name, new.name, tuple(rows), tuple(left_out), failed)
 
 
-def _pairs(old: Collection[Place], new: Collection[Place]) -> list[tuple[Place, Place]]:
+def _pairs(old: Collection[StoredKey], new: Collection[StoredKey]) -> list[tuple[StoredKey, StoredKey]]:
     """Return the places to compare, sorted: of the same device, or the only ones left if one of them is emulated."""
-    pairs = [(place, place) for place in old if place in new]
-    left = [{place for place in side if (place, place) not in pairs} for side in (old, new)]
+    pairs = [(stored_key, stored_key) for stored_key in old if stored_key in new]
+    left = [{stored_key for stored_key in side if (stored_key, stored_key) not in pairs} for side in (old, new)]
     for key in {key for key, _ in left[0]}:
-        earlier, later = ([place for place in side if place[0] == key] for side in left)
+        earlier, later = ([stored_key for stored_key in side if stored_key[0] == key] for side in left)
         if len(earlier) == len(later) == 1 and _is_emulated(earlier[0]) != _is_emulated(later[0]):
             pairs.append((earlier[0], later[0]))
     return sorted(pairs)
 
 
-def _is_emulated(place: Place) -> bool:
-    return place[1].startswith(EMULATED_SLUG)
+def _is_emulated(stored_key: StoredKey) -> bool:
+    return stored_key[1].startswith(EMULATED_SLUG)
 
 
 def side_of_report(name: str, report: SessionReport) -> Side:
     """Return the side of a session's report."""
-    figures: dict[Place, Measurement | Baseline] = {}
+    figures: dict[StoredKey, Measurement | Baseline] = {}
     unmeasured: dict[tuple[str, str], tuple[Word, str]] = {}
     failures: list[Failure] = []
     for row in rows_of(report):

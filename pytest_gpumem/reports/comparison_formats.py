@@ -17,7 +17,7 @@ from pytest_gpumem.reports.values import difference, shown, tolerated
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
-    from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, Place
+    from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, StoredKey
     from pytest_gpumem.reports.layout import Line, Screen, Style
     from pytest_gpumem.units import UnitSystem
 
@@ -159,7 +159,7 @@ def _changed(change: ComparedChange, report: Compared, units: UnitSystem) -> Cel
 
 
 def _on_one_side(one: LeftOut, units: UnitSystem) -> Cells:
-    if one.place is None:
+    if one.stored_key is None:
         return (one.title, "", "", "", "", "", one.word)
     peak = shown("peak_allocated", one.peak, units)
     old, new = ("", peak) if one.word == "new" else (peak, "")
@@ -184,15 +184,17 @@ def to_json(report: Compared, *, finished: bool = True) -> str:
         plain = {"finished": finished, **known, **in_turns, "tests": tests, "not_compared": not_compared}
     else:
         measured = [
-            (one, {**_plain_place(one.place), "peak_allocated": one.peak}) for one in report.left_out if one.place
+            (one, {**_plain_key(one.stored_key), "peak_allocated": one.peak})
+            for one in report.left_out
+            if one.stored_key
         ]
         plain = {
             **known,
             "tests": tests,
-            "added": [place for one, place in measured if one.word == "new"],
+            "added": [stored_key for one, stored_key in measured if one.word == "new"],
             "gone": [
-                {**place, "reason": one.reason, "failed": one.word == "failed"}
-                for one, place in measured
+                {**stored_key, "reason": one.reason, "failed": one.word == "failed"}
+                for one, stored_key in measured
                 if one.word != "new"
             ],
             "failed": [{"file": one.file, "test": one.test, "reason": one.why} for one in report.failed],
@@ -206,7 +208,7 @@ def _plain_side(side: str | Revision) -> str | dict[str, str]:
 
 def _plain_row(row: ComparedRow, form: _Form) -> dict[str, Any]:
     plain = {
-        **_plain_place((row.key, row.slug)),
+        **_plain_key((row.key, row.slug)),
         **({} if row.old_slug is None else {"old_slug": row.old_slug}),
         "outcome": row.outcome.value,
         "reason": row.reason,
@@ -232,6 +234,6 @@ def _plain_change(change: ComparedChange, form: _Form) -> dict[str, Any]:
     return {key: plain[key] for key in form.of_metric}
 
 
-def _plain_place(place: Place) -> dict[str, Any]:
-    key, slug = place
+def _plain_key(stored_key: StoredKey) -> dict[str, Any]:
+    key, slug = stored_key
     return {"file": key.file, "test": key.test, "name": key.name, "slug": slug}

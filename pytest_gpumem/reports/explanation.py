@@ -115,12 +115,14 @@ def composition_table(title: str, composition: Composition, units: UnitSystem, m
     )
 
 
-def growth_table(growth: Difference, units: UnitSystem, most: int | None = None, title: str = "what grew") -> PartTable:
-    """Return the ``most`` largest changes of a composition, or those that explain most of its growth, with their reasons."""
-    changes = growth.explaining() if most is None else growth.changes[:most]
+def change_table(
+    difference: Difference, units: UnitSystem, most: int | None = None, title: str = "what grew"
+) -> PartTable:
+    """Return the ``most`` largest changes of a composition, or those that explain most of the increase, with their reasons."""
+    changes = difference.explaining() if most is None else difference.changes[:most]
     largest = max((abs(one.nbytes) for one in changes), default=0)
-    others = len(growth.changes) - len(changes)
-    rest = growth.growth - sum(one.nbytes for one in changes)
+    others = len(difference.changes) - len(changes)
+    rest = difference.nbytes - sum(one.nbytes for one in changes)
     parts = (
         Part(
             _category_of(one.row),
@@ -276,15 +278,15 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
 
 
 def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
-    growth, explanation = verdict.growth, verdict.measurement.explanation
+    difference, explanation = verdict.difference, verdict.measurement.explanation
     notes = () if explanation is None else explanation.peak.notes
-    moved = None if growth is None else growth.moved
+    moved = None if difference is None else difference.moved
     if moved is not None:
         notes = (_moved_note(moved, units), *notes)
     tables = []
-    if growth is not None and growth.growth > 0:
+    if difference is not None and difference.nbytes > 0:
         where = f" in {moved.compared}" if moved is not None else ""
-        tables.append(growth_table(growth, units, title=f"what grew{where}{explained_on(verdict)}"))
+        tables.append(change_table(difference, units, title=f"what grew{where}{explained_on(verdict)}"))
     # What grew where the peak was is not all that made it move.
     is_all = bool(tables) and (moved is None or moved.compared == moved.after)
     if not is_all and moved is not None and explanation is not None and moved.before in explanation.other_phases:
@@ -296,7 +298,7 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
         return [*map(Explained, tables[:-1]), Explained(tables[-1], notes=notes)]
     if explanation is None:
         return []
-    if verdict.origin is not None and growth is None and not notes:
+    if verdict.origin is not None and difference is None and not notes:
         notes = (_NO_COMPOSITION,)
     title = f"what is there at the peak{explained_on(verdict)}"
     return [Explained(composition_table(title, explanation.peak, units), notes=notes)]

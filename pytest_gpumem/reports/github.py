@@ -86,8 +86,8 @@ def _of_a_test(kind: str, row: ReportRow, message: str, folder: str) -> str:
     title = f"gpumem: {row.test}"
     if len(visible(title)) > MOST_OF_A_TITLE:
         message = f"{row.title}\n{message}"
-    place = row.result.verdict.location if row.result is not None else None
-    where = _at(f"{folder}{row.file}") if place is None else _at(f"{folder}{place.file}", place.line)
+    location = row.result.verdict.location if row.result is not None else None
+    where = _at(f"{folder}{row.file}") if location is None else _at(f"{folder}{location.file}", location.line)
     return _line(kind, title, message, where)
 
 

@@ -205,8 +205,8 @@ def _fitted(
     if spare < 0:
         return None
     by_need = sorted((natural[number] - widths[number], number) for number in kept)
-    for place, (need, number) in enumerate(by_need):
-        share = min(need, spare // (len(by_need) - place))
+    for index, (need, number) in enumerate(by_need):
+        share = min(need, spare // (len(by_need) - index))
         widths[number] += share
         spare -= share
     return tuple(widths[number] for number in kept)

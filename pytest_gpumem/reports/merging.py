@@ -128,8 +128,8 @@ def _check(reports: Sequence[SessionReport], names: Sequence[str]) -> None:
 def _results(results: Iterable[TestResult]) -> tuple[TestResult, ...]:
     kept: dict[tuple[str, str, tuple[str, ...]], TestResult] = {}
     for result in results:
-        place = (result.verdict.file, result.verdict.test, _devices(result))
-        kept[place] = max((kept[place], result), key=_weight) if place in kept else result
+        key = (result.verdict.file, result.verdict.test, _devices(result))
+        kept[key] = max((kept[key], result), key=_weight) if key in kept else result
     measured = {(file, test) for file, test, devices in kept if devices}
     return tuple(
         result

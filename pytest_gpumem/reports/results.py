@@ -42,7 +42,7 @@ class TestResult:
     passed: bool
     failed: bool = False
     failed_in: FailedIn | None = None
-    """The place where it failed first; ``None`` where it did not."""
+    """The part of its run in which it failed first; ``None`` where it did not."""
 
     def is_recorded_by(self, update: UpdateMode | None) -> bool:
         """Return whether a session with this update writes what was measured as its first baselines."""
@@ -61,18 +61,18 @@ class Results:
     _verdicts: dict[str, TestVerdict] = field(default_factory=dict)
     _outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
     _failed: dict[tuple[str, str], FailedIn] = field(default_factory=dict)
-    """The place where each test failed first, measured or not, by (node id, pytest-xdist's worker)."""
+    """The part of its run in which each test failed first, measured or not, by (node id, pytest-xdist's worker)."""
     _others: set[str] = field(default_factory=set)
     """The ids of the tests that have no verdict."""
 
     def add(self, report: pytest.TestReport) -> bool:
         """Take what a report says of a measured test; of others only whether they failed. Whether it was a measured one."""
-        place = (report.nodeid, getattr(report, "worker_id", ""))
+        run = (report.nodeid, getattr(report, "worker_id", ""))
         if report.when == "setup":
             # It may be run again.
-            self._failed.pop(place, None)
+            self._failed.pop(run, None)
         if report.outcome == "failed" and not hasattr(report, "wasxfail"):
-            self._failed.setdefault(place, _where(report))
+            self._failed.setdefault(run, _where(report))
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
         if payload is None:
             self._others.add(report.nodeid)

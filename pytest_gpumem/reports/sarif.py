@@ -87,7 +87,7 @@ def _with_test_if_none(row: ReportRow, grown: Iterable[tuple[str, int]]) -> list
 def _grown_lines(row: ReportRow) -> Iterator[tuple[str, int]]:
     """Yield file and line of the project's own code that grew in bytes, then of that with more operators."""
     for one in row.measured:
-        changes = one.verdict.growth.changes if one.verdict.growth is not None else ()
+        changes = one.verdict.difference.changes if one.verdict.difference is not None else ()
         for change in sorted(changes, key=lambda change: -change.nbytes):
             if change.nbytes > 0 and (line := _line_of(change.row.site)):
                 yield line

@@ -43,7 +43,7 @@ _NO_TIMES_HELP = "the baseline has no times; --gpumem-update=new adds them when 
 def to_be_shown(measured: Iterable[ShownMeasurement], *, gating: bool) -> list[ShownMeasurement]:
     """Return the measurements for the table: all but the ``ok``, and in a session that is ``gating`` the ``recorded``.
 
-    Elsewhere figures are what a session is for. Of those that have nothing but figures the first `MOST_FIGURES` are shown.
+    A session without a gate is run for its figures. Of those that have nothing but figures the first `MOST_FIGURES` are shown.
     """
     chosen: list[ShownMeasurement] = []
     figures = 0

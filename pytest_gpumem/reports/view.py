@@ -218,6 +218,6 @@ def _measured(result: TestResult, several: frozenset[str], update: UpdateMode | 
 def _on_several_devices(results: Iterable[TestResult]) -> frozenset[str]:
     """Return the ids of the tests that were measured on several devices."""
     tests = [result.verdict for result in results if not result.verdict.unmeasured]
-    places = {(test.nodeid, one.measurement.environment.device) for test in tests for one in test.verdicts}
-    devices = Counter(nodeid for nodeid, _ in places)
+    pairs = {(test.nodeid, one.measurement.environment.device) for test in tests for one in test.verdicts}
+    devices = Counter(nodeid for nodeid, _ in pairs)
     return frozenset(nodeid for nodeid, count in devices.items() if count > 1)

@@ -367,7 +367,7 @@ class GpumemSession:
             self._config.pluginmanager.register(self._controller, "gpumem-controller")
 
     def store(self) -> Store:
-        """Return the store of this session. Raises ``pytest.UsageError`` when there is no such place."""
+        """Return the store of this session. Raises ``pytest.UsageError`` when there is no such folder or URL."""
         if self._store is None:
             from pytest_gpumem.session.session_store import opened
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def opened(settings: Settings) -> Store:
-    """Return the store. Raises ``pytest.UsageError`` when there is no such place."""
+    """Return the store. Raises ``pytest.UsageError`` when there is no such folder or URL."""
     try:
         return Store(backend_of(settings.store, settings.store_base))
     except BackendError as error:

@@ -92,13 +92,13 @@ def pattern_of_called(model: torch.nn.Module, called: Container[int]) -> tuple[s
 
 
 def _patterns(path: str) -> Iterator[str]:
-    """Return patterns of the modules at the same place in a list, and in lists of that name: ``h.*.mlp``, ``*.h.*.mlp``."""
+    """Return patterns of the modules of the same index in a list, and in lists of that name: ``h.*.mlp``, ``*.h.*.mlp``."""
     names = path.split(".")
-    for place, name in enumerate(names):
-        if name.isdecimal() and place:
-            within = [*names[place - 1 : place], "*", *names[place + 1 :]]
-            yield ".".join([*names[: place - 1], *within])
-            if place > 1:
+    for index, name in enumerate(names):
+        if name.isdecimal() and index:
+            within = [*names[index - 1 : index], "*", *names[index + 1 :]]
+            yield ".".join([*names[: index - 1], *within])
+            if index > 1:
                 yield ".".join(["*", *within])
 
 

@@ -47,7 +47,7 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointKind:
-    """One kind of checkpointing. It acts in up to three places: ``recomputed``, ``around_forward`` and ``setting``.
+    """One kind of checkpointing. It acts in up to three ways: ``recomputed``, ``around_forward`` and ``setting``.
 
     A device that cannot run a kind says so by its name (`Device.lacks`).
     """
@@ -73,7 +73,7 @@ class CheckpointKind:
     cached_casts: bool = True
     """True if autocast may cast a weight that is used twice only once."""
     search_order: int = 0
-    """The place in the order in which ``gpumem advise`` tries kinds without an argument; 0: not at all."""
+    """The number in the order in which ``gpumem advise`` tries kinds without an argument; 0: not at all."""
     snippet: Snippet = Snippet()
 
     @property
@@ -92,7 +92,7 @@ class Checkpointing(NamedTuple):
 def _fraction(text: str) -> float:
     fraction = number(text)
     if not 0 <= fraction <= 1:
-        raise ValueError("the budget is a fraction between 0 and 1 of the plain activations")
+        raise ValueError("the activation memory budget is a fraction between 0 and 1 of the plain activations")
     return fraction
 
 
@@ -103,7 +103,7 @@ def each_alone(lists: Iterable[Blocks], _argument: object = None) -> list[Blocks
 
 def _last_of_every(lists: Iterable[Blocks], every: int) -> list[Blocks]:
     # As in torchtitan's selective checkpointing: of N blocks the last one is recomputed.
-    each = (block for blocks in lists for place, block in enumerate(blocks, 1) if place % every == 0)
+    each = (block for blocks in lists for number, block in enumerate(blocks, 1) if number % every == 0)
     # A block that stands in two lists is one.
     return [[block] for block in {id(block.module): block for block in each}.values()]
 
@@ -115,7 +115,7 @@ def in_segments(lists: Iterable[Blocks], segments: int) -> Iterator[Blocks]:
             raise ValueError(f"{segments} segments cannot be made of {len(blocks)} blocks")
         size, larger = divmod(len(blocks), segments)
         rest = iter(blocks)
-        yield from (list(itertools.islice(rest, size + (place < larger))) for place in range(segments))
+        yield from (list(itertools.islice(rest, size + (number < larger))) for number in range(segments))
 
 
 def _in_root_segments(lists: Iterable[Blocks], _argument: object) -> Iterator[Blocks]:

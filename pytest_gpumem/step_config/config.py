@@ -1,4 +1,4 @@
-"""The step config: in which precision, with which checkpointing, optimizer and accumulation a step is run."""
+"""The step config: precision, checkpointing, optimizer, accumulation and all other settings of a step, parsed from a text."""
 
 from __future__ import annotations
 

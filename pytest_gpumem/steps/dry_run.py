@@ -139,14 +139,14 @@ def counted_again(phases: Sequence[Phase], recomputed: int | None) -> tuple[list
     """
     counting, again = list(phases), CallsInBackward(recomputed or 0)
 
-    def first(place: int, phase: Phase) -> None:
-        counting[place] = phase
+    def first(index: int, phase: Phase) -> None:
+        counting[index] = phase
         with again.counted():
             phase.run()
 
-    for place, phase in enumerate(phases if recomputed is None else ()):
+    for index, phase in enumerate(phases if recomputed is None else ()):
         if phase.name != "forward":
-            counting[place] = phase._replace(run=partial(first, place, phase))
+            counting[index] = phase._replace(run=partial(first, index, phase))
     return counting, again
 
 

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.steps.model_step import ModelOrFactory
 
 
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names of the cache's argument, in transformers since 5.24 and before."""
+
+
 def infer_phases(
     model: torch.nn.Module, run: Callable[..., Any], batch: Any, config: StepConfig, device: torch.device
 ) -> list[Phase]:
@@ -48,16 +52,17 @@ def infer_phases(
 
         return [Phase("forward", forward)]
 
+    name = _cache_argument(model)
     prompt, last = _prompt_and_last(model, batch)
     caches: list[Any] = []
 
     def prefill() -> None:
         with torch.inference_mode(), autocasting(config.precision, device):
-            caches.append(_past(feed(run, prompt)))
+            caches.append(_cache_of(feed(run, prompt), name))
 
     def decode() -> None:
         with torch.inference_mode(), autocasting(config.precision, device):
-            run(**last, past_key_values=caches.pop())
+            run(**last, **{name: caches.pop()})
 
     return [Phase("prefill", prefill), Phase("decode", decode)]
 
@@ -67,10 +72,6 @@ def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any]
     import torch
 
     taken = inspect.signature(model.forward).parameters
-    if not {"past_key_values", "use_cache"} <= taken.keys():
-        raise ConfigError(
-            f"cache=on needs a model whose forward takes past_key_values and use_cache; {type(model).__name__} does not"
-        )
     if attribute(attribute(model, "config"), "is_encoder_decoder") is True:
         raise ConfigError(
             f"cache=on cannot cut the batch of {type(model).__name__}, which has an encoder and a decoder: "
@@ -91,11 +92,23 @@ def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any]
     return {**prompt, "use_cache": True}, {**last, "use_cache": True}
 
 
-def _past(output: Any) -> Any:
-    past = getattr(output, "past_key_values", None)
-    if past is None:
-        raise ConfigError("cache=on: the model's output has no past_key_values")
-    return past
+def _cache_argument(model: torch.nn.Module) -> str:
+    """Return the name of the argument and output that is the cache. Raises `ConfigError` if the model takes none."""
+    taken = inspect.signature(model.forward).parameters
+    name = next((one for one in CACHE_ARGUMENTS if one in taken), None)
+    if name is None or "use_cache" not in taken:
+        raise ConfigError(
+            f"cache=on needs a model whose forward takes use_cache and {' or '.join(CACHE_ARGUMENTS)}; "
+            f"{type(model).__name__} does not"
+        )
+    return name
+
+
+def _cache_of(output: Any, name: str) -> Any:
+    cache = getattr(output, name, None)
+    if cache is None:
+        raise ConfigError(f"cache=on: the model's output has no {name}")
+    return cache
 
 
 def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.nn.Module:

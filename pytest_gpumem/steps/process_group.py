@@ -25,7 +25,7 @@ def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterato
     """Yield the ranks of a sharded step, with a process group in place.
 
     A process group that is there is used. One is made of the ranks that ``torchrun`` started, and stays: ranks that leave one
-    and meet again at the same address may miss each other. Elsewhere the rank that the config names is alone: its
+    and meet again at the same address may miss each other. Without either, the rank that the config names is alone: its
     collectives return its own parts in place of the others'.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A training step: micro-batches, scaled gradients, clipping, the optimizer, zeroed gradients; made ready under its config."""
+"""Phases of a training step: micro-batches, scaled gradients, clipping, the optimizer, zeroed gradients."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ def resampled_medians(values: Sequence[float], count: int, rng: random.Random) -
     size = len(values)
     if size > MOST_TABULATED:
         return [statistics.median(rng.choices(values, k=size)) for _ in range(count)]
-    places, cumulative = _middles(size)
+    pairs, cumulative = _middles(size)
     ordered = sorted(values)
-    return rng.choices([(ordered[low] + ordered[high]) / 2 for low, high in places], cum_weights=cumulative, k=count)
+    return rng.choices([(ordered[low] + ordered[high]) / 2 for low, high in pairs], cum_weights=cumulative, k=count)
 
 
 @lru_cache(maxsize=MOST_TABULATED)
@@ -42,17 +42,17 @@ def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]
     at_most = [_at_least(half, size, number / size) for number in range(size + 1)]
     alone = [after - before for before, after in itertools.pairwise(at_most)]
     if size % 2:
-        return tuple((place, place) for place in range(size)), tuple(itertools.accumulate(alone))
+        return tuple((index, index) for index in range(size)), tuple(itertools.accumulate(alone))
     # The sample's lower half ends with one value, and its upper half begins with a later one.
     ways = math.comb(size, half)
-    ends = [(place / size) ** half for place in range(size + 1)]
+    ends = [(index / size) ** half for index in range(size + 1)]
     last = [after - before for before, after in itertools.pairwise(ends)]
     weights = {
         (low, high): ways * last[low] * last[size - 1 - high] for low in range(size) for high in range(low + 1, size)
     }
-    for place in range(size):
-        apart = ways * last[place] * ends[size - 1 - place]
-        weights[place, place] = max(0.0, alone[place] - apart)
+    for index in range(size):
+        apart = ways * last[index] * ends[size - 1 - index]
+        weights[index, index] = max(0.0, alone[index] - apart)
     return tuple(weights), tuple(itertools.accumulate(weights.values()))
 
 

@@ -77,19 +77,19 @@ def _clauses(*found: str | None) -> str | None:
 
 
 def _retried(before: Conditions, after: Conditions) -> str | None:
-    times = growth(before.retries, after.retries)
+    times = increase(before.retries, after.retries)
     return f"the allocator retried {_TIMES.get(times, f'{times} times')}" if times else None
 
 
 def _compiled(before: Conditions, after: Conditions) -> str | None:
-    graphs = growth(before.graphs, after.graphs)
+    graphs = increase(before.graphs, after.graphs)
     if not graphs:
         return None
     return "a graph was compiled meanwhile" if graphs == 1 else f"{graphs} graphs were compiled meanwhile"
 
 
-def growth(before: int | None, after: int | None) -> int:
-    """Return the growth of a counter of events; one that is lower than before was reset to 0 in between."""
+def increase(before: int | None, after: int | None) -> int:
+    """Return the increase of a counter of events; one that is lower than before was reset to 0 in between."""
     if before is None or after is None:
         return 0
     return after - before if after >= before else after
@@ -174,7 +174,7 @@ def _others(before: Conditions, after: Conditions) -> str | None:
 
 
 def share(before: Conditions, after: Conditions, then: float | None, now: float | None) -> float | None:
-    """Return the growth of a count of seconds over the time that has passed."""
+    """Return the increase of a count of seconds over the time that has passed."""
     seconds = elapsed(before, after)
     return None if then is None or now is None or seconds <= 0 else (now - then) / seconds
 
@@ -189,8 +189,8 @@ def _percent(ratio: float) -> str:
 
 
 OTHER_CORES = 0.2
-"""Bound of the slowdown for each other core that is kept busy. At most 0.12 was measured where the pace stayed; elsewhere the
-pace shows more."""
+"""Bound of the slowdown for each other core that is kept busy. At most 0.12 was measured where the pace stayed; where it did
+not, it shows more."""
 REFILLING = 0.45
 """Bound of the slowdown for each second of waiting, over the seconds on a core: caches are another process's when the thread
 comes back. At most 0.25 was measured on the EPYC where it waited up to 60 % of the time (1.14 times as long at 40 %, 1.34 at
@@ -215,7 +215,7 @@ GPU_CLOCK = 2
 def taken(before: Conditions, after: Conditions) -> float:
     """Return the largest factor by which interference that takes time from the step lengthens the time between two readings."""
     waited = _waiting(before, after)
-    events = SECONDS_A_RETRY * growth(before.retries, after.retries) + SECONDS_A_GRAPH * growth(
+    events = SECONDS_A_RETRY * increase(before.retries, after.retries) + SECONDS_A_GRAPH * increase(
         before.graphs, after.graphs
     )
     others = other_processes(before, after)

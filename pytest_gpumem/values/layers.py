@@ -87,8 +87,8 @@ def _combined(found: set[Numbers]) -> list[Layers]:
 def _shortened(layers: Layers, there: set[Numbers]) -> Layers:
     """Return a combination without those numbers of which all that there are occur."""
     meant = set(product(*layers))
-    for place in range(len(layers)):
-        shorter = (*layers[:place], (), *layers[place + 1 :])
+    for index in range(len(layers)):
+        shorter = (*layers[:index], (), *layers[index + 1 :])
         if {one for one in there if len(one) == len(layers) and is_of(one, shorter)} == meant:
             layers = shorter
     return layers

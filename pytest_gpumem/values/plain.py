@@ -1,7 +1,7 @@
 """Values as JSON has them, and back, as the annotations of their types say.
 
 A dataclass is an object with a key for each field, a named tuple an array, and a frozen set a sorted one. `Form` in an
-annotation says what is otherwise.
+annotation says what is otherwise, and `KEY` in a field's metadata names the key where that is not the field's name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _T = TypeVar("_T")
+KEY = "key"
+"""The entry of a field's metadata that names its key."""
 
 
 class Form(NamedTuple):
@@ -83,10 +85,10 @@ def _codec(kind: Any) -> _Codec:
 
 def _object(kind: Any) -> _Codec:
     hints = get_type_hints(kind, include_extras=True)
-    codecs = [(field.name, _codec(hints[field.name])) for field in fields(kind)]
+    codecs = [(one.name, one.metadata.get(KEY, one.name), _codec(hints[one.name])) for one in fields(kind)]
     return _Codec(
-        lambda plain: kind(**{name: codec.read(plain[name]) for name, codec in codecs if name in plain}),
-        lambda value: {name: codec.write(getattr(value, name)) for name, codec in codecs},
+        lambda plain: kind(**{name: codec.read(plain[key]) for name, key, codec in codecs if key in plain}),
+        lambda value: {key: codec.write(getattr(value, name)) for name, key, codec in codecs},
     )
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.ab.collector import foreign_modules
+from pytest_gpumem.ab.collector import outside_modules
 from pytest_gpumem.ab.processes import Stop
 from pytest_gpumem.ab.runs import Runner, python_path, refused
 
@@ -108,29 +108,29 @@ def test_modules_of_another_checkout_are_strangers(tmp_path, loaded):
     loaded("gpumem_ab_mine", home / "mine.py")
     loaded("gpumem_ab_theirs", other / "theirs.py")
     loaded("gpumem_ab_elsewhere", tmp_path / "other-library" / "elsewhere.py")
-    assert foreign_modules(str(home), [str(other)]) == {"gpumem_ab_theirs": str(other / "theirs.py")}
+    assert outside_modules(str(home), [str(other)]) == {"gpumem_ab_theirs": str(other / "theirs.py")}
 
 
 def test_a_worktree_within_the_checkout_is_no_stranger(tmp_path, loaded):
     loaded("gpumem_ab_mine", tmp_path / "checkout" / "tmp" / "home" / "mine.py")
-    assert foreign_modules(str(tmp_path / "checkout" / "tmp" / "home"), [str(tmp_path / "checkout")]) == {}
+    assert outside_modules(str(tmp_path / "checkout" / "tmp" / "home"), [str(tmp_path / "checkout")]) == {}
 
 
 def test_an_environment_within_the_checkout_is_no_stranger(tmp_path, loaded, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     loaded("gpumem_ab_installed", tmp_path / ".venv" / "lib" / "installed.py")
     loaded("gpumem_ab_theirs", tmp_path / "theirs.py")
-    assert list(foreign_modules(str(tmp_path / "home"), [str(tmp_path)])) == ["gpumem_ab_theirs"]
+    assert list(outside_modules(str(tmp_path / "home"), [str(tmp_path)])) == ["gpumem_ab_theirs"]
 
 
 def test_an_environment_around_the_checkout_hides_no_stranger(tmp_path, loaded, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     loaded("gpumem_ab_theirs", tmp_path / "checkout" / "theirs.py")
-    assert list(foreign_modules(str(tmp_path / "home"), [str(tmp_path / "checkout")])) == ["gpumem_ab_theirs"]
+    assert list(outside_modules(str(tmp_path / "home"), [str(tmp_path / "checkout")])) == ["gpumem_ab_theirs"]
 
 
 def test_a_link_into_the_checkout_is_seen_through(tmp_path, loaded):
     (tmp_path / "checkout").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "checkout")
     loaded("gpumem_ab_theirs", tmp_path / "link" / "theirs.py")
-    assert list(foreign_modules(str(tmp_path / "home"), [str(tmp_path / "checkout")])) == ["gpumem_ab_theirs"]
+    assert list(outside_modules(str(tmp_path / "home"), [str(tmp_path / "checkout")])) == ["gpumem_ab_theirs"]

@@ -18,8 +18,8 @@ def line(verdict, when="call", outcome="passed", *, xfail=False):
     return json.dumps({"nodeid": nodeid, "when": when, "outcome": outcome, "xfail": xfail, "verdict": payload})
 
 
-def end(status=0, foreign_modules=()):
-    return json.dumps({"status": status, "root": "/root", "foreign_modules": dict(foreign_modules)})
+def end(status=0, outside_modules=()):
+    return json.dumps({"status": status, "root": "/root", "outside_modules": dict(outside_modules)})
 
 
 def test_a_run_has_the_verdicts_of_its_tests_with_their_times():
@@ -73,9 +73,9 @@ def test_a_run_whose_lines_are_cut_off_has_failed():
 
 
 def test_code_of_another_checkout_is_told_with_what_mends_it():
-    foreign_modules = {"model": "/repo/model.py", **{f"other_{number}": "/repo/o.py" for number in range(4)}}
+    outside_modules = {"model": "/repo/model.py", **{f"other_{number}": "/repo/o.py" for number in range(4)}}
     with pytest.raises(RunFailed) as failed:
-        run_of("head", [end(0, foreign_modules)], 0)
+        run_of("head", [end(0, outside_modules)], 0)
     text = str(failed.value)
     assert "it imported model from /repo/model.py, other_0 from /repo/o.py, other_1 from /repo/o.py and 2 more" in text
     assert "--setup 'pip install -e .'" in text

@@ -50,12 +50,12 @@ def explained(name: str = "train_step", peak_bytes: float = 9 * GB, seconds: flo
         peak(Outcome.REGRESSED, peak_bytes, budget=12 * GB),
         MetricVerdict("step_time", Outcome.OK, seconds, 0.0121, 0.0005, interval=(0.99, 1.03)),
     )
-    growth = Difference(3 * GB, 7 * GB, (Change(None, SCORES, "was bfloat16, now float32"),))
+    difference = Difference(3 * GB, 7 * GB, (Change(None, SCORES, "was bfloat16, now float32"),))
     return measured(
         *metrics,
         name=name,
         measurement={"explanation": explanation, "times": times(seconds)},
-        growth=growth,
+        difference=difference,
         origin=ORIGIN,
         **changes,
     )

@@ -304,7 +304,7 @@ def test_another_workload_within_the_tolerance_or_smaller_is_stale_and_no_improv
 def test_what_grew_with_another_workload_is_told():
     now = replace(measured(workload=LARGER, peak_allocated=2 * GB), explanation=Explanation(NOW))
     then = replace(stored(peak_allocated=GB), composition=THEN)
-    assert judged(now, then).growth == difference(THEN, NOW)
+    assert judged(now, then).difference == difference(THEN, NOW)
 
 
 # Growth per step
@@ -560,8 +560,8 @@ def test_where_both_sides_have_a_composition_a_verdict_says_what_changed():
     now = replace(measured(peak_allocated=2 * GB), explanation=Explanation(NOW))
     then = replace(stored(peak_allocated=GB), composition=THEN)
     verdict = judged(now, then)
-    assert verdict.growth == difference(THEN, NOW)
-    assert [change.row for change in verdict.growth.changes] == [NOW.rows[0]]
+    assert verdict.difference == difference(THEN, NOW)
+    assert [change.row for change in verdict.difference.changes] == [NOW.rows[0]]
 
 
 @pytest.mark.parametrize(
@@ -590,7 +590,7 @@ def test_a_composition_changes_no_outcome(budget, peak):
 )
 def test_without_two_compositions_to_compare_nothing_is_said_to_have_grown(baseline, now):
     measurement = replace(measured(peak_allocated=2 * GB), explanation=now and Explanation(now))
-    assert judged(measurement, baseline).growth is None
+    assert judged(measurement, baseline).difference is None
 
 
 # For which outcomes a test fails
@@ -802,7 +802,7 @@ def test_a_composition_is_compared_with_that_of_the_same_gpu_only():
     now = on_gpus(g0=4 * GB, g1=3 * GB)
     for gpu, compared in (("cuda:0", True), ("cuda:1", False)):
         explained = replace(now, explanation=Explanation(rows, gpu=gpu))
-        assert (judged(explained, earlier).growth is not None) is compared
+        assert (judged(explained, earlier).difference is not None) is compared
 
 
 # Workspaces

@@ -167,7 +167,7 @@ VERDICTS = st.builds(
     origin=st.none() | st.builds(Origin, TEXTS, TEXTS, TEXTS, st.none() | TEXTS, st.none() | TEXTS),
     reason=st.none() | TEXTS,
     elsewhere=st.lists(TEXTS, max_size=2).map(tuple),
-    growth=st.sampled_from([None, DIFFERENCE]),
+    difference=st.sampled_from([None, DIFFERENCE]),
 )
 TEST_VERDICTS = st.builds(
     TestVerdict,

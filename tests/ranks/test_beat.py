@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.ranks.beat import Beat, Position, is_stuck, place_of, stuck_text
+from pytest_gpumem.ranks.beat import Beat, Position, is_stuck, position_of, stuck_text
 from pytest_gpumem.ranks.consensus import Point
 from pytest_gpumem.ranks.watch import _gone_text
 
@@ -111,7 +111,7 @@ def test_the_place_of_a_thread_is_its_innermost_line_in_the_project():
 
 def _place_within(thread: threading.Thread, function: str) -> Position:
     while True:
-        place = place_of(thread.ident or 0, Path(__file__).parents[1])
+        place = position_of(thread.ident or 0, Path(__file__).parents[1])
         if place.within == function:
             return place
 

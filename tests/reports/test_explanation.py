@@ -15,9 +15,9 @@ from pytest_gpumem.gate.judge import failing_metrics, judge
 from pytest_gpumem.gate.verdict import FAILING, Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.explanation import (
+    change_table,
     composition_table,
     explanation_blocks,
-    growth_table,
     out_of_memory_lines,
     part_lines,
 )
@@ -32,7 +32,7 @@ CPU = Environment("cpu-x86_64", "CPU (x86_64)", {"torch": "2.13.0"})
 
 
 def growth_lines(growth: Difference, units: str) -> list[str]:
-    return part_lines(growth_table(growth, units))
+    return part_lines(change_table(growth, units))
 
 
 def composition_lines(title: str, of: Composition, units: str, **most: int) -> list[str]:
@@ -161,7 +161,7 @@ CHANGES = re.compile(r"(\d+) other changes?: ([+-][\d.]+ \w+) together")
 @given(COMPOSITIONS, COMPOSITIONS)
 def test_rows_that_are_told_explain_most_of_the_growth_and_the_others_the_rest(before, after):
     found = difference(before, after)
-    assume(found.growth > 0)
+    assume(found.nbytes > 0)
     told = found.explaining()
     lines = growth_lines(found, "si")
     others = CHANGES.fullmatch(lines[-1])
@@ -170,18 +170,18 @@ def test_rows_that_are_told_explain_most_of_the_growth_and_the_others_the_rest(b
     assert list(told) == grown[: len(told)], "the largest"
     assert 1 <= len(told) <= 5
     explained = sum(change.nbytes for change in told)
-    assert explained >= 0.8 * found.growth or len(told) == 5
+    assert explained >= 0.8 * found.nbytes or len(told) == 5
     # A few more are told where they matter.
-    worth = [change for change in grown[:3] if change.nbytes >= 0.01 * found.growth]
+    worth = [change for change in grown[:3] if change.nbytes >= 0.01 * found.nbytes]
     assert len(told) >= len(worth)
     left = len(found.changes) - len(told)
     assert (int(others.group(1)) if others else 0) == left
     if others:
         amount = parse_size(others.group(2).removeprefix("-").removeprefix("+"))
         signed = -amount if others.group(2).startswith("-") else amount
-        assert signed == pytest.approx(found.growth - explained, rel=0.01, abs=1)
+        assert signed == pytest.approx(found.nbytes - explained, rel=0.01, abs=1)
     else:
-        assert explained == found.growth
+        assert explained == found.nbytes
 
 
 def test_bytes_are_shown_in_the_units_of_the_settings():
@@ -223,7 +223,7 @@ def test_a_peak_that_grew_is_explained_by_what_grew():
     more = row("activation", GB, "h", site="train.py:3")
     then, now = composition(WEIGHTS), composition(WEIGHTS, more)
     verdict = verdict_of(now, then)
-    assert verdict.growth == difference(then, now)
+    assert verdict.difference == difference(then, now)
     (block,) = explanation_blocks(verdict, ["peak_allocated"], "si")
     assert block == growth_lines(difference(then, now), "si")
 

@@ -287,7 +287,7 @@ def test_a_matrix_has_its_table_too():
 def test_what_a_table_does_not_show_is_in_its_last_row():
     rows = [Row("activation", 1_000_000 * (number + 1), f"m{number}") for number in range(MOST_ROWS + 2)]
     growth = Difference(0, sum(row.nbytes for row in rows), tuple(Change(None, row) for row in reversed(rows)))
-    table = panel_of(measured(peak(Outcome.REGRESSED), growth=growth), "si").changes[0]
+    table = panel_of(measured(peak(Outcome.REGRESSED), difference=growth), "si").changes[0]
     assert len(table.parts) == MOST_ROWS
     assert table.parts[0].figures[-1] == "+32.00 MB"
     assert table.rest == "+3.00 MB"

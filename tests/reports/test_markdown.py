@@ -53,11 +53,11 @@ def test_why_a_session_is_red_beside_its_tests_stands_next():
 
 
 def test_a_test_that_failed_has_its_figures_what_grew_and_the_command_that_accepts_it():
-    growing = everything("x").results[0].verdict.verdicts[0].growth
+    growing = everything("x").results[0].verdict.verdicts[0].difference
     verdict = measured(
         peak(Outcome.REGRESSED),
         origin=REGRESSED.verdict.verdicts[0].origin,
-        growth=growing,
+        difference=growing,
         measurement={"notes": ("so",)},
     )
     text = markdown(

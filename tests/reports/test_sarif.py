@@ -31,7 +31,7 @@ def grown(*sites: str, **changes):
     rows = [Row("activation", (len(sites) - place) * GB, site=site) for place, site in enumerate(sites)]
     growth = Difference(1, 2 * GB, tuple(Change(None, row) for row in reversed(rows)))
     return result(
-        measured(peak(Outcome.REGRESSED), growth=growth, **changes), test="test_b", failure="it grew\n\nby GB"
+        measured(peak(Outcome.REGRESSED), difference=growth, **changes), test="test_b", failure="it grew\n\nby GB"
     )
 
 

@@ -282,7 +282,7 @@ def test_a_text_that_cannot_be_read_is_told_what_would_be_right(text, message):
         ("checkpoint=every:0", "checkpoint=every:0: expected a whole number, 1 or more"),
         (
             "checkpoint=budget:nan,compile=default",
-            "checkpoint=budget:nan: the budget is a fraction between 0 and 1 of the plain activations",
+            "checkpoint=budget:nan: the activation memory budget is a fraction between 0 and 1 of the plain activations",
         ),
         ("checkpoint=budget:half,compile=default", "checkpoint=budget:half: expected a number"),
         (

@@ -82,7 +82,12 @@ def infer(bench, model, config):
         (train, NotCompiled, "compile=eager", "compile=eager: torch.compile found nothing to compile"),
         (infer, NotCompiled, "compile=eager", "compile=eager: torch.compile found nothing to compile"),
         (infer, Model, "cache=off", "Model has no config.use_cache, by which a key/value cache is switched on and off"),
-        (infer, Model, "cache=on", "needs a model whose forward takes past_key_values and use_cache; Model does not"),
+        (
+            infer,
+            Model,
+            "cache=on",
+            "needs a model whose forward takes use_cache and cache or past_key_values; Model does not",
+        ),
         (train, Model, "cache=on", "cache does nothing in gpumem.train_step"),
         (infer, Model, "optimizer=sgd,accumulate=2", "accumulate, optimizer does nothing in gpumem.infer_step"),
     ],

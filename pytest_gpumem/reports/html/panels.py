@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.gate.verdict import FAILING
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.explanation import (
+    change_table,
     composition_table,
     count_tables,
     explained_on,
     grown_counts,
-    growth_table,
     retained_title,
 )
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
@@ -80,12 +80,12 @@ class Panel:
 
 def panel_of(verdict: Verdict, units: UnitSystem, accepted: frozenset[Outcome] = frozenset()) -> Panel:
     """Return what a page shows of a measurement; ``accepted`` are the outcomes of what became its baseline."""
-    measurement, explanation, growth = verdict.measurement, verdict.measurement.explanation, verdict.growth
+    measurement, explanation, difference = verdict.measurement, verdict.measurement.explanation, verdict.difference
     over_time = None if explanation is None else explanation.over_time
     changes = count_tables(verdict, grown_counts(verdict), units, MOST_ROWS)
-    if growth is not None and growth.changes:
-        title = f"What changed at the peak{explained_on(verdict)}: {format_bytes_change(growth.growth, units)}"
-        changes.insert(0, growth_table(growth, units, MOST_ROWS, title))
+    if difference is not None and difference.changes:
+        title = f"What changed at the peak{explained_on(verdict)}: {format_bytes_change(difference.nbytes, units)}"
+        changes.insert(0, change_table(difference, units, MOST_ROWS, title))
     return Panel(
         measurement.name,
         tuple(_workload(verdict)),
