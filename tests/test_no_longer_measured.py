@@ -6,8 +6,6 @@ import shlex
 
 import pytest
 
-ALONE = pytest.param([], id="alone")
-WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers")]
 CONFTEST = """
 import os
 
@@ -35,6 +33,7 @@ def pytest_gpumem_devices(config):
 """A device beside the CPU, which a machine may lack."""
 MARKED = "@pytest.mark.gpumem{}\ndef test_{}():\n    torch.ones(10)\n\n\n"
 PLAIN = "def test_{}():\n    torch.ones(10)\n\n\n"
+SKIPS = "def test_{}():\n    pytest.skip('no data')\n\n\n"
 GONE = "Not measured any more: it has neither the marker gpumem nor the fixture any more, *"
 
 
@@ -45,7 +44,7 @@ def two_devices(project):
     return project
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "workers"])
 def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_pruned(project, workers, monkeypatch):
     project.settings('[tool.gpumem]\nbaseline = true\nmeasure = ["test_it.py"]\n')
     project.write(
@@ -72,10 +71,9 @@ def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_prune
     assert project.run().ret == 0
 
 
-def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_another_device_is_not_missing(project):
-    marked = "@pytest.mark.gpumem\ndef test_{}():\n    torch.ones(10)\n\n\n"
-    project.write("".join(map(marked.format, ("measured", "deselected", "expected"))))
-    project.write(marked.format("it"), "test_elsewhere.py")
+def test_a_deselected_an_expected_to_fail_and_another_devices_test_is_not_missing(project):
+    project.write("".join(MARKED.format("", name) for name in ("measured", "deselected", "expected")))
+    project.write(MARKED.format("", "it"), "test_elsewhere.py")
     project.run("--gpumem-update=new").assert_outcomes(passed=4)
     (file,) = project.store.rglob("test_elsewhere.py.toml")
     (project.store / "nvidia-h100").mkdir()
@@ -83,7 +81,7 @@ def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_anot
     (project.store / "nvidia-h100" / file.name).write_text(text, encoding="utf-8")
     file.unlink()
     project.write(
-        marked.format("measured")
+        MARKED.format("", "measured")
         + "def test_deselected(): ...\n\n\n@pytest.mark.xfail\ndef test_expected():\n    assert False\n"
     )
     project.write("def test_it(): ...\n", "test_elsewhere.py")
@@ -94,11 +92,8 @@ def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_anot
 
 @pytest.mark.parametrize(
     ("beside", "workers"),
-    [
-        pytest.param(MARKED.format("", "other"), [], id="beside another"),
-        pytest.param("", [], id="alone"),
-        pytest.param("", ["-n", "2"], id="workers"),
-    ],
+    [(MARKED.format("", "other"), []), ("", []), ("", ["-n", "2"])],
+    ids=["beside another", "alone", "workers"],
 )
 def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_devices, workers, beside):
     two_devices.write(beside + MARKED.format("(device='second')", "it"))
@@ -110,7 +105,7 @@ def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_device
     result.stdout.fnmatch_lines([GONE])
 
 
-def test_a_test_whose_file_or_class_named_another_device_is_missed_also_where_only_the_fixture_was_used(two_devices):
+def test_a_test_whose_file_or_class_named_another_device_is_missed(two_devices):
     marks = "pytestmark = pytest.mark.gpumem(device='second')\n\n\n"
     two_devices.write(marks + "def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(10))\n", "test_file.py")
     two_devices.write(
@@ -130,18 +125,21 @@ def test_a_baseline_that_names_a_device_of_a_plugin_that_is_gone_is_another_mach
     assert two_devices.run("--gpumem-baseline").ret == 0
 
 
-def test_a_machine_without_the_device_that_a_test_named_does_not_miss_it(two_devices, monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "told"), [(PLAIN, "1 gated"), (SKIPS, "1 gated, 1 unmeasured (it was skipped)")], ids=["runs", "skips"]
+)
+def test_a_machine_without_the_device_that_a_test_named_does_not_miss_it(two_devices, monkeypatch, source, told):
     two_devices.write(MARKED.format("", "other") + MARKED.format("(device='second')", "it"))
     two_devices.run("--gpumem-update=new")
     monkeypatch.setenv("NO_SECOND", "1")
     # A marker that depends on what the machine has.
-    two_devices.write(MARKED.format("", "other") + PLAIN.format("it"))
+    two_devices.write(MARKED.format("", "other") + source.format("it"))
     result = two_devices.run("--gpumem-baseline", "--gpumem-strict")
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["gpumem: 1 gated"])
+    result.stdout.fnmatch_lines([f"gpumem: {told}"])
 
 
-def test_a_test_that_only_sessions_on_another_device_measure_is_not_missed_in_one_on_this(two_devices):
+def test_a_test_that_is_measured_on_another_device_only_is_not_missed_on_this(two_devices):
     two_devices.write(
         "def pytest_collection_modifyitems(config, items):\n    for item in items:\n"
         "        if item.name == 'test_other' or config.getoption('gpumem_device') == 'second':\n"
@@ -201,7 +199,7 @@ def test_the_command_of_a_failure_accepts_that_test_and_no_other_that_is_gone(pr
     assert project.run("--gpumem-baseline").ret == 0
 
 
-def test_pruning_a_test_by_its_id_leaves_one_that_is_measured_and_one_that_is_deselected(project):
+def test_pruning_by_id_leaves_a_test_that_is_measured_and_one_that_is_deselected(project):
     project.write(MARKED.format("", "kept") + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     before = project.stored()
@@ -228,16 +226,14 @@ def test_pruning_a_test_by_its_id_leaves_its_baselines_of_devices_that_are_not_h
 @pytest.mark.parametrize(
     ("mode", "beside", "workers"),
     [
-        pytest.param("new", MARKED.format("", "other"), [], id="new"),
-        pytest.param("improved", MARKED.format("", "other"), [], id="improved"),
-        pytest.param("all", MARKED.format("", "other"), [], id="all"),
-        pytest.param("all", "", [], id="beside no other"),
-        pytest.param("all", "", ["-n", "2"], id="workers"),
+        ("new", MARKED.format("", "other"), []),
+        ("all", MARKED.format("", "other"), []),
+        ("all", "", []),
+        ("all", "", ["-n", "2"]),
     ],
+    ids=["new", "all", "beside no other", "workers"],
 )
-def test_an_update_tells_of_a_test_that_is_not_measured_any_more_and_leaves_its_baseline(
-    project, workers, mode, beside
-):
+def test_an_update_tells_of_a_test_that_is_no_longer_measured_and_keeps_its_baseline(project, workers, mode, beside):
     project.write(beside + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     before = project.stored()
@@ -277,7 +273,6 @@ def test_an_update_that_gates_as_well_fails_a_test_that_is_not_measured_any_more
     result.stdout.fnmatch_lines([GONE])
 
 
-SKIPS = "def test_{}():\n    pytest.skip('no data')\n\n\n"
 SKIPPED_BY_MARK = "@pytest.mark.skip\ndef test_{}(): ...\n\n\n"
 SKIPPED_IN_SET_UP = (
     "@pytest.fixture\ndef data():\n    pytest.skip('no data')\n\n\ndef test_{}(data):\n    torch.ones(10)\n\n\n"
@@ -285,22 +280,18 @@ SKIPPED_IN_SET_UP = (
 
 
 @pytest.mark.parametrize(
-    ("marker", "skips", "workers"),
-    [
-        pytest.param("@pytest.mark.gpumem\n", SKIPS, [], id="marked"),
-        pytest.param("", SKIPS, [], id="not measured any more"),
-        pytest.param("", SKIPPED_BY_MARK, [], id="by a marker"),
-        pytest.param("", SKIPPED_BY_MARK, ["-n", "2"], id="workers"),
-    ],
+    ("marker", "skips"),
+    [("@pytest.mark.gpumem\n", SKIPS), ("", SKIPS), ("", SKIPPED_BY_MARK)],
+    ids=["marked", "not measured any more", "by a marker"],
 )
-def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project, workers, marker, skips):
+def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project, marker, skips):
     project.write(MARKED.format("", "other") + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     project.write(MARKED.format("", "other") + marker + skips.format("it"))
-    beside = project.run("--gpumem-baseline", "--gpumem-strict", *workers, separate=bool(workers))
+    beside = project.run("--gpumem-baseline", "--gpumem-strict")
     assert beside.ret == 0
     beside.stdout.fnmatch_lines(["gpumem: 1 gated, 1 unmeasured (it was skipped)"])
-    alone = project.run("--gpumem-baseline", "-k", "test_it and not other", *workers, separate=bool(workers))
+    alone = project.run("--gpumem-baseline", "-k", "test_it and not other")
     assert alone.ret == pytest.ExitCode.TESTS_FAILED
     alone.stdout.fnmatch_lines(
         [
@@ -310,7 +301,7 @@ def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project,
     )
 
 
-def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_by_itself_is_counted_so(project):
+def test_a_test_that_is_no_longer_measured_and_skips_or_fails_is_counted_so(project):
     project.write(MARKED.format("", "other") + MARKED.format("", "skips") + MARKED.format("", "fails"))
     project.run("--gpumem-update=new")
     fails = "def test_fails():\n    assert False\n"
@@ -321,14 +312,9 @@ def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_b
 
 
 @pytest.mark.parametrize(
-    ("source", "workers"),
-    [
-        pytest.param(PLAIN, [], id="runs"),
-        pytest.param(SKIPS, [], id="skips"),
-        pytest.param(PLAIN, ["-n", "2"], id="workers"),
-    ],
+    ("source", "workers"), [(PLAIN, []), (SKIPS, []), (PLAIN, ["-n", "2"])], ids=["runs", "skips", "workers"]
 )
-def test_a_gate_is_red_whose_tests_all_lost_their_markers_on_a_machine_without_their_device(
+def test_a_gate_is_red_whose_tests_all_lost_markers_where_their_device_is_not(
     two_devices, workers, source, monkeypatch
 ):
     two_devices.write(MARKED.format("", "it") + MARKED.format("(device='second')", "other"))
@@ -356,14 +342,6 @@ def test_a_gate_is_not_red_for_tests_without_baselines_or_that_were_deselected(t
     result = two_devices.run("--gpumem-baseline", "--deselect=test_it.py::test_it")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["gpumem: nothing to gate: no measured test was selected"])
-
-
-def test_a_gate_with_something_to_compare_is_green_beside_tests_of_another_device(two_devices, monkeypatch):
-    two_devices.write(MARKED.format("", "it") + MARKED.format("(device='second')", "other"))
-    two_devices.run("--gpumem-update=new")
-    monkeypatch.setenv("NO_SECOND", "1")
-    two_devices.write(MARKED.format("", "it") + SKIPS.format("other"))
-    assert two_devices.run("--gpumem-baseline", "--gpumem-strict").ret == 0
 
 
 def test_an_update_tells_why_a_test_that_has_the_fixture_measured_nothing(project):
