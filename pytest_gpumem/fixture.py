@@ -13,7 +13,7 @@ from pytest_gpumem.relations.estimate import Estimate, findings_of
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.relations.state import state_of
-from pytest_gpumem.runtest.stepping import Steps
+from pytest_gpumem.runtest.stepping import MeasuredLoop
 from pytest_gpumem.step_config.config import StepConfig, as_config
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.function import prepared_function
@@ -51,7 +51,7 @@ class Region:
 
 
 class WithBlock(AbstractContextManager[_T]):
-    """A context manager of ``gpumem.steps()`` and ``gpumem.track()``, for a ``with`` statement and nothing else."""
+    """A context manager of ``gpumem.loop()`` and ``gpumem.track()``, for a ``with`` statement and nothing else."""
 
     def __init__(self, method: str, within: AbstractContextManager[_T]) -> None:
         self._method = method
@@ -92,6 +92,10 @@ class Gpumem:
     @property
     def _run(self) -> TestRun:
         return self._refuse(None) if self._maybe_run is None else self._maybe_run
+
+    def __getattr__(self, name: str) -> NoReturn:
+        also = "; gpumem.steps() is called gpumem.loop() now" if name == "steps" else ""
+        raise AttributeError(f"the fixture gpumem has no attribute {name!r}{also}", name=name, obj=self)
 
     @property
     def device(self) -> torch.device:
@@ -136,17 +140,17 @@ class Gpumem:
             yield region
         region.end(self._run.keep_figures(Workload("region"), figures(), name))
 
-    def steps(
+    def loop(
         self,
         steps: int = STEPS,
         *,
         items: float | None = None,
         name: str | None = None,
         explain: bool | None = None,
-    ) -> AbstractContextManager[Steps]:
+    ) -> AbstractContextManager[MeasuredLoop]:
         """Measure the steps of a training loop that runs within, as it is, and end it when they have been measured::
 
-            with gpumem.steps() as training:
+            with gpumem.loop() as training:
                 trainer.train()
             assert training.measurement.growth == 0
 
@@ -158,12 +162,12 @@ class Gpumem:
 
         Raises `MeasuringError` where the loop ends before there are four steps, or no optimizer steps.
         """
-        return WithBlock("steps", self._measured(Steps(self._run, steps, name, items, explain=explain), name))
+        return WithBlock("loop", self._measured(MeasuredLoop(self._run, steps, name, items, explain=explain), name))
 
     @contextmanager
-    def _measured(self, steps: Steps, name: str | None) -> Iterator[Steps]:
-        with self._run.alone("steps", name), steps.within():
-            yield steps
+    def _measured(self, loop: MeasuredLoop, name: str | None) -> Iterator[MeasuredLoop]:
+        with self._run.alone("loop", name), loop.within():
+            yield loop
 
     def train_step(
         self,

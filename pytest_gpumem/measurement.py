@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
 """The items that a step works on: counted in its batch, or given as a number."""
-_EXPLAINED = ("measure", "train_step", "infer_step", "steps")
+_EXPLAINED = ("measure", "train_step", "infer_step", "loop")
 
 
 class MissingMetric(AttributeError):
@@ -63,7 +63,7 @@ class Workload:
     """The step that was run. Two measurements with different workloads are not comparable."""
 
     step: str
-    """``call``, ``region``, ``measure``, ``train_step``, ``infer_step`` or ``steps``."""
+    """``call``, ``region``, ``measure``, ``train_step``, ``infer_step`` or ``loop``."""
     config: str | None = None
     """The step config's text, ``fp32`` for a plain step; ``None`` where the test runs its own code."""
     parameters: int | None = None

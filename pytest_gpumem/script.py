@@ -130,7 +130,7 @@ class ScriptItem(pytest.Item):
     def runtest(self) -> None:
         script = self._script
         gpumem = Gpumem(run_of(self), lambda why: refuse(self, why))
-        with gpumem.steps(script.steps):
+        with gpumem.loop(script.steps):
             run_script(script.path, script.arguments)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

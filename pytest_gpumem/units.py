@@ -129,7 +129,7 @@ def parse_seconds(text: str) -> float:
         raise ValueError(f"{text!r} is not a duration; write it like '2 s' or '500 ms'")
     seconds = float(number) * scale
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"{text!r} is not a duration above zero; --gpumem-no-time takes no time at all")
+        raise ValueError(f"{text!r} is not a duration above zero; --no-gpumem-time takes no time at all")
     return seconds
 
 

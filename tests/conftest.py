@@ -132,7 +132,7 @@ class Project:
         """
         command = ["-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:cacheprovider", *args]
         if not timed:
-            command.append("--gpumem-no-time")
+            command.append("--no-gpumem-time")
         if device is not None:
             command.append(f"--gpumem-device={device}")
         if new:

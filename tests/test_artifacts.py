@@ -37,7 +37,7 @@ def hidden():
 def test_call():
     torch.ones(1000).exp().sum()
 """
-ALWAYS = ("--gpumem-no-time", "--gpumem-explain=always")
+ALWAYS = ("--no-gpumem-time", "--gpumem-explain=always")
 OUT_OF_MEMORY = """
 class Model(torch.nn.Module):
     def __init__(self):
@@ -92,20 +92,20 @@ def test_a_timeline_of_every_explained_step_adds_up_and_peaks_as_measured(projec
 
 def test_nothing_is_written_when_nothing_is_explained(project):
     project.write(TESTS)
-    project.run("--gpumem-no-time", "--gpumem-artifacts=kept").assert_outcomes(passed=2)
-    project.run("--gpumem-no-time", "--gpumem-artifacts=kept", "--gpumem-explain=never").assert_outcomes(passed=2)
+    project.run("--no-gpumem-time", "--gpumem-artifacts=kept").assert_outcomes(passed=2)
+    project.run("--no-gpumem-time", "--gpumem-artifacts=kept", "--gpumem-explain=never").assert_outcomes(passed=2)
     assert not (project.path / "kept").exists()
 
 
 def test_a_failure_leaves_the_timeline_of_the_step_that_failed(project):
     project.write(TESTS.replace("@pytest.mark.gpumem", "@pytest.mark.gpumem(max_gb=0)"))
-    project.run("--gpumem-no-time", "--gpumem-artifacts=kept").assert_outcomes(passed=1, failed=1)
+    project.run("--no-gpumem-time", "--gpumem-artifacts=kept").assert_outcomes(passed=1, failed=1)
     assert [one["test"] for one in timelines(project.path / "kept")] == ["test_it.py::test_call"]
 
 
 def test_running_out_of_memory_leaves_the_timeline_up_to_then(project):
     project.write(OUT_OF_MEMORY)
-    project.run("--gpumem-no-time", "--gpumem-artifacts=kept").assert_outcomes(failed=2)
+    project.run("--no-gpumem-time", "--gpumem-artifacts=kept").assert_outcomes(failed=2)
     call, step = timelines(project.path / "kept")
     assert (call["test"], step["test"]) == ("test_it.py::test_call", "test_it.py::test_step")
     # Parameters, the batch and what the first layer gave.
@@ -148,10 +148,10 @@ CANNOT = "*kept: cannot write what was recorded (--gpumem-artifacts): *"
 
 def test_a_folder_that_cannot_be_written_is_told_and_a_regression_stays_one(blocked):
     blocked.write(TESTS)
-    blocked.run("--gpumem-no-time", "--gpumem-update=new")
+    blocked.run("--no-gpumem-time", "--gpumem-update=new")
     blocked.write(TESTS.replace("1000", "1_000_000"))
     blocked.settings("[[tool.gpumem.budget]]\ntests = '*::test_steps'\nmax_gb = 0\n")
-    result = blocked.run("--gpumem-no-time", "--gpumem-baseline", "--gpumem-artifacts=kept")
+    result = blocked.run("--no-gpumem-time", "--gpumem-baseline", "--gpumem-artifacts=kept")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["*Memory over budget: *", CANNOT, "Memory regressed: *", "  what grew *", CANNOT])
     result.stdout.fnmatch_lines(["gpumem: 2 gated, 1 over budget, 1 regressed"])
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_written_fails_no_test_that_passes(blocked):
 
 def test_a_folder_that_cannot_be_written_leaves_a_test_its_own_out_of_memory_error(blocked):
     blocked.write(OUT_OF_MEMORY)
-    result = blocked.run("--gpumem-no-time", "--gpumem-artifacts=kept")
+    result = blocked.run("--no-gpumem-time", "--gpumem-artifacts=kept")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(2 * ["E *DefaultCPUAllocator: *", "memory ran out when 140.74 TB more*", CANNOT])
     result.stdout.fnmatch_lines(["gpumem: 0 gated, 2 failed by themselves"])

@@ -163,8 +163,8 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
         ("gpumem.measure(lambda: torch.ones(9), name='a\\ud800')", "its character 2 is a lone surrogate*"),
         ("gpumem.track(5).__enter__()", "TypeError: name=5: the name of a measurement is a text"),
         (
-            "gpumem.steps().callback()",
-            "callback is of what gpumem.steps() gives to a with block: `with gpumem.steps() as it:`*",
+            "gpumem.loop().callback()",
+            "callback is of what gpumem.loop() gives to a with block: `with gpumem.loop() as it:`*",
         ),
         ("gpumem.track('a').measurement", "measurement is of what gpumem.track() gives to a with block*"),
         (

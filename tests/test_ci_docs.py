@@ -68,7 +68,7 @@ class Reader:
                 "HOME": str(folder),
                 "CUDA_VISIBLE_DEVICES": "",
                 # What the machine does meanwhile is nothing to a test of the page.
-                "PYTEST_ADDOPTS": "-p no:randomly -p no:hypothesispytest -p no:cacheprovider --gpumem-no-time "
+                "PYTEST_ADDOPTS": "-p no:randomly -p no:hypothesispytest -p no:cacheprovider --no-gpumem-time "
                 "--gpumem-device=cpu",
                 "GITHUB_ACTIONS": "true",
                 "GITHUB_WORKSPACE": str(folder / "project"),

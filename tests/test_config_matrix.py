@@ -60,7 +60,7 @@ def test_a_combination_can_be_left_out(project):
 
 def test_each_test_measures_its_own_config(project):
     project.write(MATRIX.format(axes="checkpoint=['none', 'blocks'], accumulate=[1, 2]"))
-    project.run("--gpumem-no-time", "--junitxml=report.xml").assert_outcomes(passed=4)
+    project.run("--no-gpumem-time", "--junitxml=report.xml").assert_outcomes(passed=4)
     verdicts = project.verdicts()
     assert {name: one["verdicts"][0]["measurement"]["workload"]["config"] for name, one in verdicts.items()} == {
         "test_matrix[plain]": "fp32",
@@ -87,7 +87,7 @@ def test_matrix(gpumem, gpumem_config, size, name):
     gpumem.train_step(Model, lambda: torch.ones(size, 8), config=gpumem_config)
 """
     )
-    project.run("--gpumem-no-time", "--junitxml=report.xml").assert_outcomes(passed=4)
+    project.run("--no-gpumem-time", "--junitxml=report.xml").assert_outcomes(passed=4)
     rows: dict[str, list[tuple[int, str]]] = {}
     for name, one in project.verdicts().items():
         # The parameter of the outermost decorator comes last.
@@ -171,7 +171,7 @@ def test_the_argument_without_a_marker_is_an_error_that_says_what_to_write(proje
 
 def test_what_the_device_cannot_run_is_skipped_with_the_reason(project):
     project.write(MATRIX.format(axes="precision=['fp32', 'tf32'], checkpoint=['none', 'offload']"))
-    result = project.run("--gpumem-no-time", "-rs")
+    result = project.run("--no-gpumem-time", "-rs")
     result.assert_outcomes(passed=1, skipped=3)
     result.stdout.fnmatch_lines(["SKIPPED [[]2[]] * gpumem: TF32 is a format of NVIDIA GPUs, and this is a CPU"])
     result.stdout.fnmatch_lines(["SKIPPED [[]1[]] * gpumem: tensors are moved to the host, and the CPU is the host"])
@@ -181,7 +181,7 @@ def test_what_the_device_cannot_run_is_skipped_with_the_reason(project):
 def test_what_the_device_cannot_run_fails_a_strict_run(project):
     budget = "pytestmark = pytest.mark.gpumem(max_gb=1)\n\n\n"
     project.write(budget + MATRIX.format(axes="precision=['fp32', 'tf32']"))
-    result = project.run("--gpumem-no-time", "--gpumem-strict")
+    result = project.run("--no-gpumem-time", "--gpumem-strict")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         ["*Not measured (required by --gpumem-strict): TF32 is a format of NVIDIA GPUs, and this is a CPU"]

@@ -81,13 +81,13 @@ def outcomes(project) -> dict[str, str]:
 
 
 def gate(project, *args: str):
-    return project.run("--gpumem-baseline", "--gpumem-no-time", "--junitxml=report.xml", *args)
+    return project.run("--gpumem-baseline", "--no-gpumem-time", "--junitxml=report.xml", *args)
 
 
 @pytest.fixture
 def recorded(project):
     write(project)
-    project.run("--gpumem-update=new", "--gpumem-no-time")
+    project.run("--gpumem-update=new", "--no-gpumem-time")
     return project
 
 
@@ -110,7 +110,7 @@ MADE_OF = re.compile(r"^(flops|operators|syncs)_at = \[\n( .*\n)*\]\n", re.MULTI
 
 def test_less_work_is_an_improvement_that_is_lowered_on_request(project):
     write(project, **PLANTED["a value is read"][0])
-    project.run("--gpumem-update=new", "--gpumem-no-time")
+    project.run("--gpumem-update=new", "--no-gpumem-time")
     (before,) = project.stored().values()
     write(project)
     assert gate(project, "--gpumem-update=improved").ret == 0
@@ -313,7 +313,7 @@ def test_step(gpumem):
         measurement.flops
 """
     )
-    result = project.run("--gpumem-no-time")
+    result = project.run("--no-gpumem-time")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["note: test_it.py::test_step: not counted: AssertionError: watched"])
 
@@ -340,7 +340,7 @@ def test_measured(gpumem):
     assert (measurement.flops, measurement.operators, measurement.syncs) == (0, 1, 0)
 """
     )
-    figures = project.figures("--gpumem-no-time")
+    figures = project.figures("--no-gpumem-time")
     assert {name: [key for key in found if key.endswith("operators")] for name, found in figures.items()} == {
         "test_call": [],
         "test_region": [],

@@ -189,7 +189,7 @@ def test_the_reference_has_every_argument_of_the_marker_and_the_metric_it_holds(
     table = named_rows(section_of("docs/reference.md", "Marker"))
     holds = {name: cells[1].strip("`") for name, cells in table.items()}
     limits = {name: target for name, (target, _) in _ARGUMENTS.items()}
-    limits["max_growth"], limits["max_slowdown"], limits["device"] = "peak_allocated", "step_time", ""
+    limits["tolerance"], limits["max_slowdown"], limits["device"] = "peak_allocated", "step_time", ""
     limits["min_throughput"] = "throughput"
     assert holds == limits
 
@@ -287,7 +287,7 @@ def test_the_reference_has_every_key_of_a_timeline(project):
     project.write(
         "def test_it(gpumem):\n    gpumem.train_step(torch.nn.Linear(8, 8), torch.ones(8, 8), loss=lambda y, _: y.sum())\n"
     )
-    project.run("--gpumem-explain=always", "--gpumem-artifacts=kept", "--gpumem-no-time").assert_outcomes(passed=1)
+    project.run("--gpumem-explain=always", "--gpumem-artifacts=kept", "--no-gpumem-time").assert_outcomes(passed=1)
     (file,) = (project.path / "kept").iterdir()
     timeline = json.loads(file.read_text(encoding="utf-8"))
     table = named_rows(section_of("docs/reference.md", "Timeline"))
@@ -523,10 +523,10 @@ def test_the_examples_run_on_the_cpu_and_are_measured(project, page, section):
             (project.path / block.title).write_text(block.text, encoding="utf-8")
     if not list(project.path.glob("test_*.py")):
         project.write("@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1000)\n")
-    result = project.run("--gpumem-update=new", "--gpumem-no-time")
+    result = project.run("--gpumem-update=new", "--no-gpumem-time")
     tests = result.parseoutcomes()["passed"]
     result.assert_outcomes(passed=tests)
-    gate = project.run("--gpumem-baseline", "--gpumem-strict", "--gpumem-no-time")
+    gate = project.run("--gpumem-baseline", "--gpumem-strict", "--no-gpumem-time")
     gate.assert_outcomes(passed=tests)
     gate.stdout.fnmatch_lines([f"gpumem: {tests} gated"])
 

@@ -156,7 +156,7 @@ def test_it(gpumem):
     assert estimate.measurement.peak_allocated == estimate.state.peak
 """
     )
-    result = project.run("--gpumem-no-time")
+    result = project.run("--no-gpumem-time")
     result.assert_outcomes(passed=1)
     result.stdout.no_fnmatch_line("note:*")
 
@@ -175,6 +175,6 @@ def test_it(gpumem):
     gpumem.estimate(Model, batch, optimizer=twice)
 """
     )
-    result = project.run("--gpumem-no-time", "-rA", "-v")
+    result = project.run("--no-gpumem-time", "-rA", "-v")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["note: *test_it: *two copies of the optimizer state are alive"])

@@ -169,7 +169,7 @@ def recorded(committed, tmp_path_factory) -> tuple[Example, Run]:
     """A copy in which baselines of `SOME` were recorded here, in the order of the files, and the run that did it."""
     example = committed.copy(tmp_path_factory.mktemp("recorded"))
     shutil.rmtree(example.store, ignore_errors=True)
-    return example, example.run("--gpumem-update=new", "--gpumem-no-time", "-p", "no:randomly", *SOME)
+    return example, example.run("--gpumem-update=new", "--no-gpumem-time", "-p", "no:randomly", *SOME)
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_figures_are_the_same_in_the_reversed_order_and_beside_times(recorded, r
 def test_figures_of_one_test_alone_are_the_same(recorded, tmp_path):
     first, expected = recorded
     example = first.copy(tmp_path)
-    run = example.run("--gpumem-baseline", "--gpumem-no-time", "-k", "inference_needs_less")
+    run = example.run("--gpumem-baseline", "--no-gpumem-time", "-k", "inference_needs_less")
     assert run.code == 0, run.output
     name = "test_inference_needs_less_than_half_of_training"
     assert run.figures == {name: expected.figures[name]}
@@ -249,7 +249,7 @@ def test_a_broken_model_fails_its_relation(recorded, tmp_path, line, fault, test
     first, _ = recorded
     example = first.copy(tmp_path)
     example.plant(line, fault)
-    run = example.run("--gpumem-no-time", tests=f"example_project/tests/test_gpt_configs.py::{test}")
+    run = example.run("--no-gpumem-time", tests=f"example_project/tests/test_gpt_configs.py::{test}")
     assert run.code == 1, run.output
     (failure,) = (text for case in run.report.iter("testcase") if (text := _failed(case)))
     assert message in failure

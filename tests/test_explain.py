@@ -44,8 +44,8 @@ STEP = "from model import Model\n\n\ndef test_it(gpumem):\n    gpumem.train_step
 MARKED = (
     "from model import Model\n\n\n@pytest.mark.gpumem\ndef test_it():\n    Model()(torch.ones(512, 128)).backward()\n"
 )
-RECORD = ("--gpumem-no-time", "--gpumem-update=new")
-COMPARE = ("--gpumem-no-time", "--gpumem-baseline", "--junitxml=report.xml")
+RECORD = ("--no-gpumem-time", "--gpumem-update=new")
+COMPARE = ("--no-gpumem-time", "--gpumem-baseline", "--junitxml=report.xml")
 
 
 def write_model(project: Project, source: str = MODEL, name: str = "model.py") -> None:
@@ -197,7 +197,7 @@ def test_a_row_names_the_layers_that_differ_where_not_all_do(recorded):
     assert all(path.startswith("blocks.3.") or path == "blocks.3" for path in paths)
     assert any("was float32[512, 512], now float32[512, 2048]" in row for row in rows)
 
-    recorded.run("--gpumem-no-time", "--gpumem-update=all")
+    recorded.run("--no-gpumem-time", "--gpumem-update=all")
     assert "| blocks.{0-2}.up |" in recorded.stored()[file]
     assert "| blocks.3.up |" in recorded.stored()[file]
     # A baseline from before layers were named is equal.
@@ -632,7 +632,7 @@ def test_other_steps(gpumem, way):
     assert sum(row.nbytes for row in m.composition.rows) == m.peak_allocated
 """
     )
-    result = project.run("--gpumem-no-time", "--junitxml=report.xml")
+    result = project.run("--no-gpumem-time", "--junitxml=report.xml")
     result.assert_outcomes(passed=8)
     with_one = {name for name in project.verdicts() if explained(project, name) is not None}
     assert with_one == {
@@ -651,7 +651,7 @@ def test_other_steps(gpumem, way):
 def test_under_never_reading_a_composition_says_what_to_do(project, call):
     write_model(project)
     project.write(f"from model import Model\n\n\ndef test_it(gpumem):\n    gpumem.{call}.composition\n")
-    result = project.run("--gpumem-no-time", "--gpumem-explain=never")
+    result = project.run("--no-gpumem-time", "--gpumem-explain=never")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         ["E *MissingComposition: the composition of * was not recorded*--gpumem-explain=always *never*"]
@@ -680,7 +680,7 @@ def test_no_composition_is_kept_under_never_and_update_all_supplies_it(project):
     bare = entry(project)
     project.run(*RECORD)
     assert list(project.stored().values()) == [text]
-    project.run("--gpumem-no-time", "--gpumem-update=all")
+    project.run("--no-gpumem-time", "--gpumem-update=all")
     whole = entry(project)
     assert whole.composition is not None
     assert whole.metrics == bare.metrics
@@ -690,7 +690,7 @@ def test_no_composition_is_kept_under_never_and_update_all_supplies_it(project):
 def test_lines_that_moved_are_no_news_to_the_store(recorded):
     before = recorded.stored()
     write_model(recorded, 100 * "\n" + MODEL)
-    result = recorded.run("--gpumem-no-time", "--gpumem-update=all", "--gpumem-explain=always", "--junitxml=report.xml")
+    result = recorded.run("--no-gpumem-time", "--gpumem-update=all", "--gpumem-explain=always", "--junitxml=report.xml")
     result.stdout.fnmatch_lines(["gpumem store: 0 baselines written (all), 1 left as they were"])
     assert recorded.stored() == before
     now = explained(recorded)
@@ -709,7 +709,7 @@ def test_retained_over_budget_tells_what_was_retained_and_where(project):
         "@pytest.mark.gpumem(max_retained='1 MB')\ndef test_step(gpumem):\n"
         "    gpumem.measure(lambda: KEPT.append(torch.zeros(600, 1000)))\n"
     )
-    result = project.run("--gpumem-no-time")
+    result = project.run("--no-gpumem-time")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [
@@ -794,7 +794,7 @@ OUT_OF_MEMORY_TESTS = {
 def test_out_of_memory_is_told_with_what_was_asked_for_and_what_was_there(project, case):
     write_model(project, OUT_OF_MEMORY)
     project.write(COUNTED + "from model import Model\n\n\n" + OUT_OF_MEMORY_TESTS[case])
-    result = project.run("--gpumem-no-time", "--junitxml=report.xml")
+    result = project.run("--no-gpumem-time", "--junitxml=report.xml")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
@@ -870,11 +870,11 @@ def test_figures_are_the_same_whether_steps_are_explained_or_not_in_any_order(pr
         CYCLE.format(hook="self.save").replace("test_it", "test_cycle").replace("test_step", "test_cycle_step"),
     ]
     project.write("\n\n".join(["from model import Model\n", *tests]))
-    never = project.figures("--gpumem-no-time", "--gpumem-explain=never")
+    never = project.figures("--no-gpumem-time", "--gpumem-explain=never")
     assert len(never) == 6
-    assert project.figures("--gpumem-no-time", "--gpumem-explain=always") == never
+    assert project.figures("--no-gpumem-time", "--gpumem-explain=always") == never
     project.write("\n\n".join(["from model import Model\n", *reversed(tests)]))
-    assert project.figures("--gpumem-no-time", "--gpumem-explain=always") == never
+    assert project.figures("--no-gpumem-time", "--gpumem-explain=always") == never
 
 
 def test_random_numbers_after_a_step_do_not_depend_on_whether_it_was_explained(project):
@@ -886,7 +886,7 @@ def test_random_numbers_after_a_step_do_not_depend_on_whether_it_was_explained(p
     )
     drawn = []
     for mode in ("always", "never"):
-        project.run("--gpumem-no-time", f"--gpumem-explain={mode}").assert_outcomes(passed=1)
+        project.run("--no-gpumem-time", f"--gpumem-explain={mode}").assert_outcomes(passed=1)
         drawn.append(json.loads((project.path / "drawn.json").read_text(encoding="utf-8")))
     assert drawn[0] == drawn[1]
 
@@ -898,7 +898,7 @@ def test_a_model_that_a_call_built_and_left_in_a_cycle_is_garbage_as_a_whole(pro
         "    def step(self):\n        self.model(torch.ones(4, 500)).sum().backward()\n        self.optimizer.step()\n\n\n"
         "@pytest.mark.gpumem\ndef test_it():\n    Trainer().step()\n"
     )
-    project.run("--gpumem-no-time", "--gpumem-explain=always", "--junitxml=report.xml")
+    project.run("--no-gpumem-time", "--gpumem-explain=always", "--junitxml=report.xml")
     found = explained(project)
     assert found is not None
     (verdict,) = project.verdicts()["test_it"]["verdicts"]

@@ -12,7 +12,7 @@ from pytest_gpumem.values.composition import REST
 if TYPE_CHECKING:
     from tests.conftest import Project
 
-ALWAYS = ("--gpumem-no-time", "--gpumem-explain=always", "--junitxml=report.xml")
+ALWAYS = ("--no-gpumem-time", "--gpumem-explain=always", "--junitxml=report.xml")
 NEEDS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
 
@@ -65,7 +65,7 @@ def test_a_model_that_is_built_with_vmap_is_measured_and_explained(project):
         "        return torch.func.vmap(lambda w: w @ x)(self.weight).sum()\n\n\n"
         "def test_it(gpumem):\n    gpumem.train_step(Model, torch.ones(50))\n"
     )
-    project.run("--gpumem-no-time").assert_outcomes(passed=1)
+    project.run("--no-gpumem-time").assert_outcomes(passed=1)
     project.run(*ALWAYS).assert_outcomes(passed=1)
     assert any(row.startswith("parameter | Model |") for row in rows(project))
 
@@ -90,7 +90,7 @@ def test_a_composition_that_could_not_be_recorded_says_why(project):
         "        if len(CALLS) > 7:\n            raise RuntimeError('only seven times')\n        torch.ones(1000)\n\n"
         "    gpumem.measure(step, explain=True).composition\n"
     )
-    result = project.run("--gpumem-no-time")
+    result = project.run("--no-gpumem-time")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         ["E *MissingComposition: the composition of * was not recorded: it could not be run again*only seven times"]
@@ -109,7 +109,7 @@ def test_what_comes_of_the_second_run_does_not_hide_that_memory_ran_out(project,
         else "def test_it(gpumem):\n    gpumem.measure(step)\n"
     )
     project.write(f"CALLS = []\n\n\ndef step():\n{body}\n\n{test}")
-    result = project.run("--gpumem-no-time")
+    result = project.run("--no-gpumem-time")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*OutOfMemoryError: CUDA out of memory*", "gpumem: 0 gated, 1 failed by itself*"])
 
@@ -119,7 +119,7 @@ def test_a_name_that_only_sounds_like_a_composition_runs_no_call_twice(project):
         "CALLS = []\n\n\nclass Shap:\n    explanation = 1\n\n\n@pytest.mark.gpumem\ndef test_it():\n    CALLS.append(1)\n"
         "    torch.ones(Shap().explanation)\n\n\ndef test_calls():\n    assert CALLS == [1]\n"
     )
-    project.run("--gpumem-no-time").assert_outcomes(passed=2)
+    project.run("--no-gpumem-time").assert_outcomes(passed=2)
 
 
 @NEEDS_TORCHAO
@@ -170,7 +170,7 @@ def test_numpys_random_numbers_do_not_depend_on_whether_a_step_was_explained(pro
     )
     drawn = []
     for mode in ("never", "always"):
-        project.run("--gpumem-no-time", f"--gpumem-explain={mode}").assert_outcomes(passed=3)
+        project.run("--no-gpumem-time", f"--gpumem-explain={mode}").assert_outcomes(passed=3)
         drawn.append((project.path / "drawn.txt").read_text(encoding="utf-8"))
     assert drawn[0] == drawn[1]
 
@@ -181,7 +181,7 @@ def test_ctrl_c_while_a_call_is_recorded_keeps_what_was_measured_before(project)
         "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1000)\n    CALLS.append(1)\n    if len(CALLS) > 1:\n"
         "        raise KeyboardInterrupt\n"
     )
-    result = project.run("--gpumem-no-time", "--gpumem-update=new", separate=True)
+    result = project.run("--no-gpumem-time", "--gpumem-update=new", separate=True)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(
         ["gpumem store: 1 baseline written (new)*", "gpumem: 1 recorded, new; 1 did not finish"]

@@ -29,7 +29,7 @@ def test_a_run_without_measured_tests_loads_neither_torch_nor_anything_for_measu
 
 
 def test_a_gate_and_settings_that_measure_no_test_of_the_run_load_no_torch_either(project):
-    project.settings("[tool.gpumem]\nmeasure = ['models/**']\n")
+    project.settings("[tool.gpumem]\nmark = ['models/**']\n")
     source = WATCH.replace('    assert "pytest_gpumem.runtest.hooks"', '    assert "measuring"')
     (project.path / "test_it.py").write_text(source)
     result = project.run("-p", "no:anyio", "--gpumem-baseline", device=None, new=True)

@@ -176,8 +176,8 @@ def test_strict_alone_fails_a_test_that_is_held_against_nothing(project):
     )
 
 
-def test_max_growth_replaces_the_tolerance(project):
-    source = "@pytest.mark.gpumem(max_growth={growth!r})\ndef test_it():\n    torch.ones({count})\n"
+def test_tolerance_replaces_the_tolerance(project):
+    source = "@pytest.mark.gpumem(tolerance={growth!r})\ndef test_it():\n    torch.ones({count})\n"
     project.write(source.format(growth="0 %", count=1_000_000))
     project.run("--gpumem-update=new")
     project.write(source.format(growth="0 %", count=1_000_001))

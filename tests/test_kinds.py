@@ -156,7 +156,7 @@ def trained(gpumem, name=None):
 
 
 def in_steps(gpumem, inner):
-    with gpumem.steps() as steps:
+    with gpumem.loop() as steps:
         while not steps.step_ended():
             step()
             inner()
@@ -192,11 +192,11 @@ def swallowing(gpumem, inner):
     [
         (
             "in_steps(gpumem, lambda: gpumem.measure(step, name='inner'))",
-            "gpumem.measure('inner') is called within gpumem.steps()",
+            "gpumem.measure('inner') is called within gpumem.loop()",
         ),
         (
             "in_steps(gpumem, lambda: in_region(gpumem, step))",
-            "gpumem.track('whole') is called within gpumem.steps()",
+            "gpumem.track('whole') is called within gpumem.loop()",
         ),
         ("in_region(gpumem, lambda: gpumem.measure(step))", "gpumem.measure() is called within gpumem.track('whole')"),
         ("in_loss(gpumem, lambda: gpumem.measure(step))", "gpumem.measure() is called within gpumem.train_step()"),

@@ -51,7 +51,7 @@ def test_a_loop_has_the_figures_of_its_step_as_a_function(loops):
     result, verdicts = loops(
         """
 def test_loop(gpumem):
-    with gpumem.steps():
+    with gpumem.loop():
         Training().loop()
 
 def test_function(gpumem):
@@ -70,7 +70,7 @@ def test_a_loop_is_ended_when_it_is_measured_through_its_own_finally(loops):
         """
 def test_loop(gpumem):
     training, ended = Training(), []
-    with gpumem.steps(8) as steps:
+    with gpumem.loop(8) as steps:
         try:
             training.loop()
         except Exception:
@@ -90,7 +90,7 @@ def test_a_loop_that_ends_before_is_measured_as_far_as_it_goes(loops):
     result, verdicts = loops(
         """
 def test_loop(gpumem):
-    with gpumem.steps():
+    with gpumem.loop():
         Training().loop(7)
 """
     )
@@ -135,7 +135,7 @@ def test_the_loops_own_error_is_what_its_test_fails_with(loops):
         """
 def test_loop(gpumem):
     training = Training()
-    with gpumem.steps():
+    with gpumem.loop():
         training.loop(5)
         raise RuntimeError("the disk is full")
 
@@ -152,7 +152,7 @@ def test_two_optimizers_make_one_step_together(loops):
         """
 def test_pair(gpumem):
     small, large = Training(), Training()
-    with gpumem.steps():
+    with gpumem.loop():
         for _ in range(100):
             small.step()
             large.step()
@@ -174,7 +174,7 @@ def test_accumulation_makes_one_step_of_its_micro_batches(loops):
         """
 def test_loop(gpumem):
     training = Training()
-    with gpumem.steps():
+    with gpumem.loop():
         for number in range(200):
             training.model(torch.ones(64, 64)).square().mean().backward()
             if number % 4 == 3:
@@ -206,7 +206,7 @@ def test_loop(gpumem):
             optimizer.step()
             optimizer.zero_grad()
         parameter.register_post_accumulate_grad_hook(step)
-    with gpumem.steps():
+    with gpumem.loop():
         for _ in range(100):
             model(torch.ones(256, 64)).square().mean().backward()
 
@@ -225,7 +225,7 @@ def test_a_loop_without_an_optimizer_of_torch_says_where_its_steps_end(loops):
 def test_loop(gpumem):
     model = net()
     made = 0
-    with gpumem.steps(6) as steps:
+    with gpumem.loop(6) as steps:
         while not steps.step_ended():
             model(torch.ones(256, 64)).square().mean().backward()
             model.zero_grad()
@@ -246,7 +246,7 @@ import sys
 def test_loop(gpumem, monkeypatch):
     for name in ("transformers", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with gpumem.steps() as steps:
+    with gpumem.loop() as steps:
         with pytest.raises(RuntimeError, match="neither is imported"):
             steps.callback()
         Training().loop(5)
@@ -260,7 +260,7 @@ def test_a_loop_whose_batches_differ_has_not_settled_and_keeps_its_highest_peak(
         """
 def test_loop(gpumem):
     training = Training()
-    with gpumem.steps():
+    with gpumem.loop():
         for step in range(100):
             training.model(torch.ones(64 + 8 * (step % 7), 64)).square().mean().backward()
             training.optimizer.step()
@@ -301,7 +301,7 @@ def test_a_loop_that_runs_out_of_memory_only_when_it_is_counted_is_measured(loop
 
 def test_loop(gpumem):
     training, counted = Training(), 0
-    with gpumem.steps() as steps:
+    with gpumem.loop() as steps:
         while True:
             training.step()
             counted += is_counted()
@@ -332,7 +332,7 @@ def test_a_loop_that_runs_out_of_memory_by_itself_fails(loops, when, steps):
 
 def test_loop(gpumem):
     training = Training()
-    with gpumem.steps() as steps:
+    with gpumem.loop() as steps:
         for _ in range(40):
             training.step()
             steps.step_ended()
@@ -347,7 +347,7 @@ def test_a_loop_is_timed_and_has_throughput(loops):
     result, _ = loops(
         """
 def test_loop(gpumem):
-    with gpumem.steps(items=256) as steps:
+    with gpumem.loop(items=256) as steps:
         Training().loop()
     assert steps.measurement.throughput == pytest.approx(256 / steps.measurement.step_time)
 """,
@@ -367,7 +367,7 @@ def test_holds(gpumem, held):
     gpumem.measure(lambda: held.sum())
 
 def test_loop(gpumem):
-    with gpumem.steps(explain=True):
+    with gpumem.loop(explain=True):
         Training().loop()
 
 def test_alone(gpumem):
@@ -389,9 +389,9 @@ def train():
 def test_twice(gpumem):
     gc.disable()
     try:
-        with gpumem.steps(5) as first:
+        with gpumem.loop(5) as first:
             train()
-        with gpumem.steps(5) as second:
+        with gpumem.loop(5) as second:
             train()
     finally:
         gc.enable()
@@ -413,7 +413,7 @@ def lengths(seed):
 
 def train(gpumem, lengths, leak=0, **settings):
     training, held = Training(), []
-    with gpumem.steps(**settings) as steps:
+    with gpumem.loop(**settings) as steps:
         for length in lengths:
             x = torch.ones(length, 64)
             held.append(torch.ones(leak))
@@ -456,7 +456,7 @@ def test_the_first_step_of_a_loop_counts_for_its_budget_only(loops):
         """
 @pytest.mark.gpumem(max_memory="30 MB")
 def test_it(gpumem):
-    with gpumem.steps():
+    with gpumem.loop():
         torch.ones(10_000_000)
         Training().loop()
 """
@@ -501,7 +501,7 @@ def test_cycle(gpumem):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    with gpumem.steps():
+    with gpumem.loop():
         for length in shuffled():
             model(torch.ones(length, 64)).square().mean().backward()
             optimizer.step()
@@ -520,7 +520,7 @@ def test_lbfgs(gpumem):
         loss.backward()
         return loss
 
-    with gpumem.steps():
+    with gpumem.loop():
         while True:
             optimizer.step(closure)
 """

@@ -44,7 +44,7 @@ class Item:
         ({"max_reserved": "8 GB"}, Budget({"peak_reserved": 8_000_000_000})),
         ({"max_retained": "1 MB"}, Budget({"retained": 1_000_000})),
         ({"max_retained": 0}, Budget({"retained": 0})),
-        ({"max_growth": "2 %"}, Budget(max_growth=0.02)),
+        ({"tolerance": "2 %"}, Budget(tolerance=0.02)),
         ({"device": "cpu"}, Budget(device="cpu")),
     ],
 )
@@ -59,14 +59,14 @@ def test_arguments_make_a_budget_in_bytes_and_ratios(arguments, budget):
         (
             {"zebra": 1},
             (
-                "unknown argument 'zebra'; valid: max_gb, max_memory, max_reserved, max_retained, max_growth, "
+                "unknown argument 'zebra'; valid: max_gb, max_memory, max_reserved, max_retained, tolerance, "
                 "max_slowdown, min_throughput, device"
             ),
         ),
         ({"max_gb": -1}, "max_gb: -1 is negative; a number of GB is zero or more"),
         ({"max_memory": 6.5}, "max_memory: 6.5 is not a size; write it with its unit, like '6.5 GB'"),
         ({"max_memory": "6.5"}, "max_memory: '6.5' has no unit; write it like '6.5 GB' or '6.5 MiB'"),
-        ({"max_growth": 0.02}, "max_growth: 0.02 is not a percentage; write it like '2 %'"),
+        ({"tolerance": 0.02}, "tolerance: 0.02 is not a percentage; write it like '2 %'"),
         ({"max_slowdown": 0.1}, "max_slowdown: 0.1 is not a percentage; write it like '2 %'"),
         (
             {"min_throughput": 1200},
@@ -81,7 +81,7 @@ def test_a_wrong_argument_is_named_with_what_would_be_right(arguments, message):
         budget_from_arguments(arguments)
 
 
-LIMITS = ["max_gb", "max_memory", "max_reserved", "max_retained", "max_growth", "max_slowdown", "min_throughput"]
+LIMITS = ["max_gb", "max_memory", "max_reserved", "max_retained", "tolerance", "max_slowdown", "min_throughput"]
 NAMES = st.sampled_from([*LIMITS, "device"]) | st.text()
 VALUES = (
     st.none()
@@ -105,7 +105,7 @@ def test_any_arguments_make_a_budget_or_a_budget_error(arguments):
     if budget is None:
         assert any(name in message or repr(name) in message for name in arguments)
     else:
-        limits = [*budget.limits.values(), budget.max_growth, budget.max_slowdown]
+        limits = [*budget.limits.values(), budget.tolerance, budget.max_slowdown]
         assert all(limit is None or limit >= 0 for limit in limits)
         assert budget.min_throughput is None or budget.min_throughput.amount > 0
 
@@ -113,7 +113,7 @@ def test_any_arguments_make_a_budget_or_a_budget_error(arguments):
 def test_the_help_of_the_marker_names_every_argument():
     assert tuple(_ARGUMENTS) == MARKER_ARGUMENTS
     assert MARKER_HELP == (
-        "gpumem(max_gb=..., max_memory=..., max_reserved=..., max_retained=..., max_growth=..., max_slowdown=..., "
+        "gpumem(max_gb=..., max_memory=..., max_reserved=..., max_retained=..., tolerance=..., max_slowdown=..., "
         "min_throughput=..., device=...): measure the GPU memory of the test, and the speed of its steps, and fail when it is "
         "over budget or regresses"
     )
@@ -123,14 +123,14 @@ def test_a_budget_takes_what_it_leaves_open_from_another():
     closer = Budget({"peak_allocated": 1, "retained": 0}, max_slowdown=0.3, device="cpu")
     farther = Budget(
         {"peak_allocated": 2, "peak_reserved": 3, "retained": 5},
-        max_growth=0.1,
+        tolerance=0.1,
         max_slowdown=0.1,
         min_throughput=ThroughputLimit(8, "steps"),
         device="cuda",
     )
     assert closer.or_else(farther) == Budget(
         {"peak_allocated": 1, "peak_reserved": 3, "retained": 0},
-        max_growth=0.1,
+        tolerance=0.1,
         max_slowdown=0.3,
         min_throughput=ThroughputLimit(8, "steps"),
         device="cpu",
@@ -169,7 +169,7 @@ def test_a_wrong_marker_far_away_is_not_passed_over():
 
 def test_the_fields_of_a_budget_can_all_be_set_by_arguments():
     everything = budget_from_arguments(
-        {"max_gb": 1, "max_reserved": "1 GB", "max_retained": "1 GB", "max_growth": "1 %", "device": "cpu"}
+        {"max_gb": 1, "max_reserved": "1 GB", "max_retained": "1 GB", "tolerance": "1 %", "device": "cpu"}
         | {"max_slowdown": "30 %", "min_throughput": "1_200 samples/s"}
     )
     assert (everything.max_slowdown, everything.min_throughput) == (0.3, ThroughputLimit(1200, "samples"))

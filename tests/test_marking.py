@@ -164,7 +164,7 @@ def test_a_test_that_fails_by_itself_is_told_its_own_failure_and_no_other(projec
 
 
 def measure(project, *patterns, more=""):
-    project.settings(f"[tool.gpumem]\nmeasure = {list(patterns)}\n{more}")
+    project.settings(f"[tool.gpumem]\nmark = {list(patterns)}\n{more}")
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_pattern_leaves_doctests_alone(project):
 
 @pytest.mark.parametrize("wrong", ["'tests/**'", "[1]", "['']"])
 def test_what_is_no_array_of_patterns_is_a_usage_error_with_file_and_key(project, wrong):
-    project.settings(f"[tool.gpumem]\nmeasure = {wrong}\n")
+    project.settings(f"[tool.gpumem]\nmark = {wrong}\n")
     result = project.run()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
@@ -244,7 +244,7 @@ def test_a_pattern_that_matches_no_test_is_told_where_all_of_it_was_collected(su
 
 def test_in_a_run_of_the_testpaths_every_pattern_is_looked_at(suite):
     suite.settings(
-        "[tool.pytest.ini_options]\ntestpaths = ['tests']\n[tool.gpumem]\nmeasure = ['test_*']\n"
+        "[tool.pytest.ini_options]\ntestpaths = ['tests']\n[tool.gpumem]\nmark = ['test_*']\n"
         "[[tool.gpumem.budget]]\ntests = '*_huge'\nmax_gb = 1\n"
     )
     lines = [line for line in suite.run().outlines if "matches no test" in line]

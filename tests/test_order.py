@@ -94,23 +94,23 @@ def suites_objects_hidden() -> None:
 
 def test_every_order_gives_the_same_bytes(project):
     project.write(SUITE)
-    forward = project.figures("--gpumem-no-time")
+    forward = project.figures("--no-gpumem-time")
     assert len(forward) == 8
     alone = {}
     for name in forward:
-        alone |= project.figures("--gpumem-no-time", f"test_it.py::{name}")
+        alone |= project.figures("--no-gpumem-time", f"test_it.py::{name}")
     assert alone == forward
-    assert project.figures("--gpumem-no-time", "-n", "2", separate=True) == forward
-    assert project.figures("--gpumem-no-time", "-k", "infers or hidden") == {
+    assert project.figures("--no-gpumem-time", "-n", "2", separate=True) == forward
+    assert project.figures("--no-gpumem-time", "-k", "infers or hidden") == {
         name: forward[name] for name in ("test_infers", "test_hidden")
     }
     (project.path / "conftest.py").write_text(REVERSED)
-    assert project.figures("--gpumem-no-time", separate=True) == forward
+    assert project.figures("--no-gpumem-time", separate=True) == forward
 
 
 def test_the_bytes_are_those_that_the_code_asks_for(project):
     project.write(SUITE)
-    figures = project.figures("--gpumem-no-time")
+    figures = project.figures("--no-gpumem-time")
     model = (1000 * 1000 + 1000) * 4
     assert figures["test_infers"]["call.peak_allocated"] == model + 2 * 10 * 1000 * 4
     assert figures["test_trains"]["call.peak_allocated"] >= 2 * model

@@ -71,7 +71,7 @@ def script(project):
     project.settings(f'[tool.pytest.ini_options]\naddopts = "{ADDOPTS}"\nfilterwarnings = ["error"]\n[tool.gpumem]\n')
 
     def run(*arguments: str, device: str | None = "cpu"):
-        given = ["--gpumem-no-time", *([] if device is None else [f"--gpumem-device={device}"])]
+        given = ["--no-gpumem-time", *([] if device is None else [f"--gpumem-device={device}"])]
         return project.gpumem("run", "scripts/train.py", *given, *arguments)
 
     return run
@@ -237,7 +237,7 @@ def ending(project):
     (project.path / "train.py").write_text(ENDS, encoding="utf-8")
 
     def run(word, *options):
-        return project.gpumem("run", "train.py", "--gpumem-device=cpu", "--gpumem-no-time", *options, "--", word)
+        return project.gpumem("run", "train.py", "--gpumem-device=cpu", "--no-gpumem-time", *options, "--", word)
 
     return run
 

@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items):
 """
 SETTINGS = """
 [tool.gpumem]
-measure = ["*::test_marked_by_pattern"]
+mark = ["*::test_marked_by_pattern"]
 time_budget = "1 s"
 """
 
@@ -73,7 +73,7 @@ LOOP = """
 def test_it(gpumem):
     model, held = layers(), []
     optimizer = torch.optim.AdamW(model.parameters())
-    with gpumem.steps():
+    with gpumem.loop():
         for n, length in enumerate(LENGTHS):
             x = torch.ones(length, 64)
             if PLANTED and LEAKS:
@@ -388,7 +388,7 @@ def test_it(gpumem):
         """
 def test_it(gpumem):
     def train(each):
-        with gpumem.steps() as steps:
+        with gpumem.loop() as steps:
             while not steps.step_ended():
                 torch.ones(1_000_000)
                 with contextlib.suppress(Exception):
@@ -470,7 +470,7 @@ def folder(request, tmp_path_factory) -> Folder:
 
 @pytest.fixture(scope="module")
 def runs(folder) -> Runs:
-    untimed = ("--gpumem-no-time", "--ignore=timed")
+    untimed = ("--no-gpumem-time", "--ignore=timed")
     assert folder.run("--gpumem-update=new", *untimed) == 0
     clean = folder.run("--gpumem-baseline", "--gpumem-report=clean.json", *untimed)
     planted = folder.run("--gpumem-baseline", "--gpumem-report=planted.json", *untimed, PLANTED="1")
@@ -514,7 +514,7 @@ def test_what_is_planted_is_told(runs, scenario):
 # One test is one worker's, whichever that is.
 @pytest.mark.parametrize("folder", [ALONE], indirect=True)
 def test_a_step_that_takes_two_hundred_times_as_long_is_red_and_its_clean_twin_green(folder):
-    assert folder.run("timed", "--gpumem-update=all", "--gpumem-no-time") == 0
+    assert folder.run("timed", "--gpumem-update=all", "--no-gpumem-time") == 0
     # As if recorded when nothing was at work, which nobody can wait for: of a step that took half as long again.
     seconds = 1.5 * float((folder.path / "seconds").read_text(encoding="utf-8"))
     (file,) = folder.path.glob("gpumem-baselines/*/timed/test_slow.py.toml")

@@ -107,7 +107,7 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"time_budget": "2"}, "here: time_budget: '2' is not a duration; write it like '2 s' or '500 ms'"),
         (
             {"time_budget": "0 s"},
-            "here: time_budget: '0 s' is not a duration above zero; --gpumem-no-time takes no time at all",
+            "here: time_budget: '0 s' is not a duration above zero; --no-gpumem-time takes no time at all",
         ),
         ({"report": "gpumem.html"}, "here: report is 'gpumem.html', expected an array"),
         ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .json, .md or .html"),
@@ -180,7 +180,7 @@ VALUES = st.recursive(
     lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=8), values, max_size=3),
     max_leaves=6,
 )
-LIMITS = st.sampled_from(["max_gb", "max_memory", "max_reserved", "max_retained", "max_growth", "device", "max_gbs"])
+LIMITS = st.sampled_from(["max_gb", "max_memory", "max_reserved", "max_retained", "tolerance", "device", "max_gbs"])
 BUDGETS = st.fixed_dictionaries(
     {}, optional={"tests": st.sampled_from(["*", "tests/*", ""]) | VALUES}
 ) | st.dictionaries(LIMITS, SCALARS, max_size=3).map(lambda limits: {"tests": "*", **limits})
@@ -446,13 +446,13 @@ def test_the_first_entry_that_sets_a_limit_wins():
             "budget": [
                 {"tests": "tests/test_gpt.py::test_train", "max_gb": 1},
                 {"tests": "tests/*", "max_gb": 2, "max_retained": "2 MB"},
-                {"tests": "*", "max_gb": 3, "max_retained": "3 MB", "max_growth": "3 %"},
+                {"tests": "*", "max_gb": 3, "max_retained": "3 MB", "tolerance": "3 %"},
             ]
         },
         "here",
     )
     assert made.budget_for("tests/test_gpt.py::test_train") == Budget(
-        {"peak_allocated": 1_000_000_000, "retained": 2_000_000}, max_growth=0.03
+        {"peak_allocated": 1_000_000_000, "retained": 2_000_000}, tolerance=0.03
     )
     assert made.budget_for("tests/test_gpt.py::test_other").limits["peak_allocated"] == 2_000_000_000
     assert made.budget_for("other.py::test_other").limits["peak_allocated"] == 3_000_000_000

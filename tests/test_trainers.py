@@ -50,7 +50,7 @@ TEST = """
 @pytest.mark.parametrize("callback", [False, True])
 def test_train(gpumem, tmp_path, callback, accumulate):
     made = None
-    with gpumem.steps(8) as steps:
+    with gpumem.loop(8) as steps:
         made = train(tmp_path, steps, callback, accumulate)
     # With a callback, training ends in its own way.
     assert (made is not None) == callback

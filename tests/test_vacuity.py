@@ -195,7 +195,7 @@ class TestOfUnittest(unittest.TestCase):
 
 def test_strict_fails_what_was_refused_though_the_test_caught_it(project):
     project.write(REFUSED)
-    result = project.run("--gpumem-strict", "--gpumem-no-time")
+    result = project.run("--gpumem-strict", "--no-gpumem-time")
     assert result.ret == 1
     for name in ("test_of_a_subtest", "test_that_goes_on", "TestOfUnittest::test_it"):
         assert any("FAILED" in line and name in line for line in result.outlines), name
@@ -204,7 +204,7 @@ def test_strict_fails_what_was_refused_though_the_test_caught_it(project):
 
 def test_without_strict_what_was_refused_is_skipped(project):
     project.write(REFUSED)
-    result = project.run("--gpumem-no-time")
+    result = project.run("--no-gpumem-time")
     assert result.ret == 0
 
 

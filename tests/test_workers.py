@@ -38,15 +38,15 @@ def test_plain(): ...
 @pytest.fixture
 def changed(project):
     project.write(SUITE.format(grows=1_000_000, shrinks=2_000_000))
-    project.run("--gpumem-update=new", "--gpumem-no-time")
+    project.run("--gpumem-update=new", "--no-gpumem-time")
     project.write(SUITE.format(grows=2_000_000, shrinks=1_000_000))
     return project
 
 
 def test_workers_change_neither_figures_nor_verdicts_nor_the_exit_code(changed):
-    alone = changed.run("--gpumem-baseline", "--gpumem-no-time", "--junitxml=report.xml")
+    alone = changed.run("--gpumem-baseline", "--no-gpumem-time", "--junitxml=report.xml")
     expected = changed.verdicts()
-    spread = changed.run("--gpumem-baseline", "--gpumem-no-time", "--junitxml=report.xml", "-n2", separate=True)
+    spread = changed.run("--gpumem-baseline", "--no-gpumem-time", "--junitxml=report.xml", "-n2", separate=True)
     assert spread.ret == alone.ret == pytest.ExitCode.TESTS_FAILED
     assert changed.verdicts() == expected
     accounting = "gpumem: 6 gated, 1 over budget, 1 regressed, 1 improved"
@@ -58,11 +58,11 @@ def test_workers_change_neither_figures_nor_verdicts_nor_the_exit_code(changed):
 @pytest.mark.parametrize("mode", ["new", "improved", "all"])
 def test_the_controller_writes_what_a_single_process_would(changed, mode):
     before = changed.stored()
-    changed.run(f"--gpumem-update={mode}", "--gpumem-no-time")
+    changed.run(f"--gpumem-update={mode}", "--no-gpumem-time")
     alone = changed.stored()
     (path,) = changed.store.rglob("*.toml")
     path.write_text(next(iter(before.values())))
-    changed.run(f"--gpumem-update={mode}", "--gpumem-no-time", "-n2", "--dist=loadgroup", separate=True)
+    changed.run(f"--gpumem-update={mode}", "--no-gpumem-time", "-n2", "--dist=loadgroup", separate=True)
     assert changed.stored() == alone
 
 

@@ -22,7 +22,7 @@ def test_train_step(gpumem, gpt, tokens):
     gpumem.train_step(gpt, tokens, loss=next_token_loss, items=tokens.numel())
 
 
-@pytest.mark.gpumem(max_memory="150 MB", max_growth="2 %")
+@pytest.mark.gpumem(max_memory="150 MB", tolerance="2 %")
 @pytest.mark.parametrize("layers", [2, 6])
 def test_train_step_by_depth(gpumem, layers):
     config = GPTConfig(layers=layers)

@@ -136,7 +136,7 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
     """Return ``entry``, completed from ``earlier`` by what this session did not take, if that is of the same work.
 
     That is the composition of the same peak (``--gpumem-explain=never``), and times: those of ``earlier`` where this run
-    took none (``--gpumem-no-time``) or is refused, and otherwise this run as the latest of its runs.
+    took none (``--no-gpumem-time``) or is refused, and otherwise this run as the latest of its runs.
     """
     if entry.workload != earlier.workload:
         return entry

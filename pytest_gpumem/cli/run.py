@@ -13,11 +13,12 @@ import pytest
 
 from pytest_gpumem.cli.project import QUIET
 from pytest_gpumem.cli.streams import INTERRUPTED, WholeNumber
+from pytest_gpumem.config import renamed
 from pytest_gpumem.config.kinds import FLAG
 from pytest_gpumem.config.options import OPTIONS, Command, Option
+from pytest_gpumem.config.renamed import hint
 from pytest_gpumem.measure.looped import FEWEST_STEPS, STEPS
 from pytest_gpumem.script import Script, ScriptSession
-from pytest_gpumem.units import nearest
 
 _STATUS: dict[int, int] = {
     pytest.ExitCode.INTERRUPTED: INTERRUPTED,
@@ -37,8 +38,8 @@ def _with_plugins_options(command: click.Command) -> click.Command:
 def _as_click_option(option: Option) -> click.Option:
     kind: dict[str, Any] = {"metavar": option.metavar, "multiple": option.kind.is_array}
     if option.kind is FLAG:
-        kind = {"is_flag": True}
-    elif option.kind.choices is not None:
+        return click.Option([f"{option.flag}/{option.negated}"], help=option.help, default=None)
+    if option.kind.choices is not None:
         kind = {"type": click.Choice(option.kind.choices)}
     return click.Option([option.flag], help=option.help, default=None, **kind)
 
@@ -87,7 +88,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     unknown = next((word for word in arguments if word.startswith("--gpumem-")), None)
     if unknown is not None:
         known = [option.flag for option in OPTIONS]
-        raise click.UsageError(f"no such option: {unknown}; {nearest(unknown.partition('=')[0], known)}")
+        raise click.UsageError(f"no such option: {unknown}; {hint(unknown.partition('=')[0], renamed.OPTIONS, known)}")
     path = script.resolve()
     given = _as_typed(options)
     chosen = [*([f"--steps={steps}"] if steps != STEPS else []), *([f"--as={name}"] if name != "run" else [])]
@@ -106,8 +107,8 @@ def _as_typed(options: dict[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(option)
+        if isinstance(value, bool):
+            words.append(option if value else f"--no-{option[2:]}")
         elif value:
             words += [f"{option}={one}" for one in (value if isinstance(value, tuple) else (value,))]
     return words

@@ -8,9 +8,10 @@ import pytest
 
 from pytest_gpumem.config.errors import BudgetError
 from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER
+from pytest_gpumem.config.renamed import ARGUMENTS, hint
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.units import nearest, parse_gigabytes, parse_rate, parse_ratio, parse_size
+from pytest_gpumem.units import parse_gigabytes, parse_rate, parse_ratio, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ def _device(value: object) -> str:
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "max_gb": ("peak_allocated", parse_gigabytes),
     **{metric.budget: (name, _size) for name, metric in METRICS.items() if metric.budget is not None},
-    "max_growth": ("max_growth", _ratio),
+    "tolerance": ("tolerance", _ratio),
     "max_slowdown": ("max_slowdown", _ratio),
     "min_throughput": ("min_throughput", parse_rate),
     "device": ("device", _device),
@@ -55,7 +56,7 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
     others: dict[str, Any] = {}
     for name, value in arguments.items():
         if name not in _ARGUMENTS:
-            raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(_ARGUMENTS))}")
+            raise BudgetError(f"unknown argument {name!r}; {hint(name, ARGUMENTS, list(_ARGUMENTS))}")
         if value is None:
             raise BudgetError(f"{name} is None, which is no limit; leave it out where there is none")
         target, read = _ARGUMENTS[name]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import pytest
 
-from pytest_gpumem.config import kinds
+from pytest_gpumem.config import kinds, renamed
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.values.option_words import UPDATE_MODES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Command(NamedTuple):
@@ -27,7 +31,7 @@ CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 MARKER_ARGUMENTS = (
     "max_gb",
     *(metric.budget for metric in METRICS.values() if metric.budget is not None),
-    "max_growth",
+    "tolerance",
     "max_slowdown",
     "min_throughput",
     "device",
@@ -69,6 +73,11 @@ class Option:
         return f"--gpumem-{self.name.replace('_', '-')}"
 
     @property
+    def negated(self) -> str:
+        """A flag as it is typed to switch it off."""
+        return f"--no-{self.flag[2:]}"
+
+    @property
     def dest(self) -> str:
         """The name of its value among pytest's."""
         return f"gpumem_{self.name}"
@@ -77,7 +86,7 @@ class Option:
         """Add the option to a group of pytest's command line."""
         # Without a default, what [tool.gpumem] says can apply.
         if self.kind is kinds.FLAG:
-            group.addoption(self.flag, action="store_true", default=None, help=self.help)
+            group.addoption(self.flag, action=argparse.BooleanOptionalAction, default=None, help=self.help)
         elif self.kind.choices is not None:
             group.addoption(self.flag, choices=self.kind.choices, default=None, help=self.help)
         else:
@@ -152,7 +161,11 @@ OPTIONS = (
         "FILE",
         wants_result=True,
     ),
-    Option("no_time", kinds.FLAG, "take no times: measure memory and count work only; steps run fewer times"),
+    Option(
+        "time",
+        kinds.FLAG,
+        "time steps (default); without, memory is measured and work counted only, and steps run fewer times",
+    ),
     Option(
         "rank_timeout",
         kinds.SECONDS,
@@ -180,3 +193,18 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
         option.add_to(group)
+    for old, now in renamed.OPTIONS.items():
+        group.addoption(old, action=_Renamed, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS, metavar=now)
+
+
+class _Renamed(argparse.Action):
+    """An option that is called otherwise now: its metavar."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        raise argparse.ArgumentError(None, f"{option_string} is called {self.metavar} now")

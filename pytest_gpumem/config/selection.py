@@ -143,7 +143,7 @@ def idle_patterns(
     measured: Mapping[pytest.Item, MeasuredTest],
     config: pytest.Config,
 ) -> tuple[str, ...]:
-    """Return budgets that nothing is held to, and patterns of ``measure`` that mark nothing, each as a sentence.
+    """Return budgets that nothing is held to, and patterns of ``mark`` that mark nothing, each as a sentence.
 
     Their patterns match none of ``items``, of those of which this run has collected whatever they may match. Or they match
     some, but none that is measured; or, for limits on times, none that measures a step. None are told where not only whole
@@ -154,8 +154,8 @@ def idle_patterns(
     is_whole = partial(_is_whole, config)
     everything = list(items)
     idle = [
-        f"measure = {tests!r} marks nothing: {_MATCHES_NONE}"
-        for tests in settings.measure
+        f"mark = {tests!r} marks nothing: {_MATCHES_NONE}"
+        for tests in settings.mark
         if is_whole(tests) and not any(matches_test(tests, without_group(item)) for item in everything)
     ]
     for entry in settings.budgets:

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+from pytest_gpumem.config import renamed
 from pytest_gpumem.config.errors import BudgetError, SettingsError
 from pytest_gpumem.config.kinds import DURATION, PATTERNS, TABLE, TABLES, Kind, one_of
 from pytest_gpumem.config.marker import budget_from_arguments
 from pytest_gpumem.config.options import OPTIONS, ExplainMode, Option
+from pytest_gpumem.config.renamed import hint
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.timing.sampling import DEFAULT_SECONDS
@@ -76,7 +78,8 @@ class Settings:
     against: str | None = None
     """The slug of the real GPU whose baselines an emulated one's figures are compared with."""
     strict: bool = False
-    no_time: bool = False
+    time: bool = True
+    """True if steps are timed."""
     pack: bool = False
     """True if tests share a GPU by their known peaks."""
     explain: ExplainMode = "on-failure"
@@ -93,7 +96,7 @@ class Settings:
     """Seconds that timing may add to a test."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
-    measure: tuple[str, ...] = ()
+    mark: tuple[str, ...] = ()
     """Patterns of the tests that are measured as if they had the marker."""
     explicit: bool = False
     """True if anything was set: an option, or a ``[tool.gpumem]`` table."""
@@ -132,7 +135,7 @@ KEYS: Mapping[str, Kind] = MappingProxyType(
         "time_budget": DURATION,
         "tolerance": TABLE,
         "budget": TABLES,
-        "measure": PATTERNS,
+        "mark": PATTERNS,
     }
 )
 """The keys of ``[tool.gpumem]``."""
@@ -241,7 +244,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in KEYS:
-            raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(KEYS))}")
+            raise SettingsError(f"{where}: unknown key {key!r}; {hint(key, renamed.KEYS, list(KEYS))}")
         values[key] = KEYS[key].read(value, f"{where}: {key}")
     tolerances = values.pop("tolerance", {})
     budgets = values.pop("budget", [])

@@ -80,7 +80,7 @@ class DeviceLock:
         who = "another process" if holder is None else holder
         self.tell(
             f"waiting for {self._spoken}, which is held by {who}: timed steps are alone on a device. To avoid it, run one "
-            "session after the other, or with --gpumem-no-time"
+            "session after the other, or with --no-gpumem-time"
         )
 
     def _of_this_process(self) -> _ProcessLock:

@@ -26,7 +26,7 @@ class Budget:
 
     limits: Mapping[str, int] = field(default_factory=dict)
     """Limits in bytes, by metric."""
-    max_growth: float | None = None
+    tolerance: float | None = None
     """The increase of `peak_allocated` over the baseline that is allowed (0.02 is 2 %); replaces the tolerance."""
     max_slowdown: float | None = None
     """The slowdown of a step against the baseline that is allowed (0.05 is 5 %); replaces the tolerance."""

@@ -136,7 +136,7 @@ class Location:
 SKIPPED = "it was skipped"
 """The reason why a test that skipped itself was not measured."""
 
-NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no pattern of measure matches it"
+NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no pattern of mark matches it"
 """The reason why a test that has baselines, and was measured by marker, fixture or settings, was not."""
 
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]

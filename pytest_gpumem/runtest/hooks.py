@@ -153,7 +153,7 @@ class Measuring:
             ownership = self._fixtures.begin(item, device)
             context = MeasuringContext(
                 device,
-                TimeBudget(settings.time_budget) if device.tells_time and not settings.no_time else None,
+                TimeBudget(settings.time_budget) if device.tells_time and settings.time else None,
                 sites=None if settings.explain == "never" else self._sites,
                 artifacts=Artifacts(settings.artifacts_folder if self._writes else None, item.nodeid, device),
                 over_time=bool(settings.report),

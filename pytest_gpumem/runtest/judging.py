@@ -244,7 +244,7 @@ class Judging:
                 accept = accept_command(verdict, failing, words=words, options=options, rest=rest)
             text = failure_text(verdict, failing, self._settings.units, accept, memory)
             return replace(verdict, failure=text, accept=accept)
-        if not verdict.unmeasured and not self._settings.no_time and self.measured.has_fixture:
+        if not verdict.unmeasured and self._settings.time and self.measured.has_fixture:
             idle = self._idle([one.measurement for one in verdict.verdicts])
             if idle is not None:
                 return replace(verdict, failure=idle)
@@ -293,8 +293,8 @@ class Judging:
         tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
         if budget.max_slowdown is not None:
             tolerances["step_time"] = Tolerance(relative=budget.max_slowdown)
-        if budget.max_growth is not None:
-            tolerances["peak_allocated"] = Tolerance(relative=budget.max_growth)
+        if budget.tolerance is not None:
+            tolerances["peak_allocated"] = Tolerance(relative=budget.tolerance)
         if self._settings.against is not None:
             tolerances = tolerances_of_emulated(tolerances)
         hook = item.ihook.pytest_gpumem_tolerance

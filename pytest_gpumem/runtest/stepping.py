@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.runtest.run import TestRun
 
 
-class Steps:
-    """Steps of a loop that `Gpumem.steps` measures; ``measurement`` is there once they have been."""
+class MeasuredLoop:
+    """Steps of a loop that `Gpumem.loop` measures; ``measurement`` is there once they have been."""
 
     def __init__(
         self, run: TestRun, steps: int, name: str | None, items: float | None, *, explain: bool | None
@@ -65,7 +65,7 @@ class Steps:
     def callback(self) -> Any:
         """Return a callback for the ``Trainer`` of transformers or Lightning, which stops in its own way when it is measured.
 
-        Without one, `Gpumem.steps` ends training by an exception. Raises ``RuntimeError`` where neither is imported.
+        Without one, `Gpumem.loop` ends training by an exception. Raises ``RuntimeError`` where neither is imported.
         """
         self._is_told = True
         return callback_of(self.step_ended)
@@ -101,7 +101,7 @@ class Steps:
                 )
             raise MeasuringError(
                 "no step was seen: a step ends with optimizer.step() of a torch optimizer, and none was called; where the loop "
-                "has no such optimizer, call steps.step_ended() at the end of each step"
+                "has no such optimizer, call step_ended() of what gpumem.loop() gives at the end of each step"
             )
 
     def _ran_out_by_counting(self, error: BaseException) -> bool:
@@ -122,7 +122,7 @@ class Steps:
         assert self._first is not None, "measured only within the with block"
         prepared = PreparedLoop(
             context=self._run.context,
-            workload=Workload("steps"),
+            workload=Workload("loop"),
             work=work_of_items(self._items),
             phases=[Phase("step", self._loop.next_step)],
             run_counted=partial(self._loop.next_step, counted=True),

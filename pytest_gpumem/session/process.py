@@ -115,7 +115,7 @@ class GpumemSession:
 
     def mark(self, items: list[pytest.Item]) -> None:
         """Give the marker to the tests that the settings name."""
-        mark(items, self.settings.measure)
+        mark(items, self.settings.mark)
 
     def keep_measured(self, items: list[pytest.Item]) -> None:
         """Deselect the tests that are not measured where only measuring means something: on an emulated GPU."""

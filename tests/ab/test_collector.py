@@ -73,7 +73,7 @@ def test_other_arguments_are_not(places):
         "tests/test_a.py::test_b",
         "-k",
         "a or b",
-        "--gpumem-no-time",
+        "--no-gpumem-time",
         "-n2",
         "/elsewhere/tests",
         "-o",

@@ -576,7 +576,7 @@ def test_who_waits_is_told_once_which_process_and_test_holds_the_device_and_how_
     (sentence,) = told
     assert sentence == (
         f"waiting for the GPU, which is held by process {holder.pid} (tests/test_gpt.py::test_a[x (y)]): timed steps are alone "
-        "on a device. To avoid it, run one session after the other, or with --gpumem-no-time"
+        "on a device. To avoid it, run one session after the other, or with --no-gpumem-time"
     )
 
 

@@ -300,7 +300,7 @@ def test_step(gpumem):
 def test_loop(gpumem):
     model = nn.Linear(256, 256, device="cuda")
     optimizer = torch.optim.Adam(model.parameters())
-    with gpumem.steps():
+    with gpumem.loop():
         while True:
             model(torch.ones(64, 256, device="cuda")).sum().backward()
             optimizer.step()
@@ -347,7 +347,7 @@ def test_never_settles(gpumem):
 
 
 def test_loop(gpumem):
-    with gpumem.steps() as steps:
+    with gpumem.loop() as steps:
         for step in range(1000):
             on_both(50 if step == 12 else 20)
             if steps.step_ended():

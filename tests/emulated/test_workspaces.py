@@ -150,7 +150,7 @@ def test_measure(gpumem, program):
 
 @each
 def test_steps(gpumem, program):
-    with gpumem.steps(8, name=f"steps {program}") as loop:
+    with gpumem.loop(8, name=f"steps {program}") as loop:
         step = step_of(program)
         while not loop.step_ended():
             step()

@@ -65,7 +65,7 @@ class GpuProject:
     def figures(self, *tests: str, arguments: tuple[str, ...] = ()) -> dict[str, dict[str, int]]:
         """Bytes that repeat, by test and metric, of a run in which every test passes."""
         ids = [f"test_it.py::{test}" for test in tests] or ["test_it.py"]
-        result = self.run(*ids, *arguments, "--gpumem-no-time", "--junitxml=report.xml")
+        result = self.run(*ids, *arguments, "--no-gpumem-time", "--junitxml=report.xml")
         assert result.ret == 0, result.stdout.str()
         return repeatable_bytes(self.path / "report.xml")
 

@@ -276,7 +276,7 @@ def test_a_step(gpumem):
 
 def test_a_recorded_step_leaves_a_snapshot_for_the_viewer(gpu_project: GpuProject) -> None:
     gpu_project.write(STEP)
-    result = gpu_project.run("--gpumem-explain=always", "--gpumem-artifacts=kept", "--gpumem-no-time")
+    result = gpu_project.run("--gpumem-explain=always", "--gpumem-artifacts=kept", "--no-gpumem-time")
     result.assert_outcomes(passed=1)
     (snapshot,) = (gpu_project.path / "kept").glob("*.snapshot.pickle")
     # Looked at, not loaded: a pickle of some size that names what the viewer draws.
@@ -303,7 +303,7 @@ def test_a_step(gpumem):
 
 def test_a_step_that_runs_out_of_memory_tells_what_was_asked_for_and_what_was_there(gpu_project: GpuProject) -> None:
     gpu_project.write(RUNS_OUT)
-    result = gpu_project.run("--gpumem-explain=always", "--gpumem-no-time")
+    result = gpu_project.run("--gpumem-explain=always", "--no-gpumem-time")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [

@@ -105,7 +105,7 @@ def test_multiplies():
 def test_running_out_of_memory_fails_that_test_alone_and_frees_its_tensors(gpu_project: GpuProject) -> None:
     gpu_project.write(OUT_OF_MEMORY)
     alone = gpu_project.figures("test_multiplies")
-    result = gpu_project.run("--gpumem-no-time", "--junitxml=report.xml")
+    result = gpu_project.run("--no-gpumem-time", "--junitxml=report.xml")
     result.assert_outcomes(failed=2, passed=2)
     result.stdout.fnmatch_lines(["*OutOfMemoryError*"])
     result.stdout.fnmatch_lines(["gpumem: *2 failed by themselves*"])

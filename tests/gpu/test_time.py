@@ -249,9 +249,9 @@ def test_it(gpumem):
 def test_a_value_that_is_read_in_a_step_is_a_sync_and_fails_without_a_clock(gpu_project: GpuProject) -> None:
     pytest.importorskip("tomli_w", reason="needs tomli-w: it writes the store")
     gpu_project.write(READS.format(read=""))
-    assert gpu_project.run("--gpumem-update=new", "--gpumem-no-time").ret == 0
+    assert gpu_project.run("--gpumem-update=new", "--no-gpumem-time").ret == 0
     gpu_project.write(READS.format(read=".item()"))
-    found = gpu_project.verdicts("--gpumem-baseline", "--gpumem-no-time")
+    found = gpu_project.verdicts("--gpumem-baseline", "--no-gpumem-time")
     assert "step_time" not in found
     syncs = found["syncs"]
     assert (syncs["baseline"], syncs["value"], syncs["outcome"]) == (0, 1, "regressed")

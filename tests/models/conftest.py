@@ -39,7 +39,7 @@ def _the_same_weights_and_data() -> None:
 
 @pytest.fixture
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with ``--gpumem-no-time``. What is timed has the machine to itself, and the suite's other worker waits for it."""
+    """As with ``--no-gpumem-time``. What is timed has the machine to itself, and the suite's other worker waits for it."""
     monkeypatch.setattr("pytest_gpumem.measure.runner.time_step", lambda *_: None)
 
 

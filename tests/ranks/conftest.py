@@ -18,7 +18,7 @@ def run_ranks() -> Callable[..., Job]:
     """Run pytest on some ranks in a folder. No time is taken unless ``timed``."""
 
     def run(folder: Path, ranks: int, *arguments: str, timed: bool = False, **more: Any) -> Job:
-        untimed = [] if timed else ["--gpumem-no-time"]
+        untimed = [] if timed else ["--no-gpumem-time"]
         return run_job(folder, ranks, *untimed, *arguments, **more)
 
     return run

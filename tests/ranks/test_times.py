@@ -183,7 +183,7 @@ import os
 def test_it(gpumem):
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters())
-    with gpumem.steps():
+    with gpumem.loop():
         for _ in range(12 if os.environ["RANK"] == "1" else 1000):
             model(torch.ones(8, 8)).sum().backward()
             optimizer.step()

@@ -375,7 +375,7 @@ def test_ranks_of_another_launcher_need_no_store_but_that_of_rank_0(recorded, tm
         "MASTER_PORT": str(port),
         "TMPDIR": str(tmp_path),
     }
-    options = ["--gpumem-device=cpu", "--gpumem-baseline", "--gpumem-no-time"]
+    options = ["--gpumem-device=cpu", "--gpumem-baseline", "--no-gpumem-time"]
     command = ["-m", "pytest", "-p", "no:randomly", *options]
     ranks = [
         preloaded.start(*command, env={**common, "RANK": number, "LOCAL_RANK": number}, cwd=recorded) for number in "10"

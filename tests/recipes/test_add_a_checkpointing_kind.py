@@ -68,7 +68,7 @@ def test_the_new_kind_recomputes_saves_memory_and_learns_the_same(package, tmp_p
         gpumem.train_step(Model, batch, config=gpumem_config)
     """,
     )
-    done = package.pytest(tmp_path, "--gpumem-no-time", "-v")
+    done = package.pytest(tmp_path, "--no-gpumem-time", "-v")
     assert "6 passed" in done.stdout, done.stdout + done.stderr
     assert "test_matrix[ckpt-first2] PASSED" in done.stdout
 

@@ -40,7 +40,7 @@ def package(tmp_path_factory):
 def run(package, project, code, *arguments):
     """Run pytest on this code with the package; gives the exit status and what it said."""
     write_tests(project, code)
-    done = package.pytest(project, "--gpumem-no-time", *arguments)
+    done = package.pytest(project, "--no-gpumem-time", *arguments)
     return done.returncode, done.stdout + done.stderr
 
 

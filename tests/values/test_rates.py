@@ -118,7 +118,7 @@ def test_saves(gpumem):
     assert other.saves(plain) > 0.3
 """
     )
-    result = project.run("--gpumem-no-time")
+    result = project.run("--no-gpumem-time")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E * assert 0.250 (peak 3.00 MB against 4.00 MB) > 0.3*"])
 

@@ -106,7 +106,7 @@ def test_perceptron_average_of_more_rows(gpumem):
     rows = torch.randn(more if planted("perceptron-average-of-more-rows") else 1024, 512, device=gpumem.device)
     optimizer = torch.optim.SGD(model.parameters())
 
-    with gpumem.steps():
+    with gpumem.loop():
         while True:
             with torch.no_grad():
                 average(rows)  # in front of the products of which each thread makes its workspace

@@ -1,0 +1,23 @@
+"""Names from before the first release, for messages only: who types one is told the name that it has now."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.units import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ARGUMENTS: Mapping[str, str] = MappingProxyType({"max_growth": "tolerance"})
+"""Arguments of the marker and keys of ``[[tool.gpumem.budget]]``."""
+KEYS: Mapping[str, str] = MappingProxyType({"measure": "mark", "no_time": "time"})
+"""Keys of ``[tool.gpumem]``."""
+OPTIONS: Mapping[str, str] = MappingProxyType({"--gpumem-no-time": "--no-gpumem-time"})
+"""pytest's options."""
+
+
+def hint(name: str, renamed: Mapping[str, str], known: list[str]) -> str:
+    """Return a clause for a name that is not ``known``: what it is called now, or else the known ones that come near."""
+    return f"it is called {renamed[name]!r} now" if name in renamed else nearest(name, known)
