@@ -275,7 +275,7 @@ def test_an_allocator_without_statistics_is_not_believed(made):
         device.live()
 
 
-def test_an_allocator_that_does_not_count_requests_is_read_and_recorded_as_rounded_without_history(monkeypatch):
+def test_without_counted_requests_bytes_are_rounded_and_recorded_without_history(monkeypatch):
     cuda = in_place_of_torchs(monkeypatch, SyntheticCuda(counters=("allocated_bytes", "reserved_bytes")))
     tokens = []
     with opened(cuda) as device:
@@ -302,7 +302,7 @@ def test_an_allocator_whose_count_of_requests_stands_still_is_read_as_rounded(cu
 # Resets by measured code
 
 
-def test_a_reset_by_measured_code_hides_no_peak_and_leaves_what_that_code_reads_as_without_us(cuda, device):
+def test_a_reset_by_measured_code_hides_no_peak_and_that_code_reads_its_own(cuda, device):
     first = cuda.allocate(100 * MIB)
     del first
     torch.cuda.reset_peak_memory_stats()
@@ -330,7 +330,7 @@ def test_a_closed_device_leaves_resets_alone(cuda):
     assert torch.cuda.reset_peak_memory_stats == before
 
 
-def test_no_peak_reaches_back_before_the_device_was_opened_though_measured_code_reset_it(cuda, device):
+def test_no_peak_reaches_back_before_the_device_was_opened(cuda, device):
     first = cuda.allocate(100 * MIB)
     del first
     torch.cuda.reset_peak_memory_stats()
@@ -380,7 +380,7 @@ def test_the_allocator_knows_every_block_so_that_there_is_none_to_adopt_or_belie
 # Recording
 
 
-def test_what_is_recorded_is_told_with_its_operators_and_the_bytes_that_were_asked_for(cuda, device):
+def test_what_is_recorded_is_told_with_its_operators_and_the_bytes_asked_for(cuda, device):
     tokens = []
     with device.recorded(tokens):
         (kept,) = cuda.run("aten::mul", 1001)
@@ -539,7 +539,7 @@ def test_settling_waits_and_drops_workspaces_before_the_cache(cuda, device):
     assert (device.live(), device.reserved()) == (0, 0)
 
 
-def test_releasing_workspaces_empties_the_cache_so_that_blocks_of_other_streams_are_freed(cuda, device):
+def test_releasing_workspaces_empties_the_cache_which_frees_other_streams_blocks(cuda, device):
     cuda.keep_workspace(32 * MIB)
     device.release_workspaces()
     assert (device.live(), device.reserved()) == (0, 0)

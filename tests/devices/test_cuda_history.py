@@ -95,7 +95,7 @@ def test_a_block_that_came_back_late_is_freed_in_what_was_going_on_by_the_clock(
     assert told == [AllocationEvent(1, A, 8), marks[0], AllocationEvent(10 * MS, A, -8), *marks[1:]]
 
 
-def test_a_block_that_comes_back_at_once_is_freed_within_the_operator_that_gave_it_back():
+def test_a_block_that_comes_back_at_once_is_freed_in_the_operator_that_gave_it_back():
     operator, end = Open(1, "operator", "aten::mm"), Close(6)
     # The two clocks tick differently: the history's in microseconds.
     history = [alloc(0, A, 8), requested(0, A, 8), completed(1000, A, 8)]
@@ -139,7 +139,7 @@ def test_an_allocation_that_failed_is_an_event_of_no_bytes_before_what_it_led_to
     ]
 
 
-def test_an_allocation_that_failed_stands_before_the_next_event_when_the_clock_says_nothing():
+def test_an_allocation_that_failed_is_before_the_next_event_if_the_clock_is_silent():
     tokens = [took(1, A, 100), gave(2, A, 100)]
     assert changes(with_requested_sizes(tokens, [alloc(1, A, 100), ran_out(99, 7), *freed(99, A, 100)])) == [
         (A, 100),
@@ -323,7 +323,7 @@ def test_a_span_of_another_thread_ends_with_the_mark_that_waited_for_it_at_the_l
     ]
 
 
-def test_an_operator_that_begins_before_another_thread_has_left_its_span_is_told_whole():
+def test_an_operator_begun_before_another_thread_left_its_span_is_told_whole():
     mark, waiting, forked = Open(1, "mark", "", mark=0), Open(2, "operator", "jit"), Open(3, "operator", "forked")
     operator = Open(6, "operator", "exp")
     tree = [mark, waiting, Close(5), operator, took(9, B, 8), Close(10), Close(12), forked, took(4, A, 8), Close(8)]
@@ -340,7 +340,7 @@ def test_a_span_of_another_thread_that_nothing_waited_for_ends_no_mark():
     ]
 
 
-def test_a_node_has_the_number_of_the_operator_that_made_it_on_its_thread_and_of_no_other():
+def test_a_node_has_the_number_of_the_operator_that_made_it_on_its_thread():
     made = Open(1, "operator", "aten::mul", sequence=7)
     again = Open(2, "operator", "aten::add", sequence=7)
     node = Open(3, "node", "MulBackward0", sequence=7)
@@ -376,7 +376,7 @@ def test_the_history_is_read_from_torchs_own_entries():
     ]
 
 
-def test_the_blocks_of_a_segment_follow_one_another_and_those_that_nobody_holds_are_none():
+def test_blocks_of_a_segment_follow_one_another_and_those_nobody_holds_are_none():
     segment = {
         "address": A,
         "blocks": [

@@ -60,7 +60,7 @@ def elsewhere():
     return run
 
 
-def test_operators_of_another_thread_are_in_what_waited_for_them_and_count_for_themselves(elsewhere):
+def test_operators_of_another_thread_are_in_what_waited_and_count_for_themselves(elsewhere):
     x = torch.ones(10, requires_grad=True)
     elsewhere(x)
 

@@ -381,7 +381,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_fails_nothing(tmp_path):
     )
 
 
-def test_where_no_lock_can_be_had_a_process_is_taken_to_be_alone_unless_it_is_a_worker(lock, locks, monkeypatch):
+def test_where_no_lock_can_be_had_a_process_counts_as_alone_unless_it_is_a_worker(lock, locks, monkeypatch):
     locks.touch()
     assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.ENOTDIR}] Not a directory: '{locks}')"
     monkeypatch.delenv("PYTEST_XDIST_WORKER")
@@ -544,7 +544,7 @@ def held_by(tmp_path, then):
     return holder
 
 
-def test_who_waits_is_told_once_which_process_and_test_holds_the_device_and_how_to_avoid_it(tmp_path, lock, told):
+def test_who_waits_is_told_once_who_holds_the_device_and_how_to_avoid_it(tmp_path, lock, told):
     holder = held_by(tmp_path, 'wait_for("told")')
 
     def tell(sentence):

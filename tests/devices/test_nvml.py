@@ -149,7 +149,7 @@ def test_the_bits_are_those_of_nvml():
     assert {name: getattr(pynvml, f"nvmlClocksEventReason{name}") for name in named} == named
 
 
-def test_of_a_mig_instance_the_clocks_are_the_gpus_and_the_processes_its_own_of_which_none_is_known_to_work(nvml):
+def test_of_a_mig_instance_clocks_are_the_gpus_and_all_its_processes_may_work(nvml):
     nvml.handles["MIG-34"] = "instance"
     nvml.parents["instance"] = "gpu"
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(OWN, OTHER)
@@ -173,7 +173,7 @@ def test_another_process_that_works_is_a_stranger_and_an_idle_one_is_not(nvml, g
     assert now(gpu, OWN).other_processes == OtherProcesses(1, frozenset({OTHER}))
 
 
-def test_another_process_is_believed_to_work_where_nobody_knows_and_not_where_nvml_has_no_samples(nvml, gpu):
+def test_another_process_is_believed_to_work_where_nobody_knows_that_it_did_not(nvml, gpu):
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(OWN, OTHER)
     for refused, others in (
         (NOT_SUPPORTED, OtherProcesses(1, frozenset({OTHER}))),

@@ -86,7 +86,7 @@ def test_a_training_step_is_gated_by_a_baseline_of_its_own(project, xpu):
     failed.stdout.fnmatch_lines(["Memory regressed: peak *", "  what grew *", "*test_it.py:11*"])
 
 
-def test_a_step_needs_the_bytes_that_it_needs_on_the_cpu_and_its_peak_is_explained_to_the_byte(project, xpu):
+def test_a_step_needs_the_bytes_of_the_cpu_and_is_explained_to_the_byte(project, xpu):
     project.write(
         step(256)
         + """

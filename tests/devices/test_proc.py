@@ -53,7 +53,7 @@ def test_the_time_of_a_process_is_its_own_and_that_of_the_children_it_waited_for
     assert proc.seconds_in(None, 0.01) == proc.seconds_in("", 0.01) == 0.0
 
 
-def test_the_time_of_children_is_that_of_ended_ones_of_live_ones_and_of_their_children(monkeypatch, tmp_path):
+def test_the_time_of_children_is_that_of_ended_and_live_ones_and_their_children(monkeypatch, tmp_path):
     def process(pid: int, ticks: int, *children: int) -> None:
         (tmp_path / f"{pid}/task/{pid}").mkdir(parents=True)
         (tmp_path / f"{pid}/task/{pid}/children").write_text("".join(f"{child} " for child in children))
@@ -134,7 +134,7 @@ def test_readings_only_grow():
     assert after.stolen >= before.stolen >= 0
 
 
-def test_pytest_xdist_workers_are_of_the_session_and_other_processes_of_their_parent_are_not(monkeypatch):
+def test_workers_of_pytest_xdist_are_of_the_session_and_other_siblings_are_not(monkeypatch):
     # In a container the suite's own parent may be the process with the number 1.
     monkeypatch.setattr(os, "getppid", lambda: 50)
     parents = {100: 50, 200: os.getpid(), 300: 1}

@@ -71,7 +71,7 @@ def test_a_dispatch_mode_is_no_span_and_ends_no_mark():
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_node_has_the_number_of_the_operator_that_made_it_also_where_a_hook_comes_first(hooked):
+def test_a_node_has_the_number_of_the_operator_that_made_it_hooked_or_not(hooked):
     weight = torch.ones(8, requires_grad=True)
 
     def run() -> None:
@@ -94,7 +94,7 @@ def test_a_node_has_the_number_of_the_operator_that_made_it_also_where_a_hook_co
 # Events
 
 
-def test_the_allocations_among_the_tokens_are_those_that_the_device_counts_in_their_order():
+def test_allocations_among_the_tokens_are_those_that_the_device_counts_in_order():
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
     )
