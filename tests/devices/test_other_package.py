@@ -214,15 +214,6 @@ def test_no_more_must_be_written():
     assert Device.__abstractmethods__ == {"torch_device", "environment", "live", "peak", "reset_peak"}
 
 
-def test_the_peak_of_an_unrecorded_stretch_is_nobodys(fewest):
-    fewest.hold(100)
-    fewest.hold(-100)
-    with fewest.unrecorded():
-        fewest.hold(1000)
-        fewest.hold(-1000)
-    assert fewest.pop_peak() == Peak(100)
-
-
 def test_a_device_is_open_once_and_closed_as_often_as_anybody_likes(fewest):
     with pytest.raises(RuntimeError, match="the fewest device is already open"):
         fewest.open()
