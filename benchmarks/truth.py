@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.devices.cuda_runtime import CudaRuntime
     from pytest_gpumem.measure.reading import Phase
 
 RESULTS = Path(__file__).parent / "results"
@@ -91,7 +90,7 @@ def cases(size: str, patterns: Sequence[str] = ()) -> list[Case]:
 class CudaCounters:
     """The statistics of ``torch.cuda.memory_stats()`` over all of its pools."""
 
-    def __init__(self, runtime: CudaRuntime) -> None:
+    def __init__(self, runtime: TorchCuda) -> None:
         self._runtime = runtime
 
     def current(self) -> Bytes:

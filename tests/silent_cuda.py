@@ -1,4 +1,4 @@
-"""What the stand-ins for a GPU have in common: a `CudaRuntime` of which nothing is known but what runs."""
+"""What the stand-ins for a GPU have in common: a `TorchCuda` of which nothing is known but what runs."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices import proc
-from pytest_gpumem.devices.contract import Device, DeviceUnavailable, Peak
+from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.live_blocks import FreeCallbacks, LiveBlocks
 from pytest_gpumem.devices.profiled import tokens_of
 from pytest_gpumem.devices.reference_workload import ReferenceWorkload
@@ -205,14 +205,11 @@ class CpuDevice(Device):
         self._live_blocks.restrict(since, blocks)
 
     def conditions(self) -> Conditions:
+        found = replace(super().conditions(), tick=proc.tick_seconds())
         times = proc.cpu_times()
-        return replace(
-            super().conditions(),
-            stolen=times.stolen if times is not None else None,
-            others=None if times is None else times.busy - self._own_seconds(),
-            cores=times.cores if times is not None else None,
-            tick=proc.tick_seconds(),
-        )
+        if times is None:
+            return found
+        return replace(found, stolen=times.stolen, others=times.busy - self._own_seconds(), cores=times.cores)
 
     def _own_seconds(self) -> float:
         """Return the CPU seconds of this process, its children, and the other ranks of its job."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.devices.contract import Blocks
-    from pytest_gpumem.devices.cuda_runtime import CudaRuntime
+    from pytest_gpumem.devices.cuda_runtime import TorchCuda
     from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.memory_ledger import MemoryLedger
     from pytest_gpumem.values.events import Token
@@ -66,12 +66,12 @@ class CudaDevice(Device):
 
     def __init__(
         self,
-        runtime: CudaRuntime,
+        runtime: TorchCuda,
         lock: DeviceLock | None = None,
         ledger: MemoryLedger | None = None,
         others: Sequence[OtherGpu] = (),
     ) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self.lock = lock
         self.others = self._others = tuple(others)
         self.shared_memory = None if ledger is None else CudaMemory(runtime, ledger)
@@ -81,12 +81,12 @@ class CudaDevice(Device):
 
     @property
     def torch_device(self) -> torch.device:
-        return self._runtime.torch_device()
+        return self.runtime.torch_device()
 
     def environment(self) -> Environment:
         import torch
 
-        properties = self._runtime.properties()
+        properties = self.runtime.properties()
         allocator = ",".join(value for name in _ALLOCATOR_VARIABLES if (value := os.environ.get(name)))
         details: dict[str, str | int] = {
             "total_memory": properties.total_memory,
@@ -99,7 +99,7 @@ class CudaDevice(Device):
         return Environment(slug=cuda_slug(properties.name), device=properties.name, details=details)
 
     def lacks(self, feature: str) -> str | None:
-        capability = self._runtime.properties().capability
+        capability = self.runtime.properties().capability
         if capability >= _AMPERE or feature not in _FROM_AMPERE_ON:
             return None
         version = ".".join(map(str, capability))
@@ -112,11 +112,6 @@ class CudaDevice(Device):
     def tf32(self, allowed: bool) -> AbstractContextManager[object]:
         return tf32_allowed(allowed)
 
-    @property
-    def runtime(self) -> CudaRuntime:
-        """The GPU's torch.cuda, or what stands for it."""
-        return self._runtime
-
     def start(self, undo: ExitStack) -> None:
         self._counter = self._probe()
         for other in self._others:
@@ -128,14 +123,14 @@ class CudaDevice(Device):
         self._snapshot = None
 
     def synchronize(self) -> None:
-        self._runtime.synchronize()
+        self.runtime.synchronize()
         for other in self._others:
             other.synchronize()
 
     def empty_cache(self) -> None:
         # A block that another stream has used is freed when that stream's event is seen: emptying the cache looks.
         self.synchronize()
-        self._runtime.empty_cache()
+        self.runtime.empty_cache()
 
     def release_workspaces(self) -> None:
         self._workspaces.release()
@@ -150,13 +145,13 @@ class CudaDevice(Device):
     def transient_workspaces(self) -> Iterator[list[int]]:
         found = [0] * len(self.everywhere)
         is_told = self._counter == _REQUESTED and not self._workspaces.are_kept
-        sizes = self._runtime.workspace_sizes() if is_told else frozenset()
+        sizes = self.runtime.workspace_sizes() if is_told else frozenset()
         if not sizes:
             yield found
             return
-        with self._runtime.traced() as traces:
+        with self.runtime.traced() as traces:
             yield found
-        sizes |= self._runtime.workspace_sizes()  # which the code may set
+        sizes |= self.runtime.workspace_sizes()  # which the code may set
         found[:] = [transient_in_peak(traces.get(one.torch_device.index or 0, ()), sizes) for one in self.everywhere]
 
     def live(self) -> int:
@@ -172,21 +167,21 @@ class CudaDevice(Device):
         return Peak(self._statistic(f"{self._counter}.all.peak"), self._statistic("reserved_bytes.all.peak"))
 
     def reset_peak(self) -> None:
-        self._runtime.reset_peaks()
+        self.runtime.reset_peaks()
 
     def turnover(self) -> int:
         return self._statistic(f"{self._counter}.all.allocated")
 
     def blocks(self) -> Blocks:
         size = "requested_size" if self._counter == _REQUESTED else "size"
-        return live_blocks(self._runtime.segments(), size)
+        return live_blocks(self.runtime.segments(), size)
 
     @contextmanager
     def recorded(self, tokens: list[Token]) -> Iterator[None]:
         self._snapshot = None
         before = self.live()
         requested = self._counter == _REQUESTED
-        with self.unrecorded(), self._runtime.recorded(with_history=requested) as region:
+        with self.unrecorded(), self.runtime.recorded(with_history=requested) as region:
             yield
         self._snapshot = region.snapshot
         tokens_in_order = in_order_of_time(region.tokens)
@@ -202,21 +197,21 @@ class CudaDevice(Device):
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         used = [other.torch_device.index for other in self._others if other.is_used]
-        return self._runtime.laps(runs, used) if used else self._runtime.laps(runs)
+        return self.runtime.laps(runs, used) if used else self.runtime.laps(runs)
 
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
         def to_its_end() -> None:
             run()
             self.synchronize()
 
-        return self._runtime.launches(to_its_end)
+        return self.runtime.launches(to_its_end)
 
     def conditions(self) -> Conditions:
         """Return only the waiting of this thread, which launches: a GPU shares neither cache nor memory with the host."""
-        gpu = self._runtime.gpu()
+        gpu = self.runtime.gpu()
         return replace(
             super().conditions(),
-            retries=self._runtime.statistics().get("num_alloc_retries"),
+            retries=self.runtime.statistics().get("num_alloc_retries"),
             clock_events=gpu.clock_events,
             sm_clock=gpu.sm_clock,
             sm_clock_default=gpu.sm_clock_default,
@@ -225,12 +220,12 @@ class CudaDevice(Device):
         )
 
     def pace(self) -> float | None:
-        return self._runtime.sm_clock()
+        return self.runtime.sm_clock()
 
     def _statistic(self, name: str) -> int:
         if self._undo is None:
             raise RuntimeError("the cuda device is not open")
-        return self._runtime.statistics()[name]
+        return self.runtime.statistics()[name]
 
     def _probe(self) -> str:
         """Return the statistic that counts what tensors hold, found by allocating a tensor and looking.
@@ -238,9 +233,9 @@ class CudaDevice(Device):
         Raises `DeviceUnavailable` when none moves (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, a pluggable allocator without
         statistics): every figure would be 0, and every budget met.
         """
-        before = self._runtime.statistics()
-        tensor = self._runtime.allocate(_PROBE_BYTES)
-        after = self._runtime.statistics()
+        before = self.runtime.statistics()
+        tensor = self.runtime.allocate(_PROBE_BYTES)
+        after = self.runtime.statistics()
         del tensor
         for counter in (_REQUESTED, _ALLOCATED):
             name = f"{counter}.all.current"
@@ -259,13 +254,13 @@ class OtherGpu(CudaDevice):
     there, of hundreds of MB.
     """
 
-    def __init__(self, runtime: CudaRuntime) -> None:
+    def __init__(self, runtime: TorchCuda) -> None:
         super().__init__(runtime)
         self.name = str(self.torch_device)
 
     @property
     def is_used(self) -> bool:
-        return self._runtime.has_allocated()
+        return self.runtime.has_allocated()
 
     def start(self, undo: ExitStack) -> None:
         """Start to count as the current GPU does, which also watches for resets."""
@@ -289,7 +284,7 @@ class CudaMemory:
     the allocator's bytes. It is taken to be `CONTEXT_BYTES` at least: that much it will be once kernels of all kinds ran.
     """
 
-    def __init__(self, runtime: CudaRuntime, ledger: MemoryLedger) -> None:
+    def __init__(self, runtime: TorchCuda, ledger: MemoryLedger) -> None:
         self.ledger = ledger
         self._runtime = runtime
 

@@ -10,7 +10,8 @@ import os
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.devices.cuda_history import history_of
@@ -32,7 +33,6 @@ from pytest_gpumem.torch_support.private_api import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     import torch
 
@@ -67,32 +67,6 @@ class RecordedRegion:
     snapshot: dict[str, Any] | None = None
 
 
-class CudaRuntime(Protocol):
-    """Interface between `CudaDevice` and torch.cuda, for one GPU."""
-
-    def torch_device(self) -> torch.device: ...
-    def properties(self) -> GpuProperties: ...
-    def statistics(self) -> dict[str, int]: ...
-    def has_allocated(self) -> bool: ...
-    def reset_peaks(self) -> None: ...
-    def clear_workspaces(self) -> None: ...
-    def make_workspace(self, stream: int | None = None, *, in_backward: bool = False) -> None: ...
-    def workspace_sizes(self) -> frozenset[int]: ...
-    def empty_cache(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def allocate(self, nbytes: int) -> object: ...
-    def laps(self, runs: Sequence[Callable[[], object]], beside: Sequence[int] = ()) -> list[float]: ...
-    def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None: ...
-    def gpu(self) -> GpuNow: ...
-    def sm_clock(self) -> float | None: ...
-    def segments(self) -> list[dict[str, Any]]: ...
-    def recorded(self, *, with_history: bool) -> AbstractContextManager[RecordedRegion]: ...
-    def traced(self) -> AbstractContextManager[Mapping[int, Sequence[HistoryEntry]]]: ...
-    def free_and_total(self) -> tuple[int, int]: ...
-    def bytes_of_process(self) -> int | None: ...
-    def limit(self, fraction: float) -> None: ...
-
-
 def gpus_beside(device: torch.device) -> list[int]:
     """Return the indices of the further GPUs that this process sees."""
     import torch
@@ -123,7 +97,6 @@ class TorchCuda:
                 f"no CUDA device: torch {torch.__version__} cannot initialise CUDA: {error}"
             ) from None
         self._index = torch.cuda.current_device() if index is None else index
-        self._nvml: NvmlGpu | None = None
 
     def torch_device(self) -> torch.device:
         import torch
@@ -139,7 +112,7 @@ class TorchCuda:
         return GpuProperties(
             properties.name,
             properties.total_memory,
-            self._seen_by_nvml().driver_version(),
+            self._nvml.driver_version(),
             str(properties.uuid),
             (properties.major, properties.minor),
         )
@@ -220,10 +193,10 @@ class TorchCuda:
         return launches_of(run, self.synchronize)
 
     def gpu(self) -> GpuNow:
-        return self._seen_by_nvml().now(is_of_session, workers_of_session())
+        return self._nvml.now(is_of_session, workers_of_session())
 
     def sm_clock(self) -> float | None:
-        return self._seen_by_nvml().sm_clock()
+        return self._nvml.sm_clock()
 
     def segments(self) -> list[dict[str, Any]]:
         import torch
@@ -244,36 +217,22 @@ class TorchCuda:
                 yield region
                 self.synchronize()
             return
-        was_on = cuda_history_is_on()
-        skipped = len(self._trace(cuda_snapshot())) if was_on else 0
-        if not was_on:
-            start_cuda_history()
-        try:
+        with _history(frames=True) as before:
             with profiled(region.tokens, self.torch_device()):
                 yield region
                 self.synchronize()
             region.snapshot = cuda_snapshot()
-            region.history = history_of(self._trace(region.snapshot)[skipped:])
-        finally:
-            if not was_on:
-                stop_cuda_history()
+            region.history = history_of(region.snapshot["device_traces"][self._index][before.get(self._index, 0) :])
 
     @contextmanager
     def traced(self) -> Iterator[Mapping[int, Sequence[HistoryEntry]]]:
         """Yield a mapping that gets, at the end, the events of blocks by the GPU's index; none where they were too many."""
         found: dict[int, Sequence[HistoryEntry]] = {}
-        was_on = cuda_history_is_on()
-        skipped = [len(trace) for trace in cuda_snapshot()["device_traces"]] if was_on else []
-        if not was_on:
-            start_cuda_history(frames=False)
-        try:
+        with _history(frames=False) as before:
             yield found
             for index, trace in enumerate(cuda_snapshot()["device_traces"]):
-                if was_on or len(trace) < MOST_ENTRIES:
-                    found[index] = history_of(trace[skipped[index] if was_on else 0 :])
-        finally:
-            if not was_on:
-                stop_cuda_history()
+                if before or len(trace) < MOST_ENTRIES:
+                    found[index] = history_of(trace[before.get(index, 0) :])
 
     def free_and_total(self) -> tuple[int, int]:
         """Return the bytes that no process has taken of the GPU, and all that it has."""
@@ -284,7 +243,7 @@ class TorchCuda:
 
     def bytes_of_process(self) -> int | None:
         """Return the bytes that this process has taken of the GPU, its context included; ``None`` where NVML does not tell."""
-        return self._seen_by_nvml().bytes_of(os.getpid())
+        return self._nvml.bytes_of(os.getpid())
 
     def limit(self, fraction: float) -> None:
         """Let the allocator take no more than a ``fraction`` of the GPU's memory; one of another kind may know no limit."""
@@ -293,13 +252,21 @@ class TorchCuda:
         with suppress(RuntimeError):
             torch.cuda.set_per_process_memory_fraction(fraction, self._index)
 
-    def _seen_by_nvml(self) -> NvmlGpu:
+    @cached_property
+    def _nvml(self) -> NvmlGpu:
         import torch
 
-        if self._nvml is None:
-            self._nvml = NvmlGpu(str(torch.cuda.get_device_properties(self._index).uuid))
-        return self._nvml
+        return NvmlGpu(str(torch.cuda.get_device_properties(self._index).uuid))
 
-    def _trace(self, snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-        trace: list[dict[str, Any]] = snapshot["device_traces"][self._index]
-        return trace
+
+@contextmanager
+def _history(*, frames: bool) -> Iterator[Mapping[int, int]]:
+    """Have the allocator's history recorded within; yields how long that of each GPU was already, if it was recorded before."""
+    if cuda_history_is_on():
+        yield {index: len(trace) for index, trace in enumerate(cuda_snapshot()["device_traces"])}
+        return
+    start_cuda_history(frames=frames)
+    try:
+        yield {}
+    finally:
+        stop_cuda_history()

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pytest_gpumem.devices.cuda_history import HistoryEntry
-    from pytest_gpumem.devices.cuda_runtime import CudaRuntime
+    from pytest_gpumem.devices.cuda_runtime import TorchCuda
 
 
 class GpuWithWorkspaces(Protocol):
     """The part of a CUDA GPU that counting workspaces needs."""
 
     @property
-    def runtime(self) -> CudaRuntime: ...
+    def runtime(self) -> TorchCuda: ...
     @property
     def is_used(self) -> bool: ...
     def live(self) -> int: ...

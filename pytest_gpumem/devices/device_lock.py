@@ -142,15 +142,14 @@ class _ProcessLock:
         def tell() -> None:
             if not self._told:
                 self._told = True
-                waits(lock.holder(alone=alone))
+                waits(lock.kept_by(alone=alone))
 
         return tell
 
     def _begin(self, waits: _Waits) -> None:
         self._broken = None
         try:
-            self._lock = _ReadersWriterLock(self._folder or folder_of_user(), self._file_name)
-            lock = self._lock
+            self._lock = lock = _ReadersWriterLock(self._folder or folder_of_user(), self._file_name)
             self._for_shared.wait_for(lock.acquire_shared, self._teller(lock, waits, alone=False))
             lock.note(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0])
         except OSError as error:
@@ -214,10 +213,8 @@ class _ProcessLock:
         return self._process != os.getpid()
 
 
-@functools.cache
-def _process_lock(folder: Path | None, file_name: str, process: int) -> _ProcessLock:
-    """Return the lock of one process: were there two objects, closing the file of one would free what the other holds."""
-    return _ProcessLock(folder, file_name, process)
+_process_lock = functools.cache(_ProcessLock)
+"""Returns the lock of one process: were there two objects, closing the file of one would free what the other holds."""
 
 
 class _Timeout:
@@ -239,7 +236,7 @@ class _Timeout:
         return done
 
 
-class _ReadersWriterLock:
+class _ReadersWriterLock(LockFile):
     """Readers-writer lock of POSIX record locks on two bytes of a file: the lock itself, and a turnstile before it.
 
     Every process passes the turnstile. A writer holds it while it waits for the readers, so that readers that come later
@@ -249,40 +246,30 @@ class _ReadersWriterLock:
 
     _TURNSTILE, _LOCK = 0, 1
 
-    def __init__(self, folder: Path, file_name: str) -> None:
-        self._file = LockFile(folder, file_name)
-
     def acquire_shared(self) -> bool:
         """Try to hold the lock together with others; fails while a writer holds it or waits for it."""
-        if not self._file.share(self._TURNSTILE):
+        if not self.share(self._TURNSTILE):
             return False
         try:
-            return self._file.share(self._LOCK)
+            return self.share(self._LOCK)
         finally:
             self.admit_others()
 
     def acquire_exclusive(self) -> bool:
         """Try to hold the lock alone. In any case the turnstile may stay held: see `admit_others`."""
-        return self._file.take(self._TURNSTILE) and self._file.take(self._LOCK)
+        return self.take(self._TURNSTILE) and self.take(self._LOCK)
 
     def downgrade(self) -> None:
         """Turn the exclusive lock into a shared one without a gap in which another writer could come."""
-        self._file.share(self._LOCK)
+        self.share(self._LOCK)
 
-    def holder(self, *, alone: bool) -> str | None:
+    def kept_by(self, *, alone: bool) -> str | None:
         """Return who keeps this process from the lock, as a clause."""
-        return self._file.holder(self._LOCK, alone=alone) or self._file.holder(self._TURNSTILE, alone=alone)
-
-    def note(self, text: str) -> None:
-        """Note what this process holds the lock for."""
-        self._file.note(text)
+        return self.holder(self._LOCK, alone=alone) or self.holder(self._TURNSTILE, alone=alone)
 
     def release(self) -> None:
-        self._file.free(self._LOCK)
+        self.free(self._LOCK)
 
     def admit_others(self) -> None:
         """Free the turnstile."""
-        self._file.free(self._TURNSTILE)
-
-    def close(self) -> None:
-        self._file.close()
+        self.free(self._TURNSTILE)

@@ -86,16 +86,12 @@ class LiveBlocks:
         self._blocks: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._count = 0
-        self._live = 0
+        self.live = 0
         self._peak = 0
         self._held = 0
         """The number of the latest block that was held."""
         self.turnover = 0
         """Bytes of every allocation so far."""
-
-    @property
-    def live(self) -> int:
-        return self._live
 
     @property
     def blocks(self) -> Blocks:
@@ -115,11 +111,11 @@ class LiveBlocks:
         for event in events:
             earlier = self._blocks.pop(event.address, 0)
             if event.nbytes <= 0 or self._numbers.get(event.address, 0) > self._held:
-                self._live -= earlier
+                self.live -= earlier
             if event.nbytes > 0:
                 self.turnover += event.nbytes
                 self._learn(event.address, event.nbytes)
-                self._peak = max(self._peak, self._live)
+                self._peak = max(self._peak, self.live)
 
     def hold_known(self) -> None:
         """Let the blocks that are known now count as live until their free is seen: one that was missed has been before."""
@@ -135,20 +131,20 @@ class LiveBlocks:
     def keep_only(self, known: BlockIds) -> None:
         """Let every block that is not in ``known`` be freed now."""
         for address in [one for one in self._blocks if (one, self._numbers[one]) not in known]:
-            self._live -= self._blocks.pop(address)
+            self.live -= self._blocks.pop(address)
 
     def restrict(self, known: BlockIds, blocks: Blocks) -> None:
         """Remove every block that is neither in ``known`` nor in ``blocks``, and add all of ``blocks``."""
         kept = {address: n for address, n in self._blocks.items() if (address, self._numbers[address]) in known}
         self._blocks = {}
-        self._live = 0
+        self.live = 0
         for address, nbytes in {**kept, **blocks}.items():
             self._learn(address, nbytes, new=address not in kept)
-        self._peak = self._live
+        self._peak = self.live
 
     def _learn(self, address: int, nbytes: int, *, new: bool = True) -> None:
         self._blocks[address] = nbytes
-        self._live += nbytes
+        self.live += nbytes
         if new:
             self._count += 1
             self._numbers[address] = self._count
@@ -159,4 +155,4 @@ class LiveBlocks:
 
     def reset_peak(self) -> None:
         """Let the next peak start from what is live now."""
-        self._peak = self._live
+        self._peak = self.live

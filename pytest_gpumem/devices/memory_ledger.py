@@ -270,7 +270,5 @@ class _ProcessLedger:
             file.free(_MUTEX)
 
 
-@functools.cache
-def _process_ledger(folder: Path | None, file_name: str, process: int) -> _ProcessLedger:
-    """Return the ledger of one process: were there two objects, closing the file of one would free what the other holds."""
-    return _ProcessLedger(folder, file_name, process)
+_process_ledger = functools.cache(_ProcessLedger)
+"""Returns the ledger of one process: were there two objects, closing the file of one would free what the other holds."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,16 +55,11 @@ class NvmlGpu:
 
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
-        self._nvml: Any = None
         self._trouble: str | None = None
-        self._is_looked_up = False
-        self._instance: Any = None
-        self._physical: Any = None
         self._default_clock: float | None = None
 
     def driver_version(self) -> str:
         """Return the driver's release, ``"580.95.05"``; where NVML does not answer ``"unknown"``, with what it says."""
-        self._look_up()
         version = None
         if self._nvml is not None:
             self._trouble = None
@@ -118,7 +114,6 @@ class NvmlGpu:
 
     def _listed(self) -> list[Any] | None:
         """Return NVML's entries of the processes with a CUDA context here."""
-        self._look_up()
         if self._instance is None:
             return None
         listed = self._asked("nvmlDeviceGetComputeRunningProcesses", self._instance)
@@ -129,8 +124,7 @@ class NvmlGpu:
 
     def working(self) -> frozenset[int] | None:
         """Return the processes that the GPU worked for within about the last second; ``None`` for a MIG instance."""
-        self._look_up()
-        if self._nvml is None or self._physical is None or self._instance is not self._physical:
+        if self._physical is None or self._instance is not self._physical:
             return None
         since = int((time.time() - 2 * _LONGEST_SAMPLING) * 1e6)
         refusals: tuple[type[Exception], ...] = (AttributeError, *self._refusals())
@@ -143,12 +137,10 @@ class NvmlGpu:
         return frozenset(int(sample.pid) for sample in samples if sample.smUtil or sample.memUtil)
 
     def _clock(self, function: str, which: str) -> float | None:
-        self._look_up()
-        megahertz = self._of_physical(function, getattr(self._nvml, which, 0)) if self._nvml is not None else None
+        megahertz = self._of_physical(function, getattr(self._nvml, which, 0))
         return megahertz * 1e6 if megahertz else None
 
     def _of_physical(self, function: str, *arguments: object) -> Any:
-        self._look_up()
         return None if self._physical is None else self._asked(function, self._physical, *arguments)
 
     def _asked(self, function: str, *arguments: object) -> Any:
@@ -166,28 +158,33 @@ class NvmlGpu:
         names = ("NVMLError", "NVMLLibraryMismatchError")
         return tuple(getattr(self._nvml, name) for name in names if hasattr(self._nvml, name))
 
-    def _look_up(self) -> None:
-        if self._is_looked_up:
-            return
-        self._is_looked_up = True
+    @cached_property
+    def _nvml(self) -> Any:
+        """Its Python module, once NVML is initialised; ``None`` where that cannot be done."""
         try:
             import pynvml
 
             pynvml.nvmlInit()
         except (ImportError, OSError):
-            return
+            return None
         except Exception as error:  # noqa: BLE001 - NVML's own class, whose name needs the import
             self._trouble = str(error)
-            return
-        self._nvml = pynvml
-        for prefix in ("", "GPU-", "MIG-"):
-            found = self._asked("nvmlDeviceGetHandleByUUID", prefix + self._uuid)
-            if found is not None:
-                self._instance = found
-                # NVML has clocks of a whole GPU only; it refuses this question for one that is not partitioned.
-                parent = self._asked("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", found)
-                self._physical = found if parent is None else parent
-                break
+            return None
+        return pynvml
+
+    @cached_property
+    def _instance(self) -> Any:
+        """The handle of what the UUID names."""
+        found = (self._asked("nvmlDeviceGetHandleByUUID", prefix + self._uuid) for prefix in ("", "GPU-", "MIG-"))
+        return next((one for one in found if one is not None), None)
+
+    @cached_property
+    def _physical(self) -> Any:
+        """The handle of the whole GPU, which alone has clocks; NVML refuses this question for one that is not partitioned."""
+        if self._instance is None:
+            return None
+        parent = self._asked("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", self._instance)
+        return self._instance if parent is None else parent
 
 
 def other_processes(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.devices.cuda_history import numbered_by_thread
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.torch_support.private_api import event_tree, quiet_kineto, span, threads_of_spans
-from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
+from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

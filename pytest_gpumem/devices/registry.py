@@ -21,19 +21,18 @@ def make_cuda() -> Device:
     """Return the GPU of this process, emulated or not. Raises `DeviceUnavailable`."""
     from pytest_gpumem.emulation.load import current_emulation
 
+    _take_gpu_of_rank()
     emulation = current_emulation()
     if emulation is not None:
         # CUDA of this process is the emulated GPU.
         from pytest_gpumem.devices.emulated import EmulatedDevice
 
-        _take_gpu_of_rank()
         return EmulatedDevice(emulation)
     from pytest_gpumem.devices.cuda import CudaDevice, OtherGpu
     from pytest_gpumem.devices.cuda_runtime import TorchCuda, gpus_beside
     from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.memory_ledger import MemoryLedger
 
-    _take_gpu_of_rank()
     runtime = TorchCuda()
     name = "gpu-" + runtime.properties().uuid
     others = [OtherGpu(TorchCuda(index)) for index in gpus_beside(runtime.torch_device())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pytest_gpumem.emulation.build import FIRST, stand_ins
@@ -22,18 +22,8 @@ CONTEXT_BYTES = 520 * 2**20
 _SIGNS_OF_A_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
-_NUMBERS = (
-    "multiprocessors",
-    "threads_per_multiprocessor",
-    "blocks_per_multiprocessor",
-    "shared_per_block",
-    "shared_per_block_optin",
-    "shared_per_multiprocessor",
-    "l2_bytes",
-    "bus_bits",
-    "sm_khz",
-    "memory_khz",
-)
+_NUMBERS = tuple(field.name for field in fields(Gpu))[4:-2]
+"""The fields of `Gpu` behind its capability, but for its memory and count: ``int`` in ``native/emulated.h``, in this order."""
 _TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.torch_support.private_api import parts_of_coo
+from pytest_gpumem.torch_support.reachability import sparse_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -151,15 +151,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return a tensor, or the tensors that a sparse one is made of."""
-    if has_storage(tensor):
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [*parts_of_coo(tensor)]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
+    return [tensor] if has_storage(tensor) else [*sparse_parts(tensor)]
 
 
 def covers_its_storage(tensor: torch.Tensor) -> bool:

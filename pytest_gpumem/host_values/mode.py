@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -89,6 +90,34 @@ class _Unknown(NamedTuple):
     """True if the unknown values are made of floats that Python had, each by itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of an operator that makes or changes values, or reads them."""
+
+    func: Any
+    operator: Operator
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    tensors: list[torch.Tensor]
+    """The tensors that it is given."""
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.named)
+
+    @property
+    def on_gpu(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self.tensors if tensor.is_cuda]
+
+    def changed(self) -> list[torch.Tensor]:
+        """Return the tensors that it writes to."""
+        operator, args, named = self.operator, self.args, self.named
+        if operator.writes_if is not None and not args[operator.writes_if]:
+            return []
+        written = [args[at] for at in operator.written if at < len(args)]
+        changed = tensors_among((*written, *(named[name] for name in operator.written_names if name in named)))
+        return [tensor for tensor in changed if tensor is not args[1]] if operator.name in _SCALED else changed
+
+
 class HostValues(TorchDispatchMode):
     """Dispatch mode that computes known small tensors on the host, and notices reads of uncomputed values.
 
@@ -155,33 +184,31 @@ class HostValues(TorchDispatchMode):
 
     def _operate(self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run an operator that makes or changes values, or reads them."""
-        tensors = tensors_among((*args, *named.values()))
-        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+        call = _Call(func, operator, args, named, tensors_among((*args, *named.values())))
         device = named.get("device")
-        is_hosts = not on_gpu and (device is None or torch.device(device).type != "cuda")
+        is_hosts = not call.on_gpu and (device is None or torch.device(device).type != "cuda")
         if is_hosts and not self._has_left:
-            return func(*args, **named)
-        known = self._determines(operator, args, named, tensors)
+            return call.run()
+        known = self._determines(call)
         read = self._read_by(operator, args, named) if operator.reads else []
         if read:
             if operator.name == "_local_scalar_dense":
-                return self._read_number(func, args, named, known)
-            if operator.name == "nonzero" and on_gpu:
-                return func(*args, **named)  # by way of `NativeReads.positions`
-            is_whole = all(map(has_storage, tensors)) and not operator.calls_readers
+                return self._read_number(call, known)
+            if operator.name == "nonzero" and call.on_gpu:
+                return call.run()  # by way of `NativeReads.positions`
+            is_whole = all(map(has_storage, call.tensors)) and not operator.calls_readers
             if is_whole and any(tensor.is_cuda for tensor in read):
-                return self._moved(func(*on_host(args), **on_host(named)), on_gpu[0].device)
+                return self._moved(func(*on_host(args), **on_host(named)), call.on_gpu[0].device)
             known = self._knows(read)  # what it makes on the host is of these
         if is_hosts:
-            return self._run_on_host(func, operator, args, named, known)
-        run = self._communicate if operator.collective else self._run
-        return run(func, operator, args, named, tensors, known)
+            return self._run_on_host(call, known)
+        return self._communicate(call) if operator.collective else self._run(call, known)
 
-    def _read_number(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], known: bool) -> Any:
-        noted = self.constants.noted_as(args[0])
+    def _read_number(self, call: _Call, known: bool) -> Any:
+        noted = self.constants.noted_as(call.args[0])
         if noted is not None:
             self.reads.of_float(noted)
-        value = func(*args, **named)
+        value = call.run()
         if known or not isinstance(value, float):
             return value
         self.values_read += 1
@@ -201,38 +228,28 @@ class HostValues(TorchDispatchMode):
                 break
         return read
 
-    def _determines(
-        self, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], tensors: list[torch.Tensor]
-    ) -> bool:
+    def _determines(self, call: _Call) -> bool:
         """Return whether all that an operator is given is known."""
-        given = tensors[1:] if operator.overwrites and tensors and tensors[0] is args[0] else tensors
+        operator, tensors = call.operator, call.tensors
+        given = tensors[1:] if operator.overwrites and tensors and tensors[0] is call.args[0] else tensors
         known = self._knows(given)
         if known and self._has_left and operator.name in ("_to_copy", "copy_"):
             # They may come from where they were not followed, such as a file.
             known = not any(tensor.device.type == "cpu" and _contains_unknown(tensor) for tensor in given)
-        if self._has_left and (any(map(is_unknown_number, args)) or any(map(is_unknown_number, named.values()))):
+        if self._has_left and any(map(is_unknown_number, (*call.args, *call.named.values()))):
             known = False
             if operator.name in _SIZED or operator.name.startswith(_RESIZED):
                 self.reads.invalid("a size is made of a value")
         return known
 
-    def _run(
-        self,
-        func: Any,
-        operator: Operator,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        tensors: list[torch.Tensor],
-        known: bool,
-    ) -> Any:
+    def _run(self, call: _Call, known: bool) -> Any:
         """Run an operator on the GPU; and on the host, where all that it is given is known and small."""
+        operator, args = call.operator, call.args
         if operator.name == "linalg_eig":  # asks by itself whether its input is finite, and says that it is not
             raise RuntimeError(NO_EIGENVALUES)
-        computed = not operator.reads and operator.name not in _NO_VALUES
-        computed = computed and (not operator.random or operator.name in _DRAWN)
         room = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
         self.running = operator.name
-        result = self._call(func, operator, args, named, "cuda")
+        result = self._run_kernel(call, "cuda")
         self.running = ""
         if room is not None and args[0].untyped_storage().nbytes() == room:
             return result  # another shape on the same bytes
@@ -240,66 +257,65 @@ class HostValues(TorchDispatchMode):
         if not made and not operator.written and not operator.written_names:
             # What takes less memory is not assumed of a mask that is not known.
             return result and known if operator.calls_readers else result
-        changed = _changed(operator, args, named)
+        changed = call.changed()
         outcome = [tensor for tensor in (*made, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
-        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
-        there = [tensor for tensor in outcome if tensor.is_cuda]
         constant = None if known else self.constants.result(operator, args)
         if constant is None:
-            # Of unknown integers, too: a counter that one is added to goes on, and loops that wait for it end.
-            computed = computed and (known or all(map(is_exact, (*tensors, *outcome))))
-            computed = computed and is_small((*on_gpu, *there)) and all(map(has_storage, made))
-            computed = computed and self._compute(func, operator, args, named, result)
+            computed = self._compute(call, known, result, outcome)
             becomes_known = computed and known
         else:
             computed = False
-            becomes_known = constant.noted is None and is_small(there)
+            becomes_known = constant.noted is None and is_small(tensor for tensor in outcome if tensor.is_cuda)
         ids = {id(tensor) for tensor in changed}
         for tensor in outcome:
             if not tensor.is_cuda:
-                has_values = all(is_exact(one) and is_small((one,)) for one in on_gpu)
+                has_values = all(is_exact(one) and is_small((one,)) for one in call.on_gpu)
                 self._note_copy(tensor, known and tensor.nbytes <= BIGGEST_COPY, has_values=has_values)
                 continue
-            is_known = becomes_known
-            # The rest of what is written in part is as it was.
-            if is_known and id(tensor) in ids and not covers_its_storage(tensor) and not self._knows((tensor,)):
-                is_known = False
             whole = id(tensor) not in ids or covers_its_storage(tensor)
+            # The rest of what is written in part is as it was.
+            is_known = becomes_known and (whole or self._knows((tensor,)))
             self._note(tensor, is_known, constant if whole else None, has_values=computed)
             if constant is not None and is_small((tensor,)):
                 on_the_same_memory(tensor).fill_(constant.value)
         return result
 
-    def _call(
-        self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], device_type: str
-    ) -> Any:
-        if not operator.calls_readers:
-            return func(*args, **named)
+    def _run_kernel(self, call: _Call, device_type: str) -> Any:
+        if not call.operator.calls_readers:
+            return call.run()
         outer, self._in_kernel = self._in_kernel, True
         try:
             with self:
-                return run_kernel(func, device_type, args, named)
+                return run_kernel(call.func, device_type, call.args, call.named)
         finally:
             self._in_kernel = outer
 
     @staticmethod
-    def _compute(func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> bool:
+    def _compute(call: _Call, known: bool, result: Any, outcome: list[torch.Tensor]) -> bool:
+        """Run an operator of the GPU on the host, too, and return whether that gave it values."""
+        operator, made = call.operator, tensors_among((result,))
+        if operator.reads or operator.name in _NO_VALUES or (operator.random and operator.name not in _DRAWN):
+            return False
+        # Of unknown integers, too: a counter that one is added to goes on, and loops that wait for it end.
+        if not known and not all(map(is_exact, (*call.tensors, *outcome))):
+            return False
+        if not is_small((*call.on_gpu, *(one for one in outcome if one.is_cuda))) or not all(map(has_storage, made)):
+            return False
         if not operator.random:
-            return compute(func, args, named, result)
-        with drawing_as(named, tensors_among((result,))[0].device) as drawing:
-            return compute(func, args, drawing, result)
+            return compute(call.func, call.args, call.named, result)
+        with drawing_as(call.named, made[0].device) as drawing:
+            return compute(call.func, call.args, drawing, result)
 
-    def _run_on_host(
-        self, func: Any, operator: Operator, args: tuple[Any, ...], named: dict[str, Any], known: bool
-    ) -> Any:
+    def _run_on_host(self, call: _Call, known: bool) -> Any:
         """Run an operator of the host, whose result is known as far as what it is given."""
-        result = self._call(func, operator, args, named, "cpu")
+        operator, args = call.operator, call.args
+        result = self._run_kernel(call, "cpu")
         made = tensors_among((result,))
-        changed = _changed(operator, args, named)
+        changed = call.changed()
         constant, of_floats = None, False
         if not known:
             constant = self.constants.result(operator, args)
-            of_floats = all(map(self._is_of_floats, tensors_among((*args, *named.values()))))
+            of_floats = all(map(self._is_of_floats, call.tensors))
             if of_floats and constant is None:
                 constant = comparison_of_floats(operator, args, result)
         if constant is not None and constant.noted is None:
@@ -330,25 +346,17 @@ class HostValues(TorchDispatchMode):
                 self._note(args[0], known and storage.nbytes() <= BIGGEST_COPY)
         return func(*args, **named)
 
-    def _communicate(
-        self,
-        func: Any,
-        operator: Operator,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        tensors: list[torch.Tensor],
-        _known: bool,
-    ) -> Any:
+    def _communicate(self, call: _Call) -> Any:
         """Run a collective, which NCCL's stand-in computes as if every rank did what this one does."""
-        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
-        result = func(*args, **named)
+        name, on_gpu = call.operator.name, call.on_gpu
+        result = call.run()
         returned = tensors_among((result,))
-        written = tensors_among(args[:1]) if func.namespace == "c10d" and operator.name not in SENDS_ONLY else []
+        written = tensors_among(call.args[:1]) if call.func.namespace == "c10d" and name not in SENDS_ONLY else []
         ids = {id(tensor): tensor for tensor in (*returned, *written)}
         made = [tensor for tensor in ids.values() if tensor.is_cuda and is_ordinary(type(tensor))]
         addresses = {tensor.untyped_storage().data_ptr() for tensor in made}
         sent = [tensor for tensor in on_gpu if tensor.untyped_storage().data_ptr() not in addresses]
-        known = self._knows(sent or on_gpu) and complete(operator.name, made, sent)
+        known = self._knows(sent or on_gpu) and complete(name, made, sent)
         for tensor in made:
             # Sums of half precision are not computed.
             self._note(tensor, known and tensor.nbytes <= BIGGEST_COPY and tensor.dtype != torch.float16)
@@ -500,15 +508,6 @@ class HostValues(TorchDispatchMode):
             yield
         finally:
             self._made_of_unknown = before
-
-
-def _changed(operator: Operator, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call of an operator writes to."""
-    if operator.writes_if is not None and not args[operator.writes_if]:
-        return []
-    written = [args[at] for at in operator.written if at < len(args)]
-    changed = tensors_among((*written, *(named[name] for name in operator.written_names if name in named)))
-    return [tensor for tensor in changed if tensor is not args[1]] if operator.name in _SCALED else changed
 
 
 def _contains_unknown(tensor: torch.Tensor) -> bool:

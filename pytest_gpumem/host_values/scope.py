@@ -54,17 +54,19 @@ def current() -> HostValues | None:
 
 def _watch_threads(mode: HostValues) -> None:
     """Enter the mode in each thread that is started from now on."""
+
+    def within(function: Callable[..., object]) -> Callable[..., None]:
+        def run_within(*args: Any, **named: Any) -> None:
+            with mode:
+                function(*args, **named)
+
+        return run_within
+
     start = Thread.start
 
     @wraps(start)
     def start_within(self: Thread) -> None:
-        run = self.run
-
-        def run_within() -> None:
-            with mode:
-                run()
-
-        self.run = run_within  # type: ignore[method-assign]
+        self.run = within(self.run)  # type: ignore[method-assign]
         start(self)
 
     Thread.start = start_within  # type: ignore[method-assign]
@@ -74,11 +76,7 @@ def _watch_threads(mode: HostValues) -> None:
     def begin_within(
         function: Callable[..., object], args: tuple[Any, ...], named: dict[str, Any] | None = None
     ) -> int:
-        def run_within(*args: Any, **named: Any) -> None:
-            with mode:
-                function(*args, **named)
-
-        return begin_thread(run_within, args, named or {})
+        return begin_thread(within(function), args, named or {})
 
     # `Thread` has a name of its own for it.
     _thread.start_new_thread = _thread.start_new = begin_within

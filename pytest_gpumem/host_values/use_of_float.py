@@ -7,6 +7,7 @@ Nothing is run: what may be made of it counts, whether this call comes to it or 
 from __future__ import annotations
 
 import dis
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -106,24 +107,24 @@ def _of_conversion(code: CodeType, at: int, kind: str, *, is_returned: bool) -> 
     return walk.use, walk.returned
 
 
+@dataclass(eq=False)
 class _Walk:
     """Walk over a function's instructions that follows one number."""
 
-    def __init__(self, at: int, kind: str, is_returned: bool) -> None:
-        self._at = at
-        self._kind = kind
-        self._is_returned = is_returned
-        self._variables: dict[str, str] = {}
-        self._waiting: dict[int, dict[str, str]] = {}
-        """Variables where a jump leads."""
-        self._has_left = False
-        self._begun = False
-        self.use: Use = "kept"
-        self.returned: str | None = None
+    at: int
+    kind: str
+    is_returned: bool
+    use: Use = "kept"
+    returned: str | None = None
+    _variables: dict[str, str] = field(default_factory=dict)
+    _waiting: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Variables where a jump leads."""
+    _has_left: bool = False
+    _begun: bool = False
 
     def take(self, step: Step) -> None:
         one = step.instruction
-        if one.offset == self._at and not self._begun:
+        if one.offset == self.at and not self._begun:
             self._begun = True
             self._begin(step)
         elif self._begun:
@@ -140,8 +141,8 @@ class _Walk:
         if callee in _OF_CALLS and not _keeps_digits(step, callee):
             self._found(_OF_CALLS[callee])
         elif callee not in _OF_FINITE:
-            makes_it = self._is_returned or callee is None or callee in (_TEXTS if self._kind == TEXT else _OF_NUMBERS)
-            _mark(step.put[-1:], self._kind if makes_it else PART if self._kind == NUMBER else None)
+            makes_it = self.is_returned or callee is None or callee in (_TEXTS if self.kind == TEXT else _OF_NUMBERS)
+            _mark(step.put[-1:], self.kind if makes_it else PART if self.kind == NUMBER else None)
 
     def _found(self, use: Use) -> None:
         self.use = _stronger(self.use, use)

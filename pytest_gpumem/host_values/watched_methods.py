@@ -35,29 +35,47 @@ _OURS_AND_TORCHS = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file
 def watch_methods(mode: HostValues) -> None:
     """Note what the host reads by methods that no operator shows, or makes a float of; also where the mode is away."""
     for name, seen in _READING.items():
-        _replace(torch.Tensor, name, partial(_watched, seen=seen), mode)
+        _replace(torch.Tensor, name, partial(_read, seen=seen), mode)
     for name, watching in _METHODS.items():
         _replace(torch.Tensor, name, watching, mode)
     for name, watching in _FUNCTIONS.items():
         script_as(_replace(torch, name, watching, mode), name)
     for name in ("from_numpy", "frombuffer", "as_tensor", "asarray"):
-        _replace(torch, name, _borrowing, mode)
+        _replace(torch, name, _borrow, mode)
     for module in (torch, torch.utils.dlpack):
-        _replace(module, "to_dlpack", _giving, mode)
+        _replace(module, "to_dlpack", _give, mode)
     follow_serialized(mode, partial(_is_unknown, mode))
     follow_scripts(mode, partial(_is_unknown, mode))
-    comm = torch.nn.parallel.comm
-    comm.broadcast_coalesced = _broadcasting(mode, comm.broadcast_coalesced)
-    comm.reduce_add = _adding(mode, comm.reduce_add)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    plateau.step = _stepping(mode, plateau.step)  # type: ignore[method-assign]
+    comm: Any = torch.nn.parallel.comm
+    plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
+    for owner, name, watching in (
+        (comm, "broadcast_coalesced", _broadcast),
+        (comm, "reduce_add", _add),
+        (plateau, "step", _step),
+    ):
+        setattr(owner, name, _watched(mode, getattr(owner, name), watching))
 
 
-def _replace(
-    owner: Any, name: str, watching: Callable[[HostValues, Callable[..., Any]], Callable[..., Any]], mode: HostValues
-) -> Callable[..., Any]:
+def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch as one that notes what is read.
+
+    Args:
+        mode: Where it is noted.
+        original: The function, or a method.
+        watching: Is called in its place, with the mode and the function first.
+    """
+
+    @never_compiled
+    @wraps(original)
+    def watched(*args: Any, **named: Any) -> Any:
+        return watching(mode, original, *args, **named)
+
+    return watched
+
+
+def _replace(owner: Any, name: str, watching: Callable[..., Any], mode: HostValues) -> Callable[..., Any]:
     """Put a function that notes what is read in the place of one of a module or of `torch.Tensor`, where pickle finds it."""
-    function = watching(mode, getattr(owner, name))
+    function = _watched(mode, getattr(owner, name), watching)
     is_method = owner is torch.Tensor
     function.__module__, function.__qualname__ = ("torch", f"Tensor.{name}") if is_method else (owner.__name__, name)
     setattr(owner, name, function)
@@ -136,24 +154,25 @@ _READING: dict[str, Callable[[HostValues, torch.Tensor, Any], Any]] = {
 """Methods by which the host reads a tensor, and what is noted where that is unknown and returned in place of the value."""
 
 
-def _watched(
-    mode: HostValues, original: Callable[..., Any], seen: Callable[[HostValues, torch.Tensor, Any], Any]
-) -> Callable[..., Any]:
-    @never_compiled
-    @wraps(original)
-    def read(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-        before, outer = mode.values_read, mode.is_watched
-        mode.is_watched = True
-        try:
-            value = original(self, *args, **named)
-        finally:
-            mode.is_watched = outer
-        # Of a tensor around others, which has no values of its own, theirs are read.
-        is_unknown = _is_unknown(mode, self) or (mode.values_read > before and not outer)
-        with outside_torch_function():
-            return seen(mode, self, value) if is_unknown else value
-
-    return read
+def _read(
+    mode: HostValues,
+    original: Callable[..., Any],
+    tensor: torch.Tensor,
+    /,
+    *args: Any,
+    seen: Callable[[HostValues, torch.Tensor, Any], Any],
+    **named: Any,
+) -> Any:
+    before, outer = mode.values_read, mode.is_watched
+    mode.is_watched = True
+    try:
+        value = original(tensor, *args, **named)
+    finally:
+        mode.is_watched = outer
+    # Of a tensor around others, which has no values of its own, theirs are read.
+    is_unknown = _is_unknown(mode, tensor) or (mode.values_read > before and not outer)
+    with outside_torch_function():
+        return seen(mode, tensor, value) if is_unknown else value
 
 
 def _is_unknown(mode: HostValues, tensor: Any) -> bool:
@@ -166,266 +185,186 @@ def _is_unknown(mode: HostValues, tensor: Any) -> bool:
         return False
 
 
-def _lending(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that gives a tensor's memory to another library as one that notes it."""
-
-    @never_compiled
-    @wraps(original)
-    def lend(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-        value = original(self, *args, **named)
-        if is_ordinary(type(self)):
-            with outside_torch_function():
-                mode.lent.note(self, value if original.__name__ == "numpy" else None)
-        return value
-
-    return lend
-
-
-def _borrowing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a tensor on memory of NumPy's or of a buffer as one that notes it."""
-
-    @never_compiled
-    @wraps(original)
-    def borrow(*args: Any, **named: Any) -> Any:
-        tensor = original(*args, **named)
-        if not isinstance(next(iter((*args, *named.values())), None), (torch.Tensor, list, tuple, int, float, complex)):
-            mode.lent.note(tensor)
-        return tensor
-
-    return borrow
-
-
-def _calling(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls a function with each element as one that notes what that is given."""
-
-    @never_compiled
-    @wraps(original)
-    def call(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-        unknown = [one for one in tensors_among((self, *args, *named.values())) if _is_unknown(mode, one)]
-        result = original(self, *args, **named)
-        if unknown:
-            with outside_torch_function():
-                if any(map(is_exact, unknown)):
-                    mode.reads.invalid("a value is read")
-                mode.reads.of_float()
-                mode.note_unknown(self)
-        return result
-
-    return call
-
-
-def _addressing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``data_ptr`` as one that notes addresses of the host's memory that leave torch: what reads there is not seen."""
-
-    @never_compiled
-    @wraps(original)
-    def address(self: torch.Tensor) -> Any:
-        value = original(self)
-        if not self.is_cuda and _is_unknown(mode, self):
-            caller = _caller()
-            if caller is not None and not caller.f_code.co_filename.startswith(_OURS_AND_TORCHS):
-                mode.reads.of_float()
-        return value
-
-    return address
-
-
-def _formatting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that makes text as one that notes integers, and floats where a number is made of the text again."""
-
-    @never_compiled
-    @wraps(original)
-    def format_it(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-        with mode.reads.ignored():
-            text = original(self, *args, **named)
-        if self.dim() == 0 and _is_unknown(mode, self):
-            use = use_of_conversion(_caller(), TEXT)
-            if use != "kept" or is_exact(self):
-                mode.reads.of_float(use)
-        return text
-
-    return format_it
-
-
-def _copying(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    @never_compiled
-    @wraps(original)
-    def copy(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-        result = original(self, *args, **named)
-        unseen = original.__name__ == "__deepcopy__" or current_dispatch_mode() is None
-        if unseen and result is not self and is_ordinary(type(self)) and is_ordinary(type(result)):
-            with outside_torch_function():
-                mode.note_copy(result, self)
-        return result
-
-    return copy
-
-
-def _making(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a tensor of numbers as one that notes tensors among them: it reads those unseen."""
-
-    @never_compiled
-    @wraps(original)
-    def make(*args: Any, **named: Any) -> Any:
-        listed = [one for one in args if isinstance(one, (list, tuple))]
-        with mode.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
-            return original(*args, **named)
-
-    return make
-
-
-def _splitting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``tensor_split`` as one that notes what it reads: the indices, if they are a tensor of the host."""
-
-    @never_compiled
-    @wraps(original)
-    def split(*args: Any, **named: Any) -> Any:
-        if any(_is_unknown(mode, one) for one in (*args[1:], *named.values())):
-            mode.reads.invalid("tensor_split reads values")
-        return original(*args, **named)
-
-    return split
-
-
-def _sizing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a sparse tensor as one that notes unknown indices that its size is made of."""
-    given = 2 if original.__name__ == "sparse_coo_tensor" else 3
-    """Arguments without a size."""
-
-    @never_compiled
-    @wraps(original)
-    def make(*args: Any, **named: Any) -> Any:
-        is_sized = len(args) > given or named.get("size") is not None
-        parts = [*args[: given - 1], *(one for name, one in named.items() if name.endswith("indices"))]
-        indices = [] if is_sized else tensors_among(parts)
-        if any(_is_unknown(mode, one) for one in indices):
-            mode.reads.invalid("a size is made of indices")
-        elif given > 2 and any(one.is_cuda for one in indices):
-            named["size"] = original(*on_host(args), **on_host(named)).shape  # no operator shows what C++ makes it of
-        return original(*args, **named)
-
-    return make
-
-
-def _losing(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``ctc_loss`` as one that notes unknown lengths, and runs without the mode: else torch reads them elsewhere."""
-
-    @never_compiled
-    @wraps(original)
-    def lose(*args: Any, **named: Any) -> Any:
-        given = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False)) | named
-        probabilities, targets = given.get("log_probs"), given.get("targets")
-        if not isinstance(probabilities, torch.Tensor) or not probabilities.is_cuda:
-            return original(*args, **named)
-        joined = isinstance(targets, torch.Tensor) and targets.dim() == 1
-        read = ("input_lengths", "target_lengths", *(("targets",) if joined else ()))
-        if any(_is_unknown(mode, given.get(name)) for name in read):
-            mode.reads.invalid("ctc_loss reads values")
-        if current_dispatch_mode() is not mode:
-            return original(*args, **named)
-        mode.__exit__(None, None, None)
-        try:
-            result = original(*args, **named)
-        finally:
-            mode.__enter__()
-        mode.note_unknown(result)
-        return result
-
-    return lose
-
-
-def _deciding(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``is_nonzero`` as one that notes what it reads."""
-
-    @never_compiled
-    @wraps(original)
-    def decide(*args: Any, **named: Any) -> Any:
-        value = original(*args, **named)
-        tensor = next(iter((*args, *named.values())))
+def _lend(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
+    """Give a tensor's memory to another library, and note it."""
+    value = original(tensor, *args, **named)
+    if is_ordinary(type(tensor)):
         with outside_torch_function():
-            return _as_bool(mode, tensor, value) if _is_unknown(mode, tensor) else value
-
-    return decide
-
-
-def _giving(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``to_dlpack`` as one that notes that another library is given values."""
-
-    @wraps(original)
-    def give(tensor: torch.Tensor) -> Any:
-        return _as_memory(mode, tensor, original(tensor)) if _is_unknown(mode, tensor) else original(tensor)
-
-    return give
+            mode.lent.note(tensor, value if original.__name__ == "numpy" else None)
+    return value
 
 
-_METHODS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., Any]]] = {
-    "numpy": _lending,
-    "__dlpack__": _lending,
-    "__format__": _formatting,
-    "__repr__": _formatting,  # `str` calls it
-    "cpu": _copying,
-    "to": _copying,
-    "__deepcopy__": _copying,
-    **dict.fromkeys(("apply_", "map_", "map2_"), _calling),
-    "data_ptr": _addressing,
-    "new_tensor": _making,
-    "tensor_split": _splitting,
+def _borrow(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Make a tensor on memory of NumPy's or of a buffer, and note it."""
+    tensor = original(*args, **named)
+    if not isinstance(next(iter((*args, *named.values())), None), (torch.Tensor, list, tuple, int, float, complex)):
+        mode.lent.note(tensor)
+    return tensor
+
+
+def _call(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
+    """Call a function with each element, and note what that is given."""
+    unknown = [one for one in tensors_among((tensor, *args, *named.values())) if _is_unknown(mode, one)]
+    result = original(tensor, *args, **named)
+    if unknown:
+        with outside_torch_function():
+            if any(map(is_exact, unknown)):
+                mode.reads.invalid("a value is read")
+            mode.reads.of_float()
+            mode.note_unknown(tensor)
+    return result
+
+
+def _address(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /) -> Any:
+    """Return ``data_ptr``, and note addresses of the host's memory that leave torch: what reads there is not seen."""
+    value = original(tensor)
+    if not tensor.is_cuda and _is_unknown(mode, tensor):
+        caller = _caller()
+        if caller is not None and not caller.f_code.co_filename.startswith(_OURS_AND_TORCHS):
+            mode.reads.of_float()
+    return value
+
+
+def _format(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
+    """Make text of a tensor, and note integers, and floats where a number is made of the text again."""
+    with mode.reads.ignored():
+        text = original(tensor, *args, **named)
+    if tensor.dim() == 0 and _is_unknown(mode, tensor):
+        use = use_of_conversion(_caller(), TEXT)
+        if use != "kept" or is_exact(tensor):
+            mode.reads.of_float(use)
+    return text
+
+
+def _copy(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **named: Any) -> Any:
+    result = original(tensor, *args, **named)
+    unseen = original.__name__ == "__deepcopy__" or current_dispatch_mode() is None
+    if unseen and result is not tensor and is_ordinary(type(tensor)) and is_ordinary(type(result)):
+        with outside_torch_function():
+            mode.note_copy(result, tensor)
+    return result
+
+
+def _make(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Make a tensor of numbers, and note tensors among them: torch reads those unseen."""
+    listed = [one for one in args if isinstance(one, (list, tuple))]
+    with mode.making(any(_is_unknown(mode, tensor) for tensor in tensors_among(listed))):
+        return original(*args, **named)
+
+
+def _split(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Call ``tensor_split``, and note what it reads: the indices, if they are a tensor of the host."""
+    if any(_is_unknown(mode, one) for one in (*args[1:], *named.values())):
+        mode.reads.invalid("tensor_split reads values")
+    return original(*args, **named)
+
+
+def _size(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Make a sparse tensor, and note unknown indices that its size is made of."""
+    given = 2 if original.__name__ == "sparse_coo_tensor" else 3  # arguments without a size
+    is_sized = len(args) > given or named.get("size") is not None
+    parts = [*args[: given - 1], *(one for name, one in named.items() if name.endswith("indices"))]
+    indices = [] if is_sized else tensors_among(parts)
+    if any(_is_unknown(mode, one) for one in indices):
+        mode.reads.invalid("a size is made of indices")
+    elif given > 2 and any(one.is_cuda for one in indices):
+        named["size"] = original(*on_host(args), **on_host(named)).shape  # no operator shows what C++ makes it of
+    return original(*args, **named)
+
+
+def _lose(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Call ``ctc_loss``, and note unknown lengths. It runs without the mode: else torch reads them elsewhere."""
+    given = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False)) | named
+    probabilities, targets = given.get("log_probs"), given.get("targets")
+    if not isinstance(probabilities, torch.Tensor) or not probabilities.is_cuda:
+        return original(*args, **named)
+    joined = isinstance(targets, torch.Tensor) and targets.dim() == 1
+    read = ("input_lengths", "target_lengths", *(("targets",) if joined else ()))
+    if any(_is_unknown(mode, given.get(name)) for name in read):
+        mode.reads.invalid("ctc_loss reads values")
+    if current_dispatch_mode() is not mode:
+        return original(*args, **named)
+    mode.__exit__(None, None, None)
+    try:
+        result = original(*args, **named)
+    finally:
+        mode.__enter__()
+    mode.note_unknown(result)
+    return result
+
+
+def _decide(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Call ``is_nonzero``, and note what it reads."""
+    value = original(*args, **named)
+    tensor = next(iter((*args, *named.values())))
+    with outside_torch_function():
+        return _as_bool(mode, tensor, value) if _is_unknown(mode, tensor) else value
+
+
+def _give(mode: HostValues, original: Callable[..., Any], tensor: torch.Tensor, /) -> Any:
+    """Call ``to_dlpack``, and note that another library is given values."""
+    return _as_memory(mode, tensor, original(tensor)) if _is_unknown(mode, tensor) else original(tensor)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "numpy": _lend,
+    "__dlpack__": _lend,
+    "__format__": _format,
+    "__repr__": _format,  # `str` calls it
+    "cpu": _copy,
+    "to": _copy,
+    "__deepcopy__": _copy,
+    **dict.fromkeys(("apply_", "map_", "map2_"), _call),
+    "data_ptr": _address,
+    "new_tensor": _make,
+    "tensor_split": _split,
 }
-"""Methods that read or copy a tensor or give its memory away, and what makes each one that notes it."""
+"""Methods that read or copy a tensor or give its memory away, and what is called in the place of each, and notes it."""
 
-_FUNCTIONS: dict[str, Callable[[HostValues, Callable[..., Any]], Callable[..., Any]]] = {
-    "tensor": _making,
-    "as_tensor": _making,
-    "tensor_split": _splitting,
-    "is_nonzero": _deciding,
-    "ctc_loss": _losing,
-    "sparse_coo_tensor": _sizing,
-    **{f"sparse_{kind}_tensor": _sizing for kind in ("csr", "csc", "bsr", "bsc", "compressed")},
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "tensor": _make,
+    "as_tensor": _make,
+    "tensor_split": _split,
+    "is_nonzero": _decide,
+    "ctc_loss": _lose,
+    "sparse_coo_tensor": _size,
+    **{f"sparse_{kind}_tensor": _size for kind in ("csr", "csc", "bsr", "bsc", "compressed")},
 }
-"""Functions of torch that read, and what makes each one that notes it."""
+"""Functions of torch that read, and what is called in the place of each, and notes it."""
 
 
-def _broadcasting(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function by which `DataParallel` copies a model as one that notes its copies, which no operator shows."""
-
-    @wraps(original)
-    def broadcast(tensors: Sequence[torch.Tensor], *args: Any, **named: Any) -> Any:
-        copied = original(tensors, *args, **named)
-        for copies in copied:
-            pairs = list(zip(copies, tensors, strict=True))
-            # Several are in one storage.
-            unknown = {copy.untyped_storage().data_ptr() for copy, tensor in pairs if mode.is_unknown(tensor)}
-            for copy, tensor in pairs:
-                if copy is not tensor and copy.untyped_storage().data_ptr() not in unknown:
-                    mode.note_copy(copy, tensor)
-        return copied
-
-    return broadcast
+def _broadcast(
+    mode: HostValues, original: Callable[..., Any], tensors: Sequence[torch.Tensor], *args: Any, **named: Any
+) -> Any:
+    """Copy a model, as `DataParallel` does, and note the copies, which no operator shows."""
+    copied = original(tensors, *args, **named)
+    for copies in copied:
+        pairs = list(zip(copies, tensors, strict=True))
+        # Several are in one storage.
+        unknown = {copy.untyped_storage().data_ptr() for copy, tensor in pairs if mode.is_unknown(tensor)}
+        for copy, tensor in pairs:
+            if copy is not tensor and copy.untyped_storage().data_ptr() not in unknown:
+                mode.note_copy(copy, tensor)
+    return copied
 
 
-def _adding(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that adds up tensors of several GPUs as one that notes the sum, which NCCL's stand-in makes."""
-
-    @wraps(original)
-    def add(inputs: Sequence[torch.Tensor], *args: Any, **named: Any) -> Any:
-        total = original(inputs, *args, **named)
-        if total.dtype != torch.float16:  # those are not computed
-            mode.note_copy(total, next(filter(mode.is_unknown, inputs), inputs[0]))
-        return total
-
-    return add
+def _add(
+    mode: HostValues, original: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any, **named: Any
+) -> Any:
+    """Add up tensors of several GPUs, and note the sum, which NCCL's stand-in makes."""
+    total = original(inputs, *args, **named)
+    if total.dtype != torch.float16:  # those are not computed
+        mode.note_copy(total, next(filter(mode.is_unknown, inputs), inputs[0]))
+    return total
 
 
-def _stepping(mode: HostValues, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the scheduler's ``step`` as one that notes a metric that is not known: it compares it as a plain float."""
-
-    @wraps(original)
-    def step(self: Any, metrics: Any, *args: Any, **named: Any) -> Any:
-        if is_unknown_number(metrics) or _is_unknown(mode, metrics):
-            mode.reads.of_float("branch")
-        return original(self, metrics, *args, **named)
-
-    return step
+def _step(
+    mode: HostValues, original: Callable[..., Any], scheduler: Any, metrics: Any, *args: Any, **named: Any
+) -> Any:
+    """Call the scheduler's ``step``, and note a metric that is not known: it compares it as a plain float."""
+    if is_unknown_number(metrics) or _is_unknown(mode, metrics):
+        mode.reads.of_float("branch")
+    return original(scheduler, metrics, *args, **named)
 
 
 def _caller() -> FrameType | None:

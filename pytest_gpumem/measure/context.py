@@ -91,7 +91,7 @@ class MeasuringContext:
             unseen = nullcontext() if device is self.device else self.device.unrecorded()
             with cyclic_collector_off(), random_numbers_given_back(self.device), unseen:
                 explanation, recorded = explain(device, self.sites, subject, expected)
-            return self._kept(self._named(explanation, device), recorded)
+            return self._kept(explanation, recorded, device)
         except RAISED_BY_A_STEP as error:
             return f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
 
@@ -103,14 +103,15 @@ class MeasuringContext:
         assert self.sites is not None, "only called where something is explained"
         with cyclic_collector_off(), random_numbers_given_back(self.device):
             found = explain_out_of_memory(device, self.sites, subject)
-        return None if found is None else self._kept(self._named(found[0], device), found[1])
+        return None if found is None else self._kept(*found, device)
 
-    def _named(self, explanation: Explanation, device: Device) -> Explanation:
-        """Return the explanation with the name of its GPU, where the process sees several."""
-        return replace(explanation, gpu=str(device.torch_device)) if self.device.others else explanation
+    def _kept(self, explanation: Explanation, recorded: Recorded, device: Device) -> Explanation:
+        """Keep the recording, and return its explanation, with a note on failure.
 
-    def _kept(self, explanation: Explanation, recorded: Recorded) -> Explanation:
-        """Keep the recording, and return its explanation, with the whole step if ``over_time``, and with a note on failure."""
+        With the whole step if ``over_time``, and with the name of its GPU where the process sees several.
+        """
+        if self.device.others:
+            explanation = replace(explanation, gpu=str(device.torch_device))
         if self.over_time:
             explanation = replace(explanation, over_time=over_time_of(recorded).thinned())
         trouble = None if self.artifacts is None else self.artifacts.keep(recorded)

@@ -119,7 +119,7 @@ def count_step(step: Callable[[], object], device: Device, *, compiled: bool = F
         return {} if compiled else _count_operators(step, device.torch_device)
 
     def launches() -> dict[str, tuple[Tally, ...]]:
-        kernels = device.launches(lambda: _run(step))
+        kernels = device.launches(step)
         return {} if kernels is None else {"launches": summed(Tally(*kernel) for kernel in kernels.items())}
 
     try:
@@ -170,10 +170,6 @@ def located(step: Callable[[], object], device: Device, counted: Counted, places
         for name, tallies in counted.by_operator.items()
     }
     return replace(counted, by_operator=known)
-
-
-def _run(step: Callable[[], object]) -> None:
-    step()
 
 
 class _Tallies:

@@ -101,9 +101,6 @@ class PreparedLoop(PreparedStep):
         except LoopEnded as ended:
             return replace(step, notes=(*step.notes, f"timed once: {ended}"), is_over=True)
 
-    def _run(self) -> None:
-        self.phases[0].run()
-
     def _run_counted(self) -> None:
         self.run_counted()
 
@@ -127,7 +124,7 @@ class PreparedLoop(PreparedStep):
         times = None
         try:
             with unrecorded_steps(device, earlier, self._storages, run_step):
-                times = time_step(self._run, self.phases, device, time_budget)
+                times = time_step(self.phases[0].run, self.phases, device, time_budget)
         except LoopEnded as ended:
             return times, () if times is not None else (f"not timed: {ended}",)
         return times, ()

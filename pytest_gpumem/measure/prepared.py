@@ -10,6 +10,7 @@ from pytest_gpumem.explain.recording import Expected, Subject, phase
 from pytest_gpumem.measure.counting import located
 from pytest_gpumem.measure.growth import WINDOW
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measure.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
@@ -133,8 +134,7 @@ class PreparedStep:
 
     def _run_counted(self) -> None:
         """Run the step while what it does is counted."""
-        for one in self.phases:
-            one.run()
+        run_phases(self.phases)
 
     def explain(self, step: MeasuredStep, device: str | None = None) -> Explanation | str:
         """Run the step once more, recorded, and return what its peak is made of, or a clause that says why not.

@@ -32,24 +32,20 @@ class RandomNumbers:
     @classmethod
     def now(cls, device: Device | None) -> RandomNumbers:
         """Return the current states; those of the host alone without a device."""
-        # Whatever mode the test is in.
-        with beneath_modes():
-            return cls._now(device)
-
-    @classmethod
-    def _now(cls, device: Device | None) -> RandomNumbers:
         import torch
 
-        return cls(
-            device,
-            random.getstate(),
-            # Where NumPy is not loaded, nothing was drawn from it.
-            numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None,
-            bytes(torch.get_rng_state().tolist()),
-            tuple((index, bytes(device.random_state(index).tolist())) for index in device.random_devices())
-            if device is not None
-            else (),
-        )
+        # NumPy that is not loaded has drawn nothing.
+        numpy = sys.modules.get("numpy")
+        with beneath_modes():  # whatever mode the test is in
+            return cls(
+                device,
+                random.getstate(),
+                None if numpy is None else numpy.random.get_state(),
+                bytes(torch.get_rng_state().tolist()),
+                tuple((index, bytes(device.random_state(index).tolist())) for index in device.random_devices())
+                if device is not None
+                else (),
+            )
 
     def restore(self) -> None:
         """Set the generators to these states."""

@@ -104,6 +104,12 @@ class Phase(NamedTuple):
     run: Callable[[], object]
 
 
+def run_phases(phases: Iterable[Phase]) -> None:
+    """Run the phases of a step, one after another."""
+    for phase in phases:
+        phase.run()
+
+
 def live_everywhere(device: Device) -> list[int]:
     """Return the bytes that are live on each of `Device.everywhere`."""
     return [one.live() for one in device.everywhere]

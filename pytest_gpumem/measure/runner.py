@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.measure.counting import count_step
 from pytest_gpumem.measure.growth import measure_growth
-from pytest_gpumem.measure.reading import run_one_step
+from pytest_gpumem.measure.reading import run_one_step, run_phases
 from pytest_gpumem.measure.settling import do_the_same, figures_of_steps, have_same_peaks
 from pytest_gpumem.timing.sampling import invalid_if, sample_step, time_step, to_themselves
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
@@ -58,6 +58,7 @@ def measure_step(
     run as many steps, as they decide (`Device.consensus`).
     """
     run_step = functools.partial(run_one_step, phases, device, not_own)
+    step = functools.partial(run_phases, phases)
     device.quiesce()
     with cyclic_collector_off():
         seen = [run_step()]
@@ -84,10 +85,10 @@ def measure_step(
             alike = device.consensus.all(
                 settled_at is not None and all(do_the_same(*pair) for pair in pairwise(further))
             )
-            counted = count_step(_whole(phases), device, compiled=compiled, alike=alike)
+            counted = count_step(step, device, compiled=compiled, alike=alike)
         if time_budget is not None:
             with unrecorded_steps(device, earlier, own, run_step):
-                times = time_step(_whole(phases), phases, device, time_budget)
+                times = time_step(step, phases, device, time_budget)
     return replace(figures_of_steps(seen, settled_at), times=times, counted=counted, growth=growth)
 
 
@@ -136,16 +137,6 @@ def sample_again(
         run_step()
         with unrecorded_steps(device, earlier, own, run_step), to_themselves(device) as refused:
             # Settling has emptied the caches, and of few rounds none may be one that fills them again.
-            _whole(phases)()
-            sample = sample_step(_whole(phases), device, seconds, ROUNDS_TO_DECIDE)
+            run_phases(phases)
+            sample = sample_step(functools.partial(run_phases, phases), device, seconds, ROUNDS_TO_DECIDE)
     return invalid_if(refused, sample, device)
-
-
-def _whole(phases: Sequence[Phase]) -> Callable[[], None]:
-    """Return the step that the phases make."""
-
-    def step() -> None:
-        for phase in phases:
-            phase.run()
-
-    return step

@@ -149,13 +149,12 @@ def figures_of_steps(seen: Sequence[ByDevice], settled_at: int | None) -> StepFi
             after it have the same peak; else the first step does.
     """
     # Two that are alike by chance, among others that differ, tell nothing of those before them.
-    settled = settled_at is not None and len({_own_peaks(one) for one in seen[settled_at:]}) == 1
+    settled = (
+        settled_at is not None
+        and len({tuple(one.own_peak for one in step.values()) for step in seen[settled_at:]}) == 1
+    )
     left_out = settled_at if settled and settled_at is not None else 1
     return StepFigures(tuple(seen), left_out, settled)
-
-
-def _own_peaks(figures: ByDevice) -> tuple[int, ...]:
-    return tuple(one.own_peak for one in figures.values())
 
 
 def have_same_peaks(first: ByDevice, second: ByDevice) -> bool:

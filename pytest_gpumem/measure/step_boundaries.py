@@ -7,7 +7,7 @@ import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.torch_support.private_api import in_backward
+from pytest_gpumem.torch_support.private_api import in_backward, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,7 +93,7 @@ def without_record_functions() -> Iterator[None]:
     """
     from torch.autograd.profiler import record_function
 
-    enter, leave = record_function.__enter__, record_function.__exit__
+    leave = record_function.__exit__
 
     def marks_nothing(self: Any) -> Any:
         return self
@@ -102,9 +102,5 @@ def without_record_functions() -> Iterator[None]:
         # One that was entered before has a record to end.
         return None if self.record is None else leave(self, *error)
 
-    anything: Any = record_function
-    anything.__enter__, anything.__exit__ = marks_nothing, leaves
-    try:
+    with replaced(record_function, "__enter__", marks_nothing), replaced(record_function, "__exit__", leaves):
         yield
-    finally:
-        anything.__enter__, anything.__exit__ = enter, leave

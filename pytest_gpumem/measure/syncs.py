@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.tracker import function_mode
 from pytest_gpumem.torch_support.reachability import is_host, means_host, storage_of, tensors_in
 from pytest_gpumem.torch_support.static_access import is_a
 
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
-    from torch.overrides import TorchFunctionMode
 
 
 _COUNTERS = ("step", "mu_product")
@@ -80,18 +81,18 @@ class HostTensors:
                     state = optimizer.state.get(parameter, {})
                     self.mark([state[name] for name in _COUNTERS if name in state])
 
-        handle = register_optimizer_step_pre_hook(know)
-        try:
-            yield
-        finally:
-            handle.remove()
-            self._marked.clear()
+        with register_optimizer_step_pre_hook(know):
+            try:
+                yield
+            finally:
+                self._marked.clear()
 
 
 _READS_UNTAGGED = frozenset(("_linalg_check_errors",))
 _PUTS = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 
 
+@dataclass(frozen=True, slots=True)
 class Syncs:
     """Detector of syncs, by the operators that are run and the functions that are called. ``host`` has the host's tensors.
 
@@ -99,23 +100,18 @@ class Syncs:
     whenever it is known.
     """
 
-    __slots__ = ("_host", "_in_operator", "in_function")
-
-    def __init__(
-        self, host: HostTensors, in_operator: Callable[[str], None], in_function: Callable[[str], None]
-    ) -> None:
-        self._host = host
-        self._in_operator = in_operator
-        self.in_function = in_function
+    host: HostTensors
+    in_operator: Callable[[str], None]
+    in_function: Callable[[str], None]
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at an operator before it runs."""
-        if _waits(operator, args, kwargs, self._host):
-            self._in_operator(title_of(operator))
+        if _waits(operator, args, kwargs, self.host):
+            self.in_operator(title_of(operator))
 
     def of_functions(self) -> AbstractContextManager[object]:
         """Return a context in which functions are watched for syncs that no operator shows."""
-        return _watching_functions(self, self._host)
+        return _watching_functions(self, self.host)
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
@@ -183,40 +179,35 @@ def title_of(func: Any) -> str:
     return name_of(func) if func.namespace == "aten" else f"{func.namespace}::{name_of(func)}"
 
 
-def _watching_functions(syncs: Syncs, host: HostTensors) -> TorchFunctionMode:
+def _watching_functions(syncs: Syncs, host: HostTensors) -> AbstractContextManager[object]:
     """Return a mode that detects syncs that no operator shows.
 
     Text made of a tensor; tensors made of Python's values, whose copy to the device torch hides; and where the CPU stands
     in, what would leave a GPU or reach one.
     """
     import torch
-    from torch.overrides import TorchFunctionMode
 
     moves = (torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to)
     from_values = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 
-    class Watch(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            kwargs = kwargs or {}
-            reads = func is torch.Tensor.__repr__ or (host.stands_in and func is torch.Tensor.tolist)
-            if reads and args[0] not in host:
-                syncs.in_function(_called(func))
-            result = func(*args, **kwargs)
-            if not is_a(result, torch.Tensor):
-                return result
-            if func in moves:
-                return _moved(func, args, kwargs, result, syncs, host)
-            if func in from_values:
-                likeness, data = args[:2] if func is torch.Tensor.new_tensor else (None, args[0])
-                for _ in range(_waits_for_values(likeness, data, kwargs, result, host)):
-                    syncs.in_function(_called(func))
-            elif not any(True for _ in tensors_in((args, kwargs))):
-                host.mark(result, host=means_host(kwargs.get("device")))
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        reads = func is torch.Tensor.__repr__ or (host.stands_in and func is torch.Tensor.tolist)
+        if reads and args[0] not in host:
+            syncs.in_function(_called(func))
+        result = func(*args, **kwargs)
+        if not is_a(result, torch.Tensor):
             return result
+        if func in moves:
+            return _moved(func, args, kwargs, result, syncs, host)
+        if func in from_values:
+            likeness, data = args[:2] if func is torch.Tensor.new_tensor else (None, args[0])
+            for _ in range(_waits_for_values(likeness, data, kwargs, result, host)):
+                syncs.in_function(_called(func))
+        elif not any(True for _ in tensors_in((args, kwargs))):
+            host.mark(result, host=means_host(kwargs.get("device")))
+        return result
 
-    return Watch()
+    return function_mode(call)
 
 
 def _called(func: Any) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
@@ -17,7 +18,7 @@ from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
 from pytest_gpumem.steps.compiling import compiled, something_compiled, warnings_of_compiling
 from pytest_gpumem.steps.dry_run import CastTo
 from pytest_gpumem.steps.model_step import build_model, given_model, precision_of
-from pytest_gpumem.steps.precision import batch_in_precision, in_precision, precision_named
+from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.steps.training import Training
 
@@ -183,7 +184,7 @@ def _gradients(
         found.update(_unscaled(model, training.scale() or 1.0))
 
     runs = BlockRuns()
-    cast = CastTo(precision_named(config.precision))
+    cast = CastTo(config.precision)
     with ExitStack() as stack:
         # Random numbers of the test must not depend on this comparison.
         stack.enter_context(random_numbers_given_back(device))
@@ -209,14 +210,13 @@ def _gradients(
             stack.enter_context(something_compiled(config.compile))
         for _ in range(_MOST_TRIES):
             torch.manual_seed(SEED)
-            for phase in training.phases():
-                phase.run()
+            run_phases(training.phases())
             if training.scaler is None or _not_finite(found) is None:
                 break
             training.scaler.update(training.scaler.get_scale() / 16)
     runs.check(model, config)
     if config.compile == "none":
-        cast.check(config.precision)
+        cast.check()
     if (name := _not_finite(found)) is not None:
         raise MeasuringError(f"the gradient of {name} is not finite under {config}")
     precision = config.precision or precision_of(model)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.measure.growth import grows
+from pytest_gpumem.measure.reading import live_everywhere
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
-from pytest_gpumem.torch_support.reachability import blocks_of, storages_of
-from pytest_gpumem.torch_support.static_access import is_a, tensor_property
+from pytest_gpumem.torch_support.reachability import alive, blocks_of, storages_of
+from pytest_gpumem.torch_support.static_access import tensor_property
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,17 +35,17 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
     half = steps // 2
     with cyclic_collector_off():
         window = device.open_window()
-        began = _live(device)
+        began = sum(live_everywhere(device))
         for _ in range(half):
             step()
         device.quiesce()
-        live = [_live(device)]
+        live = [sum(live_everywhere(device))]
         # Weakly: a tensor that the steps replace must go.
         before = [weakref.ref(tensor) for tensor in _tensors(device).values()]
         for _ in range(half, steps):
             step()
             device.quiesce()
-            live.append(_live(device))
+            live.append(sum(live_everywhere(device)))
         device.close_window(window)
         if sum(peak.allocated for peak in window.everywhere) <= began and {*live} == {began}:
             raise MeasuringError(f"the step held no tensor on {device.torch_device}: it runs elsewhere, or not at all")
@@ -55,10 +55,6 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
         old = {id(reference()) for reference in before}
         fresh = [tensor for number, tensor in _tensors(device).items() if number not in old]
     raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), fresh))
-
-
-def _live(device: Device) -> int:
-    return sum(one.live() for one in device.everywhere)
 
 
 def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
@@ -92,6 +88,6 @@ def _tensors(device: Device) -> dict[int, torch.Tensor]:
     torch_devices = [one.torch_device for one in device.everywhere if one.is_used]
     return {
         id(value): value
-        for value in gc.get_objects()
-        if is_a(value, torch.Tensor) and any(True for one in torch_devices for _ in storages_of([value], one))
+        for value in alive(torch.Tensor)
+        if any(True for one in torch_devices for _ in storages_of([value], one))
     }

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.steps.sharded_optimizer import local_optimizer
 from pytest_gpumem.steps.surroundings import is_uninitialised
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.measure.settling import StepFigures
     from pytest_gpumem.steps.train_step import PreparedTrainStep
-    from pytest_gpumem.steps.training import Training
 
 
 COUNT = 4
@@ -67,7 +67,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     device = prepared.context.device.torch_device
     parameters = [parameter for parameter in model.parameters() if not is_uninitialised(parameter)]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    found: list[dict[str, int]] = []
+    bytes_of: dict[str, int] = {}
 
     def held(roots: Iterable[object], but: dict[int, int]) -> dict[int, int]:
         blocks = blocks_of(reachable_tensors(roots), device)
@@ -92,24 +92,21 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
         known |= buffers
         batch = held([training.batch], known)
         buckets = held((training.buckets or {}).values(), known | batch)
-        found.append(
-            {
-                "parameters": sum(weights.values()),
-                "gradients": sum(gradients.values()),
-                "optimizer_state": sum(state.values()),
-                "master_weights": sum(masters.values()),
-                "buffers": sum(buffers.values()),
-                "batch": sum(batch.values()),
-                "buckets": sum(buckets.values()),
-                "meshes": sum(meshes.values()),
-            }
-        )
+        kinds = {
+            "parameters": weights,
+            "gradients": gradients,
+            "optimizer_state": state,
+            "master_weights": masters,
+            "buffers": buffers,
+            "batch": batch,
+            "buckets": buckets,
+            "meshes": meshes,
+        }
+        bytes_of.update({name: sum(blocks.values()) for name, blocks in kinds.items()})
 
     training.before_optimizer = look
-    for phase in training.phases():
-        phase.run()
+    run_phases(training.phases())
     training.before_optimizer = None
-    (bytes_of,) = found
     # Those that zero_grad only fills with zeros, and those of parameters that the optimizer does not hold.
     kept = sum(_gradient_blocks(parameters, device).values())
     at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + kept
@@ -125,12 +122,14 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
             # DDP shows them to nobody where other ranks are there: bytes at rest without another owner.
             bytes_of["buckets"] = max(0, min(buckets, other))
             other -= bytes_of["buckets"]
+    has_state = "params" not in training.config.offloaded
+    state_formula = state_bytes(optimizer, trained) if optimizer is not None and has_state else 0
     # Where forward and backward alternate, their peak is one.
     forward = metrics.get("peak_forward", metrics["peak_backward"])
     return StateBytes(
         parameters=Share(_bytes_in(parameters, word, device), bytes_of["parameters"]),
         gradients=Share(_bytes_in(trained, word, device), bytes_of["gradients"]),
-        optimizer_state=Share(_state_formula(training, optimizer, trained), bytes_of["optimizer_state"]),
+        optimizer_state=Share(state_formula, bytes_of["optimizer_state"]),
         master_weights=Share(0, bytes_of["master_weights"]),
         buffers=bytes_of["buffers"],
         batch=bytes_of["batch"],
@@ -177,16 +176,6 @@ def shard_elements(parameter: torch.Tensor, *, padded: bool = False) -> int:
             here = sizes[dim] - part * mesh.get_local_rank(number)
             sizes[dim] = part if padded else max(0, min(part, here))
     return math.prod(sizes)
-
-
-def _state_formula(
-    training: Training,
-    optimizer: torch.optim.Optimizer | None,
-    trained: list[torch.nn.Parameter],
-) -> int | None:
-    if optimizer is None or "params" in training.config.offloaded:
-        return 0
-    return state_bytes(optimizer, trained)
 
 
 def _gradient_blocks(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> dict[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import unittest
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,24 +74,24 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+@dataclass(eq=False, repr=False)
 class ExplainPolicy:
     """The choice of one test's measurements that are explained, by ``--gpumem-explain``."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, judging: Judging) -> None:
-        self._config = config
-        self._settings = settings
-        self._judging = judging
+    config: pytest.Config
+    settings: Settings
+    judging: Judging
 
     def should_explain(self, judged: Judged) -> bool:
         """Return whether to explain a measurement: its test reads that, it fails by its bytes, or becomes a baseline."""
         # A test that only has the marker has no measurement to read.
-        judging = self._judging
+        judging = self.judging
         asked = judging.measured.has_fixture and asks_for_composition(getattr(judging.item, "function", None))
         return asked or self._should(judged, "memory")
 
     def device_to_explain(self, judged: Judged) -> str | None:
         """Return the GPU whose peak is explained: that by which the test fails, or else that with the largest peak."""
-        failing = self._judging.failing(self._judging.verdict([judged]))
+        failing = self.judging.failing(self.judging.verdict([judged]))
         metrics = judged.verdict.metrics
         failed_on = (one.gpu for one in metrics if one.outcome in failing and one.gpu is not None)
         return next(failed_on, judged.measurement.largest_device)
@@ -101,31 +101,31 @@ class ExplainPolicy:
         return self._should(judged, "work")
 
     def _should(self, judged: Judged, kind: Kind) -> bool:
-        if self._settings.explain != "on-failure":
-            return self._settings.explain == "always"
-        failing = self._judging.failing(self._judging.verdict([judged]))
+        if self.settings.explain != "on-failure":
+            return self.settings.explain == "always"
+        failing = self.judging.failing(self.judging.verdict([judged]))
         if failing_metrics(judged.verdict, failing, kind):
             return True
-        mode, earlier = self._settings.update, judged.baseline
+        mode, earlier = self.settings.update, judged.baseline
         if mode is None or earlier is None:
             return False
         if mode == "all" and isinstance(earlier, Baseline):
             lacks = earlier.composition is None if kind == "memory" else not earlier.tells_lines
             if lacks:
                 return True
-        key = self._judging.measured.key(judged.measurement.name)
+        key = self.judging.measured.key(judged.measurement.name)
         # Another run's time is no reason: the bytes that would be explained are the same.
         entry = replace(baseline_of(judged.measurement, "", None), runs=None)
         return bool(entries_to_write(mode, {key: (judged.verdict, entry)}, {key: earlier}))
 
     def should_explain_error(self, error: BaseException) -> bool:
         """Return whether to explain an error: memory ran out, and no debugger is about to show the error's frames."""
-        return not self._config.getoption("usepdb", False) and is_out_of_memory(error)
+        return not self.config.getoption("usepdb", False) and is_out_of_memory(error)
 
     def report_out_of_memory(self, explanation: Explanation) -> None:
         """Add where memory went when it ran out to the test's report."""
-        lines = out_of_memory_lines(explanation, self._settings.units)
-        self._judging.item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
+        lines = out_of_memory_lines(explanation, self.settings.units)
+        self.judging.item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
 
 
 def call_again(item: pytest.Item) -> None:

@@ -139,7 +139,7 @@ class FixtureSetup:
         self._names = {name for item in measured for name in getattr(item, "fixturenames", ())}
         self._ownerships: dict[str, Ownership] = {}
         self._heap = FrozenHeap()
-        self._shared = SharedFixtures()
+        self.shared = SharedFixtures()
         self._opened: Device | None = None
         """The device while a shared fixture is set up outside of any measured test."""
         self.run: TestRun | None = None
@@ -150,16 +150,8 @@ class FixtureSetup:
         ownership = self._ownership(device)
         ownership.clear_left_gradients(item)
         self._heap.begin(device)
-        self._shared.begin()
+        self.shared.begin()
         return ownership
-
-    def lost(self, item: pytest.Item) -> str | None:
-        """Return why a test that was set up has no figures, as a clause; ``None`` where its fixtures are good."""
-        return self._shared.lost(item)
-
-    def reads(self, item: pytest.Item, device: Device) -> UnknownReads:
-        """Return the uncomputed values that a test, its file and its fixtures have read so far."""
-        return self._shared.reads(item, device)
 
     def close(self) -> None:
         """Unfreeze the heap."""
@@ -203,7 +195,7 @@ class FixtureSetup:
         set_up = _as_it_is() if node is None else self._noted(device, fixturedef, node)
         if fixturedef.scope == "function":
             return (yield from set_up)
-        with self._shared.setting_up(fixturedef, request, device):
+        with self.shared.setting_up(fixturedef, request, device):
             return (yield from set_up)
 
     def _noted(
@@ -229,7 +221,7 @@ class FixtureSetup:
         # pytest calls this more than once for a fixture, also for one that was never set up.
         if fixturedef.scope != "function" and fixturedef.cached_result is not None:
             self._heap.fixture_is_gone(fixturedef)
-            self._shared.forget(fixturedef)
+            self.shared.forget(fixturedef)
         for ownership in self._ownerships.values():
             ownership.forget(fixturedef)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -93,44 +94,35 @@ def _forget(item: pytest.Item) -> None:
     forget_verdict(item)
 
 
+@dataclass(eq=False, repr=False)
 class Measuring:
     """A plugin that is registered when measured tests were selected."""
 
-    def __init__(
-        self,
-        config: pytest.Config,
-        settings: Settings,
-        devices: Devices,
-        store: Store,
-        measured: Mapping[pytest.Item, MeasuredTest],
-        fixtures: FixtureSetup,
-        ranks: OneProcess,
-    ) -> None:
-        self._config = config
-        self._settings = settings
-        self._devices = devices
-        self._store = store
-        self._measured = measured
-        self._fixtures = fixtures
-        self._ranks = ranks
-        self._environments: dict[str, Environment] = {}
+    config: pytest.Config
+    settings: Settings
+    devices: Devices
+    store: Store
+    measured: Mapping[pytest.Item, MeasuredTest]
+    fixtures: FixtureSetup
+    ranks: OneProcess
+    _environments: dict[str, Environment] = field(default_factory=dict, init=False)
 
     # Set-up
 
     # trylast makes a wrapper the innermost: pytest's own set up and tear down around it, whatever is raised here.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        measured = self._measured.get(item)
+        measured = self.measured.get(item)
         if measured is None:
             return (yield)
         _forget(item)
-        item.stash[_JUDGING] = judging = Judging(self._config, self._settings, self._store, item, measured, self._ranks)
+        item.stash[_JUDGING] = judging = Judging(self.config, self.settings, self.store, item, measured, self.ranks)
         try:
             self._begin(judging)
         except DeviceUnavailable as unavailable:
             item.stash[_UNAVAILABLE] = str(unavailable)
             record_verdict(item, measured.not_measured(str(unavailable)))
-            if measured.has_fixture and not self._settings.strict:
+            if measured.has_fixture and not self.settings.strict:
                 refuse(item)
         try:
             return (yield)
@@ -142,15 +134,15 @@ class Measuring:
             raise
 
     def _begin(self, judging: Judging) -> None:
-        settings, item = self._settings, judging.item
-        device = self._devices.get(judging.measured.budget.device or settings.device)
+        settings, item = self.settings, judging.item
+        device = self.devices.get(judging.measured.budget.device or settings.device)
         if device.lock is not None:
             device.lock.tell = self._tell_now
         device.open()
         for one in device.everywhere:
-            one.consensus = self._ranks.consensus
+            one.consensus = self.ranks.consensus
         try:
-            ownership = self._fixtures.begin(item, device)
+            ownership = self.fixtures.begin(item, device)
             context = MeasuringContext(
                 device,
                 TimeBudget(settings.time_budget) if device.tells_time and settings.time else None,
@@ -158,17 +150,17 @@ class Measuring:
                 artifacts=Artifacts(settings.artifacts_folder if self._writes else None, item.nodeid, device),
                 over_time=bool(settings.report),
             )
-            policy = ExplainPolicy(self._config, settings, judging)
-            reads = partial(self._fixtures.reads, item, device)
+            policy = ExplainPolicy(self.config, settings, judging)
+            reads = partial(self.fixtures.shared.reads, item, device)
             run = TestRun(judging, policy, context, ownership, self._environment(device), reads)
         except BaseException:
             device.close()
             raise
-        item.stash[_RUN] = self._fixtures.run = run
+        item.stash[_RUN] = self.fixtures.run = run
 
     def _tell_now(self, sentence: str) -> None:
         """Write a line while a test runs, past what captures its output; in a worker of pytest-xdist, too."""
-        capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
+        capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with nullcontext() if capture is None else capture.global_and_fixture_disabled():
             sys.stderr.write(f"\ngpumem: {sentence}\n")
             sys.stderr.flush()
@@ -176,17 +168,17 @@ class Measuring:
     @property
     def _writes(self) -> bool:
         """True if this process writes files."""
-        return self._ranks.rank is None or self._ranks.rank.is_first
+        return self.ranks.rank is None or self.ranks.rank.is_first
 
     @cached_property
     def _sites(self) -> Sites:
-        return Sites(self._config.rootpath)
+        return Sites(self.config.rootpath)
 
     # Call
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        measured = self._measured.get(item)
+        measured = self.measured.get(item)
         if measured is None:
             return (yield)
         run = item.stash.get(_RUN, None)
@@ -206,12 +198,12 @@ class Measuring:
             run.explain_call_out_of_memory(error)
             _report_missing_values(item, run, error)
             if run.judged:
-                item.add_report_section("call", PROPERTY, measured_section(run.measurements, self._settings.units))
+                item.add_report_section("call", PROPERTY, measured_section(run.measurements, self.settings.units))
             _record_end(item, measured, run, error, "call")
             raise
         fail_again(item)
         if run.lost is None:
-            run.lost = run.device.lost() or self._fixtures.lost(item)
+            run.lost = run.device.lost() or self.fixtures.shared.lost(item)
         if run.lost is None and not run.judged and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
         if run.lost is None:
@@ -234,7 +226,7 @@ class Measuring:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        measured = self._measured.get(item)
+        measured = self.measured.get(item)
         if measured is not None:
             complete_report(item, measured, call, report)
         return report
@@ -246,22 +238,22 @@ class Measuring:
         run = item.stash.get(_RUN, None)
         if run is not None:
             del item.stash[_RUN]
-            self._fixtures.run = None
+            self.fixtures.run = None
             run.release()
         return (yield)
 
     @pytest.hookimpl
     def pytest_unconfigure(self) -> None:
         # Ctrl-C comes without a teardown, and a profiler that runs when the interpreter ends can take it down.
-        if self._fixtures.run is not None:
-            self._fixtures.run.release()
-            self._fixtures.run = None
-        self._fixtures.close()
+        if self.fixtures.run is not None:
+            self.fixtures.run.release()
+            self.fixtures.run = None
+        self.fixtures.close()
 
     def _environment(self, device: Device) -> Environment:
         if device.name not in self._environments:
             try:
-                self._environments[device.name] = environment_of(device, self._config)
+                self._environments[device.name] = environment_of(device, self.config)
             except HookError as error:
                 pytest.fail(f"gpumem: {error}", pytrace=False)
         return self._environments[device.name]

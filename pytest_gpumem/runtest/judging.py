@@ -132,24 +132,16 @@ class Judged:
         return replace(self, verdict=with_differences(self.verdict, measurement, self.baseline))
 
 
+@dataclass(eq=False, repr=False)
 class Judging:
     """The gate of one test."""
 
-    def __init__(
-        self,
-        config: pytest.Config,
-        settings: Settings,
-        store: Store,
-        item: pytest.Item,
-        measured: MeasuredTest,
-        ranks: OneProcess,
-    ) -> None:
-        self._config = config
-        self._settings = settings
-        self._store = store
-        self.item = item
-        self.measured = measured
-        self.ranks = ranks
+    config: pytest.Config
+    settings: Settings
+    store: Store
+    item: pytest.Item
+    measured: MeasuredTest
+    ranks: OneProcess
 
     def judge(self, measurement: Measurement) -> Judged:
         """Return the verdict on a measurement of the test."""
@@ -176,8 +168,8 @@ class Judging:
         """
         if not self._compares:
             return ()
-        compared = self._settings.compared_slug(slug)
-        stored = self._stored(lambda: self._store.names(compared, self.measured.file, self.measured.test))
+        compared = self.settings.compared_slug(slug)
+        stored = self._stored(lambda: self.store.names(compared, self.measured.file, self.measured.test))
         taken = {one.measurement.name: one for one in judged}
         missing = []
         for name in stored:
@@ -207,15 +199,15 @@ class Judging:
         changed = {one.outcome for one in metrics if one.outcome in reconsidered.get(one.metric, ())}
         if decides_only:
             return not changed.isdisjoint(self.failing(self.verdict([judged])))
-        return bool(changed) or (self._settings.update is not None and times.best.invalid is not None)
+        return bool(changed) or (self.settings.update is not None and times.best.invalid is not None)
 
     def failing(self, verdict: TestVerdict) -> frozenset[Outcome]:
         """Return the outcomes for which the test must fail."""
         return failing_outcomes(
             verdict,
-            strict=self._settings.strict,
-            accepts=ACCEPTS[self._settings.update],
-            compares=self._settings.baseline,
+            strict=self.settings.strict,
+            accepts=ACCEPTS[self.settings.update],
+            compares=self.settings.baseline,
         )
 
     def conclude(self, verdict: TestVerdict, memory: str = "Memory") -> None:
@@ -237,14 +229,14 @@ class Judging:
         if failing:
             nodeid = self._path_from_here(verdict.nodeid)
             words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, nodeid))
-            options = options_given(self._config)
+            options = options_given(self.config)
             if verdict.unmeasured == NOT_MARKED:
                 accept: str | None = prune_command(nodeid, options)
             else:
                 accept = accept_command(verdict, failing, words=words, options=options, rest=rest)
-            text = failure_text(verdict, failing, self._settings.units, accept, memory)
+            text = failure_text(verdict, failing, self.settings.units, accept, memory)
             return replace(verdict, failure=text, accept=accept)
-        if not verdict.unmeasured and self._settings.time and self.measured.has_fixture:
+        if not verdict.unmeasured and self.settings.time and self.measured.has_fixture:
             idle = self._idle([one.measurement for one in verdict.verdicts])
             if idle is not None:
                 return replace(verdict, failure=idle)
@@ -258,16 +250,16 @@ class Judging:
             if idle is not None:
                 return idle
         # Only a test's own max_slowdown must have an effect; one from a class or a pattern may be unused.
-        if budget.max_slowdown is not None and self._settings.baseline and sets_itself(self.item, "max_slowdown"):
+        if budget.max_slowdown is not None and self.settings.baseline and sets_itself(self.item, "max_slowdown"):
             return idle_slowdown(budget.max_slowdown, measurements)
         return None
 
     def _baseline(self, measurement: Measurement) -> Baseline | NoBaseline | None:
         if not self._compares:
             return None
-        slug = self._settings.compared_slug(measurement.environment.slug)
-        found = self._stored(lambda: self._store.find(self.measured.key(measurement.name), slug))
-        if isinstance(found, NoBaseline) and Outcome.FOREIGN in ACCEPTS[self._settings.update]:
+        slug = self.settings.compared_slug(measurement.environment.slug)
+        found = self._stored(lambda: self.store.find(self.measured.key(measurement.name), slug))
+        if isinstance(found, NoBaseline) and Outcome.FOREIGN in ACCEPTS[self.settings.update]:
             # It is recorded here and now, whichever devices others are of.
             return NoBaseline()
         return found
@@ -275,7 +267,7 @@ class Judging:
     @property
     def _compares(self) -> bool:
         """True if this session reads the store."""
-        return self._settings.baseline or self._settings.update is not None
+        return self.settings.baseline or self.settings.update is not None
 
     @staticmethod
     def _stored(read: Callable[[], _T]) -> _T:
@@ -290,12 +282,12 @@ class Judging:
     def _tolerances(self) -> dict[str, Tolerance]:
         """Tolerances by metric. Users' hooks are called once a test."""
         item, budget = self.item, self.measured.budget
-        tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}
+        tolerances = {**DEFAULT_TOLERANCES, **self.settings.tolerances}
         if budget.max_slowdown is not None:
             tolerances["step_time"] = Tolerance(relative=budget.max_slowdown)
         if budget.tolerance is not None:
             tolerances["peak_allocated"] = Tolerance(relative=budget.tolerance)
-        if self._settings.against is not None:
+        if self.settings.against is not None:
             tolerances = tolerances_of_emulated(tolerances)
         hook = item.ihook.pytest_gpumem_tolerance
         try:
@@ -309,7 +301,7 @@ class Judging:
     def _path_from_here(self, nodeid: str) -> str:
         """Return the id of a test as it can be typed in the folder in which pytest was started."""
         file, colons, test = nodeid.partition("::")
-        path = os.path.relpath(self._config.rootpath / file, self._config.invocation_params.dir)
+        path = os.path.relpath(self.config.rootpath / file, self.config.invocation_params.dir)
         return f"{path}{colons}{test}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
@@ -35,49 +35,42 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.unknown_reads import UnknownReads
 
 
+@dataclass(eq=False, repr=False)
 class TestRun:
     """A measured test from its set-up to the end of its call: measured, judged, and explained where that is wanted."""
 
     __test__ = False
 
-    def __init__(
-        self,
-        judging: Judging,
-        policy: ExplainPolicy,
-        context: MeasuringContext,
-        ownership: Ownership,
-        environment: Environment,
-        reads: Callable[[], UnknownReads],
-    ) -> None:
-        self.item = judging.item
-        self.judging = judging
-        self.context = context
-        self.device = context.device
-        self.judged: list[Judged] = []
-        """The measurements with their verdicts."""
-        self.measures_itself = judging.measured.has_fixture
+    judging: Judging
+    _policy: ExplainPolicy
+    context: MeasuringContext
+    _ownership: Ownership
+    _environment: Environment
+    _reads: Callable[[], UnknownReads]
+    """Returns the uncomputed values that the test has read so far, its fixtures included."""
+    judged: list[Judged] = field(default_factory=list)
+    """The measurements with their verdicts."""
+    relations: int = 0
+    """The number of relations that the test asserted with the fixture, and that held."""
+    lost: str | None = None
+    """The reason why its figures are not valid, as a clause."""
+    _failure: BaseException | None = None
+    _at_call: tuple[list[int], list[int]] | None = None
+    """The test's own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
+    _random: RandomNumbers | None = None
+    """The random numbers as the call began with them."""
+    _known_at_call: BlockIds = frozenset()
+    _attributes: frozenset[str] = frozenset()
+    """The attributes of the test's instance when its call began."""
+    _under_way: list[str] = field(default_factory=list)
+    """The measurements that have begun and not ended, each as its call; more than one only of nested regions."""
+    _nested: MeasuringError | None = None
+    """The error of a nested measurement within the one that is under way."""
+
+    def __post_init__(self) -> None:
+        self.item, self.device = self.judging.item, self.context.device
+        self.measures_itself = self.judging.measured.has_fixture
         """True if the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
-        self.relations = 0
-        """The number of relations that the test asserted with the fixture, and that held."""
-        self.lost: str | None = None
-        """The reason why its figures are not valid, as a clause."""
-        self._policy = policy
-        self._ownership = ownership
-        self._environment = environment
-        self._reads = reads
-        """Returns the uncomputed values that the test has read so far, its fixtures included."""
-        self._failure: BaseException | None = None
-        self._at_call: tuple[list[int], list[int]] | None = None
-        """The test's own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
-        self._random: RandomNumbers | None = None
-        """The random numbers as the call began with them."""
-        self._known_at_call: BlockIds = frozenset()
-        self._attributes: frozenset[str] = frozenset()
-        """The attributes of the test's instance when its call began."""
-        self._under_way: list[str] = []
-        """The measurements that have begun and not ended, each as its call; more than one only of nested regions."""
-        self._nested: MeasuringError | None = None
-        """The error of a nested measurement within the one that is under way."""
 
     @property
     def measurements(self) -> list[Measurement]:

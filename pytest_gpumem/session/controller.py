@@ -57,7 +57,8 @@ class Controller:
         self._unused: tuple[str, ...] = ()
         self._began = False
         self._errors: list[str] = []
-        self._report: SessionReport | None = None
+        self.report: SessionReport | None = None
+        """The report at the end of the tests; ``None`` where none was to be run."""
         self._files = ReportFiles([settings.report_base / file for file in settings.report])
         typed = config.getoption("gpumem_report") is not None
         if (typed or settings.baseline) and not config.option.collectonly:
@@ -149,15 +150,15 @@ class Controller:
         if self._complete and session.testsfailed == 0 and self._selection is not None:
             with self._or_error():
                 self._unused = self._store.unused(results, self._selection)
-        self._report = self._reported(results, ended_early)
-        if session.testsfailed and self._report.passed:
+        self.report = self._reported(results, ended_early)
+        if session.testsfailed and self.report.passed:
             # A report is never greener than pytest: a coverage that is too low, say.
             self._errors.append("another plugin made the session red, and no test did")
-            self._report = replace(self._report, errors=tuple(self._errors))
-        self._errors += self._files.write(self._report)
+            self.report = replace(self.report, errors=tuple(self._errors))
+        self._errors += self._files.write(self.report)
         # The files that were written say so already.
-        self._report = replace(self._report, errors=tuple(self._errors))
-        red = not self._report.passed if self._settings.gates else self._report.nothing_gated is not None
+        self.report = replace(self.report, errors=tuple(self._errors))
+        red = not self.report.passed if self._settings.gates else self.report.nothing_gated is not None
         if red or self._errors:
             session.testsfailed += 1
 
@@ -176,13 +177,13 @@ class Controller:
             verdict: That on the test that ran, if one did.
             why: What happened, in one or more lines.
         """
-        if self._report is None:
+        if self.report is None:
             results = self._results.all()
             if verdict is not None:
                 results.append(TestResult(verdict, passed=False, failed=True, failed_in="call"))
                 results.sort(key=lambda result: (result.verdict.file, result.verdict.test))
-            self._report = self._reported(results, why.partition("\n")[0])
-            self._errors += self._files.write(self._report)
+            self.report = self._reported(results, why.partition("\n")[0])
+            self._errors += self._files.write(self.report)
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
@@ -190,7 +191,7 @@ class Controller:
         if reporter is not None:
             reporter.write("\n")  # after the letters of -q, which are no line to pytest
             self.pytest_terminal_summary(reporter)
-            for line in failure_lines(self._report, screen_of(reporter)):
+            for line in failure_lines(self.report, screen_of(reporter)):
                 reporter.write_line("".join(span.text for span in line), red=True)
             for text in why.splitlines():
                 reporter.write_line(f"gpumem: {text}", red=True)
@@ -205,20 +206,15 @@ class Controller:
             with self._or_error():
                 self._errors += self._store.of_other_devices(self._results.others())
 
-    @property
-    def report(self) -> SessionReport | None:
-        """The report at the end of the tests; ``None`` where none was to be run."""
-        return self._report
-
     def ended_red(self, status: int) -> None:
         """Write a report that passed once more, with the exit status that another plugin has given the session since.
 
         But where no test was selected: it may be a shard whose tests others run.
         """
-        if self._report is not None and self._report.passed and status != pytest.ExitCode.NO_TESTS_COLLECTED:
+        if self.report is not None and self.report.passed and status != pytest.ExitCode.NO_TESTS_COLLECTED:
             error = f"pytest ended with exit status {int(status)}, and no test made it red"
-            self._report = replace(self._report, errors=(*self._report.errors, error))
-            self._files.write(self._report)
+            self.report = replace(self.report, errors=(*self.report.errors, error))
+            self._files.write(self.report)
 
     def _reported(self, results: list[TestResult], ended_early: str | None) -> SessionReport:
         settings, selection = self._settings, self._selection or Selection()
@@ -275,7 +271,7 @@ class Controller:
         idle = self._selection.idle_budgets if self._selection is not None else ()
         if not results and not self._selected() and not self._errors and not idle and not self._settings.baseline:
             return
-        report = self._report or SessionReport("", __version__, selection=self._selection or Selection())
+        report = self.report or SessionReport("", __version__, selection=self._selection or Selection())
         summary = terminal_text(
             # Errors of writing the report's files came after it; unused baselines are a field of its own there.
             replace(report, errors=tuple(self._errors), said=(*self._closing, *self._unused)),

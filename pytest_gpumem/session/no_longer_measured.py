@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,35 +59,28 @@ def _measured(item: pytest.Item, nodeid: str) -> MeasuredTest:
     return MeasuredTest(file, test, Budget(), has_fixture=False, location=location_of(item))
 
 
+@dataclass(eq=False, repr=False)
 class NoLongerMeasured:
     """A plugin that is registered where such tests were selected. What it raises comes after the test's own end."""
 
-    def __init__(
-        self,
-        config: pytest.Config,
-        settings: Settings,
-        store: Store,
-        tests: Mapping[pytest.Item, tuple[MeasuredTest, Names]],
-        ranks: OneProcess,
-    ) -> None:
-        self._config = config
-        self._settings = settings
-        self._store = store
-        self._tests = tests
-        self._ranks = ranks
+    config: pytest.Config
+    settings: Settings
+    store: Store
+    tests: Mapping[pytest.Item, tuple[MeasuredTest, Names]]
+    ranks: OneProcess
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if item in self._tests:
+        if item in self.tests:
             forget_verdict(item)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         result = yield
-        if item not in self._tests:
+        if item not in self.tests:
             return result
-        measured, names = self._tests[item]
-        judging = Judging(self._config, self._settings, self._store, item, measured, self._ranks)
+        measured, names = self.tests[item]
+        judging = Judging(self.config, self.settings, self.store, item, measured, self.ranks)
         judging.conclude(replace(measured.not_measured(NOT_MARKED), missing=names))
         return result
 
@@ -96,6 +89,6 @@ class NoLongerMeasured:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        if item in self._tests:
-            complete_report(item, self._tests[item][0], call, report)
+        if item in self.tests:
+            complete_report(item, self.tests[item][0], call, report)
         return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,37 +26,30 @@ _LEAVES = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
 """Exceptions that end the session, and not a test."""
 
 
+@dataclass(eq=False, repr=False)
 class RankHooks:
     """Hooks around those of `Measuring`; registered first, so that a failure is recorded before these run."""
 
-    def __init__(
-        self, ranks: RankSession, measured: Mapping[pytest.Item, MeasuredTest], tell: Callable[[str], object]
-    ) -> None:
-        """Make the hooks of one session.
-
-        Args:
-            ranks: The session among those of the other ranks.
-            measured: The measured tests.
-            tell: Called on rank 0 with what makes the session red that happened on another rank.
-        """
-        self._ranks = ranks
-        self._measured = measured
-        self._tell = tell
-        self._failed: list[str] = []
-        """Failures on this rank that are in no verdict, each as a clause."""
-        self.current: MeasuredTest | None = None
-        """The measured test that runs."""
+    ranks: RankSession
+    """The session among those of the other ranks."""
+    measured: Mapping[pytest.Item, MeasuredTest]
+    tell: Callable[[str], object]
+    """Called on rank 0 with what makes the session red that happened on another rank."""
+    current: MeasuredTest | None = None
+    """The measured test that runs."""
+    _failed: list[str] = field(default_factory=list)
+    """Failures on this rank that are in no verdict, each as a clause."""
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         self._comes_to(item, "set-up")
-        measured = self._measured.get(item)
+        measured = self.measured.get(item)
         if measured is None:
             return (yield)
-        watch = self._ranks.watch
+        watch = self.ranks.watch
         self.current, watch.measures = measured, True
         try:
-            self._ranks.begin(item.nodeid)
+            self.ranks.begin(item.nodeid)
         except RankLost as lost:
             _stop(item, lost)
         return (yield from self._until_it_ends(item, measured, "set-up"))
@@ -63,8 +57,8 @@ class RankHooks:
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         self._comes_to(item, "call")
-        measured = self._measured.get(item)
-        if measured is None or self._ranks.has_ended:
+        measured = self.measured.get(item)
+        if measured is None or self.ranks.has_ended:
             return (yield)
         return (yield from self._until_it_ends(item, measured, "call"))
 
@@ -74,13 +68,13 @@ class RankHooks:
         try:
             return (yield)
         finally:
-            self.current, self._ranks.watch.measures = None, False
-            self._ranks.watch.where = f"what follows {item.nodeid}"
+            self.current, self.ranks.watch.measures = None, False
+            self.ranks.watch.where = f"what follows {item.nodeid}"
 
     def _comes_to(self, item: pytest.Item, phase: str) -> None:
-        self._ranks.watch.where = where = f"{item.nodeid} ({phase})"
+        self.ranks.watch.where = where = f"{item.nodeid} ({phase})"
         with suppress(BoardError):  # which the watch reports
-            self._ranks.consensus.comes_to(where)
+            self.ranks.consensus.comes_to(where)
 
     def _until_it_ends(self, item: pytest.Item, measured: MeasuredTest, phase: str) -> Generator[None, object, object]:
         """Run a phase of a measured test, and if it ends the test, by itself, do so on all ranks."""
@@ -89,7 +83,7 @@ class RankHooks:
         except _LEAVES:
             raise
         except BaseException as error:
-            if not self._ranks.has_ended:
+            if not self.ranks.has_ended:
                 self._end(item, measured, error, phase)
             elif isinstance(error, RankLost):
                 _stop(item, error)
@@ -99,7 +93,7 @@ class RankHooks:
         """Tell the others that ``error`` ended the test, and raise what ends it on all of them, unless ``error`` does."""
         end = _end_of(item, error, phase)
         try:
-            verdict = self._ranks.ended_by_itself(end, measured.not_measured(end.why, failed_by_itself=True))
+            verdict = self.ranks.ended_by_itself(end, measured.not_measured(end.why, failed_by_itself=True))
         except RankLost as lost:
             _stop(item, lost)
         if verdict is None or verdict.failure is None:
@@ -114,7 +108,7 @@ class RankHooks:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "failed" or hasattr(report, "wasxfail"):
             return
-        if report.when == "teardown" or not any(item.nodeid == report.nodeid for item in self._measured):
+        if report.when == "teardown" or not any(item.nodeid == report.nodeid for item in self.measured):
             phase = {"setup": "set-up", "teardown": "tear-down"}.get(report.when or "", "call")
             text = str(report.longrepr).strip()[-_MOST_TEXT:]
             self._failed.append(f"{report.nodeid} failed in its {phase}: {_last_line(report)}\n{text}")
@@ -126,15 +120,15 @@ class RankHooks:
             result = yield
         except BaseException as error:
             ended_early = str(error) or type(error).__name__
-            self._ranks.end_tests(self._failed, ended_early)
-            self._ranks.write_now()
+            self.ranks.end_tests(self._failed, ended_early)
+            self.ranks.write_now()
             raise
-        watch = self._ranks.watch
+        watch = self.ranks.watch
         watch.where, watch.measures = "the end of its tests", False
-        self._ranks.end_tests(self._failed, ended_early)
-        if self._ranks.rank.is_first:
-            self._tell_of_others(self._ranks.consensus.ends_of_sessions())
-        self._ranks.write_now()
+        self.ranks.end_tests(self._failed, ended_early)
+        if self.ranks.rank.is_first:
+            self._tell_of_others(self.ranks.consensus.ends_of_sessions())
+        self.ranks.write_now()
         return result
 
     def _tell_of_others(self, ends: list[Any]) -> None:
@@ -143,9 +137,9 @@ class RankHooks:
                 continue
             rank = Rank(number, len(ends))
             for what in failed:
-                self._tell(f"{rank}: {what}")
+                self.tell(f"{rank}: {what}")
             if ended_early is not None:
-                self._tell(f"{rank} ended early: {ended_early}")
+                self.tell(f"{rank} ended early: {ended_early}")
 
 
 def _stop(item: pytest.Item, lost: RankLost) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,11 +42,6 @@ class RankSession(OneProcess):
         self._watch: Watch | None = None
         self._writes = False
         self._told_its_end = False
-
-    @property
-    def joined(self) -> bool:
-        """True if the other ranks know of this one."""
-        return self._watch is not None
 
     @property
     def watch(self) -> Watch:
@@ -174,14 +168,14 @@ class RankSession(OneProcess):
             self._watch = None
 
 
-def ranks_of(seconds: float, environ: Mapping[str, str] | None = None) -> OneProcess | RankSession:
+def ranks_of(seconds: float, environ: Mapping[str, str]) -> OneProcess | RankSession:
     """Return this process's part among the ranks of its job. Raises `LaunchError`.
 
     Args:
         seconds: Those of ``--gpumem-rank-timeout``.
-        environ: The variables of the launcher; by default the process's.
+        environ: The variables of the launcher.
     """
-    launch = launch_of(os.environ if environ is None else environ)
+    launch = launch_of(environ)
     return OneProcess() if launch is None else RankSession(launch, seconds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
@@ -26,18 +27,18 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.selection import Selection
 
 
+@dataclass(frozen=True, slots=True)
 class StoreAtEnd:
     """The store of a session with what it measured. All methods raise `StoreError` and `BackendError`."""
 
-    def __init__(self, store: Store, settings: Settings, root: Path) -> None:
-        self._store = store
-        self._settings = settings
-        self._root = root
+    store: Store
+    settings: Settings
+    root: Path
 
     def write(self, results: list[TestResult], mode: UpdateMode) -> list[str]:
         """Write what ``mode`` accepts, and return what became of the store, each as a line."""
         passed = [result for result in results if result.passed]
-        recorded, commit = datetime.now(timezone.utc).date().isoformat(), commit_of(self._root)
+        recorded, commit = datetime.now(timezone.utc).date().isoformat(), commit_of(self.root)
         measured: dict[Key, tuple[Verdict, Baseline]] = {}
         for result in passed:
             for verdict in result.verdict.verdicts:
@@ -45,18 +46,18 @@ class StoreAtEnd:
                 named = result.verdict.named_device
                 measured[key] = (
                     verdict,
-                    baseline_of(verdict.measurement, recorded, commit, self._settings.reason, named),
+                    baseline_of(verdict.measurement, recorded, commit, self.settings.reason, named),
                 )
-        stored = {key: self._store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
+        stored = {key: self.store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
         accepted = entries_to_write(mode, measured, stored)
         gone = self._renamed(measured) if mode == "all" else []
-        unlocked = self._store.change(accepted, gone) if accepted or gone else None
+        unlocked = self.store.change(accepted, gone) if accepted or gone else None
         not_passed = len(results) - len(passed)
         note = f"; {not_passed} not written, because the test did not pass" if not_passed else ""
         left_out = times_left_out(mode, measured, stored)
         if left_out:
             note += f"; {len(left_out)} without {'its' if len(left_out) == 1 else 'their'} times: {left_out[0]}"
-        reason = self._settings.reason
+        reason = self.settings.reason
         if reason is not None:
             note += f"; the reason is kept with {sum(entry.reason == reason for entry in accepted.values())}"
         said = [
@@ -74,17 +75,17 @@ class StoreAtEnd:
         return [
             (slug, key)
             for slug in sorted({slug for slug, _, _ in tests})
-            for _, key in self._store.keys(slug)
+            for _, key in self.store.keys(slug)
             # Those of jobs of another size stay: this one could not measure them.
             if (slug, key.file, key.test) in tests and key not in measured and _world(key.name) in worlds
         ]
 
     def unused(self, results: list[TestResult], selection: Selection) -> tuple[str, ...]:
         """Return a line on baselines that belong to no test, if there are any, after a session that ran all its tests."""
-        if not (self._settings.baseline or self._settings.update):
+        if not (self.settings.baseline or self.settings.update):
             return ()
         gone = unused(
-            [entry for slug in sorted(self._compared_slugs(results)) for entry in self._store.keys(slug)],
+            [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
             # What an update says of tests that are not measured any more is a line of its own.
             measured=selection.measured | {(one.verdict.file, one.verdict.test) for one in results},
             whole_files=selection.files,
@@ -94,15 +95,15 @@ class StoreAtEnd:
 
     def stored(self, results: list[TestResult]) -> Stored:
         """Return what a merged report needs to know of the store: a shard alone does not know what is unused."""
-        if not (self._settings.baseline or self._settings.update):
+        if not (self.settings.baseline or self.settings.update):
             return Stored()
         slugs = self._compared_slugs(results)
-        keys = [entry for slug in sorted(slugs) for entry in self._store.keys(slug)]
+        keys = [entry for slug in sorted(slugs) for entry in self.store.keys(slug)]
         return Stored(tuple(keys), frozenset(key.file for _, key in keys if not self._exists(key.file)))
 
     def of_other_devices(self, others: Collection[tuple[str, str]]) -> list[str]:
         """Return a sentence for a session without a measured test if ``others``, given as (file, test), have baselines."""
-        stored = self._store.keys(files={file for file, _ in others}) if others else ()
+        stored = self.store.keys(files={file for file, _ in others}) if others else ()
         slugs = {(key.file, key.test): slug for slug, key in stored if (key.file, key.test) in others}
         if not slugs:
             return []
@@ -118,10 +119,10 @@ class StoreAtEnd:
     def _compared_slugs(self, results: list[TestResult]) -> set[str]:
         """Return the devices with whose baselines the results were compared."""
         measured = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
-        return {self._settings.compared_slug(slug) for slug in measured}
+        return {self.settings.compared_slug(slug) for slug in measured}
 
     def _exists(self, file: str) -> bool:
-        return (self._root / file).exists()
+        return (self.root / file).exists()
 
 
 def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:

@@ -41,7 +41,7 @@ def repeated_blocks(model: torch.nn.Module, named: str | None = None) -> list[li
             f"{type(model).__name__} has no repeated blocks (a ModuleList or Sequential of modules of one type); "
             "name them with blocks=PATTERN, or use checkpoint=modules:PATTERN"
         )
-    chosen = max(deep or lists, key=lambda entry: _parameters(entry[1]))[2]
+    chosen = max(deep or lists, key=lambda entry: parameters_of(entry[1]))[2]
     return [
         [Block(_join(path, name), member) for name, member in module.named_children()]
         for path, module in _outermost((path, module) for path, module, kind in lists if kind is chosen)
@@ -136,7 +136,8 @@ def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str
     return kept
 
 
-def _parameters(module: torch.nn.Module) -> int:
+def parameters_of(module: torch.nn.Module) -> int:
+    """Return the number of a model's or a module's parameters; tied ones count once."""
     return sum(map(elements_of, module.parameters()))
 
 

@@ -159,10 +159,14 @@ def _tokens_in(batch: object) -> int | None:
     return None
 
 
-def feed(model: Any, batch: Any) -> Any:
-    """Return the model's output: a mapping is passed as keyword arguments, a tuple or list as positional ones."""
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a model is called with for a batch: a mapping's by keyword, a tuple's or list's by position."""
     if issubclass(type(batch), Mapping):
-        return model(**batch)
-    if is_a(batch, tuple, list):
-        return model(*batch)
-    return model(batch)
+        return (), dict(batch)
+    return (tuple(batch) if is_a(batch, tuple, list) else (batch,)), {}
+
+
+def feed(model: Any, batch: Any) -> Any:
+    """Return the model's output for a batch."""
+    args, kwargs = arguments_of(batch)
+    return model(*args, **kwargs)

@@ -41,11 +41,8 @@ class BlockRuns:
         """Record the modules that are called within the context."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
-        handle = register_module_forward_pre_hook(lambda module, _inputs: self.modules.add(id(module)))
-        try:
+        with register_module_forward_pre_hook(lambda module, _inputs: self.modules.add(id(module))):
             yield
-        finally:
-            handle.remove()
 
     def check(self, model: torch.nn.Module, config: StepConfig) -> None:
         """Raise `ConfigError` if none of the parts to recompute in ``model`` was recomputed.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.emulation.torch_build import what_compiling_lacks
+from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
 from pytest_gpumem.torch_support.private_api import compiled_graphs, compiles_within_modes, load_compiler
@@ -62,8 +63,7 @@ def compile_now(phases: Iterable[Phase], word: str) -> None:
     compiled.
     """
     with warnings_of_compiling(), something_compiled(word):
-        for phase in phases:
-            phase.run()
+        run_phases(phases)
     collect_everything()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.tracker import function_mode
+from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.checkpointing import BlockRuns, checkpointed
@@ -48,7 +50,7 @@ def dry_run(training: Training, device: Device) -> DryRun:
     attention = CallsOfAttention(config)
     data = None if config.sharding is None else config.sharding.data
     waits, without_gradient = data is not None and data.wrapped, list[str]()
-    cast = CastTo(precision_named(config.precision))
+    cast = CastTo(config.precision)
     wrong: list[str] = []
     notes: tuple[str, ...] = ()
 
@@ -85,16 +87,17 @@ def dry_run(training: Training, device: Device) -> DryRun:
                 break
             if attempt == MOST_OVERFLOWS:
                 if wrong:
+                    more = f" ({len(wrong)} gradients are)" if len(wrong) > 1 else ""
                     raise MeasuringError(
                         f"the gradient of {wrong[0]} is not a number (NaN) under {config}, whatever the gradients are scaled "
-                        f"by: the optimizer would be skipped in every step{_more(wrong)}"
+                        f"by: the optimizer would be skipped in every step{more}"
                     )
                 notes = (
                     f"the gradients overflow at every scale down to {after:g}: the optimizer is skipped in every step",
                 )
     training.before_optimizer = None
     runs.check(training.model, config)
-    cast.check(config.precision)
+    cast.check()
     attention.check()
     # The parts themselves are run again without being called, so that no hook of theirs sees it.
     return DryRun(notes, again.number + runs.again() - parts_before, overflows=bool(notes))
@@ -102,13 +105,12 @@ def dry_run(training: Training, device: Device) -> DryRun:
 
 def dry_run_inference(phases: Iterable[Phase], config: StepConfig) -> None:
     """Run an inference step that autocasts once, not compiled. Raises `ConfigError` when autocast cast nothing."""
-    cast = CastTo(precision_named(config.precision))
+    cast = CastTo(config.precision)
     if cast.is_idle:
         return
     with cast.watched():
-        for phase in phases:
-            phase.run()
-    cast.check(config.precision)
+        run_phases(phases)
+    cast.check()
 
 
 class CallsInBackward:
@@ -122,11 +124,8 @@ class CallsInBackward:
         """Count the module calls within the context."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
-        handle = register_module_forward_pre_hook(self._count)
-        try:
+        with register_module_forward_pre_hook(self._count):
             yield
-        finally:
-            handle.remove()
 
     def _count(self, *_: object) -> None:
         self.number += 1
@@ -148,10 +147,6 @@ def counted_again(phases: Sequence[Phase], recomputed: int | None) -> tuple[list
         if phase.name != "forward":
             counting[index] = phase._replace(run=partial(first, index, phase))
     return counting, again
-
-
-def _more(names: list[str]) -> str:
-    return f" ({len(names)} gradients are)" if len(names) > 1 else ""
 
 
 def _without_gradient(model: torch.nn.Module) -> Iterator[str]:
@@ -177,23 +172,19 @@ class CallsOfAttention:
         self._wanted = config.sharding is not None and config.sharding.degree("cp") > 1
         self._seen = False
 
-    def watched(self) -> AbstractContextManager[object]:
-        """Look at the calls of what runs within the context."""
-        return self._watched() if self._wanted else nullcontext()
-
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        from torch.overrides import TorchFunctionMode
+    def watched(self) -> Iterator[None]:
+        """Look at the calls of what runs within the context."""
+        if not self._wanted:
+            yield
+            return
 
-        outer = self
+        def call(func: Any, args: Any, kwargs: Any) -> Any:
+            if getattr(func, "__name__", "") == "scaled_dot_product_attention":
+                self._seen = True
+            return func(*args, **kwargs)
 
-        class Watch(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if getattr(func, "__name__", "") == "scaled_dot_product_attention":
-                    outer._seen = True
-                return func(*args, **(kwargs or {}))
-
-        with Watch():
+        with function_mode(call):
             yield
 
     def check(self) -> None:
@@ -206,10 +197,15 @@ class CallsOfAttention:
 
 
 class CastTo:
-    """Detector of autocast's effect: whether any operation, or any module, returned a tensor of its dtype."""
+    """Detector of autocast's effect: whether any operation, or any module, returned a tensor of its dtype.
 
-    def __init__(self, precision: Any) -> None:
-        self._name: str | None = None if precision is None else precision.autocast
+    ``word`` is the precision in the config.
+    """
+
+    def __init__(self, word: str | None) -> None:
+        precision = precision_named(word)
+        self._word = word
+        self._name = None if precision is None else precision.autocast
         self._seen = False
 
     @property
@@ -217,40 +213,34 @@ class CastTo:
         """True if the precision has no autocast, so that there is nothing to detect."""
         return self._name is None
 
-    def watched(self) -> AbstractContextManager[object]:
-        """Look at the results of what runs within the context."""
-        return nullcontext() if self._name is None else self._watched(self._name)
-
     @contextmanager
-    def _watched(self, name: str) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
+        """Look at the results of what runs within the context."""
+        if self._name is None:
+            yield
+            return
         import torch
         from torch.nn.modules.module import register_module_forward_hook
-        from torch.overrides import TorchFunctionMode
 
-        dtype = getattr(torch, name)
-        outer = self
+        dtype = getattr(torch, self._name)
 
-        class Watch(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                outer._see(result, dtype)
-                return result
+        def call(func: Any, args: Any, kwargs: Any) -> Any:
+            result = func(*args, **kwargs)
+            self._see(result, dtype)
+            return result
 
         # What a scripted module computes is seen by its output only.
         handle = register_module_forward_hook(lambda _module, _inputs, output: self._see(output, dtype))
-        try:
-            with Watch():
-                yield
-        finally:
-            handle.remove()
+        with handle, function_mode(call):
+            yield
 
     def _see(self, result: object, dtype: torch.dtype) -> None:
         self._seen = self._seen or any(tensor.dtype == dtype for tensor in tensors_in(result))
 
-    def check(self, word: str | None) -> None:
-        """Raise `ConfigError` if autocast cast nothing; ``word`` is the precision in the config."""
+    def check(self) -> None:
+        """Raise `ConfigError` if autocast cast nothing."""
         if self._name is not None and not self._seen:
             raise ConfigError(
-                f"{word}: autocast was on and cast nothing to {self._name}; the model switches it off, or has no operation "
-                "that autocast casts"
+                f"{self._word}: autocast was on and cast nothing to {self._name}; the model switches it off, or has no "
+                "operation that autocast casts"
             )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.model_step import build_model, built_on, given_model
 from pytest_gpumem.steps.precision import in_precision
 from pytest_gpumem.steps.surroundings import is_uninitialised
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.private_api import replaced
 from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import is_a
 
@@ -32,7 +33,6 @@ def parameters_on_meta() -> Iterator[None]:
     import torch
 
     register = torch.nn.Module.register_parameter
-
     made: dict[int, tuple[weakref.ref[torch.nn.Parameter], torch.nn.Parameter]] = {}
 
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -45,12 +45,8 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = known
         register(module, name, parameter)
 
-    modules: Any = torch.nn.Module
-    modules.register_parameter = on_meta
-    try:
+    with replaced(torch.nn.Module, "register_parameter", on_meta):
         yield
-    finally:
-        modules.register_parameter = register
 
 
 def built(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> torch.nn.Module:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.step_config.blocks import repeated_blocks
 from pytest_gpumem.step_config.checkpoint_kinds import in_segments
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.steps.batches import mapped, micro_batches
+from pytest_gpumem.steps.batches import arguments_of, mapped, micro_batches
 from pytest_gpumem.steps.model_step import loss_of
 from pytest_gpumem.steps.surroundings import caching
-from pytest_gpumem.torch_support.static_access import is_a
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,7 +70,7 @@ class Pipeline:
             first = [segment[0].path for segment in in_segments([blocks], stages)]
         except ValueError as error:
             raise ConfigError(f"shard={config.shard}: {error}") from None
-        args, kwargs = _call(mapped(parts[0], lambda tensor: tensor.to("meta")))
+        args, kwargs = arguments_of(mapped(parts[0], lambda tensor: tensor.to("meta")))
         with warnings.catch_warnings(), ExitStack() as stack:
             # What exporting says about itself.
             warnings.simplefilter("ignore")
@@ -98,7 +97,7 @@ class Pipeline:
         """Run forward and backward of all micro-batches, in the schedule's order."""
         import torch
 
-        args, kwargs = _call(self._batch)
+        args, kwargs = arguments_of(self._batch)
         # The trace has the positional ones first. What no stage takes is not given to the first one.
         first = self._takes if self._is_first else ()
         positional = [one for one, taken in zip(args, first, strict=False) if taken]
@@ -145,10 +144,3 @@ def _put_buffers(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> N
             value = buffers.get(f"{path}.{name}" if path else name)
             if value is not None:
                 setattr(owner, name, value)
-
-
-def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that a model is called with for a batch."""
-    if is_a(batch, tuple, list):
-        return tuple(batch), {}
-    return ((), dict(batch)) if is_a(batch, dict) else ((batch,), {})

@@ -102,26 +102,25 @@ def batch_in_precision(batch: Any, word: str | None) -> Any:
     return mapped(batch, lambda tensor: tensor.to(wanted) if tensor.is_floating_point() else tensor)
 
 
-def autocasting(word: str | None, device: torch.device, *, cached: bool = True) -> AbstractContextManager[object]:
-    """Return the autocast of the precision, for a forward pass; a null context for precisions without one.
+@contextmanager
+def autocasting(word: str | None, device: torch.device, *, cached: bool = True) -> Iterator[None]:
+    """Run a forward pass within the autocast of the precision; as it is for precisions without one.
 
     ``cached`` says whether a weight that is used twice is cast once (torch's default).
     Raises `MeasuringError` when autocast did not come on: then a step would be measured in another precision.
     """
-    precision = precision_named(word)
-    if precision is None or precision.autocast is None:
-        return nullcontext()
-    return _autocast(device.type, precision.autocast, cached)
-
-
-@contextmanager
-def _autocast(device_type: str, dtype_name: str, cached: bool) -> Iterator[None]:
     import torch
 
-    dtype = getattr(torch, dtype_name)
-    with torch.autocast(device_type, dtype=dtype, cache_enabled=cached):
-        if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) != dtype:
-            raise MeasuringError(f"autocast to {dtype_name} is not on: torch does not support it on {device_type} here")
+    precision = precision_named(word)
+    if precision is None or precision.autocast is None:
+        yield
+        return
+    dtype = getattr(torch, precision.autocast)
+    with torch.autocast(device.type, dtype=dtype, cache_enabled=cached):
+        if not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) != dtype:
+            raise MeasuringError(
+                f"autocast to {precision.autocast} is not on: torch does not support it on {device.type} here"
+            )
         yield
 
 

@@ -48,13 +48,15 @@ def build_sharded(
         ConfigError: The model is not one that can be sharded so; the message says why.
         CannotRun: The device cannot run it.
     """
+    import torch
+
     device, sharding, blocks = context.device.torch_device, layout.sharding, config.blocks
     mesh = mesh_of(layout, device)
     pipeline = None
     if sharding.staged:
         # Traced before lines are looked for, in a mode that cannot be traced.
         buffers = built(factory, config, device).named_buffers()
-        whole = in_precision(build_model(factory, torch_meta()), config.precision, given=False)
+        whole = in_precision(build_model(factory, torch.device("meta")), config.precision, given=False)
         _refuse_ties(whole, config)
         pipeline = Pipeline(whole, buffers, batch, loss, config, mesh["pp"].get_group(), device)
         blocks = pipeline.blocks
@@ -69,7 +71,8 @@ def build_sharded(
             _refuse_ties(model, config)
             _split_tensors(model, mesh["tp"])
         if sharding.fully:
-            notes = _shard_fully(model, replace(config, blocks=blocks), mesh[_data_dims(layout)])
+            dims = ("copies", "data") if sharding.replicas > 1 else "data"
+            notes = _shard_fully(model, replace(config, blocks=blocks), mesh[dims])
         materialise(model, device, parameters_on_host="params" in config.offloaded)
         if sharding.data is None or not sharding.data.wrapped:
             return Built(model, model, blocks, creation_sites, pipeline, notes=notes)
@@ -86,13 +89,6 @@ def _refuse_ties(model: torch.nn.Module, config: StepConfig) -> None:
         other = first.setdefault(id(parameter), name)
         if other != name:
             raise ConfigError(f"shard={config.shard} would untie {other} and {name}; untie them, or use shard=fsdp")
-
-
-def torch_meta() -> torch.device:
-    """Return the device of tensors without memory."""
-    import torch
-
-    return torch.device("meta")
 
 
 def _ddp(model: torch.nn.Module) -> tuple[DistributedDataParallel, Mapping[int, torch.Tensor]]:
@@ -174,10 +170,6 @@ def mesh_of(layout: Layout, device: torch.device, *, sequence: bool = False) -> 
         dims["data"] *= parts.pop("cp", 1)
     dims |= parts
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-
-
-def _data_dims(layout: Layout) -> str | tuple[str, ...]:
-    return ("copies", "data") if layout.sharding.replicas > 1 else "data"
 
 
 def _shard_fully(model: torch.nn.Module, config: StepConfig, mesh: DeviceMesh) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.timing.intervals import ratio_of_pairs, ratio_to_runs
+from pytest_gpumem.timing.validity import percent
 from pytest_gpumem.values.interference import PACE, Slowed
 
 if TYPE_CHECKING:
@@ -179,11 +180,7 @@ def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
     """Return a clause that says that the machine ran slower during the head's runs; ``None`` if it did not."""
     paces = [(_pace(head), _pace(base)) for base, head in pairs]
     change = statistics.median(now / then for now, then in paces if now is not None and then is not None) - 1
-    return f"the machine ran {_percent(-change)} slower in the runs of the head" if change < -SLOWER_IN_TURNS else None
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.0f} %"
+    return f"the machine ran {percent(-change)} slower in the runs of the head" if change < -SLOWER_IN_TURNS else None
 
 
 def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
@@ -243,7 +240,7 @@ def slower_machine(this: Runs, pace: float | None, most: float = SLOWER_MACHINE)
     if this.pace is None or pace is None:
         return None
     change = this.pace / pace - 1
-    return f"the machine runs {_percent(-change)} slower than it did" if change < -most else None
+    return f"the machine runs {percent(-change)} slower than it did" if change < -most else None
 
 
 def _judged(

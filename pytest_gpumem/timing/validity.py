@@ -125,7 +125,7 @@ def sm_clock_share(after: Conditions) -> float | None:
 
 def _slow_clock(after: Conditions) -> str | None:
     clock = sm_clock_share(after)
-    return None if clock is None else f"the SM clock was at {_percent(clock)} of its default"
+    return None if clock is None else f"the SM clock was at {percent(clock)} of its default"
 
 
 def other_processes(before: Conditions, after: Conditions) -> int:
@@ -149,7 +149,7 @@ def _waited(before: Conditions, after: Conditions) -> str | None:
     waited = share(before, after, before.waited, after.waited)
     if waited is None or waited <= WAITED:
         return None
-    return f"the thread waited {_percent(waited)} of the time for a core"
+    return f"the thread waited {percent(waited)} of the time for a core"
 
 
 def _stolen(before: Conditions, after: Conditions) -> str | None:
@@ -160,7 +160,7 @@ def _stolen(before: Conditions, after: Conditions) -> str | None:
     busy = 1 + max(share(before, after, before.others, after.others) or 0.0, 0.0)
     if (stolen - after.tick / elapsed(before, after)) / busy <= STOLEN:
         return None
-    return f"the hypervisor took {_percent(stolen / busy)} of the time of each busy core"
+    return f"the hypervisor took {percent(stolen / busy)} of the time of each busy core"
 
 
 def _others(before: Conditions, after: Conditions) -> str | None:
@@ -184,7 +184,8 @@ def elapsed(before: Conditions, after: Conditions) -> float:
     return after.seconds - before.seconds
 
 
-def _percent(ratio: float) -> str:
+def percent(ratio: float) -> str:
+    """Return a ratio as text: ``12 %``."""
     return f"{100 * ratio:.0f} %"
 
 

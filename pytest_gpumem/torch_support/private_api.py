@@ -31,6 +31,17 @@ MODULE_PARTS = {"modules": "_modules", "parameters": "_parameters", "buffers": "
 """The attributes in which a module keeps its parts by name: dicts, but in scripted modules."""
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Have an attribute of a module or class be ``value`` within the context."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 def peak_resets(device_type: str) -> list[tuple[str, str]]:
     """Return modules and names of torch's functions that reset a peak of this type of device; a release may lack some."""
     public = (f"torch.{device_type}", f"torch.{device_type}.memory", "torch.accelerator", "torch.accelerator.memory")
@@ -268,11 +279,8 @@ def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[o
         with around(roots):
             return original(roots, *args, **kwargs)
 
-    setattr(torch.autograd, name, run)
-    try:
+    with replaced(torch.autograd, name, run):
         yield
-    finally:
-        setattr(torch.autograd, name, original)
 
 
 def replace_python_of_backward(
@@ -440,11 +448,8 @@ def recording_no_operators() -> Iterator[None]:
     enable = profiler._enable_profiler
     scopes: Any = RecordScope
     # None would be all. In this one is only what runs in the Static Runtime, where no step does.
-    profiler._enable_profiler = partial(enable, scopes={scopes.STATIC_RUNTIME_MODEL})
-    try:
+    with replaced(profiler, "_enable_profiler", partial(enable, scopes={scopes.STATIC_RUNTIME_MODEL})):
         yield
-    finally:
-        profiler._enable_profiler = enable
 
 
 def threads_of_spans(profiler: Profile) -> dict[int, Threads]:
@@ -646,14 +651,13 @@ def around_collectives(
 
         return broadcast_within
 
-    torch_dist, work, torch_functional = (cast("Any", one) for one in (dist, dist.Work, functional))
-    before = work.wait, torch_functional.wait_tensor, torch_dist._broadcast_coalesced
-    work.wait, torch_functional.wait_tensor = followed(before[0]), followed(before[1])
-    torch_dist._broadcast_coalesced = within(before[2])
-    try:
+    anything: Any = dist
+    with (
+        replaced(dist.Work, "wait", followed(dist.Work.wait)),
+        replaced(functional, "wait_tensor", followed(functional.wait_tensor)),
+        replaced(dist, "_broadcast_coalesced", within(anything._broadcast_coalesced)),
+    ):
         yield
-    finally:
-        work.wait, torch_functional.wait_tensor, torch_dist._broadcast_coalesced = before
 
 
 FAKE = "fake"

@@ -133,7 +133,7 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = N
     for tensor in tensors:
         own = _own_storage(tensor)
         # Subclasses made of other tensors (DTensor, quantized weights) have none, and these are reached by themselves.
-        for storage in (own,) if own is not None else map(_own_storage, _sparse_parts(tensor)):
+        for storage in (own,) if own is not None else map(_own_storage, sparse_parts(tensor)):
             if storage is not None and _has_memory(storage) and (device is None or is_on(storage.device, device)):
                 yield storage
 
@@ -174,7 +174,8 @@ def _has_memory(storage: torch.UntypedStorage) -> bool:
             return False
 
 
-def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that a sparse tensor is made of; none of another one."""
     import torch
 
     anything = cast("Any", torch.Tensor)

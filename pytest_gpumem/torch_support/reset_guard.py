@@ -6,11 +6,12 @@ call in the middle of a measured test would hide everything before it.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import sys
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.torch_support.private_api import peak_resets
+from pytest_gpumem.torch_support.private_api import peak_resets, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,20 +23,13 @@ def before_each_reset(see: Callable[[], object], device_type: str) -> Iterator[N
 
     A suite that kept a reference to the public function (in a table of backends) calls the private one, which is replaced, too.
     """
-    import sys
-
-    replaced: list[tuple[Any, str, Any]] = []
-    for module_name, name in peak_resets(device_type):
-        module = sys.modules.get(module_name)
-        original = getattr(module, name, None)
-        if original is not None:
-            setattr(module, name, _seen_first(original, see))
-            replaced.append((module, name, original))
-    try:
+    with ExitStack() as stack:
+        for module_name, name in peak_resets(device_type):
+            module = sys.modules.get(module_name)
+            original = getattr(module, name, None)
+            if original is not None:
+                stack.enter_context(replaced(module, name, _seen_first(original, see)))
         yield
-    finally:
-        for module, name, original in replaced:
-            setattr(module, name, original)
 
 
 def _seen_first(original: Callable[..., Any], see: Callable[[], object]) -> Callable[..., Any]:

@@ -53,16 +53,6 @@ def memory() -> Memory:
     return Memory()
 
 
-def test_a_window_sees_the_peak_of_a_window_within_it(memory):
-    outer = memory.open_window()
-    memory.spike(10)
-    inner = memory.open_window()
-    memory.spike(30)
-    assert memory.close_window(inner) == Peak(30, 60)
-    memory.spike(20)
-    assert memory.close_window(outer) == Peak(30, 60)
-
-
 def test_windows_may_overlap(memory):
     first = memory.open_window()
     memory.spike(10)
@@ -125,11 +115,8 @@ def test_an_error_within_is_raised_where_the_peak_cannot_be_read(memory, stretch
     assert outer.peak == Peak(seen, 2 * seen)
 
 
-def test_the_higher_of_two_peaks_is_so_field_by_field():
+def test_the_higher_of_two_peaks_is_so_field_by_field_and_lacks_what_one_of_them_does():
     assert highest(Peak(1, 20), Peak(2, 10)) == Peak(2, 20)
-
-
-def test_without_reserved_bytes_there_are_none_in_the_higher_peak():
     assert highest(Peak(1), Peak(2, 10)) == Peak(2)
     assert highest(Peak(1), Peak(2)) == Peak(2)
 

@@ -167,20 +167,30 @@ def _up(nbytes: int, to: int) -> int:
     return -(-nbytes // to) * to
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    made = SyntheticCuda()
+def in_place_of_torchs(monkeypatch, cuda):
+    """Have torch reset the peaks of this allocator."""
     for module in ("torch.cuda", "torch.cuda.memory"):
-        monkeypatch.setattr(f"{module}.reset_peak_memory_stats", made.really_reset_peaks)
-    return made
+        monkeypatch.setattr(f"{module}.reset_peak_memory_stats", cuda.really_reset_peaks)
+    return cuda
 
 
-@pytest.fixture
-def device(cuda):
+@contextmanager
+def opened(cuda):
     device = CudaDevice(cuda)
     device.open()
     yield device
     device.close()
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return in_place_of_torchs(monkeypatch, SyntheticCuda())
+
+
+@pytest.fixture
+def device(cuda):
+    with opened(cuda) as device:
+        yield device
 
 
 # Counting
@@ -203,15 +213,6 @@ def test_the_peak_is_that_since_the_last_was_taken(cuda, device):
     del second
     assert device.pop_peak().allocated == 30 * MIB
     assert device.pop_peak().allocated == 0
-
-
-def test_the_first_peak_does_not_reach_back_before_the_device_was_opened(cuda):
-    before = cuda.allocate(100 * MIB)
-    del before
-    device = CudaDevice(cuda)
-    device.open()
-    assert device.pop_peak().allocated == 0
-    device.close()
 
 
 def test_the_allocation_that_finds_the_statistics_is_in_no_peak(device):
@@ -240,22 +241,20 @@ def test_turnover_counts_what_was_asked_for_whether_freed_or_not(cuda, device):
 
 def test_foreign_bytes_cancel_out(cuda):
     foreign = cuda.allocate(70 * MIB)
-    device = CudaDevice(cuda)
-    device.open()
-    own = cuda.allocate(10 * MIB)
-    live_before, reserved_before = device.live(), device.reserved()
-    window = device.open_window()
-    temporary = cuda.allocate(4 * MIB)
-    del temporary
-    peak = device.close_window(window)
-    figures = Figures(live_before - 10 * MIB, live_before, reserved_before, peak, device.live(), device.live())
+    with opened(cuda) as device:
+        own = cuda.allocate(10 * MIB)
+        live_before, reserved_before = device.live(), device.reserved()
+        window = device.open_window()
+        temporary = cuda.allocate(4 * MIB)
+        del temporary
+        peak = device.close_window(window)
+        figures = Figures(live_before - 10 * MIB, live_before, reserved_before, peak, device.live(), device.live())
     assert figures.memory_metrics() == {
         "peak_allocated": 14 * MIB,
         "peak_reserved": 14 * MIB,
         "retained": 0,
         "cyclic_garbage": 0,
     }
-    device.close()
     assert own is not foreign
 
 
@@ -276,41 +275,40 @@ def test_an_allocator_without_statistics_is_not_believed(made):
         device.live()
 
 
-def test_an_allocator_that_does_not_count_requests_is_read_as_rounded(monkeypatch):
-    made = SyntheticCuda(counters=("allocated_bytes", "reserved_bytes"))
-    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", made.really_reset_peaks)
-    device = CudaDevice(made)
-    device.open()
-    before = device.live()
-    kept = made.allocate(1)
-    assert device.live() - before == ROUNDING
-    assert device.pop_peak().allocated == ROUNDING
-    device.close()
-    assert kept is not None
+def test_without_counted_requests_bytes_are_rounded_and_recorded_without_history(monkeypatch):
+    cuda = in_place_of_torchs(monkeypatch, SyntheticCuda(counters=("allocated_bytes", "reserved_bytes")))
+    tokens = []
+    with opened(cuda) as device:
+        before = device.live()
+        kept = cuda.allocate(1)
+        assert device.live() - before == ROUNDING
+        assert device.pop_peak().allocated == ROUNDING
+        assert device.blocks() == {id(kept): ROUNDING}
+        with device.recorded(tokens):
+            del kept
+    assert [token.nbytes for token in tokens] == [-ROUNDING]
+    assert cuda.calls == ["recorded, without history"]
 
 
-def test_an_allocator_whose_count_of_requests_stands_still_is_read_as_rounded(monkeypatch):
-    made = SyntheticCuda()
-    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", made.really_reset_peaks)
-    really = made.statistics
-    made.statistics = lambda: {**really(), "requested_bytes.all.current": 0, "requested_bytes.all.peak": 0}
-    device = CudaDevice(made)
-    device.open()
-    kept = made.allocate(1)
-    assert device.live() == ROUNDING
-    device.close()
+def test_an_allocator_whose_count_of_requests_stands_still_is_read_as_rounded(cuda):
+    really = cuda.statistics
+    cuda.statistics = lambda: {**really(), "requested_bytes.all.current": 0, "requested_bytes.all.peak": 0}
+    with opened(cuda) as device:
+        kept = cuda.allocate(1)
+        assert device.live() == ROUNDING
     assert kept is not None
 
 
 # Resets by measured code
 
 
-def test_a_reset_by_measured_code_does_not_hide_the_peak_before_it(cuda, device):
+def test_a_reset_by_measured_code_hides_no_peak_and_that_code_reads_its_own(cuda, device):
     first = cuda.allocate(100 * MIB)
     del first
     torch.cuda.reset_peak_memory_stats()
     second = cuda.allocate(30 * MIB)
     del second
+    assert cuda.statistics()["requested_bytes.all.peak"] == 30 * MIB
     assert device.pop_peak() == Peak(100 * MIB, 100 * MIB)
     assert device.pop_peak().allocated == 0
 
@@ -325,57 +323,37 @@ def test_the_peak_after_a_reset_by_measured_code_counts_as_well(cuda, device):
     assert device.pop_peak().allocated == 100 * MIB
 
 
-def test_what_measured_code_reads_after_its_own_reset_is_what_it_would_read_without_us(cuda, device):
-    first = cuda.allocate(100 * MIB)
-    del first
-    torch.cuda.reset_peak_memory_stats()
-    second = cuda.allocate(30 * MIB)
-    assert cuda.statistics()["requested_bytes.all.peak"] == 30 * MIB
-    assert device.pop_peak().allocated == 100 * MIB
-    del second
-
-
 def test_a_closed_device_leaves_resets_alone(cuda):
     before = torch.cuda.reset_peak_memory_stats
-    device = CudaDevice(cuda)
-    device.open()
-    assert torch.cuda.reset_peak_memory_stats is not before
-    device.close()
+    with opened(cuda):
+        assert torch.cuda.reset_peak_memory_stats is not before
     assert torch.cuda.reset_peak_memory_stats == before
 
 
-def test_a_peak_that_measured_code_reset_is_not_carried_into_the_next_stretch(cuda):
-    device = CudaDevice(cuda)
-    device.open()
+def test_no_peak_reaches_back_before_the_device_was_opened(cuda, device):
     first = cuda.allocate(100 * MIB)
     del first
     torch.cuda.reset_peak_memory_stats()
     device.close()
+    second = cuda.allocate(100 * MIB)
+    del second
     device.open()
     assert device.pop_peak().allocated == 0
-    device.close()
 
 
 # Pausing
 
 
-def test_what_happens_in_a_pause_is_not_in_the_peak(cuda, device):
-    device.pop_peak()
-    with device.unrecorded():
-        temporary = cuda.allocate(100 * MIB)
-        del temporary
-        torch.cuda.reset_peak_memory_stats()
-    assert device.pop_peak().allocated == 0
-
-
-def test_a_pause_keeps_the_peak_before_it(cuda, device):
+def test_what_happens_in_a_pause_is_not_in_the_peak_but_what_was_before_is(cuda, device):
     device.pop_peak()
     first = cuda.allocate(30 * MIB)
     del first
     with device.unrecorded():
         temporary = cuda.allocate(100 * MIB)
         del temporary
+        torch.cuda.reset_peak_memory_stats()
     assert device.pop_peak().allocated == 30 * MIB
+    assert device.pop_peak().allocated == 0
 
 
 def test_what_a_pause_left_behind_is_live(cuda, device):
@@ -395,7 +373,7 @@ def test_the_allocator_knows_every_block_so_that_there_is_none_to_adopt_or_belie
 # Recording
 
 
-def test_what_is_recorded_is_told_with_its_operators_and_the_bytes_that_were_asked_for(cuda, device):
+def test_what_is_recorded_is_told_with_its_operators_and_the_bytes_asked_for(cuda, device):
     tokens = []
     with device.recorded(tokens):
         (kept,) = cuda.run("aten::mul", 1001)
@@ -404,6 +382,9 @@ def test_what_is_recorded_is_told_with_its_operators_and_the_bytes_that_were_ask
     assert block == id(kept)
     shown = [token.nbytes if isinstance(token, AllocationEvent) else getattr(token, "name", "end") for token in tokens]
     assert shown == ["aten::mul", 1001, "end", "aten::add", 7, "end", -7]
+    assert device.live() == 1001
+    del kept
+    assert device.live() == 0
 
 
 def test_what_was_there_before_and_goes_is_told_with_the_bytes_that_were_asked_for(cuda, device):
@@ -413,20 +394,6 @@ def test_what_was_there_before_and_goes_is_told_with_the_bytes_that_were_asked_f
     with device.recorded(tokens):
         del before
     assert [(token.address, token.nbytes) for token in tokens] == [(address, -1001)]
-
-
-def test_an_allocator_that_does_not_count_requests_is_recorded_as_rounded_and_without_history(monkeypatch):
-    made = SyntheticCuda(counters=("allocated_bytes", "reserved_bytes"))
-    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", made.really_reset_peaks)
-    device = CudaDevice(made)
-    device.open()
-    tokens = []
-    with device.recorded(tokens):
-        kept = made.allocate(1)
-    device.close()
-    assert [token.nbytes for token in tokens] == [ROUNDING]
-    assert made.calls == ["recorded, without history"]
-    assert kept is not None
 
 
 def test_the_tokens_of_another_thread_come_where_they_happened(cuda, device):
@@ -451,16 +418,6 @@ def test_the_peak_of_what_is_recorded_is_nobodys_and_that_before_it_is_kept(cuda
         torch.cuda.reset_peak_memory_stats()
     assert device.pop_peak().allocated == 30 * MIB
     assert device.pop_peak().allocated == 0
-
-
-def test_a_device_is_read_after_a_recording_as_before(cuda, device):
-    tokens = []
-    with device.recorded(tokens):
-        kept = cuda.allocate(1001)
-    assert device.live() == 1001
-    del kept
-    assert device.live() == 0
-    assert len(tokens) == 1
 
 
 def record(device, run):
@@ -500,27 +457,12 @@ def test_what_is_raised_in_a_recording_comes_out_and_leaves_the_device_usable(cu
     assert device.pop_peak().allocated == 0
 
 
-def test_a_closed_device_records_nothing(cuda):
-    with pytest.raises(RuntimeError, match="the cuda device is not open"), CudaDevice(cuda).recorded([]):
-        pass
-
-
 def test_the_blocks_are_those_that_tensors_hold_as_they_were_asked_for(cuda, device):
     kept, gone = cuda.allocate(1001), cuda.allocate(5000)
     assert device.blocks() == {id(kept): 1001, id(gone): 5000}
     address = id(gone)
     del gone
     assert address not in device.blocks()
-
-
-def test_without_requests_the_blocks_are_as_large_as_the_allocator_made_them(monkeypatch):
-    cuda = SyntheticCuda(counters=("allocated_bytes", "reserved_bytes"))
-    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", cuda.really_reset_peaks)
-    device = CudaDevice(cuda)
-    device.open()
-    kept = cuda.allocate(1001)
-    assert device.blocks() == {id(kept): 1024}
-    device.close()
 
 
 def test_the_snapshot_is_that_of_the_latest_recording(cuda, device, tmp_path):
@@ -560,7 +502,11 @@ def test_a_snapshot_that_cannot_be_written_is_an_error_of_the_system(cuda, devic
 # Opening and closing
 
 
-@pytest.mark.parametrize("read", [CudaDevice.live, CudaDevice.turnover])
+@pytest.mark.parametrize(
+    "read",
+    [CudaDevice.live, CudaDevice.turnover, lambda device: device.recorded([]).__enter__()],
+    ids=["live", "turnover", "recorded"],
+)
 def test_nothing_can_be_read_from_a_closed_device(cuda, read):
     with pytest.raises(RuntimeError, match="the cuda device is not open"):
         read(CudaDevice(cuda))
@@ -579,7 +525,7 @@ def test_settling_waits_and_drops_workspaces_before_the_cache(cuda, device):
     assert (device.live(), device.reserved()) == (0, 0)
 
 
-def test_releasing_workspaces_empties_the_cache_so_that_blocks_of_other_streams_are_freed(cuda, device):
+def test_releasing_workspaces_empties_the_cache_which_frees_other_streams_blocks(cuda, device):
     cuda.keep_workspace(32 * MIB)
     device.release_workspaces()
     assert (device.live(), device.reserved()) == (0, 0)

@@ -20,7 +20,7 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.devices.registry import make_cpu, make_cuda
-from tests.devices.test_cuda import SyntheticCuda
+from tests.devices.test_cuda import SyntheticCuda, in_place_of_torchs
 from tests.locking import GATE, log_of, overlaps, start, state_of, wait_for
 
 NO_LOCK = "no lock keeps other measured tests off the GPU "
@@ -44,22 +44,20 @@ def in_a_worker():
         yield
 
 
+def interrupted(_seconds):
+    raise KeyboardInterrupt
+
+
+def unlockable(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 def finished(*processes):
     codes = [process.wait(30) for process in processes]
     assert codes == [0] * len(codes)
 
 
 # What is held
-
-
-def test_a_device_is_shared_but_for_a_stretch_alone(lock, locks):
-    with lock.shared():
-        assert state_of(locks) == "shared"
-        with lock.exclusive() as refused:
-            assert refused is None
-            assert state_of(locks) == "alone"
-        assert state_of(locks) == "shared"
-    assert state_of(locks) == "free"
 
 
 def test_the_gate_is_open_for_whoever_comes_next(lock, locks):
@@ -339,9 +337,6 @@ def test_somebody_who_is_alone_for_ever_is_not_waited_for_for_ever(tmp_path, loc
 
 
 def test_ctrl_c_while_waiting_to_be_alone_gives_the_share_back_and_opens_the_gate(tmp_path, lock, locks, monkeypatch):
-    def interrupted(_seconds):
-        raise KeyboardInterrupt
-
     with lock.shared():
         with somebody("lock.shared()", tmp_path):
             monkeypatch.setattr(device_lock.time, "sleep", interrupted)
@@ -354,9 +349,6 @@ def test_ctrl_c_while_waiting_to_be_alone_gives_the_share_back_and_opens_the_gat
 
 
 def test_ctrl_c_while_waiting_for_a_share_leaves_nothing_held(tmp_path, lock, locks, monkeypatch):
-    def interrupted(_seconds):
-        raise KeyboardInterrupt
-
     with somebody("lock.shared(), lock.exclusive()", tmp_path):
         monkeypatch.setattr(device_lock.time, "sleep", interrupted)
         with pytest.raises(KeyboardInterrupt), lock.shared():
@@ -389,7 +381,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_fails_nothing(tmp_path):
     )
 
 
-def test_where_no_lock_can_be_had_a_process_is_taken_to_be_alone_unless_it_is_a_worker(lock, locks, monkeypatch):
+def test_where_no_lock_can_be_had_a_process_counts_as_alone_unless_it_is_a_worker(lock, locks, monkeypatch):
     locks.touch()
     assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.ENOTDIR}] Not a directory: '{locks}')"
     monkeypatch.delenv("PYTEST_XDIST_WORKER")
@@ -438,17 +430,11 @@ def test_a_system_without_record_locks_is_told(lock, monkeypatch):
 
 
 def test_a_file_system_that_has_no_locks_is_told(lock, monkeypatch):
-    def unlockable(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
     monkeypatch.setattr(fcntl, "lockf", unlockable)
     assert refused_by(lock) == f"{NO_LOCK}([Errno {errno.ENOLCK}] No locks available)"
 
 
 def test_a_lock_that_fails_later_is_told_and_tried_again_by_the_next_test(lock, locks, monkeypatch):
-    def unlockable(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
     with lock.shared():
         monkeypatch.setattr(fcntl, "lockf", unlockable)
         with lock.exclusive() as refused:
@@ -478,10 +464,7 @@ def test_a_user_has_a_folder_of_their_own_by_number(tmp_path, monkeypatch):
 def device(request, lock, monkeypatch):
     if request.param == "cpu":
         return CpuDevice(lock)
-    runtime = SyntheticCuda()
-    for module in ("torch.cuda", "torch.cuda.memory"):
-        monkeypatch.setattr(f"{module}.reset_peak_memory_stats", runtime.really_reset_peaks)
-    return CudaDevice(runtime, lock)
+    return CudaDevice(in_place_of_torchs(monkeypatch, SyntheticCuda()), lock)
 
 
 def test_an_open_device_is_shared_and_a_closed_one_is_free(device, locks):
@@ -561,7 +544,7 @@ def held_by(tmp_path, then):
     return holder
 
 
-def test_who_waits_is_told_once_which_process_and_test_holds_the_device_and_how_to_avoid_it(tmp_path, lock, told):
+def test_who_waits_is_told_once_who_holds_the_device_and_how_to_avoid_it(tmp_path, lock, told):
     holder = held_by(tmp_path, 'wait_for("told")')
 
     def tell(sentence):

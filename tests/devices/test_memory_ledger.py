@@ -8,30 +8,22 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 
 import pytest
 
 from pytest_gpumem.devices import memory_ledger
 from pytest_gpumem.devices.memory_ledger import DeviceMemory, Entry, MemoryLedger, State, may_begin
+from tests import locking
 from tests.locking import log_of, wait_for
 
 RESTS, SHARES, ALONE = State.RESTS, State.SHARES, State.ALONE
 EMPTY = DeviceMemory(total=16, free=16, held=0)
-HEADER = """
-import os, signal, sys, time
-from contextlib import nullcontext
-from pathlib import Path
+LEDGER = """
 from pytest_gpumem.devices.memory_ledger import DeviceMemory, MemoryLedger
 
-folder, me = Path(sys.argv[1]), sys.argv[2]
 ledger = MemoryLedger("GPU-0", folder=folder / "ledger")
 now = lambda: DeviceMemory(total=16, free=16, held=1)
-
-
-def note(event):
-    # One short line is appended in one piece. Written within the stretch that it tells of, lines are in true order.
-    with open(folder / "log", "a") as log:
-        log.write(f"{event} {me}\\n")
 
 
 def run(wanted, seconds=0.1):
@@ -61,9 +53,17 @@ def now(memory=EMPTY):
 
 
 def start(script, folder, name):
-    (folder / "log").touch()
-    source = HEADER + textwrap.dedent(script)
-    return subprocess.Popen([sys.executable, "-c", source, str(folder), name])
+    """A process called ``name`` that has a ``ledger`` in ``folder / "ledger"``, and runs ``script``."""
+    return locking.start(LEDGER + textwrap.dedent(script), folder, name)
+
+
+@contextmanager
+def somebody_who_holds_14(folder):
+    process = start("run(14, seconds=600)", folder, "holds")
+    wait_for("begins 14 holds", folder)
+    yield process
+    process.kill()
+    process.wait()
 
 
 def finished(*processes):
@@ -164,13 +164,10 @@ def test_small_ones_that_come_later_cannot_starve_a_large_one(tmp_path, wanted):
 
 
 def test_a_process_that_is_killed_gives_its_bytes_back(tmp_path):
-    killed = start("run(14, seconds=600)", tmp_path, "killed")
-    wait_for("begins 14 killed", tmp_path)
-    waits = start("run(14)", tmp_path, "waits")
-    with pytest.raises(subprocess.TimeoutExpired):
-        waits.wait(0.5)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    with somebody_who_holds_14(tmp_path):
+        waits = start("run(14)", tmp_path, "waits")
+        with pytest.raises(subprocess.TimeoutExpired):
+            waits.wait(0.5)
     finished(waits)
 
 
@@ -230,27 +227,22 @@ def test_a_process_leaves_only_when_it_runs_no_test_and_may_enter_again(tmp_path
 
 
 def test_ctrl_c_while_waiting_leaves_the_queue_to_others(tmp_path):
-    holds = start("run(14, seconds=600)", tmp_path, "holds")
-    wait_for("begins 14 holds", tmp_path)
-    interrupted = start(
-        """
+    script = """
         try:
             note("waits")
             run(13)
         except KeyboardInterrupt:
             note("interrupted")
             sys.stdin.read()
-        """,
-        tmp_path,
-        "waits",
-    )
-    wait_for("waits waits", tmp_path)
-    interrupted.send_signal(signal.SIGINT)
-    wait_for("interrupted waits", tmp_path)
-    finished(start("run(0)", tmp_path, "small"))
-    for process in (holds, interrupted):
-        process.kill()
-        process.wait()
+    """
+    with somebody_who_holds_14(tmp_path):
+        interrupted = start(script, tmp_path, "waits")
+        wait_for("waits waits", tmp_path)
+        interrupted.send_signal(signal.SIGINT)
+        wait_for("interrupted waits", tmp_path)
+        finished(start("run(0)", tmp_path, "small"))
+    interrupted.kill()
+    interrupted.wait()
 
 
 # Of one process
@@ -272,13 +264,10 @@ def test_what_is_reserved_is_exchanged_for_the_whole_device(tmp_path):
 
 
 def test_a_test_begins_in_any_case_once_whoever_holds_the_memory_must_hang(tmp_path, monkeypatch):
-    holds = start("run(14, seconds=600)", tmp_path, "holds")
-    wait_for("begins 14 holds", tmp_path)
     monkeypatch.setattr(memory_ledger, "MOST_SECONDS", 0.2)
-    with MemoryLedger("GPU-0", folder=tmp_path / "ledger").reserved(14, now()) as reservation:
+    ledger = MemoryLedger("GPU-0", folder=tmp_path / "ledger")
+    with somebody_who_holds_14(tmp_path), ledger.reserved(14, now()) as reservation:
         assert reservation.limit == 14
-    holds.kill()
-    holds.wait()
 
 
 def test_a_device_that_tells_nothing_any_more_keeps_what_was_reserved(tmp_path):
@@ -295,14 +284,10 @@ def test_a_device_that_tells_nothing_any_more_keeps_what_was_reserved(tmp_path):
         pass
     process = memory_ledger._process_ledger(tmp_path / "ledger", "GPU-0.memory", os.getpid())
     assert process.entry == Entry(9, 0, RESTS)
-    holds = start("run(14, seconds=600)", tmp_path, "holds")
-    wait_for("begins 14 holds", tmp_path)
     # Beside one that leaves no room: nothing more can be taken.
-    with ledger.reserved(2, broken) as reservation:
+    with somebody_who_holds_14(tmp_path), ledger.reserved(2, broken) as reservation:
         assert reservation.limit == 11
     assert process.entry == Entry(11, 0, RESTS)
-    holds.kill()
-    holds.wait()
 
 
 def test_a_system_without_record_locks_is_told(tmp_path, monkeypatch):

@@ -23,6 +23,10 @@ class NVMLLibraryMismatchError(Exception):
     """As in nvidia-ml-py: none of NVML's own errors."""
 
 
+def processes(*pids: int) -> list[SimpleNamespace]:
+    return [SimpleNamespace(pid=pid) for pid in pids]
+
+
 class MadeUpNvml(ModuleType):
     """One GPU, which may be cut into a MIG instance. A value of ``answers`` that is an exception is raised."""
 
@@ -45,7 +49,7 @@ class MadeUpNvml(ModuleType):
             "nvmlDeviceGetClockInfo": 1755,
             "nvmlDeviceGetMaxClockInfo": 1980,
             "nvmlDeviceGetDefaultApplicationsClock": 1830,
-            "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=OWN)],
+            "nvmlDeviceGetComputeRunningProcesses": processes(OWN),
             "nvmlDeviceGetProcessUtilization": NVMLError(NOT_FOUND),
         }
 
@@ -87,27 +91,20 @@ def now(gpu: NvmlGpu, *ours: int) -> GpuNow:
     return gpu.now(lambda pid: pid in ours, 1)
 
 
-def test_a_gpu_is_read_by_its_uuid(nvml, gpu):
+@pytest.mark.parametrize("uuid", ["12", "GPU-12"])
+def test_a_gpu_is_read_by_its_uuid_with_a_prefix_or_without(nvml, uuid):
+    gpu = NvmlGpu(uuid)
     assert now(gpu, OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, OtherProcesses(0))
     assert gpu.sm_clock() == 1.755e9
     assert ("nvmlDeviceGetClockInfo", "gpu", nvml.NVML_CLOCK_SM) in nvml.calls
 
 
-def test_a_uuid_may_have_its_prefix(nvml):
-    assert NvmlGpu("GPU-12").sm_clock() == 1.755e9
-
-
-def test_nvml_is_initialised_once(nvml, gpu):
+def test_nvml_is_initialised_and_asked_for_the_default_clock_once(nvml, gpu):
     for _ in range(3):
         now(gpu, OWN)
         gpu.driver_version()
-    assert sum(name == "nvmlInit" for name, *_ in nvml.calls) == 1
-
-
-def test_the_default_clock_is_asked_for_once_since_it_stays(nvml, gpu):
-    for _ in range(3):
-        now(gpu, OWN)
-    assert sum(name == "nvmlDeviceGetDefaultApplicationsClock" for name, *_ in nvml.calls) == 1
+    asked = [name for name, *_ in nvml.calls]
+    assert asked.count("nvmlInit") == asked.count("nvmlDeviceGetDefaultApplicationsClock") == 1
 
 
 def test_where_there_is_no_default_the_highest_clock_is_it(nvml, gpu):
@@ -152,27 +149,22 @@ def test_the_bits_are_those_of_nvml():
     assert {name: getattr(pynvml, f"nvmlClocksEventReason{name}") for name in named} == named
 
 
-def test_of_a_mig_instance_the_clocks_are_the_gpus_and_the_processes_its_own(nvml):
+def test_of_a_mig_instance_clocks_are_the_gpus_and_all_its_processes_may_work(nvml):
     nvml.handles["MIG-34"] = "instance"
     nvml.parents["instance"] = "gpu"
-    gpu = NvmlGpu("34")
-    assert now(gpu, OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, OtherProcesses(0))
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(OWN, OTHER)
+    others = OtherProcesses(1, frozenset({OTHER}))
+    assert now(NvmlGpu("34"), OWN) == GpuNow(frozenset(), 1.755e9, 1.83e9, others)
     asked = {name: rest[0] for name, *rest in nvml.calls if name.startswith("nvmlDevice")}
     assert asked["nvmlDeviceGetClockInfo"] == asked["nvmlDeviceGetCurrentClocksEventReasons"] == "gpu"
     assert asked["nvmlDeviceGetComputeRunningProcesses"] == "instance"
-
-
-def test_of_a_mig_instance_nobody_knows_who_works(nvml):
-    nvml.handles["MIG-34"], nvml.parents["instance"] = "instance", "gpu"
-    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
-    assert now(NvmlGpu("34"), OWN).other_processes == OtherProcesses(1, frozenset({OTHER}))
 
 
 # Who else
 
 
 def test_another_process_that_works_is_a_stranger_and_an_idle_one_is_not(nvml, gpu):
-    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(OWN, OTHER)
     assert now(gpu, OWN).other_processes == OtherProcesses(0)
     idle = SimpleNamespace(pid=OTHER, smUtil=0, memUtil=0)
     nvml.answers["nvmlDeviceGetProcessUtilization"] = [idle]
@@ -181,23 +173,21 @@ def test_another_process_that_works_is_a_stranger_and_an_idle_one_is_not(nvml, g
     assert now(gpu, OWN).other_processes == OtherProcesses(1, frozenset({OTHER}))
 
 
-def test_where_nobody_knows_who_works_another_process_is_believed_to(nvml, gpu):
-    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
-    nvml.answers["nvmlDeviceGetProcessUtilization"] = NVMLError(NOT_SUPPORTED)
-    assert now(gpu, OWN).other_processes == OtherProcesses(1, frozenset({OTHER}))
-
-
-def test_where_nvml_has_no_samples_nobody_was_seen_to_work(nvml, gpu):
-    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [SimpleNamespace(pid=OWN), SimpleNamespace(pid=OTHER)]
-    for nothing in (NOT_FOUND, nvml.NVML_SUCCESS):
-        nvml.answers["nvmlDeviceGetProcessUtilization"] = NVMLError(nothing)
-        assert now(gpu, OWN).other_processes == OtherProcesses(0)
+def test_another_process_is_believed_to_work_where_nobody_knows_that_it_did_not(nvml, gpu):
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(OWN, OTHER)
+    for refused, others in (
+        (NOT_SUPPORTED, OtherProcesses(1, frozenset({OTHER}))),
+        (NOT_FOUND, OtherProcesses(0)),
+        (nvml.NVML_SUCCESS, OtherProcesses(0)),
+    ):
+        nvml.answers["nvmlDeviceGetProcessUtilization"] = NVMLError(refused)
+        assert now(gpu, OWN).other_processes == others
 
 
 def test_an_older_driver_lists_its_processes_by_the_older_function(nvml, gpu):
     nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = NVMLLibraryMismatchError("use matching versions")
     assert gpu.processes() is None
-    nvml.answers["nvmlDeviceGetComputeRunningProcesses_v2"] = [SimpleNamespace(pid=OWN)]
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses_v2"] = processes(OWN)
     assert gpu.processes() == {OWN}
 
 

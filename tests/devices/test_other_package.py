@@ -86,14 +86,7 @@ def test_a_training_step_is_gated_by_a_baseline_of_its_own(project, xpu):
     failed.stdout.fnmatch_lines(["Memory regressed: peak *", "  what grew *", "*test_it.py:11*"])
 
 
-def test_a_step_needs_the_bytes_that_it_needs_on_the_cpu(project, xpu):
-    project.write(step(256))
-    (there,) = [line for line in xpu("-s").outlines if "PEAK" in line]
-    (here,) = [line for line in project.run("-s").outlines if "PEAK" in line]
-    assert there == here
-
-
-def test_its_peak_is_explained_to_the_byte(project, xpu):
+def test_a_step_needs_the_bytes_of_the_cpu_and_is_explained_to_the_byte(project, xpu):
     project.write(
         step(256)
         + """
@@ -106,7 +99,11 @@ def test_explained(gpumem):
     assert {"parameter", "activation"} <= {row.category for row in composition.rows}
 """
     )
-    xpu().assert_outcomes(passed=2)
+    explained = xpu("-s")
+    explained.assert_outcomes(passed=2)
+    (there,) = [line for line in explained.outlines if "PEAK" in line]
+    (here,) = [line for line in project.run("-s").outlines if "PEAK" in line]
+    assert there == here
 
 
 def test_its_random_numbers_are_given_back(project, xpu):
@@ -215,23 +212,6 @@ def fewest():
 
 def test_no_more_must_be_written():
     assert Device.__abstractmethods__ == {"torch_device", "environment", "live", "peak", "reset_peak"}
-
-
-def test_a_peak_starts_from_what_is_live(fewest):
-    fewest.hold(100)
-    fewest.hold(-60)
-    assert fewest.pop_peak() == Peak(100)
-    fewest.hold(10)
-    assert fewest.pop_peak() == Peak(50)
-
-
-def test_the_peak_of_an_unrecorded_stretch_is_nobodys(fewest):
-    fewest.hold(100)
-    fewest.hold(-100)
-    with fewest.unrecorded():
-        fewest.hold(1000)
-        fewest.hold(-1000)
-    assert fewest.pop_peak() == Peak(100)
 
 
 def test_a_device_is_open_once_and_closed_as_often_as_anybody_likes(fewest):

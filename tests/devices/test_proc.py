@@ -53,40 +53,41 @@ def test_the_time_of_a_process_is_its_own_and_that_of_the_children_it_waited_for
     assert proc.seconds_in(None, 0.01) == proc.seconds_in("", 0.01) == 0.0
 
 
-def test_the_time_of_children_is_that_of_ended_ones_of_live_ones_and_of_their_children(monkeypatch, tmp_path):
-    def process(pid: int, ticks: int, *children: int) -> None:
+@pytest.fixture
+def process(monkeypatch, tmp_path):
+    """Makes a process in ``tmp_path`` as in /proc, with ticks of 0.01 seconds."""
+    monkeypatch.setattr(proc, "tick_seconds", lambda: 0.01)
+
+    def make(pid: int, ticks: int, *environ: str, parent: int = 1, children: tuple[int, ...] = ()) -> None:
         (tmp_path / f"{pid}/task/{pid}").mkdir(parents=True)
         (tmp_path / f"{pid}/task/{pid}/children").write_text("".join(f"{child} " for child in children))
-        (tmp_path / f"{pid}/stat").write_text(f"{pid} (python) S 1 {pid} {pid} 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1\n")
+        (tmp_path / f"{pid}/stat").write_text(f"{pid} (a) S 1) R {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1\n")
+        (tmp_path / f"{pid}/environ").write_text("\0".join([*environ, ""]))
 
+    return make
+
+
+def test_the_time_of_children_is_that_of_ended_and_live_ones_and_their_children(process, monkeypatch, tmp_path):
     # Of 13 there is nothing but its number: it has just ended.
-    process(10, 100_000, 11, 13)
-    process(11, 300, 12)
+    process(10, 100_000, children=(11, 13))
+    process(11, 300, children=(12,))
     process(12, 50)
     process(20, 7000)
     monkeypatch.setattr("os.getpid", lambda: 10)
     monkeypatch.setattr("os.times", lambda: os.times_result((9.0, 9.0, 2.0, 0.25, 99.0)))
-    monkeypatch.setattr(proc, "tick_seconds", lambda: 0.01)
     assert proc.seconds_of_children(tmp_path) == pytest.approx(2.25 + 3.5)
     assert proc.seconds_of_children(tmp_path / "none") == 2.25
 
 
-def test_ranks_are_the_launchers_processes_with_the_same_port(monkeypatch, tmp_path):
-    def process(pid: int, parent: int, *environ: str) -> None:
-        (tmp_path / f"{pid}/task/{pid}").mkdir(parents=True)
-        (tmp_path / f"{pid}/stat").write_text(f"{pid} (a) S 1) R {parent} 1 1 0 -1 0 0 0 0 0 {pid} 0 0 0 20 0 1\n")
-        (tmp_path / f"{pid}/environ").write_text("\0".join([*environ, ""]))
-
-    process(100, 50, "MASTER_PORT=29500")  # this one
-    process(101, 50, "RANK=1", "MASTER_PORT=29500", "A=b")
-    process(102, 50, "MASTER_PORT=295001")  # of another job
-    process(103, 50, "B=MASTER_PORT=29500")
-    process(104, 101, "MASTER_PORT=29500")  # a rank's child
-    (tmp_path / "101/task/101/children").write_text("104 ")
+def test_ranks_are_the_launchers_processes_with_the_same_port(process, monkeypatch, tmp_path):
+    process(100, 100, "MASTER_PORT=29500", parent=50)  # this one
+    process(101, 101, "RANK=1", "MASTER_PORT=29500", "A=b", parent=50, children=(104,))
+    process(102, 102, "MASTER_PORT=295001", parent=50)  # of another job
+    process(103, 103, "B=MASTER_PORT=29500", parent=50)
+    process(104, 104, "MASTER_PORT=29500", parent=101)  # a rank's child
     (tmp_path / "105").mkdir()  # it has just ended
     monkeypatch.setattr("os.getpid", lambda: 100)
     monkeypatch.setattr("os.getppid", lambda: 50)
-    monkeypatch.setattr(proc, "tick_seconds", lambda: 0.01)
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert proc.siblings_with("MASTER_PORT", tmp_path) == (101,)
     assert proc.seconds_of([101, 105], tmp_path) == pytest.approx(1.01 + 1.04)
@@ -134,7 +135,7 @@ def test_readings_only_grow():
     assert after.stolen >= before.stolen >= 0
 
 
-def test_pytest_xdist_workers_are_of_the_session_and_other_processes_of_their_parent_are_not(monkeypatch):
+def test_workers_of_pytest_xdist_are_of_the_session_and_other_siblings_are_not(monkeypatch):
     # In a container the suite's own parent may be the process with the number 1.
     monkeypatch.setattr(os, "getppid", lambda: 50)
     parents = {100: 50, 200: os.getpid(), 300: 1}
@@ -154,7 +155,5 @@ def test_a_process_that_this_one_started_is_of_the_session():
 
 @pytest.mark.parametrize(("told", "workers"), [("4", 4), ("", 1)])
 def test_as_many_measure_as_pytest_xdist_has_workers(monkeypatch, told, workers):
-    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
-    if told is not None:
-        monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", told)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", told)
     assert proc.workers_of_session() == workers

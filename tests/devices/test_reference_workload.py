@@ -15,6 +15,14 @@ def reference_workload():
     return ReferenceWorkload()
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def clock(monkeypatch, *seconds):
     """From now on each part of the work takes the given seconds in turn."""
     borders = itertools.chain.from_iterable((100.0, 100.0 + each) for each in seconds)
@@ -26,36 +34,28 @@ def test_the_pace_is_runs_per_second_of_the_best_of_each_part(reference_workload
     assert reference_workload.pace() == pytest.approx(1 / (0.25 + 0.125 + 0.125))
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_taking_the_pace_changes_neither_threads_nor_random_numbers(reference_workload):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     torch.manual_seed(5)
-    try:
-        reference_workload.pace()
-        assert torch.get_num_threads() == 2
-        assert torch.initial_seed() == 5
-        first = torch.rand(1)
-        torch.manual_seed(5)
-        assert torch.equal(first, torch.rand(1))
-    finally:
-        torch.set_num_threads(threads)
+    reference_workload.pace()
+    assert torch.get_num_threads() == 2
+    assert torch.initial_seed() == 5
+    first = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(first, torch.rand(1))
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_the_work_is_done_on_one_thread(reference_workload, monkeypatch):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     seen = []
     multiply = torch.mm
     monkeypatch.setattr(
         torch, "mm", lambda *args, **kwargs: seen.append(torch.get_num_threads()) or multiply(*args, **kwargs)
     )
-    try:
-        reference_workload.pace()
-        with pytest.raises(KeyError), one_thread():
-            raise KeyError
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
+    reference_workload.pace()
+    with pytest.raises(KeyError), one_thread():
+        raise KeyError
+    assert torch.get_num_threads() == 2
     assert set(seen) == {1}
 
 

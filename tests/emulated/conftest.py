@@ -22,7 +22,7 @@ WITHOUT_VALUES = """
 import sys, types
 nothing = types.ModuleType("pytest_gpumem.host_values.scope")
 nothing.begin = nothing.current = lambda: None
-import pytest_gpumem.emulation
+import pytest_gpumem.host_values
 sys.modules[nothing.__name__] = pytest_gpumem.host_values.scope = nothing
 """
 """Run before torch is imported: it is as if values of small tensors were not computed."""

@@ -144,7 +144,7 @@ print(current().reads.take_trouble())
         assert said.startswith("a value is read that an emulated GPU does not compute")
 
 
-def test_what_one_rank_sends_to_another_is_known_only_where_this_rank_would_send_the_same(ranks):
+def test_what_another_rank_sends_is_known_only_where_this_one_would_send_the_same(ranks):
     source = """
 import warnings
 warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ def test_the_kernels_of_a_graph_are_launched_with_it_and_not_when_it_is_captured
     assert told == "0 2 2\n"
 
 
-def test_everything_takes_the_same_time_so_that_what_is_chosen_by_time_is_the_same_in_every_process(on_gpu):
+def test_everything_takes_the_same_time_so_that_choices_by_time_repeat(on_gpu):
     told = on_gpu(
         "def taken(size):\n"
         "    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"

@@ -128,34 +128,6 @@ print(torch.ones(5).pin_memory().cuda(non_blocking=True).tolist())
     assert on_gpu(source, "h100x8") == "cuda:3 8 512 0\n[1.0, 1.0, 1.0, 1.0, 1.0]\n"
 
 
-def test_fsdp_runs_as_one_rank_of_many(on_gpu):
-    source = """
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-dist.init_process_group("nccl", rank=0, world_size=8, store=dist.HashStore())
-torch.cuda.set_device(0)
-def model():
-    return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
-def live(module):
-    optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
-    for _ in range(2):
-        module(torch.ones(4, 1024, device="cuda")).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_stats()["requested_bytes.all.current"]
-from torch.distributed.device_mesh import init_device_mesh
-sharded = model()
-fully_shard(sharded, mesh=init_device_mesh("cuda", (8,)))
-print(live(sharded))
-import os
-os._exit(print(flush=True) or 0)
-"""
-    (live,) = map(int, on_gpu(source).split())
-    # An eighth of the weights and of their two averages.
-    assert live - WORKSPACES == pytest.approx(3 * 8 * 1024 * 1024 * 4 / 8, rel=0.01)
-
-
 def test_a_training_step_asks_for_nothing_that_the_emulated_gpu_lacks(processes):
     step = """
 import torch

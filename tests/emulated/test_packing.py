@@ -94,7 +94,7 @@ def most_at_once(log):
     return tests, taken
 
 
-def test_tests_with_baselines_share_a_card_without_running_out_and_with_the_bytes_of_alone(session):
+def test_tests_with_baselines_share_a_card_with_the_bytes_of_alone(session):
     recorded = session("--gpumem-update=new")
     assert recorded.returncode == 0, recorded.stdout
     alone = session.figures()
@@ -171,7 +171,7 @@ def test_catches():
 """
 
 
-def test_a_test_that_needs_more_than_known_runs_again_alone_and_is_found_with_its_figures(session):
+def test_a_test_that_needs_more_than_known_runs_again_alone_with_its_figures(session):
     session.write(GROWS)
     recorded = session("--gpumem-update=new")
     assert recorded.returncode == 0, recorded.stdout

@@ -133,7 +133,6 @@ READ = {
     "int(x.new_tensor(x.sum()))": "a value is read",
     "(x * 0).long().unique()": "unique reads values",
 }
-LOGGED = ("x.sum().item()", "float(x.mean())", "str(x.sum())", "x.norm().cpu()")
 
 
 def test_what_the_host_can_know_is_true(on_gpu):
@@ -153,12 +152,7 @@ def test_a_value_that_is_not_computed_is_told_with_the_line_that_reads_it(on_gpu
         assert ("(prediction == target).float().mean().item()" in told) == (said == "a value is read")
 
 
-def test_a_logged_float_disturbs_nothing(on_gpu):
-    source = "x = torch.randn(1000, 1000, device='cuda')\n" + "".join(f"{one}\nprint(seen())\n" for one in LOGGED)
-    assert on_gpu(SEEN + source).splitlines() == ["None"] * len(LOGGED)
-
-
-def test_random_integers_repeat_with_the_seed_and_leave_the_hosts_random_numbers_alone(on_gpu):
+def test_random_integers_repeat_with_the_seed_and_leave_the_hosts_numbers_alone(on_gpu):
     source = """
 def drawn():
     return torch.randint(1000, (4,), device="cuda").tolist()
@@ -208,7 +202,7 @@ print(int(count), count.cpu().item(), int(found.max()), seen() is not None)
     assert on_gpu(SEEN + source) == "8 8 0 True\n"
 
 
-def test_unknown_integers_are_0_whatever_lay_in_their_memory_and_however_they_lie_there(on_gpu):
+def test_unknown_integers_are_0_whatever_lay_in_their_memory_and_however_they_lie(on_gpu):
     source = """
 def left_by_another(nbytes):
     block = torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda")
@@ -299,7 +293,7 @@ os._exit(print(flush=True) or 0)
     assert on_gpu(SEEN + source).split("\\n")[0].splitlines()[:2] == ["[[0, 1, 2], [0, 1, 2]] [0, 1, 2] None", "True"]
 
 
-def test_a_subclass_of_tensor_without_a_dispatch_of_its_own_is_a_tensor_like_any_other(on_gpu):
+def test_a_subclass_without_a_dispatch_of_its_own_is_a_tensor_like_any_other(on_gpu):
     source = """
 class Quantized(torch.nn.Parameter):  # as bitsandbytes' weights of 4 bits
     @classmethod

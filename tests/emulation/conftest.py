@@ -30,28 +30,40 @@ class FakeTorch:
         (self.package / "version.py").write_text(f"__version__ = '{version}'\ncuda: str = {cuda!r}\n", encoding="utf-8")
 
 
-@pytest.fixture
-def fake_torch(tmp_path, monkeypatch) -> FakeTorch:
+def compile_library(library: Path, source: str, *linked: Path | str) -> None:
+    """Compile C to a library that needs those in ``linked``."""
     compiler = shutil.which("cc")
     assert compiler is not None, "the suite needs a C compiler"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    file = library.with_name(f"{library.name}.c")
+    file.write_text(source, encoding="utf-8")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, file, *linked], check=True)
+    file.unlink()
+
+
+def calling(*functions: str) -> str:
+    """C whose ``use`` calls functions of another library."""
+    declared = "".join(f"extern int {name}(void);\n" for name in functions)
+    return declared + f"int use(void) {{ return {' + '.join(f'{name}()' for name in functions)}; }}\n"
+
+
+def compile_runtime(library: Path, *functions: str) -> None:
+    """Compile a library whose functions have its name as their version, as those of CUDA's runtime do."""
+    script = library.with_name(f"{library.name}.map")
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(f"{library.name} {{ global: *; }};\n", encoding="utf-8")
+    source = "".join(f"int {name}(void) {{ return 0; }}\n" for name in functions)
+    compile_library(library, source, f"-Wl,-soname,{library.name}", f"-Wl,--version-script={script}")
+
+
+@pytest.fixture
+def fake_torch(tmp_path, monkeypatch) -> FakeTorch:
     torch = FakeTorch(tmp_path / "site")
-    libraries = torch.package / "lib"
-    libraries.mkdir(parents=True)
+    runtime = tmp_path / "libcudart.so.13"
+    compile_runtime(runtime, *TAKES)
+    compile_library(torch.package / "lib" / "libtorch_cuda.so", calling(*TAKES), runtime)
     (torch.package / "__init__.py").write_text("", encoding="utf-8")
     torch.says("2.13.0+cu130", "13.0")
-    runtime, user = tmp_path / "runtime.c", tmp_path / "user.c"
-    runtime.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in TAKES), encoding="utf-8")
-    user.write_text(
-        "".join(f"extern int {name}(void);\n" for name in TAKES)
-        + f"int use(void) {{ return {' + '.join(f'{name}()' for name in TAKES)}; }}\n",
-        encoding="utf-8",
-    )
-    real, script = tmp_path / "libcudart.so.13", tmp_path / "script"
-    script.write_text("libcudart.so.13 { global: *; };\n", encoding="utf-8")
-    shared = [compiler, "-shared", "-fPIC"]
-    named = ["-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={script}"]
-    subprocess.run([*shared, *named, "-o", str(real), str(runtime)], check=True)
-    subprocess.run([*shared, "-o", str(libraries / "libtorch_cuda.so"), str(user), str(real)], check=True)
     # What is imported already would be found first.
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.syspath_prepend(str(torch.site))

@@ -14,6 +14,7 @@ from pytest_gpumem.emulation.build import stand_ins
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.neighbours import needed_beside
 from pytest_gpumem.emulation.torch_build import installed_torch
+from tests.emulation.conftest import calling, compile_library, compile_runtime
 
 REPOSITORY = Path(__file__).parents[2]
 # Loads what was compiled as `load` does, and calls it through ctypes: torch is not there.
@@ -196,36 +197,22 @@ def test_a_torch_that_cannot_be_read_is_named(fake_torch):
 
 
 def test_a_torch_that_needs_no_cuda_runtime_is_not_known(fake_torch):
-    library = fake_torch.package / "lib" / "libtorch_cuda.so"
-    empty = fake_torch.site / "empty.c"
-    empty.write_text("int nothing;\n", encoding="utf-8")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(empty)], check=True)
+    compile_library(fake_torch.package / "lib" / "libtorch_cuda.so", "int nothing;\n")
     with pytest.raises(EmulationError, match="does not need libcudart: this build of torch is not known"):
         stand_ins(installed_torch())
 
 
 def test_what_other_packages_need_of_these_libraries_is_there_as_well(fake_torch, tmp_path):
-    library = fake_torch.site / "bits" / "lib" / "libbits.so"
-    source, runtime = tmp_path / "bits.c", tmp_path / "theirs.c"
-    library.parent.mkdir(parents=True)
-    source.write_text("extern int cudaTheirs(void);\nint use(void) { return cudaTheirs(); }\n", encoding="utf-8")
-    runtime.write_text("int cudaTheirs(void) { return 0; }\n", encoding="utf-8")
-    shared, script = ["cc", "-shared", "-fPIC"], tmp_path / "theirs.map"
+    folder = fake_torch.site / "bits" / "lib"
     for soname, place in (("libcudart.so.13", tmp_path / "b"), ("libcudart.so.12", tmp_path / "a")):
-        place.mkdir()
-        script.write_text(f"{soname} {{ global: *; }};\n", encoding="utf-8")
-        named = [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}"]
-        subprocess.run([*shared, *named, "-o", str(place / soname), str(runtime)], check=True)
-        subprocess.run(
-            [*shared, "-o", str(library.with_name(f"libbits-{soname}.so")), str(source), str(place / soname)],
-            check=True,
-        )
+        compile_runtime(place / soname, "cudaTheirs")
+        compile_library(folder / f"libbits-{soname}.so", calling("cudaTheirs"), place / soname)
     without = stand_ins(installed_torch())
     # What is installed is read once for the same packages.
     (fake_torch.site / "bits-1.0.dist-info").mkdir()
     built = stand_ins(installed_torch())
     assert built[0].parent == without[0].parent
-    bits = f"bits = ctypes.CDLL({str(library.with_name('libbits-libcudart.so.13.so'))!r})\n"
+    bits = f"bits = ctypes.CDLL({str(folder / 'libbits-libcudart.so.13.so')!r})\n"
     done = run(fake_torch, bits + "print(bits.use())")
     assert (done.stdout, done.stderr) == ("801\n", "pytest-gpumem: the emulated GPU lacks cudaTheirs of libcudart\n")
     assert {path.name for path in built} == {"libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1"}

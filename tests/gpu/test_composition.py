@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint as computed_again
 
 from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.events import AllocationEvent, Open
-from tests.gpu.gpt2 import batch, gpt2_small
 from tests.gpu.project import without_chance
 from tests.workspaces import KEPT
 
@@ -97,14 +96,7 @@ def test_the_rows_of_a_training_step_add_up_to_the_peak_of_the_statistics(gpumem
     assert composition.of("parameter") == state
     # AdamW's counts of steps are on the host.
     assert composition.of("optimizer state") == 2 * state
-
-
-@pytest.mark.usefixtures("room_for_gpt2")
-@pytest.mark.parametrize("config", ["amp-bf16", "amp-bf16,checkpoint=blocks"])
-def test_the_rows_of_gpt2_add_up_to_the_peak_of_the_statistics(gpumem: Gpumem, config: str) -> None:
-    composition = adds_up(gpumem.train_step(gpt2_small, batch(), config=config, explain=True))
-    assert composition.of("activation") > 0
-    assert ("checkpoint" in config) == bool(composition.recomputed)
+    assert bool(composition.recomputed) == ("checkpoint" in config)
 
 
 def test_inference_and_a_function_are_explained_to_the_byte(gpumem: Gpumem) -> None:

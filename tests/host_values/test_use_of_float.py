@@ -179,7 +179,7 @@ def in_a_try():
         (in_a_try, "integer"),
     ],
 )
-def test_a_number_is_followed_through_variables_and_to_the_function_that_it_is_returned_to(convert, use):
+def test_a_number_is_followed_through_variables_and_returns(convert, use):
     USES.clear()
     convert()
     assert {use} == set(USES)

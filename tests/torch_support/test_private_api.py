@@ -51,13 +51,10 @@ def tensor(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def test_an_allocation_is_an_event_with_its_address_and_as_many_bytes_as_were_asked_for():
+def test_allocations_and_frees_are_events_with_their_address_and_the_bytes_asked_for():
     kept = []
     (event,) = recorded(lambda: kept.append(tensor(1001)))
     assert (event.address, event.nbytes) == (kept[0].untyped_storage().data_ptr(), 1001)
-
-
-def test_a_free_is_an_event_with_the_same_address_and_the_bytes_negative():
     allocation, free = recorded(lambda: tensor(1001))
     assert free == AllocationEvent(free.time_ns, allocation.address, -1001)
     assert free.time_ns >= allocation.time_ns
@@ -150,19 +147,15 @@ def test_events_of_a_gpu_are_left_out():
     assert events_of_tree(made_up("Allocation", 1, 5, device="cuda"), made_up("Allocation", 2, 7)) == [7]
 
 
-def test_indices_and_values_of_a_sparse_tensor_are_found_also_when_they_are_not_coalesced():
+def test_indices_and_values_of_sparse_tensors_are_found_uncopied_coalesced_or_not():
     indices, values = torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0])
     uncoalesced = torch.sparse_coo_tensor(indices, values, (2, 2), check_invariants=False)
     assert not uncoalesced.is_coalesced()
     for sparse, count in ((uncoalesced, 2), (uncoalesced.coalesce(), 1)):
         found_indices, found_values = parts_of_coo(sparse)
         assert (found_indices.shape, found_values.shape) == ((2, count), (count,))
-
-
-def test_finding_the_parts_of_a_sparse_tensor_copies_nothing():
-    sparse = torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=False)
-    first, second = parts_of_coo(sparse), parts_of_coo(sparse)
-    assert [part.data_ptr() for part in first] == [part.data_ptr() for part in second]
+        again = parts_of_coo(sparse)
+        assert [part.data_ptr() for part in again] == [found_indices.data_ptr(), found_values.data_ptr()]
 
 
 def test_a_pickled_tensor_has_the_attribute_that_it_is_given_when_it_is_read(monkeypatch, tmp_path):
@@ -285,7 +278,7 @@ def test_a_compiled_function_without_an_operator_of_torch_counts_no_graph():
     assert compiled_graphs() == before
 
 
-def test_the_budget_of_activations_holds_within_and_decides_what_backward_computes_again():
+def test_the_budget_of_activations_decides_what_backward_computes_again():
     def saved_for_backward(fraction: float) -> int:
         from functorch.compile import min_cut_rematerialization_partition, nop
         from torch._functorch.aot_autograd import aot_function
@@ -325,7 +318,7 @@ def test_the_compiler_is_loaded_and_nobody_is_warned(monkeypatch):
     assert loaded == ["torch._inductor.compile_fx"]
 
 
-def test_watched_operators_are_told_below_autograd_also_those_of_backward_and_run_when_asked():
+def test_watched_operators_are_told_below_autograd_and_run_when_asked():
     seen = []
 
     def told(operator, args, kwargs, run):
