@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.runtest.explaining import asks_for_composition
+from pytest_gpumem.runtest.explaining import COMPOSITION, reads_any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,15 +23,15 @@ def reads_all_of_it(gpumem):
 
 
 def test_a_test_that_reads_a_composition_or_an_explanation_asks_for_it():
-    assert asks_for_composition(reads_it)
-    assert asks_for_composition(reads_all_of_it)
+    assert reads_any(reads_it, COMPOSITION)
+    assert reads_any(reads_all_of_it, COMPOSITION)
 
 
 def test_a_test_that_reads_figures_does_not_ask():
     def reads_figures(gpumem):
         assert gpumem.measure(print).peak_allocated < 100
 
-    assert not asks_for_composition(reads_figures)
+    assert not reads_any(reads_figures, COMPOSITION)
 
 
 def helper(m):
@@ -57,12 +57,12 @@ def test_a_test_whose_helper_in_the_same_module_reads_it_asks_for_it():
     def two(gpumem):
         assert helpers_helper(gpumem.measure(print))
 
-    assert asks_for_composition(one)
-    assert asks_for_composition(two)
+    assert reads_any(one, COMPOSITION)
+    assert reads_any(two, COMPOSITION)
 
 
 def test_helpers_that_call_each_other_are_looked_at_once():
-    assert not asks_for_composition(goes_around)
+    assert not reads_any(goes_around, COMPOSITION)
 
 
 def test_a_helper_of_another_module_is_not_followed():
@@ -70,8 +70,8 @@ def test_a_helper_of_another_module_is_not_followed():
     exec("def elsewhere(m):\n    return m.composition\n", other)
     mine: dict[str, Any] = {"elsewhere": other["elsewhere"]}
     exec("def test_it(gpumem):\n    elsewhere(gpumem)\n", mine)
-    assert asks_for_composition(other["elsewhere"])
-    assert not asks_for_composition(mine["test_it"])
+    assert reads_any(other["elsewhere"], COMPOSITION)
+    assert not reads_any(mine["test_it"], COMPOSITION)
 
 
 @pytest.mark.parametrize("kind", ["function", "lambda", "comprehension", "deep"])
@@ -100,7 +100,7 @@ def test_what_is_within_a_test_is_read_with_it(kind):
         "comprehension": with_comprehension,
         "deep": deep,
     }
-    assert asks_for_composition(functions[kind])
+    assert reads_any(functions[kind], COMPOSITION)
 
 
 def test_other_uses_of_the_word_do_not_ask():
@@ -152,7 +152,7 @@ def test_a_helper_that_a_library_decorates_is_still_a_helper_of_the_module(name)
     def with_cache(gpumem):
         assert cached(gpumem)
 
-    assert asks_for_composition({"checked": with_context, "cached": with_cache}[name])
+    assert reads_any({"checked": with_context, "cached": with_cache}[name], COMPOSITION)
 
 
 class TestMethods:
@@ -163,10 +163,10 @@ class TestMethods:
         assert gpumem.measure(print).peak_allocated
 
     def test_a_method_asks_as_a_function_does(self):
-        assert asks_for_composition(self.reads_it)
-        assert not asks_for_composition(self.reads_figures)
+        assert reads_any(self.reads_it, COMPOSITION)
+        assert not reads_any(self.reads_figures, COMPOSITION)
 
 
 @pytest.mark.parametrize("thing", [None, 3, print, functools.partial(reads_it, None), type])
 def test_what_is_no_function_does_not_ask(thing):
-    assert not asks_for_composition(thing)
+    assert not reads_any(thing, COMPOSITION)

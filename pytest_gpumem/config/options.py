@@ -164,7 +164,7 @@ OPTIONS = (
     Option(
         "time",
         kinds.FLAG,
-        "time steps (default); without, memory is measured and work counted only, and steps run fewer times",
+        "time every step, or none (fewer runs of each); by default a gate leaves those out whose baselines have no times",
     ),
     Option(
         "rank_timeout",

@@ -78,8 +78,8 @@ class Settings:
     against: str | None = None
     """The slug of the real GPU whose baselines an emulated one's figures are compared with."""
     strict: bool = False
-    time: bool = True
-    """True if steps are timed."""
+    time: bool | None = None
+    """True if steps are always timed, False if never; ``None`` for where their times are compared, recorded or shown."""
     pack: bool = False
     """True if tests share a GPU by their known peaks."""
     explain: ExplainMode = "on-failure"

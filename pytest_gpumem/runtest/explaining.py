@@ -17,7 +17,7 @@ from pytest_gpumem.reports.explanation import out_of_memory_lines
 from pytest_gpumem.torch_support.static_access import instance_dict, is_a
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.metrics import Kind
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Explanation
 
 
-_ASKING = {"composition", "explanation"}
+COMPOSITION = frozenset({"composition", "explanation"})
+"""Attributes of a `Measurement` that are there if its step is explained; where other modules read them, by ``explain=True``."""
 
 
-def asks_for_composition(function: object) -> bool:
-    """Return whether a function, or one of its own module that it calls, reads an attribute of that name.
+def reads_any(function: object, attributes: Collection[str]) -> bool:
+    """Return whether a function, or one of its own module that it calls, reads one of the ``attributes`` of anything.
 
-    Functions of other modules are not followed: they need ``explain=True``.
+    Functions of other modules are not followed.
     """
     seen: set[int] = set()
     pending = [function.__func__ if is_a(function, types.MethodType) else function]
@@ -41,7 +42,7 @@ def asks_for_composition(function: object) -> bool:
             continue
         seen.add(id(one))
         names = {name for code in _codes(one.__code__) for name in code.co_names}
-        if names & _ASKING:
+        if not names.isdisjoint(attributes):
             return True
         pending += [
             value
@@ -86,7 +87,7 @@ class ExplainPolicy:
         """Return whether to explain a measurement: its test reads that, it fails by its bytes, or becomes a baseline."""
         # A test that only has the marker has no measurement to read.
         judging = self.judging
-        asked = judging.measured.has_fixture and asks_for_composition(getattr(judging.item, "function", None))
+        asked = judging.measured.has_fixture and reads_any(getattr(judging.item, "function", None), COMPOSITION)
         return asked or self._should(judged, "memory")
 
     def device_to_explain(self, judged: Judged) -> str | None:

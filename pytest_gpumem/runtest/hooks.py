@@ -29,6 +29,7 @@ from pytest_gpumem.runtest.judging import (
     record_verdict,
 )
 from pytest_gpumem.runtest.run import TestRun
+from pytest_gpumem.runtest.timed import should_time
 from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:
@@ -143,16 +144,18 @@ class Measuring:
             one.consensus = self.ranks.consensus
         try:
             ownership = self.fixtures.begin(item, device)
+            environment = self._environment(device)
+            times = device.tells_time and should_time(judging, environment.slug)
             context = MeasuringContext(
                 device,
-                TimeBudget(settings.time_budget) if device.tells_time and settings.time else None,
+                TimeBudget(settings.time_budget) if times else None,
                 sites=None if settings.explain == "never" else self._sites,
                 artifacts=Artifacts(settings.artifacts_folder if self._writes else None, item.nodeid, device),
                 over_time=bool(settings.report),
             )
             policy = ExplainPolicy(self.config, settings, judging)
             reads = partial(self.fixtures.shared.reads, item, device)
-            run = TestRun(judging, policy, context, ownership, self._environment(device), reads)
+            run = TestRun(judging, policy, context, ownership, environment, reads)
         except BaseException:
             device.close()
             raise

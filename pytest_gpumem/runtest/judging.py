@@ -181,6 +181,16 @@ class Judging:
                 missing.append(f"{name} ({', '.join(uncounted)})")
         return tuple(missing)
 
+    def stored_for(self, slug: str) -> list[Baseline | NoBaseline]:
+        """Return the test's entries in the store that figures of the device called ``slug`` are compared with."""
+        compared, measured = self.settings.compared_slug(slug), self.measured
+        return self._stored(
+            lambda: [
+                self.store.find(measured.key(name), compared)
+                for name in self.store.names(compared, measured.file, measured.test)
+            ]
+        )
+
     def should_time_again(self, judged: Judged, *, decides_only: bool = False) -> bool:
         """Return whether to time a step once more: its speed has changed, or its times cannot become a baseline.
 
@@ -236,7 +246,7 @@ class Judging:
                 accept = accept_command(verdict, failing, words=words, options=options, rest=rest)
             text = failure_text(verdict, failing, self.settings.units, accept, memory)
             return replace(verdict, failure=text, accept=accept)
-        if not verdict.unmeasured and self.settings.time and self.measured.has_fixture:
+        if not verdict.unmeasured and self.settings.time is not False and self.measured.has_fixture:
             idle = self._idle([one.measurement for one in verdict.verdicts])
             if idle is not None:
                 return replace(verdict, failure=idle)

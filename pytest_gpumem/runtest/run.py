@@ -12,6 +12,7 @@ from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import Reading, largest_of, live_at_rest, live_everywhere, live_of_program
 from pytest_gpumem.measurement import Measurement, MeasuringError, check_name
 from pytest_gpumem.runtest.explaining import call_again
+from pytest_gpumem.runtest.timed import NOT_TIMED
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import instance_dict
@@ -247,7 +248,7 @@ class TestRun:
             step.metrics(),
             name,
             settled=figures.settled,
-            notes=step.notes,
+            notes=(*step.notes, *([NOT_TIMED] if self._leaves_times_out else [])),
             recomputed=step.recomputed,
             times=figures.times,
             work=step.work,
@@ -259,6 +260,12 @@ class TestRun:
             by_device=by_device,
             step_peaks_by_device={name: devices[name].step_peaks for name in by_device},
         )
+
+    @property
+    def _leaves_times_out(self) -> bool:
+        """True if times could be taken, and there is no use for them."""
+        settings = self.judging.settings
+        return self.context.time_budget is None and settings.time is None and self.device.tells_time
 
     def _new_measurement(
         self, workload: Workload, metrics: Mapping[str, float], name: str | None, notes: Sequence[str] = (), **more: Any

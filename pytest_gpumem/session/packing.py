@@ -144,7 +144,7 @@ class Planner:
         return found
 
     def _share(self, one: MeasuredTest, device: Device, memory: SharedMemory) -> GpuShare:
-        if one.has_fixture and device.tells_time and self._settings.time:
+        if one.has_fixture and device.tells_time and self._settings.time is not False:
             return GpuShare(memory, None, "timed")
         slug = self._settings.compared_slug(self._slugs[device.name])
         found = (self._store.find(one.key(name), slug) for name in self._store.names(slug, one.file, one.test))
