@@ -118,7 +118,7 @@ def test_other_uses_of_the_word_do_not_ask():
     def longer(gpumem):
         return gpumem.composition_of_it, gpumem.explanations
 
-    assert not any(map(asks_for_composition, (argument, local, text, longer)))
+    assert not any(reads_any(one, COMPOSITION) for one in (argument, local, text, longer))
 
 
 def test_what_a_decorator_wraps_is_read():
@@ -129,7 +129,7 @@ def test_what_a_decorator_wraps_is_read():
 
         return around
 
-    assert asks_for_composition(decorated(decorated(reads_it)))
+    assert reads_any(decorated(decorated(reads_it)), COMPOSITION)
 
 
 @contextlib.contextmanager

@@ -145,7 +145,7 @@ class Measuring:
         try:
             ownership = self.fixtures.begin(item, device)
             environment = self._environment(device)
-            times = device.tells_time and should_time(judging, environment.slug)
+            times = device.tells_time and should_time(judging, environment)
             context = MeasuringContext(
                 device,
                 TimeBudget(settings.time_budget) if times else None,

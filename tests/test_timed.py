@@ -1,0 +1,67 @@
+"""Which steps a gate times: those whose times it compares, that are limited, recorded, read or asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+STEP = """
+def test_it(gpumem):
+    gpumem.measure(lambda: torch.ones(1000))
+"""
+READS = """
+def test_it(gpumem):
+    m = gpumem.measure(lambda: torch.ones(1000))
+    assert m.step_time < 60
+"""
+LIMITED = """
+@pytest.mark.gpumem(min_throughput="0.001 steps/s")
+def test_it(gpumem):
+    gpumem.measure(lambda: torch.ones(1000))
+"""
+HOOK = """
+def pytest_gpumem_measurement(item, measurement):
+    pass
+"""
+NOT_TIMED = "*it was not timed, as its baseline has no time of this machine: --gpumem-update adds one*"
+
+
+@pytest.fixture
+def recorded(project):
+    """A project whose baseline has no times."""
+    project.write(STEP)
+    assert project.run("--gpumem-update=new").ret == 0
+    return project
+
+
+def is_timed(project, *options: str) -> bool:
+    assert project.run("--gpumem-baseline", "--junitxml=report.xml", *options, timed=True).ret == 0
+    (verdict,) = project.verdicts()["test_it"]["verdicts"]
+    return "step_time" in verdict["measurement"]["metrics"]
+
+
+def test_a_gate_takes_no_time_where_the_baseline_has_none_and_says_so_once(recorded):
+    result = recorded.run("--gpumem-baseline", timed=True)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines([NOT_TIMED, "gpumem: 1 gated"])
+    assert result.stdout.str().count("it was not timed") == 1
+
+
+@pytest.mark.parametrize("source", [READS, LIMITED], ids=["read", "limited"])
+def test_times_that_a_test_reads_or_limits_are_taken(recorded, source):
+    recorded.write(source)
+    assert is_timed(recorded)
+
+
+def test_times_are_taken_for_a_hook_that_is_given_measurements(recorded):
+    recorded.write(HOOK, name="conftest.py")
+    assert is_timed(recorded)
+
+
+def test_times_are_taken_where_they_are_asked_for(recorded):
+    assert is_timed(recorded, "--gpumem-time")
+
+
+def test_strict_mode_fails_a_step_without_a_time_to_compare_with(recorded):
+    result = recorded.run("--gpumem-baseline", "--gpumem-strict", timed=True)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*Not compared (required by --gpumem-strict): new*"])
