@@ -8,14 +8,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pytest_gpumem.metrics import METRICS, MetricAttributes
-from pytest_gpumem.units import format_count, format_large_count
-from pytest_gpumem.values.composition import (
-    NOT_EXPLAINED,
-    Explanation,
-    MissingComposition,
-)
+from pytest_gpumem.units import format_bytes, format_count, format_large_count, format_ratio, format_seconds
+from pytest_gpumem.values.composition import NOT_EXPLAINED, Explanation, MissingComposition
 from pytest_gpumem.values.operator_counts import KeptTallies
 from pytest_gpumem.values.plain import Form, from_plain, to_plain
+from pytest_gpumem.values.rates import Rate, return_on
 from pytest_gpumem.values.step_peaks import StepPeaks
 from pytest_gpumem.values.times import Times
 
@@ -212,25 +209,55 @@ class Measurement(MetricAttributes):
         """The GPU whose peak is `peak_allocated`, such as ``"cuda:1"``; ``None`` where the process sees only one."""
         return largest(self.by_device)
 
-    def saves(self, other: Measurement) -> float:
-        """Return the memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less."""
-        from pytest_gpumem.values.rates import saves
+    def saves(self, other: Measurement) -> Rate:
+        """Return the memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less.
 
-        return saves(self, other)
+        Workspaces are in neither peak. Raises ``ValueError`` for measurements of different devices, or where ``other`` has no
+        bytes to save.
+        """
+        self._check_comparable(other)
+        before = other.peak_allocated - other.workspaces
+        if before <= 0:
+            raise ValueError(
+                f"{other.name!r} has no bytes to save: its peak without workspaces is {format_bytes(before)}"
+            )
+        mine, theirs = format_bytes(self.peak_allocated), format_bytes(other.peak_allocated)
+        rate = (before - self.peak_allocated + self.workspaces) / before
+        return Rate(rate, f"peak {mine} against {theirs}{_on_recomputation(self, other)}")
 
-    def costs(self, other: Measurement) -> float:
-        """Return the time increase rate against ``other``: (this - other) / other, of `step_time`. Negative when faster."""
-        from pytest_gpumem.values.rates import costs
+    def costs(self, other: Measurement) -> Rate:
+        """Return the time increase rate against ``other``: (this - other) / other, of `step_time`. Negative when faster.
 
-        return costs(self, other)
+        Raises ``ValueError`` for measurements of different devices, `MissingMetric` when no time was taken.
+        """
+        self._check_comparable(other)
+        rate = (self.step_time - other.step_time) / other.step_time
+        return Rate(rate, f"step time {format_seconds(self.step_time)} against {format_seconds(other.step_time)}")
 
-    def roi(self, other: Measurement) -> float:
+    def roi(self, other: Measurement) -> Rate:
         """Return `saves` over `costs`; above 1.5 is recommended. Infinite when it costs nothing, 0 when it saves nothing."""
-        from pytest_gpumem.values.rates import roi
+        saving, cost = self.saves(other), self.costs(other)
+        return Rate(return_on(saving, cost), f"saves {format_ratio(saving)}, costs {format_ratio(cost)}")
 
-        return roi(self, other)
+    def _check_comparable(self, other: Measurement) -> None:
+        if self.environment.slug != other.environment.slug:
+            raise ValueError(
+                f"{self.name!r} was measured on {self.environment.device}, {other.name!r} on {other.environment.device}: "
+                "figures of different devices have no relation"
+            )
 
     def __repr__(self) -> str:
         # Short, since it stands in every failed assertion about a figure.
         what = f"{self.workload.step} {self.workload.config or ''}".rstrip()
         return f"<Measurement {self.name!r}: {what} on {self.environment.device}>"
+
+
+def _on_recomputation(mine: Measurement, other: Measurement) -> str:
+    """Return further evidence for or against recomputation."""
+    if mine.recomputed is None or other.recomputed is None:
+        return ""
+    if mine.recomputed == 0 and mine.peak_allocated >= other.peak_allocated:
+        return "; nothing was computed again in backward"
+    if mine.recomputed != other.recomputed:
+        return f"; {mine.recomputed} module calls were computed again in backward, {other.recomputed} there"
+    return ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.reports.layout import columns
 from pytest_gpumem.units import format_bytes, format_ratio, format_seconds
-from pytest_gpumem.values.rates import return_on
+from pytest_gpumem.values.rates import WORTH_IT, return_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -90,7 +90,7 @@ def legend_of(rows: Sequence[MatrixRow]) -> str | None:
     if first is None or len(rows) < 2:
         return None
     return (
-        f"saving and cost against {first.config}; ROI is saving over cost, above 1.5 is recommended; "
+        f"saving and cost against {first.config}; ROI is saving over cost, above {WORTH_IT} is recommended; "
         f"{EFFICIENT} is Pareto-efficient"
     )
 
