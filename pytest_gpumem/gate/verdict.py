@@ -37,16 +37,20 @@ class Outcome(str, Enum):
         """The outcome as text."""
         return self.value.replace("_", " ")
 
+    @property
+    def importance(self) -> int:
+        """Its place among the outcomes."""
+        return list(Outcome).index(self)
+
 
 FAILING = frozenset({Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET})
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
 CHANGED = COMPARED - {Outcome.OK}
-_ORDER = list(Outcome)
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
     """Return the most important of several outcomes; `Outcome.RECORDED` of none."""
-    return max(outcomes, key=_ORDER.index, default=Outcome.RECORDED)
+    return max(outcomes, key=lambda outcome: outcome.importance, default=Outcome.RECORDED)
 
 
 @dataclass(frozen=True, slots=True)
