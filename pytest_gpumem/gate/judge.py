@@ -63,9 +63,9 @@ def judge(
         judge_step_time(measurement, budget, entry if outcome is None else None, tolerances.get(name))
         if name == "step_time"
         else _judge_on_devices(
-            METRICS[name], value, budget.limits.get(name), measurement, entry, outcome, tolerances.get(name)
+            METRICS[name], budget.limits.get(name), measurement, entry, outcome, tolerances.get(name)
         )
-        for name, value in measurement.metrics.items()
+        for name in measurement.metrics
         if name != "throughput"
     )
     throughput = judge_throughput(measurement, budget.min_throughput)
@@ -164,7 +164,6 @@ _WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
 
 def _judge_on_devices(
     metric: Metric,
-    value: float,
     limit: int | None,
     measurement: Measurement,
     baseline: Baseline | None,
@@ -175,15 +174,15 @@ def _judge_on_devices(
 
     Arguments as for `_judge_metric`.
     """
-    whole = _judge_metric(metric, value, limit, measurement, baseline, why_not, tolerance)
+    whole = _judge_metric(metric, limit, measurement, baseline, why_not, tolerance)
     by_device = {device: here[metric.name] for device, here in measurement.by_device.items() if metric.name in here}
     several = len(by_device) > 1 or (by_device and baseline is not None and baseline.by_device)
     if not several:
         return whole
     found = []
-    for device, here in by_device.items():
+    for device in by_device:
         then = None if baseline is None else baseline.on(device, measurement.by_device)
-        one = _judge_metric(metric, here, limit, _on(measurement, device), then, why_not, tolerance)
+        one = _judge_metric(metric, limit, _on(measurement, device), then, why_not, tolerance)
         absent = baseline is not None and then is not baseline and device not in baseline.by_device
         if absent and one.reason is None:
             one = replace(one, reason=f"the baseline has no bytes of {device}")
@@ -191,7 +190,9 @@ def _judge_on_devices(
     return max(
         (one for one in found if one.outcome in _WORSE),
         key=lambda one: (_WORSE.index(one.outcome), one.value - (one.budget or one.baseline or 0)),
-        default=replace(whole, gpu=max(by_device, key=by_device.__getitem__) if value else None),
+        default=replace(
+            whole, gpu=max(by_device, key=by_device.__getitem__) if measurement.metrics[metric.name] else None
+        ),
     )
 
 
@@ -209,7 +210,6 @@ def _is_explained(explanation: Explanation, measurement: Measurement, baseline: 
 
 def _judge_metric(
     metric: Metric,
-    value: float,
     limit: int | None,
     measurement: Measurement,
     baseline: Baseline | None,
@@ -220,13 +220,14 @@ def _judge_metric(
 
     ``limit`` is the budget; ``why_not`` the outcome where no comparison was asked for, or where it is not one of the same work.
     """
+    value = measurement.metrics[metric.name]
     earlier = None if baseline is None else baseline.metrics.get(metric.name, metric.where_absent)
     # A budget is for the whole program, also for the first steps, which no baseline is compared with.
     highest = max((value, *measurement.step_peaks.of(metric.name)))
     if limit is not None and highest > limit:
         return MetricVerdict(metric.name, Outcome.OVER_BUDGET, highest, earlier, budget=limit)
     if tolerance is not None and baseline is not None:
-        compared = _compare(metric, value, limit, measurement, baseline, tolerance)
+        compared = _compare(metric, limit, measurement, baseline, tolerance)
         grew = compared.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) and earlier is not None and value > earlier
         if why_not is None or (metric.unit == "bytes" and grew):
             return compared
@@ -254,9 +255,9 @@ def _not_comparable(
 
 
 def _compare(
-    metric: Metric, value: float, limit: int | None, measurement: Measurement, baseline: Baseline, tolerance: Tolerance
+    metric: Metric, limit: int | None, measurement: Measurement, baseline: Baseline, tolerance: Tolerance
 ) -> MetricVerdict:
-    earlier = baseline.metrics.get(metric.name, metric.where_absent)
+    value, earlier = measurement.metrics[metric.name], baseline.metrics.get(metric.name, metric.where_absent)
     if earlier is None:
         return MetricVerdict(
             metric.name, Outcome.NEW, value, budget=limit, reason=why_new(metric, measurement, baseline)
