@@ -88,10 +88,6 @@ def _reports(files: list[str], where: str) -> tuple[str, ...]:
     return tuple(files)
 
 
-def _patterns(patterns: list[str], where: str) -> tuple[str, ...]:  # noqa: ARG001
-    return tuple(patterns)
-
-
 def _duration(text: str, where: str) -> float:
     try:
         return parse_seconds(text)
@@ -113,7 +109,7 @@ LINE = Kind(str, "a string", _line)
 FOLDER = Kind(str, "a string", _not_empty("a folder"), is_path=True)
 STORE = Kind(str, "a string", _not_empty("a folder or a URL"), is_path=True)
 REPORTS = Kind(list, "an array of file names", _reports, is_array=True, is_path=True)
-PATTERNS = Kind(list, "an array of patterns of tests", _patterns, is_array=True)
+PATTERNS = Kind(list, "an array of patterns of tests", lambda patterns, _: tuple(patterns), is_array=True)
 DURATION = Kind(str, "a string", _duration)
 SECONDS = Kind((int, float, str), "a number of seconds or a string", _seconds)
 """A duration, or a number of seconds."""

@@ -26,12 +26,6 @@ def _size(value: object) -> int:
     return parse_size(value)
 
 
-def _ratio(value: object) -> float:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a percentage; write it like '2 %'")
-    return parse_ratio(value)
-
-
 def _device(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not the name of a device; write 'cuda' or 'cpu'")
@@ -41,8 +35,8 @@ def _device(value: object) -> str:
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "max_gb": ("peak_allocated", parse_gigabytes),
     **{metric.budget: (name, _size) for name, metric in METRICS.items() if metric.budget is not None},
-    "max_growth": ("max_growth", _ratio),
-    "max_slowdown": ("max_slowdown", _ratio),
+    "max_growth": ("max_growth", parse_ratio),
+    "max_slowdown": ("max_slowdown", parse_ratio),
     "min_throughput": ("min_throughput", parse_rate),
     "device": ("device", _device),
 }

@@ -159,7 +159,7 @@ def idle_patterns(
         if is_whole(tests) and not any(matches_test(tests, without_group(item)) for item in everything)
     ]
     for entry in settings.budgets:
-        matching = [item for item in everything if entry.matches(without_group(item))]
+        matching = [item for item in everything if matches_test(entry.tests, without_group(item))]
         held = [measured[item] for item in matching if item in measured]
         if not matching and is_whole(entry.tests):
             idle.append(f"the budget for tests = {entry.tests!r} has no effect: {_MATCHES_NONE}")

@@ -51,7 +51,7 @@ def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
         shown(verdict.metric, verdict.baseline, units, verdict.of),
         shown(verdict.metric, verdict.value, units, verdict.of),
         change(verdict, units),
-        allowance(verdict, units),
+        tolerated(verdict.metric, verdict.allowed, verdict.baseline, units),
         shown(verdict.metric, verdict.budget, units, verdict.of),
         "" if verdict.outcome is Outcome.RECORDED else verdict.outcome.words,
     )
@@ -102,11 +102,6 @@ def change(verdict: MetricVerdict, units: UnitSystem) -> str:
     if not verdict.baseline and not verdict.value:
         return format_ratio(0)
     return moved(verdict.metric, verdict.baseline, verdict.value, units)
-
-
-def allowance(verdict: MetricVerdict, units: UnitSystem) -> str:
-    """Return the tolerated change of the baseline; empty where there is none."""
-    return tolerated(verdict.metric, verdict.allowed, verdict.baseline, units)
 
 
 def tolerated(metric: str, allowed: float | None, old: float | None, units: UnitSystem) -> str:
