@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.metrics import METRICS, MetricAttributes
 from pytest_gpumem.units import format_bytes, format_count, format_large_count, format_ratio, format_seconds
 from pytest_gpumem.values.composition import NOT_EXPLAINED, Explanation, MissingComposition
 from pytest_gpumem.values.operator_counts import KeptTallies
-from pytest_gpumem.values.plain import Form, from_plain, to_plain
+from pytest_gpumem.values.plain import Form, FrozenValue
 from pytest_gpumem.values.rates import Rate, return_on
 from pytest_gpumem.values.step_peaks import StepPeaks
 from pytest_gpumem.values.times import Times
@@ -91,7 +91,7 @@ def _told_apart(now: str | int | None, was: str | int | None) -> tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class Environment(FrozenValue):
     """The device and software of a step. ``slug`` names the device's folder in the store: only equal slugs are compared."""
 
     slug: str
@@ -104,10 +104,7 @@ class Environment:
                 raise ValueError(f"environment: {name!r} is the device's own and cannot be added")
             if isinstance(value, bool) or not isinstance(value, (str, int)):
                 raise TypeError(f"environment: {name} is {value!r}, expected a string or a whole number")
-        object.__setattr__(self, "details", MappingProxyType(dict(sorted(self.details.items()))))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.slug, self.device, dict(self.details))
+        self._freeze(details=dict(sorted(self.details.items())))
 
 
 def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
@@ -116,7 +113,7 @@ def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Measurement(MetricAttributes):
+class Measurement(FrozenValue, MetricAttributes):
     """The figures of one run of one step.
 
     ``metrics`` maps names of ``pytest_gpumem.metrics.METRICS`` to bytes and counts (int), seconds or items a second (float).
@@ -160,21 +157,14 @@ class Measurement(MetricAttributes):
     """The smallest value of each count that was not the same in each step that was counted; ``metrics`` has the largest."""
 
     def __post_init__(self) -> None:
-        ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
-        object.__setattr__(self, "metrics", MappingProxyType(ordered))
-        object.__setattr__(self, "work", MappingProxyType(dict(self.work)))
-        object.__setattr__(self, "by_operator", MappingProxyType(dict(self.by_operator)))
-        by_device = {
-            device: MappingProxyType({name: here[name] for name in METRICS if name in here})
-            for device, here in sorted(self.by_device.items())
-        }
-        object.__setattr__(self, "by_device", MappingProxyType(by_device))
-        object.__setattr__(self, "lowest_counts", MappingProxyType(dict(sorted(self.lowest_counts.items()))))
-        on_each = dict(sorted(self.step_peaks_by_device.items()))
-        object.__setattr__(self, "step_peaks_by_device", MappingProxyType(on_each))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return from_plain, (Measurement, to_plain(self))
+        self._freeze(
+            metrics=_in_order(self.metrics),
+            work=self.work,
+            by_operator=self.by_operator,
+            by_device={device: MappingProxyType(_in_order(here)) for device, here in sorted(self.by_device.items())},
+            lowest_counts=dict(sorted(self.lowest_counts.items())),
+            step_peaks_by_device=dict(sorted(self.step_peaks_by_device.items())),
+        )
 
     def _value_of(self, metric: str) -> float:
         try:
@@ -250,6 +240,10 @@ class Measurement(MetricAttributes):
         # Short, since it stands in every failed assertion about a figure.
         what = f"{self.workload.step} {self.workload.config or ''}".rstrip()
         return f"<Measurement {self.name!r}: {what} on {self.environment.device}>"
+
+
+def _in_order(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: metrics[name] for name in METRICS if name in metrics}
 
 
 def _on_recomputation(mine: Measurement, other: Measurement) -> str:

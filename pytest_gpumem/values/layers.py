@@ -126,9 +126,20 @@ def runs(numbers: Iterable[int], to: str) -> Iterator[str]:
         yield from [f"{run[0]}{to}{run[-1]}"] if len(run) > 2 else map(str, run)
 
 
-def by_amount(amounts: Mapping[Numbers, tuple[int, ...]]) -> Iterable[tuple[set[Numbers], tuple[int, ...]]]:
-    """Return the layers with each amount, and the amount of one of them."""
+def kinds_of(
+    amounts: Mapping[Numbers, tuple[int, ...]], there: Collection[Numbers]
+) -> list[tuple[Layers, int, tuple[int, ...]]]:
+    """Return layers with the same amounts as combinations, as few as that takes: each with their number, and one's amounts.
+
+    Args:
+        amounts: The amounts of each layer.
+        there: The layers that there are.
+    """
     alike: dict[tuple[int, ...], set[Numbers]] = defaultdict(set)
     for numbers, amount in amounts.items():
         alike[amount].add(numbers)
-    return [(some, amount) for amount, some in alike.items()]
+    return [
+        (layers, sum(is_of(numbers, layers) for numbers in some), amount)
+        for amount, some in alike.items()
+        for layers in products(some, there)
+    ]
