@@ -135,8 +135,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker(CONFIG_MARKER)
     wants = CONFIG_FIXTURE in metafunc.fixturenames
     where = metafunc.definition.nodeid
-    if mark is None:
-        return
+    assert mark is not None, "pytest asks for parameters of such tests"
     if not wants:
         if any(own.name == CONFIG_MARKER for own in metafunc.definition.own_markers):
             raise pytest.UsageError(f"{where}: @pytest.mark.{CONFIG_MARKER} needs the argument {CONFIG_FIXTURE}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,17 +150,16 @@ def idle_patterns(
     """
     if not all(Path(argument).is_dir() for argument in config.args):
         return ()
-    is_whole = partial(_is_whole, config)
     everything = list(items)
     idle = [
         f"measure = {tests!r} marks nothing: {_MATCHES_NONE}"
         for tests in settings.measure
-        if is_whole(tests) and not any(matches_test(tests, without_group(item)) for item in everything)
+        if _is_whole(config, tests) and not any(matches_test(tests, without_group(item)) for item in everything)
     ]
     for entry in settings.budgets:
         matching = [item for item in everything if matches_test(entry.tests, without_group(item))]
         held = [measured[item] for item in matching if item in measured]
-        if not matching and is_whole(entry.tests):
+        if not matching and _is_whole(config, entry.tests):
             idle.append(f"the budget for tests = {entry.tests!r} has no effect: {_MATCHES_NONE}")
         elif matching and not held:
             idle.append(
