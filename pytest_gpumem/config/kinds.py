@@ -14,17 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _unchanged(value: Any, where: str) -> Any:  # noqa: ARG001
-    return value
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of values: the ``types`` of TOML, ``expected`` in messages, and the function that checks and converts one."""
 
     types: type | tuple[type, ...]
     expected: str
-    convert: Callable[[Any, str], Any] = _unchanged
+    convert: Callable[[Any, str], Any] = lambda value, _: value
     """Returns the value of the setting; the second argument is where it stands. Raises `SettingsError`."""
     choices: tuple[str, ...] | None = None
     is_array: bool = False

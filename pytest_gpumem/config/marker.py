@@ -7,40 +7,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.config.errors import BudgetError
-from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER
+from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER, MARKER_ARGUMENTS
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.units import nearest, parse_gigabytes, parse_rate, parse_ratio, parse_size
+from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from pytest_gpumem.gate.verdict import Cell
-
-
-def _size(value: object) -> int:
-    if value == 0 and not isinstance(value, (bool, str)):
-        return 0
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a size; write it with its unit, like '6.5 GB'")
-    return parse_size(value)
-
-
-def _device(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not the name of a device; write 'cuda' or 'cpu'")
-    return value
-
-
-_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "max_gb": ("peak_allocated", parse_gigabytes),
-    **{metric.budget: (name, _size) for name, metric in METRICS.items() if metric.budget is not None},
-    "max_growth": ("max_growth", parse_ratio),
-    "max_slowdown": ("max_slowdown", parse_ratio),
-    "min_throughput": ("min_throughput", parse_rate),
-    "device": ("device", _device),
-}
-"""The metric that each argument limits, or the field of `Budget` that it sets, and the function that reads it."""
 
 
 def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
@@ -48,11 +23,11 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
     limits: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name not in _ARGUMENTS:
-            raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(_ARGUMENTS))}")
+        if name not in MARKER_ARGUMENTS:
+            raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(MARKER_ARGUMENTS))}")
         if value is None:
             raise BudgetError(f"{name} is None, which is no limit; leave it out where there is none")
-        target, read = _ARGUMENTS[name]
+        target, read = MARKER_ARGUMENTS[name]
         values = limits if target in METRICS else others
         if target in values:
             raise BudgetError("max_gb and max_memory say the same thing; give one of them")

@@ -40,7 +40,6 @@ class MeasuredTest:
     location: Location | None = None
 
     def key(self, name: str) -> Key:
-        """Return the key of its measurement called ``name``."""
         return Key(self.file, self.test, name)
 
     def not_measured(self, why: str, *, failed_by_itself: bool = False) -> TestVerdict:
