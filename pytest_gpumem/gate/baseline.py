@@ -166,40 +166,40 @@ def baseline_of(
         # An entry that lacks the metric means this value.
         if value != METRICS[name].where_absent
     }
+    several = measurement.by_device if len(measurement.by_device) > 1 else {}
     by_device = {
         device: {
             name: value
             for name, value in here.items()
             if METRICS[name].tolerance is not None and value != METRICS[name].where_absent
         }
-        for device, here in measurement.by_device.items()
+        for device, here in several.items()
     }
     explanation = measurement.explanation
     # One that was recorded in a run with another peak would not explain this one, unless it is that of another of its steps.
     recordable = {metrics.get("peak_allocated"), *measurement.step_peaks.repeated}
-    explains = explanation is not None and explanation.peak.total in recordable
-    composition = replace(explanation.peak.kept(), notes=()) if explanation is not None and explains else None
+    explained = explanation.kept() if explanation is not None and explanation.peak.total in recordable else None
     entry = Baseline(
         measurement.workload,
         measurement.environment,
         metrics,
         recorded,
         commit,
-        composition,
+        None if explained is None else replace(explained.peak, notes=()),
         reason=reason,
         by_operator={
             name: kept(tallies)
             for name, tallies in measurement.by_operator.items()
             if name in metrics and total(tallies) == metrics[name]
         },
-        by_device=by_device if len(by_device) > 1 else {},
-        other_phases=explanation.kept().other_phases if explanation is not None and composition is not None else {},
+        by_device=by_device,
+        other_phases={} if explained is None else explained.other_phases,
         workspaces=measurement.workspaces if "peak_reserved" in metrics else None,
         unused_before=measurement.unused_before if "peak_reserved" in metrics else None,
         step_peaks=_differing(measurement.step_peaks),
         step_peaks_by_device={
             device: peaks
-            for device in (by_device if len(by_device) > 1 else ())
+            for device in several
             if (peaks := _differing(measurement.step_peaks_by_device.get(device, StepPeaks())))
         },
         named_device=named_device,
