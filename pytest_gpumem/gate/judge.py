@@ -130,22 +130,18 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
         measurement: The one that was judged, which may have been explained since.
         baseline: What it was compared with.
     """
-    growth, more = None, {}
-    if isinstance(baseline, Baseline):
-        explained = measurement.explanation
-        if (
-            baseline.composition is not None
-            and explained is not None
-            and _is_explained(explained, measurement, baseline)
-        ):
-            then = replace(baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics))
-            growth = difference_of_peaks(then, explained.peak, baseline.other_phases, explained.other_phases)
-        if verdict.reason is None:
-            more = {
-                name: kept(changed_tallies(baseline.by_operator[name], tallies))
-                for name, tallies in measurement.by_operator.items()
-                if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
-            }
+    if not isinstance(baseline, Baseline):
+        return replace(verdict, measurement=measurement)
+    growth, more, explained = None, {}, measurement.explanation
+    if baseline.composition is not None and explained is not None and _is_explained(explained, measurement, baseline):
+        then = replace(baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics))
+        growth = difference_of_peaks(then, explained.peak, baseline.other_phases, explained.other_phases)
+    if verdict.reason is None:
+        more = {
+            name: kept(changed_tallies(baseline.by_operator[name], tallies))
+            for name, tallies in measurement.by_operator.items()
+            if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
+        }
     return replace(verdict, measurement=measurement, growth=growth, count_changes=more)
 
 
@@ -268,26 +264,19 @@ def _compare(
         tolerance = replace(tolerance, absolute=min(tolerance.absolute, _segments_by_chance(measurement, baseline)))
     allowed = tolerance.allowed(max(0, earlier - workspaces))
     worse = earlier - value if metric.larger_is_better else value - earlier
-    reason = None
     # 0.7 % of 1000 bytes is 7 of them, also where the product of the two floats is a little less.
-    if math.isclose(abs(worse), allowed, rel_tol=1e-12):
-        outcome = Outcome.OK
-    elif abs(worse) > allowed and (reason := _moved_by(metric.decided_by, metric, measurement, baseline)) is not None:
+    beyond = abs(worse) > allowed and not math.isclose(abs(worse), allowed, rel_tol=1e-12)
+    is_peak = metric.name == "peak_allocated"
+    outcome, reason = Outcome.OK, None
+    if beyond and (reason := _moved_by(metric.decided_by, metric, measurement, baseline)) is not None:
         outcome = Outcome.UNCERTAIN
-    elif worse > allowed:
-        outcome = Outcome.REGRESSED
+    elif beyond and worse > 0:
         reason = _doubt(metric, earlier, allowed, measurement, baseline)
-        if reason is not None:
-            outcome = Outcome.UNCERTAIN
-        elif metric.name == "peak_allocated":
+        outcome = Outcome.REGRESSED if reason is None else Outcome.UNCERTAIN
+        if reason is None and is_peak:
             reason = _of_steps(measurement, baseline)
-    elif worse < -allowed:
-        by_chance = metric.name == "peak_allocated" and differ_by_chance(
-            _peaks_in(baseline), _peaks_in(measurement), allowed
-        )
-        outcome = Outcome.OK if by_chance else Outcome.IMPROVED
-    else:
-        outcome = Outcome.OK
+    elif beyond and not (is_peak and differ_by_chance(_peaks_in(baseline), _peaks_in(measurement), allowed)):
+        outcome = Outcome.IMPROVED
     return MetricVerdict(metric.name, outcome, value, earlier, allowed, limit, reason)
 
 
