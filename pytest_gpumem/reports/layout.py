@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -140,6 +140,12 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Line, ...]
     indent: int = 0
+
+    def without_empty(self, keep: Collection[int]) -> Table:
+        """Return the table without the columns that are empty in all rows; those with a number in ``keep`` stay."""
+        kept = [n for n in range(len(self.columns)) if n in keep or any(row[n].text for row in self.rows)]
+        rows = tuple(tuple(row[n] for n in kept) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[n] for n in kept), rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
