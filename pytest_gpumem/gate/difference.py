@@ -106,7 +106,6 @@ class Difference:
 
     @property
     def growth(self) -> int:
-        """The sum in bytes."""
         return self.after - self.before
 
     def explaining(self, share: float = 0.8, at_least: int = 3, at_most: int = 5) -> tuple[Change, ...]:

@@ -34,7 +34,6 @@ class Outcome(str, Enum):
 
     @property
     def words(self) -> str:
-        """The outcome as text."""
         return self.value.replace("_", " ")
 
     @property

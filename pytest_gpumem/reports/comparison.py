@@ -97,7 +97,6 @@ class ComparedRow:
 
     @property
     def shown_changes(self) -> tuple[ComparedChange, ...]:
-        """The changes that are shown."""
         return tuple(change for change in self.changes if change.is_shown)
 
 
