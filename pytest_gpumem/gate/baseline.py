@@ -35,10 +35,8 @@ class Budget:
 
     def or_else(self, fallback: Budget) -> Budget:
         """Return this budget with missing limits taken from ``fallback``."""
-        merged = {
-            one.name: getattr(fallback if getattr(self, one.name) is None else self, one.name) for one in fields(self)
-        }
-        return Budget(**{**merged, "limits": {**fallback.limits, **self.limits}})
+        own = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        return replace(fallback, **{**own, "limits": {**fallback.limits, **self.limits}})
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,15 +96,7 @@ class Baseline:
 
     def takes_the_same(self, other: Baseline) -> bool:
         """Return whether both are of the same workload with the same bytes and counts."""
-        return (
-            self.workload == other.workload
-            and _repeating(self.metrics) == _repeating(other.metrics)
-            and self._repeating_by_device == other._repeating_by_device
-        )
-
-    @property
-    def _repeating_by_device(self) -> dict[str, dict[str, float]]:
-        return {device: _repeating(here) for device, here in self.by_device.items()}
+        return self.workload == other.workload and _repeating(self) == _repeating(other)
 
     def on(self, device: str, among: Mapping[str, Mapping[str, int]]) -> Baseline:
         """Return this baseline with the bytes of one GPU ``among`` those of a measurement.
@@ -230,9 +220,10 @@ def rounded(time: float) -> float:
     return float(f"{time:.4g}")
 
 
-def _repeating(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that are the same in every run."""
-    return {name: n for name, n in metrics.items() if METRICS[name].repeats}
+def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:
+    """Return the metrics that are the same in every run, by GPU; those of the whole by an empty name."""
+    tables: dict[str, Mapping[str, float]] = {"": entry.metrics, **entry.by_device}
+    return {gpu: {name: n for name, n in here.items() if METRICS[name].repeats} for gpu, here in tables.items()}
 
 
 def _decisive(entry: Baseline, metrics: Mapping[str, float]) -> dict[str, str | int]:
