@@ -18,7 +18,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from pytest_gpumem.baselines.errors import FormatError
@@ -139,13 +139,12 @@ def render(entries: Mapping[Key, Baseline]) -> str:
         environment = {"device": entry.environment.device, "slug": entry.environment.slug, **entry.environment.details}
         name = _environment_name(environment)
         environments[name] = environment
-        workload = {field.name: getattr(entry.workload, field.name) for field in fields(Workload)}
         metrics = {metric: entry.metrics[metric] for metric in METRICS if metric in entry.metrics}
         table = {
             "environment": name,
             "recorded": entry.recorded,
             **{key: getattr(entry, key) for key in _OPTIONAL},
-            **workload,
+            **asdict(entry.workload),
             **metrics,
             **{key: getattr(entry, key) for key in _BYTES},
             **_step_peaks_table(entry.step_peaks),

@@ -80,7 +80,8 @@ def judge(
     if entry is not None and why_not is None:
         notes += not_measured(measurement, entry, tolerances)
     notes += [] if entry is None else _release_notes(measurement, entry)
-    notes += [MOSTLY_WORKSPACES] if _is_mostly_workspaces(measurement) else []
+    mostly = 2 * measurement.workspaces > measurement.metrics.get("peak_allocated", math.inf)
+    notes += [MOSTLY_WORKSPACES] if mostly else []
     noted = replace(measurement, notes=(*measurement.notes, *notes)) if notes else measurement
     return with_differences(Verdict(noted, metrics, origin, why_not, elsewhere), noted, baseline)
 
@@ -97,10 +98,6 @@ def _idle_limits(budget: Budget, measurement: Measurement) -> list[str]:
 MOSTLY_WORKSPACES = (
     "more than half of the peak are workspaces of cuBLAS, as large in any step: a larger batch shows more of this one"
 )
-
-
-def _is_mostly_workspaces(measurement: Measurement) -> bool:
-    return 2 * measurement.workspaces > measurement.metrics.get("peak_allocated", math.inf)
 
 
 def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:

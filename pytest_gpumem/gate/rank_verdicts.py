@@ -78,16 +78,14 @@ def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
 
 def _together(verdicts: Sequence[TestVerdict]) -> TestVerdict:
     """Return the verdicts of all ranks as one: their measurements by name, then by rank."""
-    first, world = verdicts[0], len(verdicts)
-    names = list(dict.fromkeys(without_rank(one.measurement.name) for test in verdicts for one in test.verdicts))
-    by_name: dict[str, list[Verdict]] = {name: [] for name in names}
+    by_name: dict[str, list[Verdict]] = {}
     for test in verdicts:
         for one in test.verdicts:
-            by_name[without_rank(one.measurement.name)].append(one)
+            by_name.setdefault(without_rank(one.measurement.name), []).append(one)
     return replace(
-        first,
-        verdicts=tuple(one for name in names for one in by_name[name]),
-        unmeasured=_clauses([test.unmeasured for test in verdicts], world),
+        verdicts[0],
+        verdicts=tuple(one for alike in by_name.values() for one in alike),
+        unmeasured=_clauses([test.unmeasured for test in verdicts], len(verdicts)),
         missing=tuple(dict.fromkeys(name for test in verdicts for name in test.missing)),
     )
 

@@ -190,12 +190,11 @@ class TestVerdict:
 
     @property
     def outcome(self) -> Outcome:
-        missing = [Outcome.MISSING] if self.missing else []
+        found = [Outcome.MISSING] if self.missing else []
         if self.unmeasured:
-            return worst([Outcome.UNMEASURED, *missing])
-        if self.relations and not self.verdicts:
-            return worst([Outcome.OK, *missing])
-        return worst([*(verdict.outcome for verdict in self.verdicts), *missing])
+            return worst([Outcome.UNMEASURED, *found])
+        found += [Outcome.OK] if self.relations and not self.verdicts else []
+        return worst([*found, *(verdict.outcome for verdict in self.verdicts)])
 
     @property
     def missing_text(self) -> str | None:

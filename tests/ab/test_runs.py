@@ -27,7 +27,7 @@ def test_a_run_has_the_verdicts_of_its_tests_with_their_times():
     run = run_of([line(verdict), line(verdict, "teardown"), end()], 0)
     assert run.tests == {("test_it.py", "test_a"): verdict}
     assert run.tests["test_it.py", "test_a"].verdicts[0].measurement.times.median == 0.25
-    assert (run.side, run.root, run.measured) == ("base", "/root", 1)
+    assert (run.root, run.measured) == ("/root", 1)
 
 
 def test_tests_that_failed_are_in_a_run_and_do_not_count_as_measured():
