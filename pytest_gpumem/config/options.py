@@ -94,16 +94,6 @@ class Option:
         """The name of its value among pytest's."""
         return f"gpumem_{self.name}"
 
-    def add_to(self, group: pytest.OptionGroup) -> None:
-        # Without a default, what [tool.gpumem] says can apply.
-        if self.kind is kinds.FLAG:
-            group.addoption(self.flag, action="store_true", default=None, help=self.help)
-        elif self.kind.choices is not None:
-            group.addoption(self.flag, choices=self.kind.choices, default=None, help=self.help)
-        else:
-            action = "append" if self.kind.is_array else "store"
-            group.addoption(self.flag, action=action, metavar=self.metavar, default=None, help=self.help)
-
 
 OPTIONS = (
     Option("baseline", kinds.FLAG, "compare with the stored baselines and fail on regressions", wants_result=True),
@@ -198,4 +188,10 @@ def is_measured(item: pytest.Item) -> bool:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
-        option.add_to(group)
+        kind: dict[str, Any] = {"action": "append" if option.kind.is_array else "store", "metavar": option.metavar}
+        if option.kind is kinds.FLAG:
+            kind = {"action": "store_true"}
+        elif option.kind.choices is not None:
+            kind = {"choices": option.kind.choices}
+        # Without a default, what [tool.gpumem] says can apply.
+        group.addoption(option.flag, default=None, help=option.help, **kind)
