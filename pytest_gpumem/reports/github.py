@@ -71,13 +71,12 @@ def _limited(kind: str, lines: list[str]) -> list[str]:
 
 
 def _why_uncertain(row: ReportRow) -> str:
-    reasons = [
+    return "\n".join(
         f"{one.metric} is uncertain: {one.reason or 'its interval reaches beyond what is allowed'}"
         for each in row.measured
         for one in each.verdict.metrics
         if one.outcome is Outcome.UNCERTAIN
-    ]
-    return "\n".join(reasons)
+    )
 
 
 def _of_a_test(kind: str, row: ReportRow, message: str, folder: str) -> str:

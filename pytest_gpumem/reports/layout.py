@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
 
-_HARMLESS = frozenset({"Zs"})
-"""Categories that Python calls unprintable and that may be written: blanks."""
 _COMMAND = re.compile(r"^(\s*):(?=:[\w-]+(?:\s.*)?::)")
 """Commands to GitHub's runner: at the beginning of a line, and ``##[...]`` anywhere (``ActionCommand.cs``)."""
 _INSTEAD = {"µ": "u", "μ": "u", "…": "..."}
@@ -75,7 +73,8 @@ def cells(text: str) -> int:
 
 
 def _harmless(character: str) -> str:
-    if character.isprintable() or unicodedata.category(character) in _HARMLESS:
+    # Blanks, too, are unprintable to Python.
+    if character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     return _escaped(character)
 

@@ -176,8 +176,7 @@ class Composition(FrozenValue):
 
     def __repr__(self) -> str:
         # Short, since it stands in every failed assertion about it.
-        rows = len(self.rows)
-        return f"<Composition: {format_bytes(self.total)} in {counted(rows, 'row')}>"
+        return f"<Composition: {format_bytes(self.total)} in {counted(len(self.rows), 'row')}>"
 
     @property
     def rest(self) -> int:
