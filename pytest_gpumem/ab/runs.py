@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -177,7 +177,7 @@ class Runner:
     folder: Path
     """The folder of the files that runs write."""
     stop: Stop
-    others: Sequence[Path] = field(default=())
+    others: Sequence[Path]
     """Other folders in which the repository is checked out."""
 
     def take(self, side: Side, number: int, tick: Callable[[], None]) -> Run:

@@ -117,10 +117,8 @@ def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
 
 def whole_files_of(config: pytest.Config, files: Iterable[str]) -> frozenset[str]:
     """Return those of the collected test files, ``files``, of which every test was collected."""
-    option = config.option
-    if getattr(option, "lf", False) or getattr(option, "stepwise", False):
-        return frozenset()
-    return frozenset() if any("::" in argument for argument in config.args) else frozenset(files)
+    some = any(getattr(config.option, name, False) for name in ("lf", "stepwise"))
+    return frozenset() if some or any("::" in argument for argument in config.args) else frozenset(files)
 
 
 def _is_whole(config: pytest.Config, pattern: str) -> bool:

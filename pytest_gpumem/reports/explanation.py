@@ -156,11 +156,10 @@ def count_tables(
             continue
         if changes is not None:
             tables.append(_count_table(f"more {title}", name, changes, units, most, tells_lines=_tells_lines(made_of)))
-            continue
-        note = f"the baseline does not say what its {title} were; it will when it is next accepted"
-        tables.append(
-            _count_table(f"all {title}", name, made_of, units, most, note if verdict.origin is not None else "")
-        )
+        else:
+            note = f"the baseline does not say what its {title} were; it will when it is next accepted"
+            note = note if verdict.origin is not None else ""
+            tables.append(_count_table(f"all {title}", name, made_of, units, most, note))
     return tables
 
 
