@@ -70,8 +70,6 @@ class Workload:
 
     def differences(self, earlier: Workload) -> list[str]:
         """Return a clause for each field in which ``earlier`` was something else."""
-        if self == earlier:
-            return []
         mine, theirs = asdict(self), asdict(earlier)
         return [
             f"{name} {now}, {'were' if name == 'parameters' else 'was'} {was}"

@@ -44,8 +44,7 @@ TIMED_LIMITS = ("max_slowdown", "min_throughput")
 
 def sets_itself(item: pytest.Item, limit: str) -> bool:
     """Return whether a test's own marker, and not that of its class or module, gives the argument ``limit``."""
-    own = [mark for node, mark in item.iter_markers_with_node(MARKER) if node is item]
-    return any(mark.kwargs.get(limit) for mark in own)
+    return any(mark.kwargs.get(limit) for node, mark in item.iter_markers_with_node(MARKER) if node is item)
 
 
 def check_of_a_call(item: pytest.Item) -> None:
