@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,31 +14,36 @@ if TYPE_CHECKING:
 __all__ = [
     "Composition",
     "ConfigError",
+    "Device",
+    "DeviceUnavailable",
+    "Environment",
     "Explanation",
+    "Gpumem",
     "Measurement",
     "MeasuringError",
     "MissingComposition",
     "MissingMetric",
     "Row",
     "StepConfig",
+    "Tolerance",
     "__version__",
 ]
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "pytest_gpumem.devices.contract": ("Device", "DeviceUnavailable"),
+    "pytest_gpumem.fixture": ("Gpumem",),
+    "pytest_gpumem.measurement": ("Environment", "Measurement", "MeasuringError", "MissingMetric"),
+    "pytest_gpumem.metrics": ("Tolerance",),
+    "pytest_gpumem.step_config.config": ("ConfigError", "StepConfig"),
+    "pytest_gpumem.values.composition": ("Composition", "Explanation", "MissingComposition", "Row"),
+}
+
 
 def __getattr__(name: str) -> object:
     # pytest imports this package in every run, also in those that measure nothing.
-    if name in ("Composition", "Explanation", "MissingComposition", "Row"):
-        from pytest_gpumem.values import composition
-
-        return getattr(composition, name)
-    if name in ("Measurement", "MeasuringError", "MissingMetric"):
-        from pytest_gpumem import measurement
-
-        return getattr(measurement, name)
-    if name in ("ConfigError", "StepConfig"):
-        from pytest_gpumem.step_config import config
-
-        return getattr(config, name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

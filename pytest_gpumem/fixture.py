@@ -37,17 +37,13 @@ class Region:
     """A region of a test that `Gpumem.track` measures; ``measurement`` is there once the region has ended."""
 
     def __init__(self) -> None:
-        self._measurement: Measurement | None = None
-
-    def end(self, measurement: Measurement) -> None:
-        """Set the measurement of the region, which has ended."""
-        self._measurement = measurement
+        self.ended: Measurement | None = None
 
     @property
     def measurement(self) -> Measurement:
-        if self._measurement is None:
+        if self.ended is None:
             raise MeasuringError("the region has not ended yet: read its measurement after the with block")
-        return self._measurement
+        return self.ended
 
 
 class WithBlock(AbstractContextManager[_T]):
@@ -94,7 +90,7 @@ class Gpumem:
         return self._refuse(None) if self._maybe_run is None else self._maybe_run
 
     def __getattr__(self, name: str) -> NoReturn:
-        also = "; gpumem.steps() is called gpumem.loop() now" if name == "steps" else ""
+        also = "; gpumem.loop() is called gpumem.loop() now" if name == "steps" else ""
         raise AttributeError(f"the fixture gpumem has no attribute {name!r}{also}", name=name, obj=self)
 
     @property
@@ -138,7 +134,7 @@ class Gpumem:
         region = Region()
         with self._run.alone("track", name), self._run.tracked() as figures:
             yield region
-        region.end(self._run.keep_figures(Workload("region"), figures(), name))
+        region.ended = self._run.keep_figures(Workload("region"), figures(), name)
 
     def loop(
         self,

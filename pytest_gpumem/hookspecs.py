@@ -74,14 +74,12 @@ def checked_tolerance(result: object, metric: str, default: Tolerance, hook: plu
     """
     if result is None:
         return default
-    right = (
+    if isinstance(result, Tolerance) and _is_amount(result.relative) and _is_amount(result.absolute):
+        return result
+    raise HookError(
+        f"{_called(hook)} returned {result!r} for {metric}, "
         "expected None or a Tolerance of finite ratios and amounts that are not negative, like Tolerance(relative=0.05)"
     )
-    fine = isinstance(result, Tolerance) and all(map(_is_amount, (result.relative, result.absolute)))
-    if not fine:
-        raise HookError(f"{_called(hook)} returned {result!r} for {metric}, {right}")
-    assert isinstance(result, Tolerance), "it is fine"
-    return result
 
 
 def environment_of(device: Device, config: pytest.Config) -> Environment:

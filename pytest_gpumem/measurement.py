@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.metrics import METRICS, MetricAttributes
-from pytest_gpumem.units import format_count, format_large_count
-from pytest_gpumem.values.composition import (
-    NOT_EXPLAINED,
-    Explanation,
-    MissingComposition,
-)
+from pytest_gpumem.units import format_bytes, format_count, format_large_count, format_ratio, format_seconds
+from pytest_gpumem.values.composition import NOT_EXPLAINED, Explanation, MissingComposition
 from pytest_gpumem.values.operator_counts import KeptTallies
-from pytest_gpumem.values.plain import Form, from_plain, to_plain
+from pytest_gpumem.values.plain import Form, FrozenValue
+from pytest_gpumem.values.rates import Rate, return_on
 from pytest_gpumem.values.step_peaks import StepPeaks
 from pytest_gpumem.values.times import Times
 
@@ -73,8 +70,6 @@ class Workload:
 
     def differences(self, earlier: Workload) -> list[str]:
         """Return a clause for each field in which ``earlier`` was something else."""
-        if self == earlier:
-            return []
         mine, theirs = asdict(self), asdict(earlier)
         return [
             f"{name} {now}, {'were' if name == 'parameters' else 'was'} {was}"
@@ -94,7 +89,7 @@ def _told_apart(now: str | int | None, was: str | int | None) -> tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class Environment(FrozenValue):
     """The device and software of a step. ``slug`` names the device's folder in the store: only equal slugs are compared."""
 
     slug: str
@@ -107,10 +102,7 @@ class Environment:
                 raise ValueError(f"environment: {name!r} is the device's own and cannot be added")
             if isinstance(value, bool) or not isinstance(value, (str, int)):
                 raise TypeError(f"environment: {name} is {value!r}, expected a string or a whole number")
-        object.__setattr__(self, "details", MappingProxyType(dict(sorted(self.details.items()))))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.slug, self.device, dict(self.details))
+        self._freeze(details=dict(sorted(self.details.items())))
 
 
 def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
@@ -119,7 +111,7 @@ def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Measurement(MetricAttributes):
+class Measurement(FrozenValue, MetricAttributes):
     """The figures of one run of one step.
 
     ``metrics`` maps names of ``pytest_gpumem.metrics.METRICS`` to bytes and counts (int), seconds or items a second (float).
@@ -163,21 +155,14 @@ class Measurement(MetricAttributes):
     """The smallest value of each count that was not the same in each step that was counted; ``metrics`` has the largest."""
 
     def __post_init__(self) -> None:
-        ordered = {name: self.metrics[name] for name in METRICS if name in self.metrics}
-        object.__setattr__(self, "metrics", MappingProxyType(ordered))
-        object.__setattr__(self, "work", MappingProxyType(dict(self.work)))
-        object.__setattr__(self, "by_operator", MappingProxyType(dict(self.by_operator)))
-        by_device = {
-            device: MappingProxyType({name: here[name] for name in METRICS if name in here})
-            for device, here in sorted(self.by_device.items())
-        }
-        object.__setattr__(self, "by_device", MappingProxyType(by_device))
-        object.__setattr__(self, "lowest_counts", MappingProxyType(dict(sorted(self.lowest_counts.items()))))
-        on_each = dict(sorted(self.step_peaks_by_device.items()))
-        object.__setattr__(self, "step_peaks_by_device", MappingProxyType(on_each))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return from_plain, (Measurement, to_plain(self))
+        self._freeze(
+            metrics=_in_order(self.metrics),
+            work=self.work,
+            by_operator=self.by_operator,
+            by_device={device: MappingProxyType(_in_order(here)) for device, here in sorted(self.by_device.items())},
+            lowest_counts=dict(sorted(self.lowest_counts.items())),
+            step_peaks_by_device=dict(sorted(self.step_peaks_by_device.items())),
+        )
 
     def _value_of(self, metric: str) -> float:
         try:
@@ -212,25 +197,59 @@ class Measurement(MetricAttributes):
         """The GPU whose peak is `peak_allocated`, such as ``"cuda:1"``; ``None`` where the process sees only one."""
         return largest(self.by_device)
 
-    def saves(self, other: Measurement) -> float:
-        """Return the memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less."""
-        from pytest_gpumem.values.rates import saves
+    def saves(self, other: Measurement) -> Rate:
+        """Return the memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less.
 
-        return saves(self, other)
+        Workspaces are in neither peak. Raises ``ValueError`` for measurements of different devices, or where ``other`` has no
+        bytes to save.
+        """
+        self._check_comparable(other)
+        before = other.peak_allocated - other.workspaces
+        if before <= 0:
+            raise ValueError(
+                f"{other.name!r} has no bytes to save: its peak without workspaces is {format_bytes(before)}"
+            )
+        mine, theirs = format_bytes(self.peak_allocated), format_bytes(other.peak_allocated)
+        rate = (before - self.peak_allocated + self.workspaces) / before
+        return Rate(rate, f"peak {mine} against {theirs}{_on_recomputation(self, other)}")
 
-    def costs(self, other: Measurement) -> float:
-        """Return the time increase rate against ``other``: (this - other) / other, of `step_time`. Negative when faster."""
-        from pytest_gpumem.values.rates import costs
+    def costs(self, other: Measurement) -> Rate:
+        """Return the time increase rate against ``other``: (this - other) / other, of `step_time`. Negative when faster.
 
-        return costs(self, other)
+        Raises ``ValueError`` for measurements of different devices, `MissingMetric` when no time was taken.
+        """
+        self._check_comparable(other)
+        rate = (self.step_time - other.step_time) / other.step_time
+        return Rate(rate, f"step time {format_seconds(self.step_time)} against {format_seconds(other.step_time)}")
 
-    def roi(self, other: Measurement) -> float:
+    def roi(self, other: Measurement) -> Rate:
         """Return `saves` over `costs`; above 1.5 is recommended. Infinite when it costs nothing, 0 when it saves nothing."""
-        from pytest_gpumem.values.rates import roi
+        saving, cost = self.saves(other), self.costs(other)
+        return Rate(return_on(saving, cost), f"saves {format_ratio(saving)}, costs {format_ratio(cost)}")
 
-        return roi(self, other)
+    def _check_comparable(self, other: Measurement) -> None:
+        if self.environment.slug != other.environment.slug:
+            raise ValueError(
+                f"{self.name!r} was measured on {self.environment.device}, {other.name!r} on {other.environment.device}: "
+                "figures of different devices have no relation"
+            )
 
     def __repr__(self) -> str:
         # Short, since it stands in every failed assertion about a figure.
         what = f"{self.workload.step} {self.workload.config or ''}".rstrip()
         return f"<Measurement {self.name!r}: {what} on {self.environment.device}>"
+
+
+def _in_order(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: metrics[name] for name in METRICS if name in metrics}
+
+
+def _on_recomputation(mine: Measurement, other: Measurement) -> str:
+    """Return further evidence for or against recomputation."""
+    if mine.recomputed is None or other.recomputed is None:
+        return ""
+    if mine.recomputed == 0 and mine.peak_allocated >= other.peak_allocated:
+        return "; nothing was computed again in backward"
+    if mine.recomputed != other.recomputed:
+        return f"; {mine.recomputed} module calls were computed again in backward, {other.recomputed} there"
+    return ""

@@ -54,8 +54,12 @@ def is_emulated(config: pytest.Config) -> bool:
     option = getattr(config.known_args_namespace, "gpumem_device", None)
     if option is not None:
         return str(option).startswith("emulated:")
+    return _settings_have(config, b"emulated:")
+
+
+def _settings_have(config: pytest.Config, words: bytes) -> bool:
     try:
-        return b"emulated:" in (config.rootpath / "pyproject.toml").read_bytes()
+        return words in (config.rootpath / "pyproject.toml").read_bytes()
     except OSError:
         return False
 
@@ -104,10 +108,7 @@ def is_concerned(config: pytest.Config) -> bool:
         return True
     if hasattr(config, "workerinput") or config.getoption("numprocesses", None) or config.getoption("tx", None):
         return True
-    try:
-        return b"gpumem" in (config.rootpath / "pyproject.toml").read_bytes()
-    except OSError:
-        return False
+    return _settings_have(config, b"gpumem")
 
 
 class Collecting:

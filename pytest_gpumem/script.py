@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
@@ -200,17 +199,11 @@ def _run_as_main(path: Path, arguments: Sequence[str]) -> None:
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __loader__=loader, __builtins__=__builtins__)
     code = loader.source_to_code(loader.get_data(str(path)), str(path))
-    with _in_place_of_this_program(main, path, arguments):
-        exec(code, vars(main))  # noqa: S102 - what the command is for
-
-
-@contextmanager
-def _in_place_of_this_program(main: ModuleType, path: Path, arguments: Sequence[str]) -> Iterator[None]:
     words, folders, ours = list(sys.argv), list(sys.path), sys.modules["__main__"]
     sys.argv[:] = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     sys.modules["__main__"] = main
     try:
-        yield
+        exec(code, vars(main))  # noqa: S102 - what the command is for
     finally:
         sys.argv[:], sys.path[:], sys.modules["__main__"] = words, folders, ours

@@ -22,8 +22,7 @@ from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.cli.fit import fit
 from pytest_gpumem.cli.run import run
-from pytest_gpumem.config.marker import _ARGUMENTS
-from pytest_gpumem.config.options import EXPLAIN_MODES, OPTIONS
+from pytest_gpumem.config.options import EXPLAIN_MODES, MARKER_ARGUMENTS, OPTIONS
 from pytest_gpumem.config.settings import KEYS, Settings, read_table, settings_from_table
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.difference import difference
@@ -188,7 +187,7 @@ def test_the_reference_has_every_update_mode():
 def test_the_reference_has_every_argument_of_the_marker_and_the_metric_it_holds():
     table = named_rows(section_of("docs/reference.md", "Marker"))
     holds = {name: cells[1].strip("`") for name, cells in table.items()}
-    limits = {name: target for name, (target, _) in _ARGUMENTS.items()}
+    limits = {name: target for name, (target, _) in MARKER_ARGUMENTS.items()}
     limits["tolerance"], limits["max_slowdown"], limits["device"] = "peak_allocated", "step_time", ""
     limits["min_throughput"] = "throughput"
     assert holds == limits

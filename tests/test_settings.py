@@ -17,6 +17,7 @@ from pytest_gpumem.config.settings import (
     PatternBudget,
     Settings,
     check_device,
+    matches_test,
     options_given,
     read_table,
     settings_from_table,
@@ -405,7 +406,7 @@ def test_a_command_repeats_the_options_that_decide_what_is_measured(tmp_path):
     ],
 )
 def test_a_pattern_matches(pattern, nodeid):
-    assert PatternBudget(pattern, Budget()).matches(nodeid)
+    assert matches_test(pattern, nodeid)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +422,7 @@ def test_a_pattern_matches(pattern, nodeid):
     ],
 )
 def test_a_pattern_does_not_match(pattern, nodeid):
-    assert not PatternBudget(pattern, Budget()).matches(nodeid)
+    assert not matches_test(pattern, nodeid)
 
 
 NODE_IDS = st.lists(st.text("abc[]-*?!.:/é ", min_size=1, max_size=8), min_size=1, max_size=3).map("::".join)
@@ -430,14 +431,14 @@ NODE_IDS = st.lists(st.text("abc[]-*?!.:/é ", min_size=1, max_size=8), min_size
 @unhurried
 @given(NODE_IDS)
 def test_a_node_id_matches_itself_whatever_characters_it_has(nodeid):
-    assert PatternBudget(nodeid, Budget()).matches(nodeid)
+    assert matches_test(nodeid, nodeid)
 
 
 @unhurried
 @given(NODE_IDS, st.text("abc[]-!", min_size=1, max_size=6))
 def test_a_pattern_without_wildcards_matches_what_it_names_and_what_is_in_it(nodeid, pattern):
     inside = nodeid == pattern or nodeid.startswith(f"{pattern}::")
-    assert PatternBudget(pattern, Budget()).matches(nodeid) == inside
+    assert matches_test(pattern, nodeid) == inside
 
 
 def test_the_first_entry_that_sets_a_limit_wins():

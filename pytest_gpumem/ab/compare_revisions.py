@@ -54,7 +54,6 @@ class Progress:
         self._shown = ""
 
     def begin(self, number: int, side: Side, revision: Revision) -> None:
-        """Begin a run."""
         self._run = f"{number}/{self._most} {side} {revision.short}"
         self._began = time.monotonic()
         self.tick()
@@ -76,7 +75,6 @@ class Progress:
         self._write(f"{text}\n")
 
     def clear(self) -> None:
-        """Clear the live line."""
         if self._shown:
             self._write(_START_OF_LINE)
             self._shown = ""

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -35,7 +35,6 @@ Key = tuple[str, str]
 class Run:
     """The measured tests of one run of a revision. ``root`` is pytest's root directory."""
 
-    side: Side
     tests: Mapping[Key, TestVerdict]
     root: str
 
@@ -45,11 +44,10 @@ class Run:
         return sum(not verdict.unmeasured and bool(verdict.verdicts) for verdict in self.tests.values())
 
 
-def run_of(side: Side, lines: Iterable[str], status: int) -> Run:
+def run_of(lines: Iterable[str], status: int) -> Run:
     """Return the run that the collector wrote as ``lines``.
 
     Args:
-        side: The side that ran.
         lines: What the collector wrote.
         status: pytest's exit status; a negative number is the signal that ended it.
 
@@ -71,7 +69,7 @@ def run_of(side: Side, lines: Iterable[str], status: int) -> Run:
             f"its pytest-gpumem is of another version, whose figures this one cannot read: {error!r}"
         ) from None
     verdicts = [result.verdict for result in results.all()]
-    return Run(side, {(verdict.file, verdict.test): verdict for verdict in verdicts}, end["root"])
+    return Run({(verdict.file, verdict.test): verdict for verdict in verdicts}, end["root"])
 
 
 def _read(lines: Iterable[str]) -> tuple[list[SimpleNamespace], dict[str, Any] | None]:
@@ -179,7 +177,7 @@ class Runner:
     folder: Path
     """The folder of the files that runs write."""
     stop: Stop
-    others: Sequence[Path] = field(default=())
+    others: Sequence[Path]
     """Other folders in which the repository is checked out."""
 
     def take(self, side: Side, number: int, tick: Callable[[], None]) -> Run:
@@ -205,7 +203,7 @@ class Runner:
         command = [sys.executable, "-m", "pytest", "-p", PLUGIN, *kept, *self.arguments]
         status = run(command, folder=here, environment=environment, output=log, stop=self.stop, tick=tick)
         try:
-            return run_of(side, lines.read_text(encoding="utf-8").splitlines() if lines.exists() else [], status)
+            return run_of(lines.read_text(encoding="utf-8").splitlines() if lines.exists() else [], status)
         except RunFailed as failure:
             raise RunFailed(f"{failure}{_last_lines(log)}") from None
 

@@ -31,23 +31,17 @@ class Tried:
         return self.peak is not None and self.peak <= limit
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """Values of one axis, tried one after the other. ``first`` takes the first that works, otherwise the best is kept."""
+def candidates(samples: int | None) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Return values of an axis to try one after the other, for each axis in turn.
 
-    axis: str
-    values: tuple[Any, ...]
-    first: bool = False
-
-
-def candidates(samples: int | None) -> tuple[_Candidate, ...]:
-    """Return precisions, recomputation, accumulation as far as ``samples`` can be shared out, 8-bit optimizer, offloading."""
+    They are precisions, recomputation, accumulation as far as ``samples`` can be shared out, 8-bit optimizer, offloading.
+    """
     return (
-        _Candidate("precision", ("amp-bf16", "amp-fp16"), first=True),
-        _Candidate("checkpoint", tuple(kind.name for kind in _SEARCHED if kind.recomputed)),
-        _Candidate("accumulate", shares(samples)),
-        _Candidate("optimizer", ("adamw-8bit",)),
-        _Candidate("checkpoint", tuple(kind.name for kind in _SEARCHED if not kind.recomputed)),
+        ("precision", ("amp-bf16", "amp-fp16")),
+        ("checkpoint", tuple(kind.name for kind in _SEARCHED if kind.recomputed)),
+        ("accumulate", shares(samples)),
+        ("optimizer", ("adamw-8bit",)),
+        ("checkpoint", tuple(kind.name for kind in _SEARCHED if not kind.recomputed)),
     )
 
 
@@ -65,14 +59,15 @@ def next_config(tried: Sequence[Tried], samples: int | None, blocks: str | None 
     if START not in known:
         return START
     base = known[START]
-    for candidate in candidates(samples):
-        for value in candidate.values:
-            config = _changed(base.config, blocks, **{candidate.axis: value})
+    for axis, values in candidates(samples):
+        for value in values:
+            config = _changed(base.config, blocks, **{axis: value})
             if config not in known:
                 return config
             if _helps(known[config], base):
                 base = known[config]
-                if candidate.first:
+                if axis == "precision":
+                    # The first that works; of other axes the best is kept.
                     break
     return None
 

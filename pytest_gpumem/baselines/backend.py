@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from pytest_gpumem.baselines.errors import BackendError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
@@ -27,9 +29,11 @@ class Backend(Protocol):
 
     def write(self, path: str, text: str) -> None:
         """Replace a file's text whole: a reader sees the old text or the new one, also after a crash."""
+        raise BackendError(f"{self.shown(path)}: cannot be written")
 
     def remove(self, path: str) -> None:
         """Delete a file."""
+        raise BackendError(f"{self.shown(path)}: cannot be removed")
 
     def locked(self) -> AbstractContextManager[str | None]:
         """Hold the writers' lock within the context; yields the reason as a clause, where there can be no lock."""

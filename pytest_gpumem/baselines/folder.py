@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.backend import SUFFIX, Backend
 from pytest_gpumem.baselines.errors import BackendError
@@ -133,12 +133,6 @@ class GitBackend(Backend):
             return self._files[path].decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise BackendError(f"{self.shown(path)}: cannot be read: {error}") from None
-
-    def write(self, path: str, text: str) -> NoReturn:
-        raise BackendError(f"{self.shown(path)}: cannot be written into a commit")
-
-    def remove(self, path: str) -> NoReturn:
-        raise BackendError(f"{self.shown(path)}: cannot be removed from a commit")
 
     def locked(self) -> AbstractContextManager[None]:
         raise BackendError(f"{self._name}: a commit cannot be written")

@@ -1,42 +1,7 @@
 """A file of the store: TOML text to entries and back. Pure; every mistake in a text names its key.
 
-One file holds the baselines of one test file on one device::
-
-    format = 1
-
-    [tests."TestTrain::test_step[amp-bf16]".train_step]
-    environment = "torch-2.11.0-5d2c9f"
-    recorded = "2026-11-02"
-    commit = "abc1234"
-    reason = "flash attention off until #12"
-    step = "train_step"
-    config = "fp32"
-    parameters = 124439808
-    batch = "int64[8, 1024]"
-    peak_allocated = 8120000000
-    ...
-    step_times = [
-        0.01231,
-        0.01228,
-    ]
-    step_cycles = [
-        21820000.0,
-        21790000.0,
-    ]
-    composition = [
-        "activation | blocks.*.attn | _softmax | model.py:88 |  | 24 x float32[8, 12, 1024, 1024] | 5100000000",
-        ...
-    ]
-    recomputed = [
-        "4 x blocks.*",
-    ]
-    no_grad = [
-        "1 of 1 x teacher",
-    ]
-    operators_at = [
-        "blocks.*.attn | model.py:88 |  | 24 _softmax, 24 bmm",
-        ...
-    ]
+One file holds the baselines of one test file on one device; its keys are described in docs/reference.md, "Store". A step
+that used several GPUs has a table for each of them besides, which is read as a part of its own::
 
     [tests."TestTrain::test_step[amp-bf16]"."train_step on cuda:1"]
     environment = "torch-2.11.0-5d2c9f"
@@ -44,14 +9,6 @@ One file holds the baselines of one test file on one device::
     step = "on cuda:1"
     peak_allocated = 4060000000
     ...
-
-    [environments."torch-2.11.0-5d2c9f"]
-    device = "NVIDIA H100 80GB HBM3"
-    slug = "nvidia-h100-80gb-hbm3"
-    torch = "2.11.0"
-    ...
-
-A step that used several GPUs has a table for each of them besides, which is read as a part of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +18,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from pytest_gpumem.baselines.errors import FormatError
@@ -182,13 +139,12 @@ def render(entries: Mapping[Key, Baseline]) -> str:
         environment = {"device": entry.environment.device, "slug": entry.environment.slug, **entry.environment.details}
         name = _environment_name(environment)
         environments[name] = environment
-        workload = {field.name: getattr(entry.workload, field.name) for field in fields(Workload)}
         metrics = {metric: entry.metrics[metric] for metric in METRICS if metric in entry.metrics}
         table = {
             "environment": name,
             "recorded": entry.recorded,
             **{key: getattr(entry, key) for key in _OPTIONAL},
-            **workload,
+            **asdict(entry.workload),
             **metrics,
             **{key: getattr(entry, key) for key in _BYTES},
             **_step_peaks_table(entry.step_peaks),

@@ -121,7 +121,7 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
     The file may have had another name: test and measurement have to be equal.
     """
     states: dict[str | None, Baseline | Unreadable | None] = {None: None}
-    states |= {blob: _state(text, key) for blob, text in texts.items()}
+    states |= {blob: state_in(text, key) for blob, text in texts.items()}
     events = []
     for change in changes:
         before, after = [states[blob] for blob in change.before] or [None], states[change.after]
@@ -130,12 +130,8 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
     return events
 
 
-def state_in(text: str | None, key: Key) -> Baseline | Unreadable | None:
+def state_in(text: bytes, key: Key) -> Baseline | Unreadable | None:
     """Return the baseline with this key in the text of its file, if there is one. Pure."""
-    return None if text is None else _state(text.encode("utf-8"), key)
-
-
-def _state(text: bytes, key: Key) -> Baseline | Unreadable | None:
     file = _entries(text)
     return file if isinstance(file, Unreadable) else file.get((key.test, key.name))
 

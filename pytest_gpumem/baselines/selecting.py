@@ -60,16 +60,6 @@ def unused(
     ]
 
 
-def of_absent_devices(
-    gone: Iterable[tuple[str, Key]], *, present: Collection[str], exists: Callable[[str], bool]
-) -> list[tuple[str, Key]]:
-    """Return those of ``gone`` whose device is not ``present`` and whose file exists: another machine may have their test.
-
-    Suites are parametrised over the devices that a machine has.
-    """
-    return [(slug, key) for slug, key in gone if slug not in present and exists(key.file)]
-
-
 def unused_line(gone: Sequence[tuple[str, Key]]) -> str:
     """Return the sentence on unused baselines, given as (slug, key)."""
     shown = ", ".join(str(key) for _, key in gone[:3]) + (", ..." if len(gone) > 3 else "")

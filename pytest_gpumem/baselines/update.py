@@ -76,16 +76,14 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
     taken = {
         name: value for name, value in entry.metrics.items() if name in better or METRICS[name].where_absent is None
     }
-    by_operator = _made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator)
-    by_device = _lowered_by_device(earlier, entry, better)
     lowered = replace(
         entry,
         metrics={**taken, **kept},
         composition=of_peak.composition,
         other_phases=of_peak.other_phases,
         workspaces=of_peak.workspaces,
-        by_operator=by_operator,
-        by_device=by_device,
+        by_operator=_made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator),
+        by_device=_lowered_by_device(earlier, entry, better),
         step_peaks=of_peak.step_peaks,
         step_peaks_by_device=of_peak.step_peaks_by_device,
     )

@@ -38,10 +38,9 @@ def scheme_of(url: str) -> str:
 
 def without_credentials(url: str) -> str:
     """Return the URL with ``***`` for a user's name and password, and for a query, which may have signatures and tokens."""
-    shown = url
     for secret in _userinfo_and_query(url):
-        shown = shown.replace(secret, _HIDDEN)
-    return shown
+        url = url.replace(secret, _HIDDEN)
+    return url
 
 
 def has_credentials(url: str) -> bool:

@@ -56,6 +56,10 @@ _output = click.option(
 )
 
 
+def _common(command: Callable[..., None]) -> Callable[..., None]:
+    return _output(_metrics(_reports(command)))
+
+
 @export.command("github-action-benchmark")
 @click.option(
     "--better",
@@ -64,9 +68,7 @@ _output = click.option(
     show_default=True,
     help="The metrics of which less is better, for the tool customSmallerIsBetter; or those of which more is.",
 )
-@_output
-@_metrics
-@_reports
+@_common
 def for_github_action_benchmark(
     *, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None, better: Better
 ) -> None:
@@ -82,9 +84,7 @@ def for_github_action_benchmark(
 
 
 @export.command("bencher")
-@_output
-@_metrics
-@_reports
+@_common
 def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None) -> None:
     """Bencher Metric Format JSON.
 
@@ -94,9 +94,7 @@ def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: P
 
 
 @export.command("openmetrics")
-@_output
-@_metrics
-@_reports
+@_common
 def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None) -> None:
     """OpenMetrics text, as Prometheus reads it."""
     _export(openmetrics, reports, metrics, output)

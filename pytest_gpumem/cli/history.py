@@ -124,5 +124,6 @@ def _events(top: Path, below: str, at_head: Backend, slug: str, key: Key, entry:
     events = events_of(changes, texts_of(top, changes), key)
     if not events:
         raise InputError(f"the baseline of {key} is in no commit yet: `git add {below}{path}`, and commit it")
-    last = state_in(at_head.read(path), key)
+    text = at_head.read(path)
+    last = None if text is None else state_in(text.encode("utf-8"), key)
     return events if last == entry else [*events, Event(None, last, entry)]

@@ -30,11 +30,6 @@ _STATUS: dict[int, int] = {
 _NAME = re.compile(r"[\w.=+-]+")
 
 
-def _with_plugins_options(command: click.Command) -> click.Command:
-    command.params += map(_as_click_option, OPTIONS)
-    return command
-
-
 def _as_click_option(option: Option) -> click.Option:
     kind: dict[str, Any] = {"metavar": option.metavar, "multiple": option.kind.is_array}
     if option.kind is FLAG:
@@ -50,7 +45,6 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     return value
 
 
-@_with_plugins_options
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
 @click.option(
     "--steps",
@@ -100,6 +94,9 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     status = 1 if session.skipped and status == 0 else _STATUS.get(status, status)
     session.has_ended(passed=status == 0)
     sys.exit(status)
+
+
+run.params += map(_as_click_option, OPTIONS)
 
 
 def _as_typed(options: dict[str, Any]) -> list[str]:

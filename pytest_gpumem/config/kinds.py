@@ -14,17 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _unchanged(value: Any, where: str) -> Any:  # noqa: ARG001
-    return value
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of values: the ``types`` of TOML, ``expected`` in messages, and the function that checks and converts one."""
 
     types: type | tuple[type, ...]
     expected: str
-    convert: Callable[[Any, str], Any] = _unchanged
+    convert: Callable[[Any, str], Any] = lambda value, _: value
     """Returns the value of the setting; the second argument is where it stands. Raises `SettingsError`."""
     choices: tuple[str, ...] | None = None
     is_array: bool = False
@@ -88,10 +84,6 @@ def _reports(files: list[str], where: str) -> tuple[str, ...]:
     return tuple(files)
 
 
-def _patterns(patterns: list[str], where: str) -> tuple[str, ...]:  # noqa: ARG001
-    return tuple(patterns)
-
-
 def _duration(text: str, where: str) -> float:
     try:
         return parse_seconds(text)
@@ -113,7 +105,7 @@ LINE = Kind(str, "a string", _line)
 FOLDER = Kind(str, "a string", _not_empty("a folder"), is_path=True)
 STORE = Kind(str, "a string", _not_empty("a folder or a URL"), is_path=True)
 REPORTS = Kind(list, "an array of file names", _reports, is_array=True, is_path=True)
-PATTERNS = Kind(list, "an array of patterns of tests", _patterns, is_array=True)
+PATTERNS = Kind(list, "an array of patterns of tests", lambda patterns, _: tuple(patterns), is_array=True)
 DURATION = Kind(str, "a string", _duration)
 SECONDS = Kind((int, float, str), "a number of seconds or a string", _seconds)
 """A duration, or a number of seconds."""

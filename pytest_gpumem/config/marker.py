@@ -7,47 +7,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.config.errors import BudgetError
-from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER
+from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER, MARKER_ARGUMENTS
 from pytest_gpumem.config.renamed import ARGUMENTS, hint
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.units import parse_gigabytes, parse_rate, parse_ratio, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from pytest_gpumem.gate.verdict import Cell
-
-
-def _size(value: object) -> int:
-    if value == 0 and not isinstance(value, (bool, str)):
-        return 0
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a size; write it with its unit, like '6.5 GB'")
-    return parse_size(value)
-
-
-def _ratio(value: object) -> float:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a percentage; write it like '2 %'")
-    return parse_ratio(value)
-
-
-def _device(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not the name of a device; write 'cuda' or 'cpu'")
-    return value
-
-
-_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "max_gb": ("peak_allocated", parse_gigabytes),
-    **{metric.budget: (name, _size) for name, metric in METRICS.items() if metric.budget is not None},
-    "tolerance": ("tolerance", _ratio),
-    "max_slowdown": ("max_slowdown", _ratio),
-    "min_throughput": ("min_throughput", parse_rate),
-    "device": ("device", _device),
-}
-"""The metric that each argument limits, or the field of `Budget` that it sets, and the function that reads it."""
 
 
 def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
@@ -55,11 +23,11 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
     limits: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name not in _ARGUMENTS:
-            raise BudgetError(f"unknown argument {name!r}; {hint(name, ARGUMENTS, list(_ARGUMENTS))}")
+        if name not in MARKER_ARGUMENTS:
+            raise BudgetError(f"unknown argument {name!r}; {hint(name, ARGUMENTS, list(MARKER_ARGUMENTS))}")
         if value is None:
             raise BudgetError(f"{name} is None, which is no limit; leave it out where there is none")
-        target, read = _ARGUMENTS[name]
+        target, read = MARKER_ARGUMENTS[name]
         values = limits if target in METRICS else others
         if target in values:
             raise BudgetError("max_gb and max_memory say the same thing; give one of them")
@@ -76,8 +44,7 @@ TIMED_LIMITS = ("max_slowdown", "min_throughput")
 
 def sets_itself(item: pytest.Item, limit: str) -> bool:
     """Return whether a test's own marker, and not that of its class or module, gives the argument ``limit``."""
-    own = [mark for node, mark in item.iter_markers_with_node(MARKER) if node is item]
-    return any(mark.kwargs.get(limit) for mark in own)
+    return any(mark.kwargs.get(limit) for node, mark in item.iter_markers_with_node(MARKER) if node is item)
 
 
 def check_of_a_call(item: pytest.Item) -> None:
@@ -142,8 +109,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker(CONFIG_MARKER)
     wants = CONFIG_FIXTURE in metafunc.fixturenames
     where = metafunc.definition.nodeid
-    if mark is None:
-        return
+    assert mark is not None, "pytest asks for parameters of such tests"
     if not wants:
         if any(own.name == CONFIG_MARKER for own in metafunc.definition.own_markers):
             raise pytest.UsageError(f"{where}: @pytest.mark.{CONFIG_MARKER} needs the argument {CONFIG_FIXTURE}")

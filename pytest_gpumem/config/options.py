@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import pytest
 
 from pytest_gpumem.config import kinds, renamed
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.formats import FORMATS
+from pytest_gpumem.units import parse_gigabytes, parse_rate, parse_ratio, parse_size
 from pytest_gpumem.values.option_words import UPDATE_MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Command(NamedTuple):
@@ -28,14 +29,31 @@ COMMAND: pytest.StashKey[Command] = pytest.StashKey()
 """The command that runs an item again, where that is not pytest and its id."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
-MARKER_ARGUMENTS = (
-    "max_gb",
-    *(metric.budget for metric in METRICS.values() if metric.budget is not None),
-    "tolerance",
-    "max_slowdown",
-    "min_throughput",
-    "device",
-)
+
+
+def _size(value: object) -> int:
+    if value == 0 and not isinstance(value, (bool, str)):
+        return 0
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a size; write it with its unit, like '6.5 GB'")
+    return parse_size(value)
+
+
+def _device(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not the name of a device; write 'cuda' or 'cpu'")
+    return value
+
+
+MARKER_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "max_gb": ("peak_allocated", parse_gigabytes),
+    **{metric.budget: (name, _size) for name, metric in METRICS.items() if metric.budget is not None},
+    "tolerance": ("tolerance", parse_ratio),
+    "max_slowdown": ("max_slowdown", parse_ratio),
+    "min_throughput": ("min_throughput", parse_rate),
+    "device": ("device", _device),
+}
+"""The metric that each argument limits, or the field of `Budget` that it sets, and the function that reads it."""
 MARKER_HELP = (
     f"{MARKER}({', '.join(f'{name}=...' for name in MARKER_ARGUMENTS)}): measure the GPU memory of the test, and the speed of "
     "its steps, and fail when it is over budget or regresses"
@@ -81,17 +99,6 @@ class Option:
     def dest(self) -> str:
         """The name of its value among pytest's."""
         return f"gpumem_{self.name}"
-
-    def add_to(self, group: pytest.OptionGroup) -> None:
-        """Add the option to a group of pytest's command line."""
-        # Without a default, what [tool.gpumem] says can apply.
-        if self.kind is kinds.FLAG:
-            group.addoption(self.flag, action=argparse.BooleanOptionalAction, default=None, help=self.help)
-        elif self.kind.choices is not None:
-            group.addoption(self.flag, choices=self.kind.choices, default=None, help=self.help)
-        else:
-            action = "append" if self.kind.is_array else "store"
-            group.addoption(self.flag, action=action, metavar=self.metavar, default=None, help=self.help)
 
 
 OPTIONS = (
@@ -189,10 +196,15 @@ def is_measured(item: pytest.Item) -> bool:
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Add the options to pytest's command line."""
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
-        option.add_to(group)
+        kind: dict[str, Any] = {"action": "append" if option.kind.is_array else "store", "metavar": option.metavar}
+        if option.kind is kinds.FLAG:
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif option.kind.choices is not None:
+            kind = {"choices": option.kind.choices}
+        # Without a default, what [tool.gpumem] says can apply.
+        group.addoption(option.flag, default=None, help=option.help, **kind)
     for old, now in renamed.OPTIONS.items():
         group.addoption(old, action=_Renamed, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS, metavar=now)
 

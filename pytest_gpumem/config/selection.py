@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,6 @@ class MeasuredTest:
     location: Location | None = None
 
     def key(self, name: str) -> Key:
-        """Return the key of its measurement called ``name``."""
         return Key(self.file, self.test, name)
 
     def not_measured(self, why: str, *, failed_by_itself: bool = False) -> TestVerdict:
@@ -119,10 +117,8 @@ def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
 
 def whole_files_of(config: pytest.Config, files: Iterable[str]) -> frozenset[str]:
     """Return those of the collected test files, ``files``, of which every test was collected."""
-    option = config.option
-    if getattr(option, "lf", False) or getattr(option, "stepwise", False):
-        return frozenset()
-    return frozenset() if any("::" in argument for argument in config.args) else frozenset(files)
+    some = any(getattr(config.option, name, False) for name in ("lf", "stepwise"))
+    return frozenset() if some or any("::" in argument for argument in config.args) else frozenset(files)
 
 
 def _is_whole(config: pytest.Config, pattern: str) -> bool:
@@ -151,22 +147,21 @@ def idle_patterns(
     """
     if not all(Path(argument).is_dir() for argument in config.args):
         return ()
-    is_whole = partial(_is_whole, config)
     everything = list(items)
     idle = [
         f"mark = {tests!r} marks nothing: {_MATCHES_NONE}"
         for tests in settings.mark
-        if is_whole(tests) and not any(matches_test(tests, without_group(item)) for item in everything)
+        if _is_whole(config, tests) and not any(matches_test(tests, without_group(item)) for item in everything)
     ]
     for entry in settings.budgets:
-        matching = [item for item in everything if entry.matches(without_group(item))]
+        matching = [item for item in everything if matches_test(entry.tests, without_group(item))]
         held = [measured[item] for item in matching if item in measured]
-        if not matching and is_whole(entry.tests):
+        if not matching and _is_whole(config, entry.tests):
             idle.append(f"the budget for tests = {entry.tests!r} has no effect: {_MATCHES_NONE}")
         elif matching and not held:
             idle.append(
                 f"the budget for tests = {entry.tests!r} has no effect: none of the tests that it matches is measured; "
-                "give them @pytest.mark.gpumem, or name them in [tool.gpumem] measure"
+                "give them @pytest.mark.gpumem, or name them in [tool.gpumem] mark"
             )
         elif held and not any(one.has_fixture for one in held):
             idle += [

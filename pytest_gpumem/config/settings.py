@@ -59,10 +59,6 @@ class PatternBudget:
     tests: str
     budget: Budget
 
-    def matches(self, nodeid: str) -> bool:
-        """Return whether the pattern is the node id, matches it, or matches a file or class that it is in."""
-        return matches_test(self.tests, nodeid)
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -119,7 +115,7 @@ class Settings:
         """Return what the ``[[tool.gpumem.budget]]`` entries say of a test; the first that sets a limit wins."""
         budget = Budget()
         for entry in self.budgets:
-            if entry.matches(nodeid):
+            if matches_test(entry.tests, nodeid):
                 budget = budget.or_else(entry.budget)
         return budget
 

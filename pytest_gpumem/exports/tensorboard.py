@@ -8,6 +8,7 @@ too few for bytes.
 from __future__ import annotations
 
 import datetime
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -43,14 +44,11 @@ def seconds(figure: Figure) -> int:
 
 def commits(folder: Path) -> Callable[[Figure], int]:
     """Return a function that counts the commits up to a figure's, in the repository around ``folder``; raises `ExportError`."""
-    known: dict[str, int] = {}
 
     def count(figure: Figure) -> int:
         if figure.commit is None:
             raise ExportError(f"the report that ended at {figure.ended} names no commit; --step=time needs none")
-        if figure.commit not in known:
-            known[figure.commit] = _commits_to(figure.commit, folder)
-        return known[figure.commit]
+        return _commits_to(figure.commit, folder)
 
     return count
 
@@ -75,6 +73,7 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
             writer.close()
 
 
+@functools.cache
 def _commits_to(commit: str, folder: Path) -> int:
     # A text of a report must not become an option of git.
     if _HASH.fullmatch(commit) is None:

@@ -98,24 +98,18 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
 
 def conclusion(fits: Sequence[Fit]) -> str:
     """Return one line: the memory needed, the GPUs that the program fits into and the others, and with expandable segments."""
-    named = {
-        "fits": [fit for fit in fits if fit.fits],
-        "expanded": [fit for fit in fits if fit.fits_expanded],
-        "not": [fit for fit in fits if fit.plain.outcome in (FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_TOGETHER)],
-        "went on": [fit for fit in fits if fit.plain.outcome is FitOutcome.WENT_ON],
-        "no kernels": [fit for fit in fits if fit.plain.outcome is FitOutcome.NO_KERNELS],
-        "failed": [fit for fit in fits if fit.plain.outcome is FitOutcome.FAILED],
-    }
-    needs = f"needs {_span([fit.plain for fit in named['fits']])} reserved (emulated): " if named["fits"] else ""
-    parts = [f"fits {_names(named['fits'])}" if named["fits"] else "fits none (emulated)"]
-    parts += [f"not {_names(named['not'])}"] if named["not"] else []
-    parts += [f"ran out of memory and went on: {_names(named['went on'])}"] if named["went on"] else []
-    if named["expanded"]:
-        span = _span([fit.expanded for fit in named["expanded"] if fit.expanded is not None])
-        parts.append(f"with expandable segments {span}: fits {_names(named['expanded'])}")
-    parts += [f"torch has no kernels for {_names(named['no kernels'])}"] if named["no kernels"] else []
-    parts += [f"failed by itself: {_names(named['failed'])}"] if named["failed"] else []
-    return needs + "; ".join(parts)
+    fitting, expanded = _of(fits, FitOutcome.FITS), [fit for fit in fits if fit.fits_expanded]
+    needs = f"needs {_span([fit.plain for fit in fitting])} reserved (emulated): " if fitting else ""
+    span = _span([fit.expanded for fit in expanded if fit.expanded is not None]) if expanded else ""
+    others = (
+        ("not", _of(fits, FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_TOGETHER)),
+        ("ran out of memory and went on:", _of(fits, FitOutcome.WENT_ON)),
+        (f"with expandable segments {span}: fits", expanded),
+        ("torch has no kernels for", _of(fits, FitOutcome.NO_KERNELS)),
+        ("failed by itself:", _of(fits, FitOutcome.FAILED)),
+    )
+    first = f"fits {_names(fitting)}" if fitting else "fits none (emulated)"
+    return needs + "; ".join([first, *(f"{what} {_names(some)}" for what, some in others if some)])
 
 
 def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
@@ -143,6 +137,10 @@ def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
 
 def _plain(one: Found) -> dict[str, Any]:
     return {**asdict(one), "outcome": one.outcome.value}
+
+
+def _of(fits: Sequence[Fit], *outcomes: FitOutcome) -> list[Fit]:
+    return [fit for fit in fits if fit.plain.outcome in outcomes]
 
 
 def _by_memory(fits: Sequence[Fit]) -> list[Fit]:

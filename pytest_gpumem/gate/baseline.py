@@ -35,10 +35,8 @@ class Budget:
 
     def or_else(self, fallback: Budget) -> Budget:
         """Return this budget with missing limits taken from ``fallback``."""
-        merged = {
-            one.name: getattr(fallback if getattr(self, one.name) is None else self, one.name) for one in fields(self)
-        }
-        return Budget(**{**merged, "limits": {**fallback.limits, **self.limits}})
+        own = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        return replace(fallback, **{**own, "limits": {**fallback.limits, **self.limits}})
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,15 +96,7 @@ class Baseline:
 
     def takes_the_same(self, other: Baseline) -> bool:
         """Return whether both are of the same workload with the same bytes and counts."""
-        return (
-            self.workload == other.workload
-            and _repeating(self.metrics) == _repeating(other.metrics)
-            and self._repeating_by_device == other._repeating_by_device
-        )
-
-    @property
-    def _repeating_by_device(self) -> dict[str, dict[str, float]]:
-        return {device: _repeating(here) for device, here in self.by_device.items()}
+        return self.workload == other.workload and _repeating(self) == _repeating(other)
 
     def on(self, device: str, among: Mapping[str, Mapping[str, int]]) -> Baseline:
         """Return this baseline with the bytes of one GPU ``among`` those of a measurement.
@@ -166,40 +156,40 @@ def baseline_of(
         # An entry that lacks the metric means this value.
         if value != METRICS[name].where_absent
     }
+    several = measurement.by_device if len(measurement.by_device) > 1 else {}
     by_device = {
         device: {
             name: value
             for name, value in here.items()
             if METRICS[name].tolerance is not None and value != METRICS[name].where_absent
         }
-        for device, here in measurement.by_device.items()
+        for device, here in several.items()
     }
     explanation = measurement.explanation
     # One that was recorded in a run with another peak would not explain this one, unless it is that of another of its steps.
     recordable = {metrics.get("peak_allocated"), *measurement.step_peaks.repeated}
-    explains = explanation is not None and explanation.peak.total in recordable
-    composition = replace(explanation.peak.kept(), notes=()) if explanation is not None and explains else None
+    explained = explanation.kept() if explanation is not None and explanation.peak.total in recordable else None
     entry = Baseline(
         measurement.workload,
         measurement.environment,
         metrics,
         recorded,
         commit,
-        composition,
+        None if explained is None else replace(explained.peak, notes=()),
         reason=reason,
         by_operator={
             name: kept(tallies)
             for name, tallies in measurement.by_operator.items()
             if name in metrics and total(tallies) == metrics[name]
         },
-        by_device=by_device if len(by_device) > 1 else {},
-        other_phases=explanation.kept().other_phases if explanation is not None and composition is not None else {},
+        by_device=by_device,
+        other_phases={} if explained is None else explained.other_phases,
         workspaces=measurement.workspaces if "peak_reserved" in metrics else None,
         unused_before=measurement.unused_before if "peak_reserved" in metrics else None,
         step_peaks=_differing(measurement.step_peaks),
         step_peaks_by_device={
             device: peaks
-            for device in (by_device if len(by_device) > 1 else ())
+            for device in several
             if (peaks := _differing(measurement.step_peaks_by_device.get(device, StepPeaks())))
         },
         named_device=named_device,
@@ -230,9 +220,10 @@ def rounded(time: float) -> float:
     return float(f"{time:.4g}")
 
 
-def _repeating(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that are the same in every run."""
-    return {name: n for name, n in metrics.items() if METRICS[name].repeats}
+def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:
+    """Return the metrics that are the same in every run, by GPU; those of the whole by an empty name."""
+    tables: dict[str, Mapping[str, float]] = {"": entry.metrics, **entry.by_device}
+    return {gpu: {name: n for name, n in here.items() if METRICS[name].repeats} for gpu, here in tables.items()}
 
 
 def _decisive(entry: Baseline, metrics: Mapping[str, float]) -> dict[str, str | int]:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.difference import grouped
-from pytest_gpumem.values.layers import named
 from pytest_gpumem.values.operator_counts import (
     NOWHERE,
     OperatorSite,
     Tally,
     each_layer,
+    in_layers,
     layer_of,
     of_any_layer,
     of_layers,
@@ -89,16 +89,9 @@ def _spread(tallies: Sequence[Tally], others: Sequence[Tally]) -> list[Tally]:
         numbers = layer_of(tally.place)
         if numbers is not None:
             layers.setdefault((tally.operator, of_any_layer(tally.place).module), set()).add(numbers)
-    spread: list[Tally] = []
-    for tally in tallies:
-        module = tally.place.module
-        of = sorted(layers.get((tally.operator, module), ()))
-        if not of or tally.amount % len(of):
-            spread.append(tally)
-            continue
-        names = (named(module, tuple((number,) for number in numbers)) for numbers in of)
-        spread += [Tally(tally.operator, tally.amount // len(of), replace(tally.place, module=name)) for name in names]
-    return spread
+    return [
+        part for tally in tallies for part in in_layers(tally, layers.get((tally.operator, tally.place.module), ()))
+    ]
 
 
 def _apart(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]]:

@@ -178,9 +178,8 @@ def difference(before: Composition, after: Composition) -> Difference:
     return Difference(before.total, after.total, _ranked(explained))
 
 
-def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:
+def _ranked(changes: list[Change]) -> tuple[Change, ...]:
     """Sort the largest increase first, equal changes by the increase of their line, counted in changes of this size."""
-    changes = list(changes)
     at_line = _at_line((change.row, change.nbytes) for change in changes)
 
     def rank(one: Change) -> tuple[int, int, str]:
@@ -359,8 +358,7 @@ def grouped(old: Iterable[T], new: Iterable[T], key: Callable[[T], object]) -> d
     return groups
 
 
-def _sums(rows: Iterable[Row]) -> tuple[int, int]:
-    rows = list(rows)
+def _sums(rows: list[Row]) -> tuple[int, int]:
     return sum(row.nbytes for row in rows), sum(row.count for row in rows)
 
 

@@ -63,9 +63,9 @@ def judge(
         judge_step_time(measurement, budget, entry if outcome is None else None, tolerances.get(name))
         if name == "step_time"
         else _judge_on_devices(
-            METRICS[name], value, budget.limits.get(name), measurement, entry, outcome, tolerances.get(name)
+            METRICS[name], budget.limits.get(name), measurement, entry, outcome, tolerances.get(name)
         )
-        for name, value in measurement.metrics.items()
+        for name in measurement.metrics
         if name != "throughput"
     )
     throughput = judge_throughput(measurement, budget.min_throughput)
@@ -80,7 +80,8 @@ def judge(
     if entry is not None and why_not is None:
         notes += not_measured(measurement, entry, tolerances)
     notes += [] if entry is None else _release_notes(measurement, entry)
-    notes += [MOSTLY_WORKSPACES] if _is_mostly_workspaces(measurement) else []
+    mostly = 2 * measurement.workspaces > measurement.metrics.get("peak_allocated", math.inf)
+    notes += [MOSTLY_WORKSPACES] if mostly else []
     noted = replace(measurement, notes=(*measurement.notes, *notes)) if notes else measurement
     return with_differences(Verdict(noted, metrics, origin, why_not, elsewhere), noted, baseline)
 
@@ -97,10 +98,6 @@ def _idle_limits(budget: Budget, measurement: Measurement) -> list[str]:
 MOSTLY_WORKSPACES = (
     "more than half of the peak are workspaces of cuBLAS, as large in any step: a larger batch shows more of this one"
 )
-
-
-def _is_mostly_workspaces(measurement: Measurement) -> bool:
-    return 2 * measurement.workspaces > measurement.metrics.get("peak_allocated", math.inf)
 
 
 def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
@@ -130,22 +127,18 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
         measurement: The one that was judged, which may have been explained since.
         baseline: What it was compared with.
     """
-    changed, more = None, {}
-    if isinstance(baseline, Baseline):
-        explained = measurement.explanation
-        if (
-            baseline.composition is not None
-            and explained is not None
-            and _is_explained(explained, measurement, baseline)
-        ):
-            then = replace(baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics))
-            changed = difference_of_peaks(then, explained.peak, baseline.other_phases, explained.other_phases)
-        if verdict.reason is None:
-            more = {
-                name: kept(changed_tallies(baseline.by_operator[name], tallies))
-                for name, tallies in measurement.by_operator.items()
-                if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
-            }
+    if not isinstance(baseline, Baseline):
+        return replace(verdict, measurement=measurement)
+    changed, more, explained = None, {}, measurement.explanation
+    if baseline.composition is not None and explained is not None and _is_explained(explained, measurement, baseline):
+        then = replace(baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics))
+        changed = difference_of_peaks(then, explained.peak, baseline.other_phases, explained.other_phases)
+    if verdict.reason is None:
+        more = {
+            name: kept(changed_tallies(baseline.by_operator[name], tallies))
+            for name, tallies in measurement.by_operator.items()
+            if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
+        }
     return replace(verdict, measurement=measurement, difference=changed, count_changes=more)
 
 
@@ -164,7 +157,6 @@ _WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
 
 def _judge_on_devices(
     metric: Metric,
-    value: float,
     limit: int | None,
     measurement: Measurement,
     baseline: Baseline | None,
@@ -175,15 +167,15 @@ def _judge_on_devices(
 
     Arguments as for `_judge_metric`.
     """
-    whole = _judge_metric(metric, value, limit, measurement, baseline, why_not, tolerance)
+    whole = _judge_metric(metric, limit, measurement, baseline, why_not, tolerance)
     by_device = {device: here[metric.name] for device, here in measurement.by_device.items() if metric.name in here}
     several = len(by_device) > 1 or (by_device and baseline is not None and baseline.by_device)
     if not several:
         return whole
     found = []
-    for device, here in by_device.items():
+    for device in by_device:
         then = None if baseline is None else baseline.on(device, measurement.by_device)
-        one = _judge_metric(metric, here, limit, _on(measurement, device), then, why_not, tolerance)
+        one = _judge_metric(metric, limit, _on(measurement, device), then, why_not, tolerance)
         absent = baseline is not None and then is not baseline and device not in baseline.by_device
         if absent and one.reason is None:
             one = replace(one, reason=f"the baseline has no bytes of {device}")
@@ -191,7 +183,9 @@ def _judge_on_devices(
     return max(
         (one for one in found if one.outcome in _WORSE),
         key=lambda one: (_WORSE.index(one.outcome), one.value - (one.budget or one.baseline or 0)),
-        default=replace(whole, gpu=max(by_device, key=by_device.__getitem__) if value else None),
+        default=replace(
+            whole, gpu=max(by_device, key=by_device.__getitem__) if measurement.metrics[metric.name] else None
+        ),
     )
 
 
@@ -209,7 +203,6 @@ def _is_explained(explanation: Explanation, measurement: Measurement, baseline: 
 
 def _judge_metric(
     metric: Metric,
-    value: float,
     limit: int | None,
     measurement: Measurement,
     baseline: Baseline | None,
@@ -220,13 +213,14 @@ def _judge_metric(
 
     ``limit`` is the budget; ``why_not`` the outcome where no comparison was asked for, or where it is not one of the same work.
     """
+    value = measurement.metrics[metric.name]
     earlier = None if baseline is None else baseline.metrics.get(metric.name, metric.where_absent)
     # A budget is for the whole program, also for the first steps, which no baseline is compared with.
     highest = max((value, *measurement.step_peaks.of(metric.name)))
     if limit is not None and highest > limit:
         return MetricVerdict(metric.name, Outcome.OVER_BUDGET, highest, earlier, budget=limit)
     if tolerance is not None and baseline is not None:
-        compared = _compare(metric, value, limit, measurement, baseline, tolerance)
+        compared = _compare(metric, limit, measurement, baseline, tolerance)
         grew = compared.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) and earlier is not None and value > earlier
         if why_not is None or (metric.unit == "bytes" and grew):
             return compared
@@ -254,9 +248,9 @@ def _not_comparable(
 
 
 def _compare(
-    metric: Metric, value: float, limit: int | None, measurement: Measurement, baseline: Baseline, tolerance: Tolerance
+    metric: Metric, limit: int | None, measurement: Measurement, baseline: Baseline, tolerance: Tolerance
 ) -> MetricVerdict:
-    earlier = baseline.metrics.get(metric.name, metric.where_absent)
+    value, earlier = measurement.metrics[metric.name], baseline.metrics.get(metric.name, metric.where_absent)
     if earlier is None:
         return MetricVerdict(
             metric.name, Outcome.NEW, value, budget=limit, reason=why_new(metric, measurement, baseline)
@@ -267,26 +261,19 @@ def _compare(
         tolerance = replace(tolerance, absolute=min(tolerance.absolute, _segments_by_chance(measurement, baseline)))
     allowed = tolerance.allowed(max(0, earlier - workspaces))
     worse = earlier - value if metric.larger_is_better else value - earlier
-    reason = None
     # 0.7 % of 1000 bytes is 7 of them, also where the product of the two floats is a little less.
-    if math.isclose(abs(worse), allowed, rel_tol=1e-12):
-        outcome = Outcome.OK
-    elif abs(worse) > allowed and (reason := _moved_by(metric.decided_by, metric, measurement, baseline)) is not None:
+    beyond = abs(worse) > allowed and not math.isclose(abs(worse), allowed, rel_tol=1e-12)
+    is_peak = metric.name == "peak_allocated"
+    outcome, reason = Outcome.OK, None
+    if beyond and (reason := _moved_by(metric.decided_by, metric, measurement, baseline)) is not None:
         outcome = Outcome.UNCERTAIN
-    elif worse > allowed:
-        outcome = Outcome.REGRESSED
+    elif beyond and worse > 0:
         reason = _doubt(metric, earlier, allowed, measurement, baseline)
-        if reason is not None:
-            outcome = Outcome.UNCERTAIN
-        elif metric.name == "peak_allocated":
+        outcome = Outcome.REGRESSED if reason is None else Outcome.UNCERTAIN
+        if reason is None and is_peak:
             reason = _of_steps(measurement, baseline)
-    elif worse < -allowed:
-        by_chance = metric.name == "peak_allocated" and differ_by_chance(
-            _peaks_in(baseline), _peaks_in(measurement), allowed
-        )
-        outcome = Outcome.OK if by_chance else Outcome.IMPROVED
-    else:
-        outcome = Outcome.OK
+    elif beyond and not (is_peak and differ_by_chance(_peaks_in(baseline), _peaks_in(measurement), allowed)):
+        outcome = Outcome.IMPROVED
     return MetricVerdict(metric.name, outcome, value, earlier, allowed, limit, reason)
 
 

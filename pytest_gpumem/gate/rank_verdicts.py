@@ -9,7 +9,7 @@ from pytest_gpumem.gate.verdict import TestVerdict
 from pytest_gpumem.values.rank import Rank, in_words, without_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from pytest_gpumem.gate.verdict import Verdict
 
@@ -68,9 +68,8 @@ def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
             lines.append(f"  {in_words(others)}: not judged for that")
         return "\n".join([*lines, "", text])
     if skipped and len(skipped) < world:
-        who = str(Rank(skipped[0], world)) if len(skipped) == 1 else f"{in_words(skipped)} of {world}"
         return (
-            f"{who} skipped the test, and the others ran it: {ends[skipped[0]].why}\n\n"
+            f"{in_words(skipped)} of {world} skipped the test, and the others ran it: {ends[skipped[0]].why}\n\n"
             "  mend:     skip it on every rank, or on none: a rank that is not measured is not gated"
         )
     followed = next((end for end in ends if end.how == "followed"), None)
@@ -79,16 +78,14 @@ def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
 
 def _together(verdicts: Sequence[TestVerdict]) -> TestVerdict:
     """Return the verdicts of all ranks as one: their measurements by name, then by rank."""
-    first, world = verdicts[0], len(verdicts)
-    names = list(dict.fromkeys(without_rank(one.measurement.name) for test in verdicts for one in test.verdicts))
-    by_name: dict[str, list[Verdict]] = {name: [] for name in names}
+    by_name: dict[str, list[Verdict]] = {}
     for test in verdicts:
         for one in test.verdicts:
-            by_name[without_rank(one.measurement.name)].append(one)
+            by_name.setdefault(without_rank(one.measurement.name), []).append(one)
     return replace(
-        first,
-        verdicts=tuple(one for name in names for one in by_name[name]),
-        unmeasured=_clauses([test.unmeasured for test in verdicts], world),
+        verdicts[0],
+        verdicts=tuple(one for alike in by_name.values() for one in alike),
+        unmeasured=_clauses([test.unmeasured for test in verdicts], len(verdicts)),
         missing=tuple(dict.fromkeys(name for test in verdicts for name in test.missing)),
     )
 
@@ -99,12 +96,7 @@ def _clauses(unmeasured: Sequence[str | None], world: int) -> str | None:
     for number, why in enumerate(unmeasured):
         if why is not None:
             ranks.setdefault(why, []).append(number)
-    return "; ".join(_clause(why, numbers, world) for why, numbers in ranks.items()) or None
-
-
-def _clause(why: str, numbers: Iterable[int], world: int) -> str:
-    listed = list(numbers)
-    if len(listed) == world:
-        return why
-    who = str(Rank(listed[0], world)) if len(listed) == 1 else f"{in_words(listed)} of {world}"
-    return f"on {who}: {why}"
+    clauses = [
+        why if len(numbers) == world else f"on {in_words(numbers)} of {world}: {why}" for why, numbers in ranks.items()
+    ]
+    return "; ".join(clauses) or None

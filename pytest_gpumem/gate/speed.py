@@ -74,14 +74,13 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
     value = amount / times.median
     if minimum is None or minimum.of != of:
         return MetricVerdict("throughput", Outcome.RECORDED, value, of=of)
-    samples = [(amount / sample.interval(LEVEL)[0], sample.invalid) for sample in times.samples]
     outcome, reason = Outcome.OK, None
     if value < minimum.amount:
         outcome = Outcome.OVER_BUDGET
-        best = max(most for most, _ in samples)
+        best = max(amount / sample.interval(LEVEL)[0] for sample in times.samples)
         disturbed = [one for one in times.samples if one.invalid is not None]
         if any(amount / one.at_least >= minimum.amount for one in disturbed):
-            outcome, reason = Outcome.UNCERTAIN, next(invalid for _, invalid in samples if invalid is not None)
+            outcome, reason = Outcome.UNCERTAIN, disturbed[0].invalid
         elif best >= minimum.amount:
             outcome, reason = Outcome.UNCERTAIN, f"within what times vary by: at most {best:.4g} {of}/s"
     return MetricVerdict("throughput", outcome, value, budget=minimum.amount, reason=reason, of=of)

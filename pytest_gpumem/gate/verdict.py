@@ -35,19 +35,22 @@ class Outcome(str, Enum):
 
     @property
     def words(self) -> str:
-        """The outcome as text."""
         return self.value.replace("_", " ")
+
+    @property
+    def importance(self) -> int:
+        """Its place among the outcomes."""
+        return list(Outcome).index(self)
 
 
 FAILING = frozenset({Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET})
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
 CHANGED = COMPARED - {Outcome.OK}
-_ORDER = list(Outcome)
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
     """Return the most important of several outcomes; `Outcome.RECORDED` of none."""
-    return max(outcomes, key=_ORDER.index, default=Outcome.RECORDED)
+    return max(outcomes, key=lambda outcome: outcome.importance, default=Outcome.RECORDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +191,11 @@ class TestVerdict:
 
     @property
     def outcome(self) -> Outcome:
-        missing = [Outcome.MISSING] if self.missing else []
+        found = [Outcome.MISSING] if self.missing else []
         if self.unmeasured:
-            return worst([Outcome.UNMEASURED, *missing])
-        if self.relations and not self.verdicts:
-            return worst([Outcome.OK, *missing])
-        return worst([*(verdict.outcome for verdict in self.verdicts), *missing])
+            return worst([Outcome.UNMEASURED, *found])
+        found += [Outcome.OK] if self.relations and not self.verdicts else []
+        return worst([*found, *(verdict.outcome for verdict in self.verdicts)])
 
     @property
     def missing_text(self) -> str | None:

@@ -54,33 +54,9 @@ class Api:
     def request(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> tuple[Any, str | None]:
         """Return the JSON of an answer, and the address of a list's next page. Raises `GitHubError`.
 
-        ``path`` begins with a slash, or is the address of a next page.
+        ``path`` begins with a slash, or is an address.
         """
-        return self._send(method, path if "://" in path else self.url.rstrip("/") + path, content)
-
-    def pages(self, path: str) -> Iterator[Any]:
-        """Yield the elements of a list, on all its pages. Raises `GitHubError`."""
-        following: str | None = path
-        while following is not None:
-            plain, next_page = self.request("GET", following)
-            if not isinstance(plain, list):
-                raise GitHubError(f"GET {following}: expected a list, got {type(plain).__name__}")
-            yield from plain
-            following = next_page
-
-    def login(self) -> str:
-        """Return the owner of the token: ``github-actions[bot]``. Raises `GitHubError`.
-
-        ``GET /user`` is not for the token of a job, and this is.
-        """
-        plain, _ = self._send("POST", self.graphql_url, {"query": "query { viewer { login } }"})
-        try:
-            login = plain["data"]["viewer"]["login"]
-        except (KeyError, TypeError):
-            raise GitHubError(f"GitHub does not say whose token it is: {_shortened(plain)}") from None
-        return str(login)
-
-    def _send(self, method: str, address: str, content: Mapping[str, Any] | None) -> tuple[Any, str | None]:
+        address = path if "://" in path else self.url.rstrip("/") + path
         # The token goes where the job's GitHub is, and nowhere else.
         homes = {urlsplit(self.url)[:2], urlsplit(self.graphql_url)[:2]}
         if urlsplit(address)[:2] not in homes or urlsplit(address).scheme not in ("https", "http"):
@@ -109,6 +85,28 @@ class Api:
             return json.loads(text), _next_page(headers.get("Link", ""))
         except ValueError:
             raise UnavailableError(f"{method} {address}: the answer is not JSON") from None
+
+    def pages(self, path: str) -> Iterator[Any]:
+        """Yield the elements of a list, on all its pages. Raises `GitHubError`."""
+        following: str | None = path
+        while following is not None:
+            plain, next_page = self.request("GET", following)
+            if not isinstance(plain, list):
+                raise GitHubError(f"GET {following}: expected a list, got {type(plain).__name__}")
+            yield from plain
+            following = next_page
+
+    def login(self) -> str:
+        """Return the owner of the token: ``github-actions[bot]``. Raises `GitHubError`.
+
+        ``GET /user`` is not for the token of a job, and this is.
+        """
+        plain, _ = self.request("POST", self.graphql_url, {"query": "query { viewer { login } }"})
+        try:
+            login = plain["data"]["viewer"]["login"]
+        except (KeyError, TypeError):
+            raise GitHubError(f"GitHub does not say whose token it is: {_shortened(plain)}") from None
+        return str(login)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

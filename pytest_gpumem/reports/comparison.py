@@ -97,7 +97,6 @@ class ComparedRow:
 
     @property
     def shown_changes(self) -> tuple[ComparedChange, ...]:
-        """The changes that are shown."""
         return tuple(change for change in self.changes if change.is_shown)
 
 
@@ -116,10 +115,6 @@ class LeftOut:
     reason: str | None = None
     stored_key: StoredKey | None = None
     peak: float | None = None
-
-    @property
-    def is_worse(self) -> bool:
-        return self.word in ("failed", "broken")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +158,8 @@ class Compared:
     @property
     def exit_status(self) -> int:
         """The exit status of the command: 0 where nothing is worse, or else `WORSE`, or `NOTHING_COMPARED`."""
-        worse = any(row.outcome is Outcome.REGRESSED for row in self.rows) or any(one.is_worse for one in self.left_out)
+        worse = any(row.outcome is Outcome.REGRESSED for row in self.rows)
+        worse |= any(one.word in ("failed", "broken") for one in self.left_out)
         anything = any(row.compared for row in self.rows)
         # A test that runs in turns and breaks is a comparison; one that failed in a report has no figures to compare.
         if not anything and (self.pairs is None or not worse):

@@ -90,7 +90,6 @@ class PartTable:
 
     @property
     def rest_line(self) -> str:
-        """The others in a line."""
         together = " together" if self.changes or not self.of_blocks else ""
         return f"{self.others}: {self.rest}{together}" if self.others else ""
 
@@ -159,11 +158,10 @@ def count_tables(
             continue
         if changes is not None:
             tables.append(_count_table(f"more {title}", name, changes, units, most, tells_lines=_tells_lines(made_of)))
-            continue
-        note = f"the baseline does not say what its {title} were; it will when it is next accepted"
-        tables.append(
-            _count_table(f"all {title}", name, made_of, units, most, note if verdict.origin is not None else "")
-        )
+        else:
+            note = f"the baseline does not say what its {title} were; it will when it is next accepted"
+            note = note if verdict.origin is not None else ""
+            tables.append(_count_table(f"all {title}", name, made_of, units, most, note))
     return tables
 
 
@@ -235,15 +233,11 @@ def _places_of(row: Row) -> tuple[str, ...]:
 def part_layout(table: PartTable, indent: int = 0) -> Table:
     """Return the layout in text. Of changes and counts, columns that say nothing of any part are left out."""
     rows = [(part.name, *(text or "-" for text in part.figures), *part.places, part.reason) for part in table.parts]
+    lines = tuple(tuple(map(Span, row)) for row in rows)
     places = _PLACES if table.of_blocks else _PLACES[:2]
     columns = (Column(table.title, left=True), *map(Column, table.figures), *places, Column("", left=True))
     always = range(len(columns) - 1 if table.figures == ("bytes",) else 1 + len(table.figures))
-    kept = [number for number in range(len(columns)) if number in always or any(row[number] for row in rows)]
-    return Table(
-        tuple(columns[number] for number in kept),
-        tuple(tuple(Span(row[number]) for number in kept) for row in rows),
-        indent,
-    )
+    return Table(columns, lines, indent).without_empty(always)
 
 
 def part_lines(table: PartTable) -> list[str]:

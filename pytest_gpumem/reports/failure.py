@@ -11,7 +11,7 @@ from pytest_gpumem.gate.verdict import NOT_MARKED, MetricVerdict, Outcome, TestV
 from pytest_gpumem.metrics import METRICS, Kind
 from pytest_gpumem.reports.explanation import explanation_blocks
 from pytest_gpumem.reports.layout import Screen, columns, without_empty
-from pytest_gpumem.reports.values import allowance, difference, on_device, peaks_by_device, shown, texts_of
+from pytest_gpumem.reports.values import difference, on_device, peaks_by_device, shown, texts_of, tolerated
 from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.timing.intervals import LEVEL
 from pytest_gpumem.units import UnitSystem, format_ratio
@@ -144,7 +144,8 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
         against = _against(first, first.baseline, "baseline", units)
         # Another workload is the first reason for whatever grew with it.
         workload = f"; another workload: {verdict.reason}" if verdict.reason else ""
-        return f"{_subject(first, memory, what)} {against}, allowed {allowance(first, units)}{workload}"
+        allowed = tolerated(first.metric, first.allowed, first.baseline, units)
+        return f"{_subject(first, memory, what)} {against}, allowed {allowed}{workload}"
     decided = decided_a_branch(verdict.measurement.notes)
     if first is None and decided is not None:
         return f"Not certain (required by --gpumem-strict): {decided}"

@@ -31,7 +31,6 @@ class Format:
     """Packages that are not always installed: those of the extra ``report``."""
 
     def render(self, report: SessionReport) -> str:
-        """Return the text of the file."""
         module, _, function = self.renderer.partition(":")
         text: str = getattr(importlib.import_module(module), function)(report)
         return text

@@ -25,8 +25,6 @@ MOST_OF_A_MESSAGE = 4_096
 MOST_OF_A_TITLE = 255
 """Characters of a title: https://docs.github.com/en/rest/checks/runs#create-a-check-run."""
 
-_ORDER = list(Outcome)
-
 
 def is_github(environment: Mapping[str, str]) -> bool:
     """Return whether this is a job of GitHub Actions."""
@@ -62,7 +60,7 @@ def notice_line(message: str) -> str:
 
 def _seriousness(row: ReportRow) -> tuple[bool, bool, int]:
     verdict = row.result.verdict if row.result is not None else None
-    return (False, False, 0) if verdict is None else (True, not verdict.failed_by_itself, _ORDER.index(verdict.outcome))
+    return (False, False, 0) if verdict is None else (True, not verdict.failed_by_itself, verdict.outcome.importance)
 
 
 def _limited(kind: str, lines: list[str]) -> list[str]:
@@ -73,13 +71,12 @@ def _limited(kind: str, lines: list[str]) -> list[str]:
 
 
 def _why_uncertain(row: ReportRow) -> str:
-    reasons = [
+    return "\n".join(
         f"{one.metric} is uncertain: {one.reason or 'its interval reaches beyond what is allowed'}"
         for each in row.measured
         for one in each.verdict.metrics
         if one.outcome is Outcome.UNCERTAIN
-    ]
-    return "\n".join(reasons)
+    )
 
 
 def _of_a_test(kind: str, row: ReportRow, message: str, folder: str) -> str:
@@ -87,12 +84,8 @@ def _of_a_test(kind: str, row: ReportRow, message: str, folder: str) -> str:
     if len(visible(title)) > MOST_OF_A_TITLE:
         message = f"{row.title}\n{message}"
     location = row.result.verdict.location if row.result is not None else None
-    where = _at(f"{folder}{row.file}") if location is None else _at(f"{folder}{location.file}", location.line)
-    return _line(kind, title, message, where)
-
-
-def _at(file: str, line: int | None = None) -> dict[str, str]:
-    return {"file": file} | ({} if line is None else {"line": str(line)})
+    where = {"file": row.file} if location is None else {"file": location.file, "line": str(location.line)}
+    return _line(kind, title, message, where | {"file": f"{folder}{where['file']}"})
 
 
 def _line(kind: str, title: str, message: str, where: Mapping[str, str] | None = None) -> str:

@@ -89,8 +89,7 @@ def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, scree
     """Return the table, the latest change last, a plot where values differ, and how many events are not shown."""
     relevant = _relevant(events, metric)
     first = next((event for event in events if event.after is not None), None)
-    rows = [_row(event, metric, units, is_first=event is first) for event in relevant]
-    reasons = any(row[5].text for row in rows)
+    rows = tuple(_row(event, metric, units, is_first=event is first) for event in relevant)
     columns = (
         Column("date", left=True),
         Column("commit", left=True, weight=1),
@@ -100,11 +99,8 @@ def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, scree
         Column("reason", left=True, least=_LEAST),
         Column("subject", left=True, least=_LEAST, weight=2),
     )
-    kept = [number for number in range(len(columns)) if number != 5 or reasons]
-    table = Table(
-        tuple(columns[number] for number in kept), tuple(tuple(row[number] for number in kept) for row in rows)
-    )
-    lines = laid_out(table, screen)
+    always = [number for number, column in enumerate(columns) if column.title != "reason"]
+    lines = laid_out(Table(columns, rows).without_empty(always), screen)
     values = [event.after.metrics.get(metric) if isinstance(event.after, Baseline) else None for event in relevant]
     plotted = plot(values, lambda value: shown(metric, value, units), screen)
     lines += [(Span(text),) for text in (*([""] if plotted else []), *plotted)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import asdict
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -212,16 +213,9 @@ def _other_version(plain: dict[str, Any]) -> str | None:
 
 
 def _plain_ranks(row: RankPeaks) -> dict[str, Any]:
-    return {
-        "file": row.file,
-        "test": row.test,
-        "name": row.name,
-        "world": row.world,
-        "peaks": [[number, peak] for number, peak in row.peaks],
-        "smallest": row.smallest[0],
-        "largest": row.largest[0],
-        "imbalance": row.imbalance,
-    }
+    plain = asdict(row)
+    del plain["several"]
+    return {**plain, "smallest": row.smallest[0], "largest": row.largest[0], "imbalance": row.imbalance}
 
 
 def _results(results: list[Any]) -> str:

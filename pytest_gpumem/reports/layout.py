@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
 
-_HARMLESS = frozenset({"Zs"})
-"""Categories that Python calls unprintable and that may be written: blanks."""
 _COMMAND = re.compile(r"^(\s*):(?=:[\w-]+(?:\s.*)?::)")
 """Commands to GitHub's runner: at the beginning of a line, and ``##[...]`` anywhere (``ActionCommand.cs``)."""
 _INSTEAD = {"µ": "u", "μ": "u", "…": "..."}
@@ -75,7 +73,8 @@ def cells(text: str) -> int:
 
 
 def _harmless(character: str) -> str:
-    if character.isprintable() or unicodedata.category(character) in _HARMLESS:
+    # Blanks, too, are unprintable to Python.
+    if character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     return _escaped(character)
 
@@ -140,6 +139,12 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Line, ...]
     indent: int = 0
+
+    def without_empty(self, keep: Collection[int]) -> Table:
+        """Return the table without the columns that are empty in all rows; those with a number in ``keep`` stay."""
+        kept = [n for n in range(len(self.columns)) if n in keep or any(row[n].text for row in self.rows)]
+        rows = tuple(tuple(row[n] for n in kept) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[n] for n in kept), rows=rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.reports.layout import columns
 from pytest_gpumem.units import format_bytes, format_ratio, format_seconds
-from pytest_gpumem.values.rates import return_on
+from pytest_gpumem.values.rates import WORTH_IT, return_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.reports.results import TestResult
     from pytest_gpumem.units import UnitSystem
 
@@ -30,11 +29,6 @@ class MatrixRow:
     time: float | None = None
     why_not: str = ""
 
-    @classmethod
-    def of(cls, config: str, measurement: Measurement) -> MatrixRow:
-        """Return the row of a config that was measured."""
-        return cls(config, measurement.peak_allocated, measurement.metrics.get("step_time"))
-
 
 def matrices(results: Iterable[TestResult]) -> dict[str, list[MatrixRow]]:
     """Return the rows of each matrix, by its tests' common id, in the order of the marker.
@@ -49,9 +43,11 @@ def matrices(results: Iterable[TestResult]) -> dict[str, list[MatrixRow]]:
         if test.unmeasured:
             found.setdefault(cell.matrix, []).append(MatrixRow(cell.config, why_not=test.unmeasured))
         for one in test.verdicts if not test.unmeasured else ():
-            title = f"{cell.matrix} ({one.measurement.name})" if len(test.verdicts) > 1 else cell.matrix
-            title += f" on {one.measurement.environment.device}" if several[cell.matrix] > 1 else ""
-            found.setdefault(title, []).append(MatrixRow.of(cell.config, one.measurement))
+            measured = one.measurement
+            title = f"{cell.matrix} ({measured.name})" if len(test.verdicts) > 1 else cell.matrix
+            title += f" on {measured.environment.device}" if several[cell.matrix] > 1 else ""
+            row = MatrixRow(cell.config, measured.peak_allocated, measured.metrics.get("step_time"))
+            found.setdefault(title, []).append(row)
     return found
 
 
@@ -90,7 +86,7 @@ def legend_of(rows: Sequence[MatrixRow]) -> str | None:
     if first is None or len(rows) < 2:
         return None
     return (
-        f"saving and cost against {first.config}; ROI is saving over cost, above 1.5 is recommended; "
+        f"saving and cost against {first.config}; ROI is saving over cost, above {WORTH_IT} is recommended; "
         f"{EFFICIENT} is Pareto-efficient"
     )
 

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.session_report import SessionReport, Stored
 from pytest_gpumem.values.plain import to_plain
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.results import TestResult
 
 _AND = "; "
-_ORDER = list(Outcome)
 
 
 def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None) -> SessionReport:
@@ -150,7 +148,7 @@ def _weight(result: TestResult) -> tuple[bool, bool, int, bool, str]:
     """Return a rank that is higher the worse a result is; the text decides between equals, so that order never does."""
     verdict = result.verdict
     text = json.dumps(to_plain(result), sort_keys=True)
-    return result.failed, not verdict.unmeasured, _ORDER.index(verdict.outcome), not result.passed, text
+    return result.failed, not verdict.unmeasured, verdict.outcome.importance, not result.passed, text
 
 
 def _selection(selections: Sequence[Selection]) -> Selection:

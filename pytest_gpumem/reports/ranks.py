@@ -9,7 +9,7 @@ from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.rank import rank_in, without_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.reports.results import TestResult
     from pytest_gpumem.units import UnitSystem
@@ -72,18 +72,17 @@ def peaks_by_rank(results: Iterable[TestResult]) -> list[RankPeaks]:
     return found
 
 
-def rank_cells(rows: Iterable[RankPeaks], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
+def rank_cells(rows: Sequence[RankPeaks], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
     """Return the titles of the columns, and the cells of each row, the test first and the imbalance last."""
-    everything = list(rows)
-    most = max((number + 1 for row in everything for number, _ in row.peaks), default=0)
+    most = max((number + 1 for row in rows for number, _ in row.peaks), default=0)
     if most <= MOST_COLUMNS:
         header = [f"rank {number}" for number in range(most)]
-        cells = [[_of(row, number, units) for number in range(most)] for row in everything]
+        cells = [[_of(row, number, units) for number in range(most)] for row in rows]
     else:
         header = ["smallest", "median", "largest"]
-        cells = [[format_bytes(peak, units) for peak in _spread(row)] for row in everything]
+        cells = [[format_bytes(peak, units) for peak in _spread(row)] for row in rows]
     return ["test", *header, "imbalance"], [
-        [row.title, *line, imbalance_text(row)] for row, line in zip(everything, cells, strict=True)
+        [row.title, *line, imbalance_text(row)] for row, line in zip(rows, cells, strict=True)
     ]
 
 

@@ -23,6 +23,11 @@ PROPERTY = "gpumem"
 """The ``user_properties`` entry in which a test's verdict travels, as JSON."""
 
 
+_COUNTED = (
+    *(Outcome.OVER_BUDGET, Outcome.REGRESSED, Outcome.MISSING, Outcome.IMPROVED, Outcome.UNCERTAIN),
+    *(Outcome.NEW, Outcome.STALE, Outcome.FOREIGN, Outcome.UNMEASURED, Outcome.RECORDED),
+)
+"""The outcomes that the line which accounts for every test counts, in its order."""
 _FIRST = frozenset({Outcome.NEW, Outcome.FOREIGN})
 """Outcomes of what has no baseline here."""
 ACCEPTED = "accepted"
@@ -180,10 +185,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
         parts.append(f"{counts[ACCEPTED]} {ACCEPTED}")
     if recorded:
         parts.append(f"{recorded} recorded, new")
-    for outcome in (Outcome.OVER_BUDGET, Outcome.REGRESSED, Outcome.MISSING, Outcome.IMPROVED, Outcome.UNCERTAIN):
-        if counts[outcome.words]:
-            parts.append(f"{counts[outcome.words]} {outcome.words}")
-    for outcome in (Outcome.NEW, Outcome.STALE, Outcome.FOREIGN, Outcome.UNMEASURED, Outcome.RECORDED):
+    for outcome in _COUNTED:
         if counts[outcome.words]:
             left_out = "not recorded, " if outcome in ACCEPTS[update] & _FIRST else ""
             parts.append(f"{counts[outcome.words]} {left_out}{outcome.words}{_why(outcome, everything)}")

@@ -10,7 +10,7 @@ from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import SKIPPED
 from pytest_gpumem.reports.results import TestResult, accounting, nothing_gated
-from pytest_gpumem.units import UnitSystem
+from pytest_gpumem.units import UnitSystem, counted
 from pytest_gpumem.values.option_words import UpdateMode
 from pytest_gpumem.values.plain import Form
 from pytest_gpumem.values.selection import Selection
@@ -148,10 +148,9 @@ class SessionReport:
         failed = sum(result.failed for result in self.results)
         clauses = list(self.problems)
         if failed:
-            clauses.append("1 measured test failed" if failed == 1 else f"{failed} measured tests failed")
+            clauses.append(f"{counted(failed, 'measured test')} failed")
         if self.not_run:
-            tests = "1 measured test" if len(self.not_run) == 1 else f"{len(self.not_run)} measured tests"
-            clauses.append(f"{tests} did not finish")
+            clauses.append(f"{counted(len(self.not_run), 'measured test')} did not finish")
         return "; ".join(clauses) or None
 
     @property

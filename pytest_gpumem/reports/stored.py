@@ -37,14 +37,14 @@ def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything:
     metrics = [name for name in METRICS if _has_column(name, baselines, everything=everything)]
     # Where there is no room for all, what was judged first goes last.
     weights = {name: None if METRICS[name].weight is None else len(metrics) - at for at, name in enumerate(metrics)}
-    columns = [
+    columns = (
         Column("test", left=True, least=_LEAST_NAME),
         Column("device", left=True),
         *(Column(METRICS[name].short or METRICS[name].title, weight=weight) for name, weight in weights.items()),
         Column("recorded", left=True, weight=len(metrics) + 1),
         Column("commit", left=True, weight=0),
         Column("reason", left=True, least=_LEAST_REASON),
-    ]
+    )
     rows = [
         [
             *(str(one.key), one.slug, *(_cell(name, one.entry, units) for name in metrics)),
@@ -53,8 +53,7 @@ def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything:
         for one in baselines
     ]
     # Without columns of commits and reasons that no baseline has.
-    kept = [at for at in range(len(columns)) if at < len(columns) - 2 or any(row[at] for row in rows)]
-    return Table(tuple(columns[at] for at in kept), tuple(tuple(Span(row[at]) for at in kept) for row in rows))
+    return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(len(columns) - 2))
 
 
 def accounting(baselines: Sequence[StoredBaseline], of: int, where: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.metrics import METRICS, Unit
+from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.units import (
     UnitSystem,
     format_bytes,
@@ -19,15 +19,8 @@ from pytest_gpumem.units import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pytest_gpumem.gate.verdict import MetricVerdict
     from pytest_gpumem.measurement import Measurement
-
-_WHOLE: dict[Unit, Callable[[str, int, UnitSystem], str]] = {
-    "bytes": lambda _metric, value, units: format_bytes(value, units),
-    "count": lambda metric, value, _units: format_flops(value) if metric == "flops" else format_count(value),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
         shown(verdict.metric, verdict.baseline, units, verdict.of),
         shown(verdict.metric, verdict.value, units, verdict.of),
         change(verdict, units),
-        allowance(verdict, units),
+        tolerated(verdict.metric, verdict.allowed, verdict.baseline, units),
         shown(verdict.metric, verdict.budget, units, verdict.of),
         "" if verdict.outcome is Outcome.RECORDED else verdict.outcome.words,
     )
@@ -77,12 +70,14 @@ def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = 
     if value is None:
         return ""
     unit = METRICS[metric].unit
-    if unit in _WHOLE:
-        # A tolerance may be infinite.
-        if not math.isfinite(value):
-            return str(value)
-        return _WHOLE[unit](metric, int(value), units)
-    return format_seconds(value) if unit == "seconds" else format_rate(value, of or "")
+    if unit not in WHOLE:
+        return format_seconds(value) if unit == "seconds" else format_rate(value, of or "")
+    # A tolerance may be infinite.
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "bytes":
+        return format_bytes(int(value), units)
+    return format_flops(int(value)) if metric == "flops" else format_count(int(value))
 
 
 def difference(metric: str, change: float, units: UnitSystem) -> str:
@@ -102,11 +97,6 @@ def change(verdict: MetricVerdict, units: UnitSystem) -> str:
     if not verdict.baseline and not verdict.value:
         return format_ratio(0)
     return moved(verdict.metric, verdict.baseline, verdict.value, units)
-
-
-def allowance(verdict: MetricVerdict, units: UnitSystem) -> str:
-    """Return the tolerated change of the baseline; empty where there is none."""
-    return tolerated(verdict.metric, verdict.allowed, verdict.baseline, units)
 
 
 def tolerated(metric: str, allowed: float | None, old: float | None, units: UnitSystem) -> str:

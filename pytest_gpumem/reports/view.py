@@ -12,7 +12,7 @@ from pytest_gpumem.reports.results import ACCEPTED
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.gate.verdict import Origin, TestVerdict, Verdict
     from pytest_gpumem.reports.results import TestResult
@@ -134,11 +134,10 @@ def rows_of(report: SessionReport) -> tuple[ReportRow, ...]:
     )
 
 
-def measured_in(results: Iterable[TestResult], update: UpdateMode | None = None) -> list[ShownMeasurement]:
+def measured_in(results: Sequence[TestResult], update: UpdateMode | None = None) -> list[ShownMeasurement]:
     """Return the measurements of all tests of a session with this update."""
-    everything = list(results)
-    several = _on_several_devices(everything)
-    return [one for result in everything for one in _measured(result, several, update)]
+    several = _on_several_devices(results)
+    return [one for result in results for one in _measured(result, several, update)]
 
 
 def why_failed(result: TestResult) -> str:

@@ -6,13 +6,12 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.units import counted, format_bytes, nearest
-from pytest_gpumem.values.layers import Layers, Numbers, apart, by_amount, is_of, members, named, products
+from pytest_gpumem.values.layers import Layers, Numbers, apart, kinds_of, members, named
 from pytest_gpumem.values.module_calls import Calls, outermost
-from pytest_gpumem.values.plain import Form, from_plain, to_plain
+from pytest_gpumem.values.plain import Form, FrozenValue
 from pytest_gpumem.values.timeline import OverTime
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ RowText = Annotated[Row, Form(str, Row.text, row_from_text)]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Composition:
+class Composition(FrozenValue):
     """Composition of the bytes live at one moment. ``rows``, largest first, and ``rest`` add up to ``total`` exactly."""
 
     total: int
@@ -171,16 +170,13 @@ class Composition:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_order)))
-        for name in ("recomputed", "no_grad", "no_backward"):
-            object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
+        self._freeze(
+            **{name: dict(sorted(getattr(self, name).items())) for name in ("recomputed", "no_grad", "no_backward")}
+        )
 
     def __repr__(self) -> str:
         # Short, since it stands in every failed assertion about it.
-        rows = len(self.rows)
-        return f"<Composition: {format_bytes(self.total)} in {counted(rows, 'row')}>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return from_plain, (Composition, to_plain(self))
+        return f"<Composition: {format_bytes(self.total)} in {counted(len(self.rows), 'row')}>"
 
     @property
     def rest(self) -> int:
@@ -264,10 +260,8 @@ def joined(rows: Iterable[Row], there: Mapping[str, Collection[Numbers]]) -> tup
             found.setdefault(replace(row, nbytes=0, count=0, layers=()), {})[numbers] = one.nbytes, one.count
         whole += [] if layers_of_row else [row]
     for key, each in found.items():
-        for alike, (nbytes, count) in by_amount(each):
-            for layers in products(alike, there.get(key.module, ())):
-                some = [numbers_of_one for numbers_of_one in alike if is_of(numbers_of_one, layers)]
-                whole.append(replace(key, nbytes=nbytes * len(some), count=count * len(some), layers=layers))
+        for layers, number, (nbytes, count) in kinds_of(each, there.get(key.module, ())):
+            whole.append(replace(key, nbytes=nbytes * number, count=count * number, layers=layers))
     return merged(whole)
 
 

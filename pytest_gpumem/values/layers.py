@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 Numbers = tuple[int, ...]
 """The numbers in one path: of ``layers.3.experts.5``, 3 and 5."""
@@ -111,18 +111,35 @@ def _text(numbers: tuple[int, ...]) -> str:
     """Return ``*``, ``3``, ``{2,3}`` or ``{0-2,7}``."""
     if len(numbers) < 2:
         return str(numbers[0]) if numbers else FOLDED
-    runs: list[list[int]] = []
+    return "{" + ",".join(runs(numbers, "-")) + "}"
+
+
+def runs(numbers: Iterable[int], to: str) -> Iterator[str]:
+    """Yield ascending numbers as texts, three or more in a row as one of the first and the last with ``to`` in between."""
+    found: list[list[int]] = []
     for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
         else:
-            runs.append([number])
-    return "{" + ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs) + "}"
+            found.append([number])
+    for run in found:
+        yield from [f"{run[0]}{to}{run[-1]}"] if len(run) > 2 else map(str, run)
 
 
-def by_amount(amounts: Mapping[Numbers, tuple[int, ...]]) -> Iterable[tuple[set[Numbers], tuple[int, ...]]]:
-    """Return the layers with each amount, and the amount of one of them."""
+def kinds_of(
+    amounts: Mapping[Numbers, tuple[int, ...]], there: Collection[Numbers]
+) -> list[tuple[Layers, int, tuple[int, ...]]]:
+    """Return layers with the same amounts as combinations, as few as that takes: each with their number, and one's amounts.
+
+    Args:
+        amounts: The amounts of each layer.
+        there: The layers that there are.
+    """
     alike: dict[tuple[int, ...], set[Numbers]] = defaultdict(set)
     for numbers, amount in amounts.items():
         alike[amount].add(numbers)
-    return [(some, amount) for amount, some in alike.items()]
+    return [
+        (layers, sum(is_of(numbers, layers) for numbers in some), amount)
+        for amount, some in alike.items()
+        for layers in products(some, there)
+    ]

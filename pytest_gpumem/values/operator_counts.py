@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import format_count
 from pytest_gpumem.values.composition import line_of
-from pytest_gpumem.values.layers import apart, by_amount, folded, is_of, members, named, products
+from pytest_gpumem.values.layers import apart, folded, kinds_of, members, named
 from pytest_gpumem.values.plain import Form
 
 if TYPE_CHECKING:
@@ -79,36 +79,36 @@ def of_layers(tallies: Iterable[Tally], there: Mapping[str, Collection[Numbers]]
         tallies: The tallies.
         there: The layers that there are of each module.
     """
-    found: dict[Tally, dict[Numbers, int]] = {}
+    found: dict[Tally, dict[Numbers, tuple[int, ...]]] = {}
     whole = []
     for tally in tallies:
         numbers = layer_of(tally.place)
         if numbers is None:
             whole.append(tally)
         else:
-            found.setdefault(replace(tally, amount=0, place=of_any_layer(tally.place)), {})[numbers] = tally.amount
+            found.setdefault(replace(tally, amount=0, place=of_any_layer(tally.place)), {})[numbers] = (tally.amount,)
     unknown = {(tally.operator, tally.place) for tally in whole}
     for key, each in found.items():
-        kinds = [
-            (layers, [numbers for numbers in alike if is_of(numbers, layers)], amount)
-            for alike, (amount,) in by_amount({numbers: (amount,) for numbers, amount in each.items()})
-            for layers in products(alike, there.get(key.place.module, ()))
-        ]
+        kinds = kinds_of(each, there.get(key.place.module, ()))
         if len(kinds) > MOST_KINDS or (key.operator, key.place) in unknown:
-            kinds = [((), [()], sum(each.values()))]
+            kinds = [((), 1, (sum(amount for (amount,) in each.values()),))]
         whole += [
-            Tally(key.operator, amount * len(some), replace(key.place, module=named(key.place.module, layers)))
-            for layers, some, amount in kinds
+            Tally(key.operator, amount * number, replace(key.place, module=named(key.place.module, layers)))
+            for layers, number, (amount,) in kinds
         ]
     return summed(whole)
 
 
 def each_layer(tally: Tally) -> list[Tally]:
     """Return a tally for each layer that its place names; itself where that names none, or they cannot be alike."""
-    path, layers = apart(tally.place.module)
-    of = members(layers) or set()
+    return in_layers(tally, members(apart(tally.place.module)[1]) or ())
+
+
+def in_layers(tally: Tally, of: Collection[Numbers]) -> list[Tally]:
+    """Return equal parts of a tally at these layers of its module; itself where there are none, or they cannot be alike."""
     if not of or tally.amount % len(of):
         return [tally]
+    path = folded(tally.place.module)
     modules = (named(path, tuple((number,) for number in numbers)) for numbers in sorted(of))
     return [Tally(tally.operator, tally.amount // len(of), replace(tally.place, module=module)) for module in modules]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
@@ -45,6 +45,20 @@ def from_plain(kind: Callable[..., _T], plain: Mapping[str, Any]) -> _T:
     """
     value: _T = _codec(kind).read(plain)
     return value
+
+
+class FrozenValue:
+    """A frozen dataclass with read-only mappings, which is pickled as `to_plain` has it: those mappings cannot be."""
+
+    __slots__ = ()
+
+    def _freeze(self, **mappings: Mapping[str, Any]) -> None:
+        """Set fields to copies that cannot be changed."""
+        for name, mapping in mappings.items():
+            object.__setattr__(self, name, MappingProxyType(dict(mapping)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_plain, (type(self), to_plain(self))
 
 
 class _Codec(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pytest_gpumem.values.layers import runs
+
 _NAMED = re.compile(r"(.*) rank (\d+) of (\d+)", re.DOTALL)
 
 
@@ -43,12 +45,6 @@ def without_rank(name: str) -> str:
 
 def in_words(numbers: list[int]) -> str:
     """Return ``"rank 3"``, ``"ranks 0 and 2"``, ``"ranks 0 to 2 and 5"``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = [text for one in runs for text in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))]
-    listed = texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+    *others, last = runs(sorted(numbers), " to ")
+    listed = f"{', '.join(others)} and {last}" if others else last
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed}"

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Any
 
-from pytest_gpumem.values.plain import from_plain, to_plain
+from pytest_gpumem.values.plain import FrozenValue
 
 MOST_MOMENTS = 300
 """Moments that are enough for a picture: a bucket of moments gives its highest and its lowest."""
@@ -24,7 +22,7 @@ class PhaseSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class OverTime:
+class OverTime(FrozenValue):
     """Bytes that a step held at each moment: the categories' bytes add up to ``total``.
 
     ``time_ns`` counts from the first event; each value holds until the next moment. ``peak`` is an index.
@@ -37,15 +35,12 @@ class OverTime:
     phases: tuple[PhaseSpan, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "categories", MappingProxyType(dict(self.categories)))
+        self._freeze(categories=self.categories)
         moments = len(self.time_ns)
         if any(len(series) != moments for series in (self.total, *self.categories.values())):
             raise ValueError(f"over_time: total and each category need a value for each of the {moments} moments")
         if not 0 <= self.peak < moments:
             raise ValueError(f"over_time.peak is {self.peak}, expected the number of one of the {moments} moments")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return from_plain, (OverTime, to_plain(self))
 
     def thinned(self, most: int = MOST_MOMENTS) -> OverTime:
         """Return it with about ``most`` moments: the first, the last, the peak, and the highest and lowest in between."""

@@ -7,11 +7,10 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.values.interference import Slowed
-from pytest_gpumem.values.plain import Form, from_plain, to_plain
+from pytest_gpumem.values.plain import Form, FrozenValue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,17 +165,14 @@ def _sample(columns: _Columns) -> Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class Times(FrozenValue):
     """The samples of a step, a second one where the first was not enough, and the median seconds of each phase."""
 
     samples: tuple[Annotated[Sample, Form(_Columns, _columns, _sample)], ...]
     phases: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return from_plain, (Times, to_plain(self))
+        self._freeze(phases=self.phases)
 
     @property
     def best(self) -> Sample:

@@ -24,28 +24,28 @@ def end(status=0, outside_modules=()):
 
 def test_a_run_has_the_verdicts_of_its_tests_with_their_times():
     verdict = measured("test_a", measurement(seconds=0.25))
-    run = run_of("base", [line(verdict), line(verdict, "teardown"), end()], 0)
+    run = run_of([line(verdict), line(verdict, "teardown"), end()], 0)
     assert run.tests == {("test_it.py", "test_a"): verdict}
     assert run.tests["test_it.py", "test_a"].verdicts[0].measurement.times.median == 0.25
-    assert (run.side, run.root, run.measured) == ("base", "/root", 1)
+    assert (run.root, run.measured) == ("/root", 1)
 
 
 def test_tests_that_failed_are_in_a_run_and_do_not_count_as_measured():
     failed = unmeasured("test_a", "it failed by itself", failed=True)
-    run = run_of("head", [line(failed, outcome="failed"), line(failed, "teardown"), end(1)], 1)
+    run = run_of([line(failed, outcome="failed"), line(failed, "teardown"), end(1)], 1)
     assert run.tests == {("test_it.py", "test_a"): failed}
     assert run.measured == 0
 
 
 def test_of_a_test_that_was_run_again_the_last_run_counts():
     first, second = unmeasured("test_a", "it failed by itself", failed=True), measured("test_a", measurement())
-    run = run_of("base", [line(first, outcome="rerun"), line(second), line(second, "teardown"), end()], 0)
+    run = run_of([line(first, outcome="rerun"), line(second), line(second, "teardown"), end()], 0)
     assert run.tests["test_it.py", "test_a"] == second
 
 
 def test_a_test_that_fails_as_expected_did_not_fail_by_itself():
     failed = unmeasured("test_a", "it failed by itself", failed=True)
-    run = run_of("base", [line(failed, outcome="skipped", xfail=True), end()], 0)
+    run = run_of([line(failed, outcome="skipped", xfail=True), end()], 0)
     (verdict,) = run.tests.values()
     assert (verdict.failed_by_itself, verdict.unmeasured) == (False, "it failed as expected")
 
@@ -62,20 +62,20 @@ def test_a_test_that_fails_as_expected_did_not_fail_by_itself():
 )
 def test_a_run_that_ended_early_says_how(status, said):
     with pytest.raises(RunFailed) as failed:
-        run_of("base", [line(measured("test_a", measurement())), end(status)], status)
+        run_of([line(measured("test_a", measurement())), end(status)], status)
     assert str(failed.value) == said
 
 
 def test_a_run_whose_lines_are_cut_off_has_failed():
     whole = line(measured("test_a", measurement()))
     with pytest.raises(RunFailed, match="signal 9"):
-        run_of("base", [whole, whole[:40]], -9)
+        run_of([whole, whole[:40]], -9)
 
 
 def test_code_of_another_checkout_is_told_with_what_mends_it():
     outside_modules = {"model": "/repo/model.py", **{f"other_{number}": "/repo/o.py" for number in range(4)}}
     with pytest.raises(RunFailed) as failed:
-        run_of("head", [end(0, outside_modules)], 0)
+        run_of([end(0, outside_modules)], 0)
     text = str(failed.value)
     assert "it imported model from /repo/model.py, other_0 from /repo/o.py, other_1 from /repo/o.py and 2 more" in text
     assert "--setup 'pip install -e .'" in text
@@ -86,4 +86,4 @@ def test_figures_of_another_version_that_cannot_be_read_are_told_as_such():
     nodeid = "test_it.py::test_a"
     told = {"nodeid": nodeid, "when": "call", "outcome": "passed", "xfail": False, "verdict": '{"file": "test_it.py"}'}
     with pytest.raises(RunFailed, match="its pytest-gpumem is of another version"):
-        run_of("base", [json.dumps(told), end()], 0)
+        run_of([json.dumps(told), end()], 0)

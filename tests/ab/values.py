@@ -58,7 +58,7 @@ def unmeasured(test: str, why: str, *, failed: bool = False) -> TestVerdict:
 
 
 def run(side: str, *tests: TestVerdict, root: str = "/nowhere") -> Run:
-    return Run(side, {(test.file, test.test): test for test in tests}, root)
+    return Run({(test.file, test.test): test for test in tests}, root)
 
 
 def pair(base: TestVerdict | None, head: TestVerdict | None) -> tuple[Run, Run]:

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpumem.measurement import Environment, Measurement, MissingMetric, Workload
-from pytest_gpumem.values.rates import Rate, costs, return_on, roi, saves
+from pytest_gpumem.values.rates import Rate, return_on
+
+saves, costs, roi = Measurement.saves, Measurement.costs, Measurement.roi
 
 HERE = Environment("cpu-x86_64", "CPU (x86_64)")
 THERE = Environment("cuda-a100", "NVIDIA A100")
@@ -65,15 +67,6 @@ def test_the_return_is_the_saving_over_the_cost(peak, time, rate):
 def test_a_return_is_never_negative_and_higher_for_more_saved(saving, cost):
     assert return_on(saving, cost) >= 0
     assert return_on(min(saving + 0.1, 1.0), cost) >= return_on(saving, cost)
-
-
-def test_a_measurement_has_the_rates_as_methods():
-    mine = measured(700_000_000, 2.4)
-    assert (mine.saves(PLAIN), mine.costs(PLAIN), mine.roi(PLAIN)) == (
-        saves(mine, PLAIN),
-        costs(mine, PLAIN),
-        roi(mine, PLAIN),
-    )
 
 
 def test_a_rate_can_be_calculated_with_and_travels_between_processes():

@@ -186,7 +186,7 @@ def page_of(report: SessionReport) -> Page:
 def _row(row: ReportRow, units: UnitSystem) -> TestRow:
     # The figures in the table are those of the measurement with the worst outcome, and of such the first.
     verdicts = [one.verdict for one in row.measured]
-    worst = max(verdicts, key=lambda one: list(Outcome).index(one.outcome), default=None)
+    worst = max(verdicts, key=lambda one: one.outcome.importance, default=None)
     return TestRow(
         row,
         anchor_of(row.title),
