@@ -6,7 +6,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_gpumem.measurement import Measurement, MeasuringError, MissingMetric
+    from pytest_gpumem.devices.contract import Device, DeviceUnavailable
+    from pytest_gpumem.fixture import Gpumem
+    from pytest_gpumem.measurement import Environment, Measurement, MeasuringError, MissingMetric
+    from pytest_gpumem.metrics import Tolerance
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.step_config.errors import ConfigError
     from pytest_gpumem.values.composition import Composition, Explanation, MissingComposition, Row

@@ -117,7 +117,7 @@ def test_a_planted_slowdown_is_found_and_what_changed_otherwise_is_told(reposito
     repository.write("tests/test_it.py", "raise RuntimeError('not committed')\n")
     repository.write("new.py", "")
     monkeypatch.chdir(repository.path / "tests")
-    result = ab("before", "--json", str(tmp_path / "ab.json"), "--markdown", str(tmp_path / "ab.md"), "--", *PLAIN)
+    result = ab("before", "--report", str(tmp_path / "ab.json"), "--report", str(tmp_path / "ab.md"), "--", *PLAIN)
     assert result.exit_code == 1, result.output
     assert result.stderr.startswith("2 files are changed and not committed: only commits are compared\n1/16 base ")
     assert len(result.stderr.splitlines()) == 11
@@ -306,7 +306,7 @@ def commands_that_run() -> list[str]:
         (["before", "nowhere"], "there is no revision 'nowhere' in "),
         (["before", "--max-slowdown", "2"], "'2' is not a percentage; write it like '2 %'"),
         (["before", "--rounds", "3"], "3 is not in the range x>=4"),
-        (["before", "--json", "no/such/ab.json"], "there is no folder no/such"),
+        (["before", "--report", "no/such/ab.json"], "there is no folder no/such"),
         (
             ["before", "--", "--gpumem-update=all"],
             "--gpumem-update is about baselines, and none is read or written here",
@@ -359,7 +359,7 @@ def test_a_test_that_only_fails_in_head_ends_in_1(runs):
 def test_what_was_known_when_a_later_run_fails_is_told(runs, tmp_path):
     works = measured("test_a", measurement())
     runs([works], [works], ends=(4, RunFailed("pytest was ended by signal 9")))
-    result = ab("before", "--markdown", str(tmp_path / "ab.md"))
+    result = ab("before", "--report", str(tmp_path / "ab.md"))
     assert result.exit_code == 2
     assert "gpumem ab: 1 compared; step times: 1 not slower; 1 pair of runs" in result.stdout
     assert result.stderr.splitlines()[-1].startswith("base before (")

@@ -227,7 +227,7 @@ def test_a_figure_that_is_no_finite_number_is_told_as_the_report_tells_it(tmp_pa
         verdict = replace(verdict, measurement=replace(verdict.measurement, metrics=figures))
         report = shard(replace(one, verdict=replace(one.verdict, verdicts=(verdict,))))
         (tmp_path / f"{name}.json").write_text(to_json(report), encoding="utf-8")
-    for form in ([], ["--markdown"], ["--json"]):
+    for form in ([], ["--format", "markdown"], ["--format", "json"]):
         result = compare("old.json", "new.json", *form)
         assert (result.exit_code, result.exception is None or isinstance(result.exception, SystemExit)) == (0, True)
     written = json.loads(result.output, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
@@ -335,7 +335,7 @@ def test_reports_are_compared_with_each_other_and_with_a_revision(repository):
     assert compare("v1", "old.json").exit_code == 0
 
 
-@pytest.mark.parametrize("form", [(), ("--json",), ("--markdown",)], ids=str)
+@pytest.mark.parametrize("form", [(), ("--format", "json"), ("--format", "markdown")], ids=str)
 def test_the_stores_password_is_not_told(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.json").write_text(to_json(shard(measured(peak=10 * MB))), encoding="utf-8")
@@ -363,10 +363,10 @@ def test_tolerances_are_those_of_the_settings(repository):
 
 
 def test_programs_and_comments_get_the_same(repository):
-    found = json.loads(compare("v1", "HEAD", "--json").output)
+    found = json.loads(compare("v1", "HEAD", "--format", "json").output)
     assert (found["exit_status"], found["tests"][0]["outcome"]) == (1, "regressed")
     assert [found["added"][0]["test"], found["gone"][0]["test"]] == ["test_c", "test_b"]
-    text = compare("v1", "HEAD", "--markdown").output
+    text = compare("v1", "HEAD", "--format", "markdown").output
     assert "| `a.py::test_a (call)` | peak allocated | 10.00 MB | 15.00 MB | +50.0 % | +0.6 % | regressed |" in text
 
 

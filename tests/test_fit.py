@@ -72,14 +72,14 @@ def test_all_gpus_are_tried_the_usual_one_first(ran):
 )
 def test_a_file_or_a_module_is_run_with_this_python_and_keeps_its_arguments(ran, given, run_as):
     called, _ = ran
-    assert fit("--gpu", "l4", "--steps", "3", *given).exit_code == 0
+    assert fit("--device", "l4", "--steps", "3", *given).exit_code == 0
     assert called == [("l4", run_as, 3)]
 
 
 def test_what_runs_out_is_run_again_with_expandable_segments_and_what_fits_is_not(ran):
     called, comes = ran
     comes["l4"] = OUT_OF_MEMORY
-    result = fit("--gpu", "l4", "--gpu", "a100", "train.py")
+    result = fit("--device", "l4", "--device", "a100", "train.py")
     assert [word for word, _, _ in called] == ["l4", "l4+", "a100"]
     assert result.exit_code == 1
     assert result.stdout.splitlines()[-1] == (
@@ -92,7 +92,7 @@ def test_who_says_whether_segments_are_expandable_is_not_asked_again(ran, monkey
     called, comes = ran
     comes["l4"] = OUT_OF_MEMORY
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    assert fit("--gpu", "l4", "train.py").exit_code == 1
+    assert fit("--device", "l4", "train.py").exit_code == 1
     assert [word for word, _, _ in called] == ["l4"]
 
 
@@ -103,7 +103,7 @@ def test_a_program_that_fails_on_the_usual_gpu_is_tried_on_no_other(ran):
     assert (result.exit_code, len(called)) == (2, 1)
     assert "H100 80GB: failed by itself (exit status 3)\n  ValueError: no data\n" in result.stdout
     called.clear()
-    result = fit("--gpu", "h100", "--gpu", "l4", "train.py")
+    result = fit("--device", "h100", "--device", "l4", "train.py")
     assert (result.exit_code, len(called)) == (2, 2)
 
 
@@ -118,19 +118,19 @@ def test_a_program_without_gpu_memory_is_an_error(ran):
 def test_after_ctrl_c_what_was_found_is_told(ran):
     _, comes = ran
     comes["l4"] = KeyboardInterrupt()
-    result = fit("--gpu", "h100", "--gpu", "l4", "train.py")
+    result = fit("--device", "h100", "--device", "l4", "train.py")
     assert result.exit_code == 130
     assert "interrupted: 1 of 2 GPUs were tried" in result.stderr
     assert result.stdout.splitlines()[-1] == "needs 1.00 GB reserved (emulated): fits H100 80GB"
     comes["h100"] = KeyboardInterrupt()
-    result = fit("--gpu", "h100", "train.py")
+    result = fit("--device", "h100", "train.py")
     assert (result.exit_code, result.stdout) == (130, "")
 
 
 def test_programs_get_json_alone_on_standard_output(ran):
     _, comes = ran
     comes["l4"] = OUT_OF_MEMORY
-    result = fit("--gpu", "l4", "--json", "train.py")
+    result = fit("--device", "l4", "--format", "json", "train.py")
     plain = json.loads(result.stdout)
     assert (plain["exit_status"], result.exit_code) == (1, 1)
     assert plain["command"] == [sys.executable, "train.py"]
@@ -142,7 +142,7 @@ def test_programs_get_json_alone_on_standard_output(ran):
     [
         ((), "Missing argument"),
         (("--gpus", "l4", "train.py"), "no such option: --gpus"),
-        (("--gpu", "l5", "train.py"), "did you mean 'emulated:l4'?"),
+        (("--device", "l5", "train.py"), "did you mean 'emulated:l4'?"),
         (("--steps", "0", "train.py"), "0 is not in the range"),
     ],
 )
@@ -156,7 +156,7 @@ def test_wrong_usage_is_told(ran, arguments, said):
 def test_a_program_that_there_is_not_is_named(ran):
     _, comes = ran
     comes["l4"] = FileNotFoundError(2, "No such file or directory")
-    result = fit("--gpu", "l4", "--", "/nowhere/python")
+    result = fit("--device", "l4", "--", "/nowhere/python")
     assert result.exit_code == 2
     assert "Error: /nowhere/python: No such file or directory" in result.stderr
 

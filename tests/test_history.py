@@ -152,7 +152,7 @@ def test_each_device_and_measurement_has_a_history_of_its_own(repository):
     titles = ["(ckpt) on h100", "(plain) on a100", "(plain) on h100"]
     assert [title for title in titles if f"a.py::test_a {title}:" in history("test_a").output] == titles
     assert history("test_a (ckpt)").output.count("a.py::test_a") == 1
-    assert history("test_a", "--device", "a100").output.count("a.py::test_a") == 1
+    assert history("test_a", "--slug", "a100").output.count("a.py::test_a") == 1
 
 
 def test_a_text_that_was_no_store_is_told_and_passed_over(repository):
@@ -195,7 +195,7 @@ def test_whatever_a_test_a_reason_and_a_subject_are_called_each_change_is_one_li
         (["test_"], "'test_' is in the ids of 2 tests; say which one:\n  a.py::test_a\n  a.py::test_b\n"),
         (["a.py::test_aa"], "there never was; there is a.py::test_a"),
         (["test_a", "--metric", "flops"], "ever had flops"),
-        (["test_a", "--device", "a10"], "--device a10"),
+        (["test_a", "--slug", "a10"], "--slug a10"),
         (["test_a", "--store", "memory://x"], "is no folder"),
         (["test_a", "--store", "fresh"], "is in no commit yet: `git add fresh/h100/a.py.toml`"),
         (["test_a", "--store", "OUTSIDE"], "is in no git repository"),

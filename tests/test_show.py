@@ -68,7 +68,7 @@ def test_counts_are_shown_when_they_are_asked_for(filled):
         (["test_gpt", "test_c"], "gpumem: 4 baselines, "),
         (["tests/test_gpt.py::test_b[fp32]"], "1 of 4 baselines"),
         (["test_b[fp32] (train_step)"], "1 of 4 baselines"),
-        (["--device", "a100"], "gpumem: 1 baseline, of 1 test on 1 device"),
+        (["--slug", "a100"], "gpumem: 1 baseline, of 1 test on 1 device"),
     ],
 )
 def test_those_that_are_asked_for_are_shown(filled, arguments, counted):
@@ -78,7 +78,7 @@ def test_those_that_are_asked_for_are_shown(filled, arguments, counted):
 
 
 def test_programs_are_given_every_figure(filled):
-    (found,) = json.loads(show("--json", "test_b").output)["baselines"]
+    (found,) = json.loads(show("--format", "json", "test_b").output)["baselines"]
     assert found["metrics"] == {"peak_allocated": 20 * MB, "operators": 7, "step_time": 0.012}
     assert found["runs"] == {"seconds": [0.012, 0.013, 0.012], "cycles": []}
     assert (found["slug"], found["device"], found["reason"]) == ("h100", "NVIDIA H100", "twice the width")
@@ -114,7 +114,7 @@ def test_whatever_a_test_is_called_it_stays_on_its_line(repository, name):
     assert len(lines) == 5
 
 
-@pytest.mark.parametrize(("given", "form"), [("option", ()), ("settings", ("--json",))])
+@pytest.mark.parametrize(("given", "form"), [("option", ()), ("settings", ("--format", "json"))])
 def test_the_stores_password_is_not_told(repository, form, given):
     url = "memory://me:hunter2secret@host/shown"
     backend_of(url, repository.path).write(path_of("h100", "a.py"), render({Key("a.py", "test_a", "call"): entry()}))
@@ -131,7 +131,7 @@ def test_the_stores_password_is_not_told(repository, form, given):
     [
         (["test_gtp"], "no baseline is of test_gtp; there is test_gpt.py"),
         (["tests/test_gpt.py::test_bb[fp32]"], "there is tests/test_gpt.py::test_b[fp32]"),
-        (["--device", "h10"], "did you mean 'h100'?"),
+        (["--slug", "h10"], "did you mean 'h100'?"),
         (["--store", "nowhere"], "there is no store at"),
         (["--store", ""], "--store is empty"),
         (["--store", "nothing://x"], "nothing"),

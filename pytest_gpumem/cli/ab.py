@@ -12,13 +12,15 @@ from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.compare_revisions import Ended, Plan, Progress, compare_revisions
 from pytest_gpumem.ab.processes import noted_signals
 from pytest_gpumem.ab.runs import refused
-from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed, renamed, screen, write_lines
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 from pytest_gpumem.units import counted, parse_ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from pytest_gpumem.reports.comparison import Compared
 
 
 _PYTEST_ARGUMENTS = "pytest_gpumem.cli.ab"
@@ -36,15 +38,20 @@ class _WithPytestArguments(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- PYTEST_ARGS...]"]
 
 
-def _in_folder(file: Path) -> Path:
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {file.parent}")
-    return file
+_RENDERERS: dict[str, Callable[[Ended], str]] = {
+    ".json": lambda ended: to_json(_report_of(ended), finished=ended.why is None),
+    ".md": lambda ended: markdown(_report_of(ended), ended.units, finished=ended.why is None),
+}
+"""The formats of `--report`, by suffix."""
 
 
-def _file_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    file = click.Path(dir_okay=False, writable=True, path_type=Path)
-    return click.option(name, f"{name[2:]}_file", metavar="FILE", type=file, callback=parsed(_in_folder), help=text)
+def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[Path, ...]) -> tuple[Path, ...]:
+    for file in files:
+        if file.suffix not in _RENDERERS:
+            raise click.BadParameter(f"{file} has to end with {' or '.join(_RENDERERS)}, which says the format")
+        if not file.absolute().parent.is_dir():
+            raise click.BadParameter(f"there is no folder {file.parent}")
+    return files
 
 
 @click.command(cls=_WithPytestArguments)
@@ -69,8 +76,17 @@ def _file_option(name: str, text: str) -> Callable[[Callable[..., None]], Callab
     metavar="COMMAND",
     help="Run by the shell in a worktree before each run there, say 'pip install -e .'.",
 )
-@_file_option("--json", "Write the result for programs.")
-@_file_option("--markdown", "Write the result for a comment.")
+@click.option(
+    "--report",
+    "files",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_reports,
+    help="Write the result there: .json for programs, .md for a comment. May be repeated.",
+)
+@renamed("--json", "--report FILE.json")
+@renamed("--markdown", "--report FILE.md")
 @click.pass_context
 def ab(
     context: click.Context,
@@ -80,10 +96,9 @@ def ab(
     max_slowdown: float,
     rounds: int,
     setup: str | None,
-    json_file: Path | None,
-    markdown_file: Path | None,
+    files: tuple[Path, ...],
 ) -> None:
-    """Compare two revisions on this machine, without a baseline.
+    """Run two revisions in turn on this machine, and judge what changed in time and memory.
 
     Checks BASE and HEAD out into temporary worktrees, runs pytest with PYTEST_ARGS in them in turn (base, head, head, base,
     ...), and judges by neighbouring runs what each measured test takes: step time by the ratio and its interval, bytes and
@@ -115,7 +130,7 @@ def ab(
     with noted_signals() as stop:
         ended = compare_revisions(plan, stop, Progress(sys.stderr, 2 * rounds))
     if ended.report is not None:
-        _print(ended, json_file, markdown_file)
+        _print(ended, files)
     if setup is not None:
         click.echo(
             "--setup ran in worktrees that are gone now: what it installed may have to be installed again", err=True
@@ -125,14 +140,15 @@ def ab(
     context.exit(ended.exit_status)
 
 
-def _print(ended: Ended, json_file: Path | None, markdown_file: Path | None) -> None:
+def _report_of(ended: Ended) -> Compared:
     assert ended.report is not None, "there is a result"
-    finished = ended.why is None
-    write_lines(lines(ended.report, ended.units, screen()))
+    return ended.report
+
+
+def _print(ended: Ended, files: Sequence[Path]) -> None:
+    write_lines(lines(_report_of(ended), ended.units, screen()))
     try:
-        if json_file is not None:
-            json_file.write_text(to_json(ended.report, finished=finished), encoding="utf-8")
-        if markdown_file is not None:
-            markdown_file.write_text(markdown(ended.report, ended.units, finished=finished), encoding="utf-8")
+        for file in files:
+            file.write_text(_RENDERERS[file.suffix](ended), encoding="utf-8")
     except OSError as error:
         raise InputError(f"the result could not be written: {error}") from None

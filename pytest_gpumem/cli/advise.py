@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     help="The modules that hold the model's repeated blocks (transformer.h), or the blocks themselves; found otherwise.",
 )
 def advise(*, factory: str, fits: int | None, device_name: str, everything: bool, blocks: str | None) -> None:
-    """Find the step config with which a model's training step fits into a GPU.
+    """Find the step config with which a model's training step fits into a given GPU.
 
     FACTORY is a function of MODULE without arguments that returns (model, batch), or (model, batch, loss) where loss is a
     function of output and batch. MODULE is looked for in this folder, too. Training is with AdamW.

@@ -9,7 +9,7 @@ import click
 
 from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli.project import committed, project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, read_report, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, format_option, read_report, renamed, screen, write_lines
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED, Side, compared, side_of_report, side_of_store
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
@@ -19,10 +19,11 @@ from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 @click.argument("old")
 @click.argument("new", required=False)
 @click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
-@click.option("--json", "form", flag_value="json", help="For programs: every figure, in bytes and seconds.")
-@click.option("--markdown", "form", flag_value="markdown", help="For a comment, or a job's summary.")
-def compare(*, old: str, new: str | None, store: str | None, form: str | None) -> None:
-    """Tell what changed from OLD to NEW, metric by metric, and what is worse.
+@format_option("json", "markdown")
+@renamed("--json", "--format json", is_flag=True)
+@renamed("--markdown", "--format markdown", is_flag=True)
+def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
+    """Compare figures that are there, OLD with NEW, metric by metric; nothing is run.
 
     Each is a JSON report of a session (pytest --gpumem-report=FILE.json), a git revision of the store (a branch, a tag,
     HEAD~3), or a device's folder in it (emulated-h100-80gb). Without NEW it is the store as it lies here. Figures are judged as
@@ -34,7 +35,7 @@ def compare(*, old: str, new: str | None, store: str | None, form: str | None) -
     Examples:
       gpumem compare main HEAD
       gpumem compare v1.0
-      gpumem compare last-week.json today.json --markdown
+      gpumem compare last-week.json today.json --format markdown
       gpumem compare nvidia-h100-80gb-hbm3 emulated-h100-80gb
 
     A test that failed in NEW only is worse, whatever its figures say: by itself, by its budget or a relation, or because it did

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.streams import INTERRUPTED, InputError, WholeNumber, input_errors, screen, write_lines
+from pytest_gpumem.cli.streams import (
+    INTERRUPTED,
+    InputError,
+    WholeNumber,
+    format_option,
+    input_errors,
+    renamed,
+    screen,
+    write_lines,
+)
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, prepare
@@ -26,10 +35,10 @@ if TYPE_CHECKING:
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
-    "--gpu",
+    "--device",
     "words",
     multiple=True,
-    metavar="GPU",
+    metavar="DEVICE",
     help="One that it has to fit into, as `gpumem emulate` has them: l4, 24GB, h100x8. May be repeated; all if not given.",
 )
 @click.option(
@@ -38,10 +47,12 @@ if TYPE_CHECKING:
     metavar="N",
     help="End the program when one of its optimizers has made N steps and begins another.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs: everything, in bytes.")
+@format_option("json")
+@renamed("--gpu", "--device")
+@renamed("--json", "--format json", is_flag=True)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")
-def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tuple[str, ...]) -> None:
-    """Tell which GPUs a program fits into, by running it on emulated ones.
+def fit(*, words: tuple[str, ...], steps: int | None, form: str, command: tuple[str, ...]) -> None:
+    """Find the GPUs that a program, as it is, fits into, by running it on emulated ones.
 
     COMMAND is run once on each GPU, to its end, one after the other. The CUDA build of torch runs as it is, over stand-ins for
     CUDA's libraries: PyTorch's own allocator runs out of memory, or does not. Where it does, the program is run once more
@@ -50,7 +61,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tu
     \b
     Examples:
       gpumem fit train.py --batch 8
-      gpumem fit --gpu l4 --gpu a100-40gb --steps 3 -- python train.py
+      gpumem fit --device l4 --device a100-40gb --steps 3 -- python train.py
 
     Exit status: 0 when the program fits into all GPUs that were asked for, or into one where none was, 1 when memory ran out, 2
     for wrong usage, and when it cannot be told: a GPU cannot be emulated here, or the program fails by itself or uses no GPU
@@ -64,7 +75,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tu
     except KeyboardInterrupt:
         click.echo(f"interrupted: {len(found)} of {len(gpus)} GPUs were tried", err=True)
         if found:
-            _print(found, arguments, INTERRUPTED, as_json=as_json)
+            _print(found, arguments, INTERRUPTED, as_json=form == "json")
         sys.exit(INTERRUPTED)
     if found[0].plain.without_statistics:
         raise InputError(
@@ -73,7 +84,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, as_json: bool, command: tu
     if found[0].plain.outcome is FitOutcome.UNUSED:
         raise InputError("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
     status = exit_status(found, every=bool(words))
-    _print(found, arguments, status, as_json=as_json)
+    _print(found, arguments, status, as_json=form == "json")
     sys.exit(status)
 
 

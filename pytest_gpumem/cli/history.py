@@ -11,7 +11,7 @@ from pytest_gpumem.baselines.history import Event, events_of, file_changes, name
 from pytest_gpumem.baselines.selecting import nearest_tests, selected
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, input_errors, renamed, screen, write_lines
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.git import GitError, is_shallow
 from pytest_gpumem.metrics import METRICS
@@ -43,9 +43,10 @@ _SHALLOW = (
     show_default=True,
     help="The figure to follow, by its name in the store: step_time, flops, peak_reserved, ...",
 )
-@click.option("--device", metavar="SLUG", help="On one device only, by the name of its folder in the store.")
+@renamed("--device", "--slug")
+@click.option("--slug", metavar="SLUG", help="On one device only, by the name of its folder in the store.")
 @click.option("--store", metavar="PATH", help="Where the baselines lie, if not where the project's settings say.")
-def history(*, test: str, metric: str, device: str | None, store: str | None) -> None:
+def history(*, test: str, metric: str, slug: str | None, store: str | None) -> None:
     """Tell how a baseline came to be what it is.
 
     TEST is a test's id, or a part of it that no other test's has; with (name) behind it, one of its measurements. Each change
@@ -64,13 +65,13 @@ def history(*, test: str, metric: str, device: str | None, store: str | None) ->
     checkout, folder = checkout_of(backend)
     below = "" if folder == "." else f"{folder}/"
     with input_errors(GitError, BackendError):
-        found = _named(test, read_baselines(backend, device)) or _removed(test, checkout.top, folder, below, device)
+        found = _named(test, read_baselines(backend, slug)) or _removed(test, checkout.top, folder, below, slug)
         if not found:
-            near = nearest_tests((one.key for one in read_baselines(backend, device)), test)
+            near = nearest_tests((one.key for one in read_baselines(backend, slug)), test)
             hint = f"; there is {' and '.join(near)}" if near else "; `gpumem show` lists what there is"
             raise InputError(f"there is no baseline of {test!r}, and there never was{hint}")
         at_head = committed("HEAD", backend)[1]
-        histories = [(slug, key, _events(checkout.top, below, at_head, slug, key, entry)) for slug, key, entry in found]
+        histories = [(on, key, _events(checkout.top, below, at_head, on, key, entry)) for on, key, entry in found]
         shallow = is_shallow(checkout.top)
     values = {
         state.metrics.get(metric)
@@ -81,8 +82,8 @@ def history(*, test: str, metric: str, device: str | None, store: str | None) ->
     }
     if values <= {None}:
         raise InputError(f"no baseline of {test!r} ever had {metric}; `gpumem show -v` tells what they have")
-    for slug, key, events in histories:
-        title = f"{key} on {slug}: {METRICS[metric].title}"
+    for on, key, events in histories:
+        title = f"{key} on {on}: {METRICS[metric].title}"
         write_lines([title, "", *history_lines(events, metric, settings.units, screen()), ""])
     if shallow:
         click.echo(_SHALLOW, err=True)
@@ -99,7 +100,7 @@ def _named(name: str, baselines: Sequence[StoredBaseline]) -> Sequence[_Entry]:
     return [one for one in baselines if one.key in keys]
 
 
-def _removed(name: str, top: Path, folder: str, below: str, device: str | None) -> Sequence[_Entry]:
+def _removed(name: str, top: Path, folder: str, below: str, wanted: str | None) -> Sequence[_Entry]:
     """Return the baselines of the test with just this id which the store does not have any more. Raises `GitError`."""
     file, _, test = name.partition("::")
     if not test:
@@ -107,7 +108,7 @@ def _removed(name: str, top: Path, folder: str, below: str, device: str | None) 
     found: list[_Entry] = []
     for path in sorted(paths_ever(top, folder)):
         slug = path.removeprefix(below).partition("/")[0]
-        if path != below + path_of(slug, file) or device not in (None, slug):
+        if path != below + path_of(slug, file) or wanted not in (None, slug):
             continue
         texts = texts_of(top, file_changes(top, path))
         # With the name of a measurement behind it, or without.

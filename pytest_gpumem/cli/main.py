@@ -11,13 +11,13 @@ from pytest_gpumem import __version__
 from pytest_gpumem.units import nearest
 
 _COMMANDS = {
-    "ab": "Compare two revisions on this machine, without a baseline.",
-    "advise": "Find the step config with which a training step fits into a GPU.",
+    "ab": "Run two revisions in turn on this machine, and judge what changed in time and memory.",
+    "advise": "Find the step config with which a model's step fits into a given GPU.",
     "comment": "Put a report into the pull request, as one comment.",
-    "compare": "Tell what changed between reports, revisions or devices.",
+    "compare": "Compare figures that are there: reports, the store at two revisions, or two devices.",
     "emulate": "Run a program on an emulated GPU, and tell its peaks.",
     "export": "Give the figures of reports to another tool.",
-    "fit": "Tell which GPUs a program fits into, by emulating them.",
+    "fit": "Find the GPUs that a program, as it is, fits into, by emulating each.",
     "history": "Tell how a baseline came to be what it is.",
     "merge": "Make one report and one verdict of the shards of a run.",
     "prune": "Remove baselines of tests that are gone.",

@@ -80,7 +80,7 @@ def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBa
         slugs = sorted({slug for slug, _ in keys})
         if device is not None and device not in slugs:
             raise InputError(
-                f"--device {device}: the store has no baseline of it; "
+                f"--slug {device}: the store has no baseline of it; "
                 + (nearest(device, slugs) if slugs else "it is empty")
             )
         found = [(slug, key, store.find(key, slug)) for slug, key in keys if device in (None, slug)]

@@ -7,7 +7,7 @@ import click
 from pytest_gpumem.baselines.selecting import matches, nearest_tests
 from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli.project import project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, format_option, renamed, screen, write_lines
 from pytest_gpumem.reports.layout import laid_out
 from pytest_gpumem.reports.stored import accounting, table, to_json
 
@@ -15,10 +15,12 @@ from pytest_gpumem.reports.stored import accounting, table, to_json
 @click.command()
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
 @click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
-@click.option("--device", metavar="SLUG", help="Those of one device only, by the name of its folder in the store.")
-@click.option("--json", "as_json", is_flag=True, help="For programs: every figure, in bytes and seconds.")
+@click.option("--slug", metavar="SLUG", help="Those of one device only, by the name of its folder in the store.")
+@format_option("json")
 @click.option("-v", "--verbose", is_flag=True, help="Also the peaks and times of phases, and counts of work.")
-def show(*, patterns: tuple[str, ...], store: str | None, device: str | None, as_json: bool, verbose: bool) -> None:
+@renamed("--device", "--slug")
+@renamed("--json", "--format json", is_flag=True)
+def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form: str, verbose: bool) -> None:
     """Show the baselines that are in the store.
 
     A PATTERN is a test's id, a part of it (a file, a class, a word), or a pattern with * and ?. Without one all baselines are
@@ -28,21 +30,21 @@ def show(*, patterns: tuple[str, ...], store: str | None, device: str | None, as
     Examples:
       gpumem show
       gpumem show tests/test_gpt.py "*[amp-bf16]"
-      gpumem show --device nvidia-h100-80gb-hbm3 --json
+      gpumem show --slug nvidia-h100-80gb-hbm3 --format json
 
     Exit status: 0 when the baselines were shown, also when the store is empty, 2 when there is no such store, device or test,
     or a file of the store cannot be read.
     """
     settings = project_settings(store)
     where = without_credentials(settings.store)
-    baselines = read_baselines(store_backend(settings), device)
+    baselines = read_baselines(store_backend(settings), slug)
     for pattern in patterns:
         if not any(matches(one.key, pattern) for one in baselines):
             near = nearest_tests([one.key for one in baselines], pattern)
             hint = f"; there is {' and '.join(near)}" if near else "; `gpumem show` lists them all"
             raise InputError(f"no baseline is of {pattern}{hint}")
     kept = [one for one in baselines if not patterns or any(matches(one.key, pattern) for pattern in patterns)]
-    if as_json:
+    if form == "json":
         click.echo(to_json(kept, where), nl=False)
         return
     found = table(kept, settings.units, everything=verbose)

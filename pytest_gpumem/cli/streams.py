@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.reports.layout import Line, Style
     from pytest_gpumem.reports.session_report import SessionReport
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -45,6 +46,29 @@ class WholeNumber(click.IntRange):
         if isinstance(value, str) and not value.isascii():
             self.fail(f"{value!r} is not a whole number.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def format_option(*formats: str) -> Callable[[_Function], _Function]:
+    """Return the option ``--format`` of a command that prints a table, or its figures in one of ``formats``."""
+    purposes = {"json": "json for programs, every figure in bytes and seconds", "markdown": "markdown for a comment"}
+    return click.option(
+        "--format",
+        "form",
+        type=click.Choice(("text", *formats)),
+        default="text",
+        show_default=True,
+        help=f"What is printed: {', '.join(purposes[one] for one in formats)}.",
+    )
+
+
+def renamed(old: str, now: str, *, is_flag: bool = False) -> Callable[[_Function], _Function]:
+    """Return an option that is not shown, and refused with the name that it has now."""
+
+    def refuse(_context: click.Context, _parameter: click.Parameter, value: Any) -> None:
+        if value:
+            raise click.UsageError(f"{old} is called {now} now")
+
+    return click.option(old, hidden=True, is_flag=is_flag, expose_value=False, callback=refuse)
 
 
 @contextmanager

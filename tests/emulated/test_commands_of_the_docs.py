@@ -95,7 +95,7 @@ def to_run() -> list[object]:
     here = [re.sub(r"(device[= ])cuda\b", r"\1emulated:h100", command) for page in PAGES for command in commands(page)]
     assert RECORD in here
     return [
-        pytest.param(one, marks=pytest.mark.thorough) if "gpumem fit" in one and "--gpu" not in one else one
+        pytest.param(one, marks=pytest.mark.thorough) if "gpumem fit" in one and "--device" not in one else one
         for one in dict.fromkeys(here)
         if one != RECORD
     ]

@@ -96,7 +96,7 @@ def found(fit) -> Callable[..., list[dict[str, Any]]]:
     def run(*given: str, status: int, **more: Any) -> list[dict[str, Any]]:
         # Nothing is run again but where the test is about that.
         more = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", **more}
-        done = fit(given[0], "--json", *given[1:], **more)
+        done = fit(given[0], "--format", "json", *given[1:], **more)
         assert done.returncode == status, done.stdout + done.stderr
         return json.loads(done.stdout)["gpus"]
 
@@ -104,7 +104,7 @@ def found(fit) -> Callable[..., list[dict[str, Any]]]:
 
 
 def test_it_fits_where_there_is_room_and_not_where_there_is_not(fit):
-    done = fit(NEEDS_TWO_GIB, "--gpu", "1GB", "--gpu", "4GB", new=True)
+    done = fit(NEEDS_TWO_GIB, "--device", "1GB", "--device", "4GB", new=True)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "needs 2.10 GB reserved (emulated): fits H100 with 4GB; not H100 with 1GB"
@@ -114,48 +114,50 @@ def test_it_fits_where_there_is_room_and_not_where_there_is_not(fit):
         "  CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 953.67 MiB"
     )
     assert "[2/2] H100 with 4GB (emulated) ... fits, 2.10 GB reserved" in done.stderr
-    assert fit(NEEDS_TWO_GIB, "--gpu", "4GB").returncode == 0
+    assert fit(NEEDS_TWO_GIB, "--device", "4GB").returncode == 0
 
 
 def test_the_context_is_taken_off_once(found):
     room = 1000 - 520
-    assert found(BLOCK + f"block({room})", "--gpu", "1000MiB", status=0)[0]["reserved"] == room * MIB
-    assert found(BLOCK + f"block({room + 2})", "--gpu", "1000MiB", status=1)[0]["outcome"] == "out of memory"
+    assert found(BLOCK + f"block({room})", "--device", "1000MiB", status=0)[0]["reserved"] == room * MIB
+    assert found(BLOCK + f"block({room + 2})", "--device", "1000MiB", status=1)[0]["outcome"] == "out of memory"
 
 
 def test_memory_in_pieces_fits_with_expandable_segments_only(fit, found):
-    done = fit(IN_PIECES, "--gpu", "1500MB")
+    done = fit(IN_PIECES, "--device", "1500MB")
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1] == (
         "fits none (emulated); not H100 with 1500MB; with expandable segments 838.86 MB: fits H100 with 1500MB"
     )
-    (set_by_user,) = found(IN_PIECES, "--gpu", "1500MB", status=0, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    (set_by_user,) = found(
+        IN_PIECES, "--device", "1500MB", status=0, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
+    )
     assert set_by_user["expandable"]
     own_settings = "import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = ''\n" + IN_PIECES
-    (own,) = found(own_settings, "--gpu", "1500MB", status=1, PYTORCH_CUDA_ALLOC_CONF="")
+    (own,) = found(own_settings, "--device", "1500MB", status=1, PYTORCH_CUDA_ALLOC_CONF="")
     assert not own["with_expandable_segments"]["expandable"]
 
 
 def test_backward_is_told_by_the_line_that_calls_it(found):
     # Ten matrices of 16 MiB twice, and a workspace of 32 MiB for each thread, do not fit into 315 MiB.
-    (one,) = found(IN_BACKWARD, "--gpu", "835MiB", status=1)
+    (one,) = found(IN_BACKWARD, "--device", "835MiB", status=1)
     assert one["ran_out"]["line"].endswith("program.py:10 train")
     assert one["ran_out"]["wanted"] in (16 * MIB, 32 * MIB)
 
 
 def test_a_program_is_ended_after_so_many_steps(found):
-    (one,) = found(IN_BACKWARD, "--gpu", "2GB", "--steps", "2", status=0)
+    (one,) = found(IN_BACKWARD, "--device", "2GB", "--steps", "2", status=0)
     assert one["allocated"] >= 20 * 16 * MIB + max(2 * KEPT, WORKSPACE)
 
 
 def test_a_program_that_goes_on_with_a_smaller_batch_is_told_as_such(found):
-    (one,) = found(SMALLER_BATCH, "--gpu", "2GB", status=1)
+    (one,) = found(SMALLER_BATCH, "--device", "2GB", status=1)
     assert (one["outcome"], one["times_out_of_memory"]) == ("ran out of memory and went on", 2)
     assert (one["reserved"], one["ran_out"]["wanted"]) == (800 * MIB, 3200 * MIB)
 
 
 def test_a_program_that_fails_by_itself_is_an_error_with_what_it_said(fit):
-    done = fit(BLOCK + "block(1)\nraise ValueError('no data')\n", "--gpu", "2GB", "--gpu", "3GB")
+    done = fit(BLOCK + "block(1)\nraise ValueError('no data')\n", "--device", "2GB", "--device", "3GB")
     assert done.returncode == 2
     assert done.stdout.count("failed by itself (exit status 1)") == 2
     assert "  ValueError: no data" in done.stdout.splitlines()
@@ -163,7 +165,12 @@ def test_a_program_that_fails_by_itself_is_an_error_with_what_it_said(fit):
 
 def test_a_gpu_that_torch_has_no_kernels_for_is_told_as_that(fit):
     done = fit(
-        "import torch\nprint((torch.ones(300, device='cuda') + 1).sum())\n", "--gpu", "v100", "--gpu", "h100", new=True
+        "import torch\nprint((torch.ones(300, device='cuda') + 1).sum())\n",
+        "--device",
+        "v100",
+        "--device",
+        "h100",
+        new=True,
     )
     if "fits H100 80GB, V100" in done.stdout.replace("V100 16GB, H100 80GB", "H100 80GB, V100"):
         pytest.skip("this torch has kernels for a V100")
@@ -176,13 +183,13 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_told_as_that(fit):
 
 
 def test_a_program_without_gpu_memory_is_an_error(fit):
-    done = fit("import torch\ntorch.ones(3)\n", "--gpu", "2GB")
+    done = fit("import torch\ntorch.ones(3)\n", "--device", "2GB")
     assert (done.returncode, done.stdout) == (2, "")
     assert "Error: the program uses no GPU memory" in done.stderr
 
 
 def test_a_value_that_is_not_computed_is_told(found):
-    (one,) = found("import torch\nx = torch.randn(1000, 1000, device='cuda')\nx[x > 0]\n", "--gpu", "2GB", status=0)
+    (one,) = found("import torch\nx = torch.randn(1000, 1000, device='cuda')\nx[x > 0]\n", "--device", "2GB", status=0)
     assert one["unknown"].startswith("a boolean index reads values that an emulated GPU does not compute, at ")
     assert one["unknown"].endswith("program.py:3")
 
@@ -192,23 +199,23 @@ def test_a_value_that_is_not_computed_is_told(found):
     [("3GB", "together", 0, 2), ("2GB", "together", 1, 2), ("2GB", "one by one", 0, 1)],
 )
 def test_processes_that_use_a_gpu_at_the_same_time_are_added_up(found, gpu, how, status, together):
-    (one,) = found(CHILDREN, "--gpu", gpu, status=status, program=("program.py", how))
+    (one,) = found(CHILDREN, "--device", gpu, status=status, program=("program.py", how))
     assert (one["together"], one["reserved"]) == (together, together * 500 * MIB)
     assert one["outcome"] == ("out of memory together" if status else "fits")
 
 
 def test_ranks_have_a_gpu_each(found, processes):
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "program.py")
-    (one,) = found(RANKS, "--gpu", "4GBx2", status=0, program=ranks)
+    (one,) = found(RANKS, "--device", "4GBx2", status=0, program=ranks)
     assert (one["devices"], one["together"], one["count"]) == (2, 1, 2)
     assert one["reserved"] >= 1000 * MIB
-    (one,) = found(RANKS, "--gpu", "1500MBx2", status=1, program=ranks)
+    (one,) = found(RANKS, "--device", "1500MBx2", status=1, program=ranks)
     assert (one["outcome"], one["ran_out"]["device"]) == ("out of memory", 1)
 
 
 def test_the_drivers_allocator_runs_out_as_well(found):
     conf = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-    small, large = found(BLOCK + "block(2000)", "--gpu", "1GB", "--gpu", "4GB", status=1, **conf)
+    small, large = found(BLOCK + "block(2000)", "--device", "1GB", "--device", "4GB", status=1, **conf)
     assert (small["outcome"], large["outcome"]) == ("out of memory", "fits")
 
 
