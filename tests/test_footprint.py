@@ -34,7 +34,7 @@ def test_a_gate_and_settings_that_measure_no_test_of_the_run_load_no_torch_eithe
     (project.path / "test_it.py").write_text(source)
     result = project.run("-p", "no:anyio", "--gpumem-baseline", device=None, new=True)
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["gpumem: measure = 'models/[*][*]' marks nothing: *"])
+    result.stdout.fnmatch_lines(["gpumem: mark = 'models/[*][*]' marks nothing: *"])
 
 
 def test_the_marker_is_registered(project):

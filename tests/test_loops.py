@@ -79,7 +79,7 @@ def test_loop(gpumem):
             ended.append("finally")
     assert ended == ["finally"]
     assert 8 <= training.steps < 16
-    assert steps.measurement.name == "steps"
+    assert steps.measurement.name == "loop"
     training.loop(1)  # nothing is left of the hooks
 """
     )
@@ -103,18 +103,18 @@ def test_loop(gpumem):
     ("body", "said"),
     [
         (
-            "steps(): Training().loop(3)",
+            "loop(): Training().loop(3)",
             "MeasuringError: the loop ended after 3 steps; its memory is read from 4 at least",
         ),
         (
-            "steps(): net()(torch.ones(1, 64))",
+            "loop(): net()(torch.ones(1, 64))",
             "MeasuringError: no step was seen: a step ends with optimizer.step() of a torch optimizer",
         ),
         (
-            "steps(): concurrent.futures.ThreadPoolExecutor().submit(Training().loop, 9).result()",
+            "loop(): concurrent.futures.ThreadPoolExecutor().submit(Training().loop, 9).result()",
             "MeasuringError: no step was seen: an optimizer has stepped in another thread",
         ),
-        ("steps(3): Training().loop()", "ValueError: steps=3: a loop's memory is read from 4 steps at least"),
+        ("loop(3): Training().loop()", "ValueError: steps=3: a loop's memory is read from 4 steps at least"),
     ],
 )
 def test_a_loop_with_too_few_steps_says_so(loops, body, said):
@@ -144,7 +144,7 @@ def test_next(gpumem):
 """
     )
     result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["*RuntimeError: the disk is full*", "*peak allocated*steps*"])
+    result.stdout.fnmatch_lines(["*RuntimeError: the disk is full*", "*peak allocated*loop*"])
 
 
 def test_two_optimizers_make_one_step_together(loops):

@@ -212,11 +212,11 @@ def test_what_is_no_array_of_patterns_is_a_usage_error_with_file_and_key(project
     result = project.run()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["ERROR: pyproject.toml: [[]tool.gpumem]: measure is *, expected an array of patterns of tests"]
+        ["ERROR: pyproject.toml: [[]tool.gpumem]: mark is *, expected an array of patterns of tests"]
     )
 
 
-TOLD = "gpumem: measure = 'tests/gone/**' marks nothing: it matches no test; *"
+TOLD = "gpumem: mark = 'tests/gone/**' marks nothing: it matches no test; *"
 BUDGET_TOLD = "gpumem: the budget for tests = 'tests/gone/*' has no effect: it matches no test; *"
 
 
@@ -249,6 +249,6 @@ def test_in_a_run_of_the_testpaths_every_pattern_is_looked_at(suite):
     )
     lines = [line for line in suite.run().outlines if "matches no test" in line]
     assert [line.partition(";")[0] for line in lines] == [
-        "gpumem: measure = 'test_*' marks nothing: it matches no test",
+        "gpumem: mark = 'test_*' marks nothing: it matches no test",
         "gpumem: the budget for tests = '*_huge' has no effect: it matches no test",
     ]

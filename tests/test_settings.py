@@ -46,7 +46,7 @@ def test_every_key_of_a_table_is_taken():
         "store": "s3://bucket/baselines",
         "device": "auto",
         "strict": True,
-        "no_time": True,
+        "time": True,
         "pack": True,
         "explain": "always",
         "artifacts": "timelines",
@@ -90,9 +90,11 @@ def test_settings_from_a_table_cannot_be_changed():
             {"zebra": 1},
             (
                 "here: unknown key 'zebra'; valid: baseline, update, device, store, strict, explain, artifacts, "
-                "report, no_time, rank_timeout, pack, units, time_budget, tolerance, budget"
+                "report, time, rank_timeout, pack, units, time_budget, tolerance, budget"
             ),
         ),
+        ({"measure": ["*"]}, "here: unknown key 'measure'; it is called 'mark' now"),
+        ({"no_time": True}, "here: unknown key 'no_time'; it is called 'time' now"),
         ({"baseline": 1}, "here: baseline is 1, expected true or false"),
         ({"store": 5}, "here: store is 5, expected a string"),
         ({"rank_timeout": True}, "here: rank_timeout is True, expected a number of seconds or a string"),
@@ -111,10 +113,10 @@ def test_settings_from_a_table_cannot_be_changed():
             "here: time_budget: '0 s' is not a duration above zero; --no-gpumem-time takes no time at all",
         ),
         ({"report": "gpumem.html"}, "here: report is 'gpumem.html', expected an array"),
-        ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .json, .md or .html"),
+        ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .sarif, .json, .md or .html"),
         (
             {"report": ["a.json", "gpumem.xml"]},
-            "here: report: 'gpumem.xml' has to end with .json, .md or .html; JUnit XML is pytest's own: --junitxml=FILE",
+            "here: report: 'gpumem.xml' has to end with .sarif, .json, .md or .html; JUnit XML is pytest's own: --junitxml=FILE",
         ),
         ({"tolerance": "2 %"}, "here: tolerance is '2 %', expected a table"),
         ({"tolerance": {"peak_forward": "2 %"}}, "here: tolerance: unknown metric 'peak_forward'; "),
@@ -193,7 +195,7 @@ TABLES = st.fixed_dictionaries(
         "store": VALUES,
         "device": VALUES,
         "strict": st.booleans() | VALUES,
-        "no_time": st.booleans() | VALUES,
+        "time": st.booleans() | VALUES,
         "pack": st.booleans() | VALUES,
         "explain": st.sampled_from(["on-failure", "always", "never", "on_failure"]) | VALUES,
         "artifacts": VALUES,
@@ -330,7 +332,7 @@ def test_a_place_in_the_table_counts_from_the_root_and_one_that_is_typed_from_th
 
 
 def test_a_report_in_no_known_format_is_a_mistake_before_anything_runs(tmp_path):
-    with pytest.raises(SettingsError, match=r"^--gpumem-report: 'a.pdf' has to end with .json, .md or .html$"):
+    with pytest.raises(SettingsError, match=r"^--gpumem-report: 'a.pdf' has to end with .sarif, .json, .md or .html$"):
         settings_of(config_of(tmp_path, report=["a.pdf"]))
 
 
