@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from pytest_gpumem.config.renamed import METHODS, hint
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.measure.looped import STEPS
 from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
@@ -90,8 +91,9 @@ class Gpumem:
         return self._refuse(None) if self._maybe_run is None else self._maybe_run
 
     def __getattr__(self, name: str) -> NoReturn:
-        also = "; gpumem.loop() is called gpumem.loop() now" if name == "steps" else ""
-        raise AttributeError(f"the fixture gpumem has no attribute {name!r}{also}", name=name, obj=self)
+        known = [method for method in vars(type(self)) if not method.startswith("_")]
+        why = f"the fixture gpumem has no attribute {name!r}; {hint(name, METHODS, known)}"
+        raise AttributeError(why, name=name, obj=self)
 
     @property
     def device(self) -> torch.device:

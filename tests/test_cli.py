@@ -58,7 +58,7 @@ def test_the_help_of_all_imports_no_command_and_none_of_what_commands_need():
         "print(*(name for name in sys.modules if name.startswith('pytest_gpumem.')), file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Compare two revisions" in done.stdout
+    assert "Run two revisions" in done.stdout
     assert set(done.stderr.split()) == {"pytest_gpumem.cli", "pytest_gpumem.cli.main", "pytest_gpumem.units"}
 
 

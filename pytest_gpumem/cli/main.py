@@ -11,13 +11,13 @@ from pytest_gpumem import __version__
 from pytest_gpumem.units import nearest
 
 _COMMANDS = {
-    "ab": "Run two revisions in turn on this machine, and judge what changed in time and memory.",
-    "advise": "Find the step config with which a model's step fits into a given GPU.",
+    "ab": "Run two revisions in turn here, and judge what changed.",
+    "advise": "Find the config with which a model's step fits into a GPU.",
     "comment": "Put a report into the pull request, as one comment.",
-    "compare": "Compare figures that are there: reports, the store at two revisions, or two devices.",
+    "compare": "Compare figures that are there: reports, revisions, devices.",
     "emulate": "Run a program on an emulated GPU, and tell its peaks.",
     "export": "Give the figures of reports to another tool.",
-    "fit": "Find the GPUs that a program, as it is, fits into, by emulating each.",
+    "fit": "Find the GPUs that a program, as it is, fits into.",
     "history": "Tell how a baseline came to be what it is.",
     "merge": "Make one report and one verdict of the shards of a run.",
     "prune": "Remove baselines of tests that are gone.",
@@ -63,7 +63,7 @@ def main() -> None:
     \b
     What is in the store:           gpumem show
     How a figure came to be:        gpumem history TEST
-    What changed between two:       gpumem compare main HEAD
+    What changed in the store:      gpumem compare main HEAD
     One verdict of several shards:  gpumem merge shard-*.json
     Whose baselines are unused:     gpumem prune --dry-run
     Is this branch slower:          gpumem ab main

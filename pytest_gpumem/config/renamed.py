@@ -16,6 +16,8 @@ KEYS: Mapping[str, str] = MappingProxyType({"measure": "mark", "no_time": "time"
 """Keys of ``[tool.gpumem]``."""
 OPTIONS: Mapping[str, str] = MappingProxyType({"--gpumem-no-time": "--no-gpumem-time"})
 """pytest's options."""
+METHODS: Mapping[str, str] = MappingProxyType({"steps": "loop"})
+"""Methods of the fixture."""
 
 
 def hint(name: str, renamed: Mapping[str, str], known: list[str]) -> str:

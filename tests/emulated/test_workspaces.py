@@ -127,9 +127,9 @@ def own_peak(prepare, steps):
 
 torch.ones(1, device="cuda")
 for name, (kind, rows) in PROGRAMS.items():
-    for way, steps in (("measure", 7), ("steps", 7), ("region", 1), ("call", 0)):
+    for way, steps in (("measure", 7), ("loop", 7), ("region", 1), ("call", 0)):
         # A region that threads of its own ran before begins without their workspaces; a leak needs more with each step.
-        if (way, kind) not in (("region", in_two_threads), ("measure", leaking), ("steps", leaking)):
+        if (way, kind) not in (("region", in_two_threads), ("measure", leaking), ("loop", leaking)):
             print(json.dumps([f"{way} {name}", own_peak(lambda: kind(rows), steps)]))
 print(json.dumps(["train_step", own_peak(lambda: trained(1024), 7)]))
 print(json.dumps(["infer_step", own_peak(lambda: inferred(1024), 7)]))

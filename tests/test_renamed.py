@@ -1,0 +1,90 @@
+"""Names from before the first release: each is refused with the name that it has now, and does nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from pytest_gpumem.cli.main import main
+from pytest_gpumem.config import renamed
+from pytest_gpumem.config.options import MARKER_ARGUMENTS, OPTIONS
+from pytest_gpumem.config.settings import KEYS
+
+MEASURED = """
+def test_it(gpumem):
+    gpumem.measure(lambda: torch.ones(10))
+"""
+
+
+def test_what_is_renamed_is_gone_and_what_it_is_called_now_is_there():
+    flags = {flag for option in OPTIONS for flag in (option.flag, option.negated)}
+    for old_names, known in ((renamed.ARGUMENTS, MARKER_ARGUMENTS), (renamed.KEYS, KEYS), (renamed.OPTIONS, flags)):
+        assert not old_names.keys() & set(known)
+        assert set(old_names.values()) <= set(known)
+
+
+@pytest.mark.parametrize(("old", "now"), renamed.OPTIONS.items())
+def test_an_option_of_pytest(project, old, now):
+    project.write(MEASURED)
+    result = project.run(old)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*error: {old} is called {now} now"])
+
+
+@pytest.mark.parametrize(("old", "now"), renamed.KEYS.items())
+def test_a_key_of_the_settings(project, old, now):
+    project.settings(f"[tool.gpumem]\n{old} = true\n")
+    project.write(MEASURED)
+    result = project.run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [f"ERROR: pyproject.toml: [[]tool.gpumem]: unknown key '{old}'; it is called '{now}' now"]
+    )
+
+
+@pytest.mark.parametrize("where", ["marker", "budget"])
+@pytest.mark.parametrize(("old", "now"), renamed.ARGUMENTS.items())
+def test_an_argument_of_the_marker_and_of_budgets(project, old, now, where):
+    project.write(MEASURED if where == "budget" else f"@pytest.mark.gpumem({old}='2 %'){MEASURED}")
+    if where == "budget":
+        project.settings(f"[[tool.gpumem.budget]]\ntests = '*'\n{old} = '2 %'\n")
+    result = project.run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*unknown argument '{old}'; it is called '{now}' now"])
+
+
+def test_a_method_of_the_fixture(project):
+    project.write("def test_it(gpumem):\n    with gpumem.steps():\n        pass\n")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*AttributeError: *'steps'; it is called 'loop' now*"])
+
+
+@pytest.mark.parametrize(
+    ("command", "now"),
+    [
+        (["show", "--device", "cpu"], "--slug"),
+        (["show", "--json"], "--format json"),
+        (["history", "test_a", "--device", "cpu"], "--slug"),
+        (["compare", "a", "--json"], "--format json"),
+        (["compare", "a", "--markdown"], "--format markdown"),
+        (["fit", "--gpu", "l4", "train.py"], "--device"),
+        (["fit", "--json", "train.py"], "--format json"),
+        (["ab", "main", "--json", "a.json"], "--report FILE.json"),
+        (["ab", "main", "--markdown", "a.md"], "--report FILE.md"),
+    ],
+    ids=" ".join,
+)
+def test_an_option_of_a_command(command, now):
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2
+    old = next(word for word in command if word.startswith("--"))
+    assert f"Error: {old} is called {now} now" in result.output
+    assert old not in CliRunner().invoke(main, [command[0], "--help"]).output.replace(now, "").split()
+
+
+def test_a_flag_of_the_settings_is_switched_off_where_it_is_typed(project):
+    project.settings("[tool.gpumem]\nstrict = true\nbaseline = true\n")
+    project.write(MEASURED)
+    assert project.run().ret == 1
+    assert project.run("--no-gpumem-strict", "--no-gpumem-baseline").ret == 0
