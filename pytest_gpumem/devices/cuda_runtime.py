@@ -30,6 +30,7 @@ from pytest_gpumem.torch_support.private_api import (
     start_cuda_history,
     stop_cuda_history,
 )
+from pytest_gpumem.values.option_words import NO_CUDA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,21 +82,17 @@ class TorchCuda:
         import torch
 
         if torch.version.cuda is None and torch.version.hip is None:
-            raise DeviceUnavailable(f"no CUDA device: torch {torch.__version__} is built without CUDA")
+            raise DeviceUnavailable(f"{NO_CUDA}: torch {torch.__version__} is built without CUDA")
         with warnings.catch_warnings():
             # A missing or old driver is reported by a warning, which a suite may have turned into an error.
             warnings.simplefilter("ignore")
             available = torch.cuda.is_available()
         if not available:
-            raise DeviceUnavailable(
-                f"no CUDA device: torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU"
-            )
+            raise DeviceUnavailable(f"{NO_CUDA}: torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU")
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            raise DeviceUnavailable(
-                f"no CUDA device: torch {torch.__version__} cannot initialise CUDA: {error}"
-            ) from None
+            raise DeviceUnavailable(f"{NO_CUDA}: torch {torch.__version__} cannot initialise CUDA: {error}") from None
         self._index = torch.cuda.current_device() if index is None else index
 
     def torch_device(self) -> torch.device:

@@ -25,6 +25,7 @@ from pytest_gpumem.reports.summary import (
 from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.reports.view import measured_in, rows_of
 from pytest_gpumem.units import format_bytes
+from pytest_gpumem.values.option_words import NO_CUDA
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -217,11 +218,22 @@ def _ranks(rows: Sequence[RankPeaks], units: UnitSystem) -> Table:
     return Table(columns, tuple(tuple(map(Span, line)) for line in lines))
 
 
+WITHOUT_GPU = (
+    "gpumem: without a GPU, choose where steps run, here or as `device` in [tool.gpumem]:",
+    "  --gpumem-device=emulated:h100   a GPU that is emulated: `gpumem doctor` tells what that needs here",
+    "  --gpumem-device=cpu             the CPU, with baselines of its own",
+    "  --gpumem-device=auto            the GPU where there is one, else the CPU",
+)
+"""The ways on for a session that found no GPU."""
+
+
 def _ending(report: SessionReport) -> list[Line]:
     """Return why the session is red, and the line that counts every test."""
     nothing = [report.nothing_gated] if report.nothing_gated is not None else []
     problems = [*report.errors, *nothing]
     lines = [_line(f"gpumem: {problem}", "bad") for problem in problems]
+    if any((result.verdict.unmeasured or "").startswith(NO_CUDA) for result in report.results):
+        lines += map(_line, WITHOUT_GPU)
     if report.results or report.not_run:
         lines.append(_line(report.accounting, _style_of(report)))
     elif report.terms.baseline and not problems:
