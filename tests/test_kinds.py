@@ -238,21 +238,3 @@ def test_it(gpumem):
 """
     )
     project.run().assert_outcomes(passed=1)
-
-
-@pytest.mark.parametrize("options", [(), ("--gpumem-baseline",)], ids=["by itself", "gate"])
-def test_a_session_that_finds_no_gpu_ends_with_the_ways_on(project, monkeypatch, options):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(10))\n")
-    result = project.run(*options, device="cuda")
-    result.stdout.fnmatch_lines(
-        [
-            "gpumem: without a GPU, choose where steps run, here or as `device` in [[]tool.gpumem]:",
-            "  --gpumem-device=emulated:h100 *",
-            "  --gpumem-device=cpu *",
-            "  --gpumem-device=auto *",
-            "gpumem: 0 gated, 1 unmeasured (no CUDA device: *)",
-        ]
-    )
-    result = project.run(*options, "--gpumem-update=new")
-    assert "without a GPU" not in result.stdout.str()

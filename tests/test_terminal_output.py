@@ -9,6 +9,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from pytest_gpumem.reports.layout import cells
 from pytest_gpumem.values.plain import to_plain
@@ -20,6 +21,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 VERDICTS = json.loads(Path("verdicts.json").read_text())
 
@@ -111,3 +113,21 @@ def test_a_stream_of_ascii_gets_what_it_can_show(told, pytester, monkeypatch):
     rows = [line for line in lines if line.startswith("a.py::")]
     assert len(rows) == 2 + len(TEXTS) - 1
     assert all(re.search(r" 1\.00 GB .* (ok|recorded)$", row) for row in rows)
+
+
+@pytest.mark.parametrize("options", [(), ("--gpumem-baseline",)], ids=["by itself", "gate"])
+def test_a_session_that_finds_no_gpu_ends_with_the_ways_on(project, monkeypatch, options):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    project.write("def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(10))\n")
+    result = project.run(*options, device="cuda")
+    result.stdout.fnmatch_lines(
+        [
+            "gpumem: without a GPU, choose where steps run, here or as `device` in [[]tool.gpumem]:",
+            "  --gpumem-device=emulated:h100 *",
+            "  --gpumem-device=cpu *",
+            "  --gpumem-device=auto *",
+            "gpumem: 0 gated, 1 unmeasured (no CUDA device: *)",
+        ]
+    )
+    result = project.run(*options, "--gpumem-update=new")
+    assert "without a GPU" not in result.stdout.str()
