@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.runtest.explaining import COMPOSITION, reads_any
+from pytest_gpumem.runtest.explaining import COMPOSITION
+from pytest_gpumem.torch_support.static_access import reads_any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -145,7 +145,7 @@ def test_a_step_is_judged_once_more_after_each_other_sample_of_its_time(recorded
     doubts = iter([True] * (samples - 1) + [False])
     monkeypatch.setattr(Judging, "should_time_again", lambda *_, **__: next(doubts))
     route = route()
-    assert recorded.run("--gpumem-baseline", "--junitxml=report.xml", timed=True).ret == 0
+    assert recorded.run("--gpumem-baseline", "--gpumem-time", "--junitxml=report.xml", timed=True).ret == 0
     (verdict,) = recorded.verdicts()["test_it"]["verdicts"]
     assert len(verdict["measurement"]["times"]["samples"]) == samples
     assert route.times(judge) == samples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import unittest
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,9 @@ from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.gate.baseline import Baseline, baseline_of
 from pytest_gpumem.gate.judge import failing_metrics
 from pytest_gpumem.reports.explanation import out_of_memory_lines
-from pytest_gpumem.torch_support.static_access import instance_dict, is_a
+from pytest_gpumem.torch_support.static_access import reads_any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.metrics import Kind
     from pytest_gpumem.runtest.judging import Judged, Judging
@@ -27,52 +24,6 @@ if TYPE_CHECKING:
 
 COMPOSITION = frozenset({"composition", "explanation"})
 """Attributes of a `Measurement` that are there if its step is explained; where other modules read them, by ``explain=True``."""
-
-
-def reads_any(function: object, attributes: Collection[str]) -> bool:
-    """Return whether a function, or one of its own module that it calls, reads one of the ``attributes`` of anything.
-
-    Functions of other modules are not followed.
-    """
-    seen: set[int] = set()
-    pending = [function.__func__ if is_a(function, types.MethodType) else function]
-    while pending:
-        one = pending.pop()
-        if not is_a(one, types.FunctionType) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        names = {name for code in _codes(one.__code__) for name in code.co_names}
-        if not names.isdisjoint(attributes):
-            return True
-        pending += [
-            value
-            for name in names
-            for value in _unwrapped(one.__globals__.get(name))
-            if value.__globals__ is one.__globals__
-        ]
-        pending += _unwrapped(one)
-    return False
-
-
-def _unwrapped(value: object) -> list[types.FunctionType]:
-    """Return a function and what it wraps, from the outside in: decorators are often another module's."""
-    functions: list[types.FunctionType] = []
-    passed: set[int] = set()
-    while value is not None and id(value) not in passed:
-        passed.add(id(value))
-        if is_a(value, types.FunctionType):
-            functions.append(value)
-        # Not the attribute itself: objects that compute theirs have any.
-        value = dict.get(instance_dict(value) or {}, "__wrapped__")
-    return functions
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Return the code of a function, and of functions, lambdas and comprehensions within it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
 
 
 @dataclass(eq=False, repr=False)

@@ -29,7 +29,6 @@ from pytest_gpumem.runtest.judging import (
     record_verdict,
 )
 from pytest_gpumem.runtest.run import TestRun
-from pytest_gpumem.runtest.timed import should_time
 from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ class Measuring:
         try:
             ownership = self.fixtures.begin(item, device)
             environment = self._environment(device)
-            times = device.tells_time and should_time(judging, environment)
+            times = device.tells_time and judging.should_time(environment)
             context = MeasuringContext(
                 device,
                 TimeBudget(settings.time_budget) if times else None,

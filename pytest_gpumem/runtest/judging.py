@@ -17,14 +17,15 @@ from pytest_gpumem.config.options import COMMAND, Command
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
-from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
+from pytest_gpumem.gate.speed import has_times_of, idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, Outcome, TestVerdict
 from pytest_gpumem.hookspecs import HookError, checked_tolerance
-from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.metrics import METRICS, RealMetric, Tolerance
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.failure import accept_command, failure_text, prune_command
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.timing.comparison import is_undecided
+from pytest_gpumem.torch_support.static_access import reads_any
 from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.rank import rank_in
 
@@ -35,9 +36,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.config.selection import MeasuredTest
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.gate.verdict import FailedIn, Verdict
-    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.measurement import Environment, Measurement
     from pytest_gpumem.runtest.one_process import OneProcess
 
+
+NOT_TIMED = (
+    "it was not timed, as its baseline has no time of this machine: --gpumem-update adds one, --gpumem-time shows it"
+)
+_TIMES = frozenset({*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "roi"})
+"""Attributes of a `Measurement` that are times, or made of them."""
 
 _T = TypeVar("_T")
 _FAILURE = pytest.StashKey[BaseException]()
@@ -181,7 +188,7 @@ class Judging:
                 missing.append(f"{name} ({', '.join(uncounted)})")
         return tuple(missing)
 
-    def stored_for(self, slug: str) -> list[Baseline | NoBaseline]:
+    def _stored_for(self, slug: str) -> list[Baseline | NoBaseline]:
         """Return the test's entries in the store that figures of the device called ``slug`` are compared with."""
         compared, measured = self.settings.compared_slug(slug), self.measured
         return self._stored(
@@ -189,6 +196,27 @@ class Judging:
                 self.store.find(measured.key(name), compared)
                 for name in self.store.names(compared, measured.file, measured.test)
             ]
+        )
+
+    def should_time(self, environment: Environment) -> bool:
+        """Return whether the steps of the test are timed.
+
+        A gate has no use for times where the baselines have none of this machine, unless a budget limits them, the test or a
+        hook reads them, or what is not compared fails. Ranks time the same steps, whatever each has in the store.
+        """
+        settings, budget = self.settings, self.measured.budget
+        if settings.time is not None:
+            return settings.time
+        return (
+            not settings.baseline
+            or settings.strict
+            or settings.update is not None
+            or self.ranks.rank is not None
+            or bool(self.config.hook.pytest_gpumem_measurement.get_hookimpls())
+            or budget.max_slowdown is not None
+            or budget.min_throughput is not None
+            or reads_any(getattr(self.item, "function", None), _TIMES)
+            or any(has_times_of(environment, one) for one in self._stored_for(environment.slug))
         )
 
     def should_time_again(self, judged: Judged, *, decides_only: bool = False) -> bool:

@@ -12,7 +12,7 @@ from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import Reading, largest_of, live_at_rest, live_everywhere, live_of_program
 from pytest_gpumem.measurement import Measurement, MeasuringError, check_name
 from pytest_gpumem.runtest.explaining import call_again
-from pytest_gpumem.runtest.timed import NOT_TIMED
+from pytest_gpumem.runtest.judging import NOT_TIMED
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import instance_dict

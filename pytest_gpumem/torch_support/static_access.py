@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from pytest_gpumem.torch_support.private_api import MODULE_PARTS, outside_torch_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from typing import TypeGuard
 
     import torch
@@ -278,3 +278,49 @@ def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
 def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
     """Return dtype and shape of a tensor as text: ``float32[8, 256]``."""
     return f"{dtype}{list(shape)}"
+
+
+def reads_any(function: object, attributes: Collection[str]) -> bool:
+    """Return whether a function, or one of its own module that it calls, reads one of the ``attributes`` of anything.
+
+    Functions of other modules are not followed.
+    """
+    seen: set[int] = set()
+    pending = [function.__func__ if is_a(function, types.MethodType) else function]
+    while pending:
+        one = pending.pop()
+        if not is_a(one, types.FunctionType) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        names = {name for code in _codes(one.__code__) for name in code.co_names}
+        if not names.isdisjoint(attributes):
+            return True
+        pending += [
+            value
+            for name in names
+            for value in _unwrapped(one.__globals__.get(name))
+            if value.__globals__ is one.__globals__
+        ]
+        pending += _unwrapped(one)
+    return False
+
+
+def _unwrapped(value: object) -> list[types.FunctionType]:
+    """Return a function and what it wraps, from the outside in: decorators are often another module's."""
+    functions: list[types.FunctionType] = []
+    passed: set[int] = set()
+    while value is not None and id(value) not in passed:
+        passed.add(id(value))
+        if is_a(value, types.FunctionType):
+            functions.append(value)
+        # Not the attribute itself: objects that compute theirs have any.
+        value = dict.get(instance_dict(value) or {}, "__wrapped__")
+    return functions
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Return the code of a function, and of functions, lambdas and comprehensions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
