@@ -421,7 +421,7 @@ def test_the_reference_has_every_option_of_a_command_with_its_default(command):
     expected = {}
     for option in command.params:
         # Those of the plugin have a section of their own.
-        if option.param_type_name == "option" and not option.opts[0].startswith("--gpumem-"):
+        if option.param_type_name == "option" and not option.opts[0].startswith("--gpumem-") and not option.hidden:
             has_default = isinstance(option.default, str | int)
             shown = "off" if option.is_flag else f"`{option.default}`" if has_default else "none"
             expected[option.opts[0]] = shown

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.torch_support.static_access import class_name, elements_of
+from pytest_gpumem.torch_support.static_access import class_name, elements_of, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
@@ -134,11 +134,6 @@ def _outermost(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str
         if not any(path.startswith(f"{outer}.") or not outer for outer, _ in kept):
             kept.append((path, module))
     return kept
-
-
-def parameters_of(module: torch.nn.Module) -> int:
-    """Return the number of a model's or a module's parameters; tied ones count once."""
-    return sum(map(elements_of, module.parameters()))
 
 
 def _join(path: str, name: str) -> str:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measurement import Workload
-from pytest_gpumem.step_config.blocks import parameters_of
 from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.torch_support.private_api import load_compiler
-from pytest_gpumem.torch_support.static_access import class_name, dtype_and_shape, is_a, tensor_text
+from pytest_gpumem.torch_support.static_access import class_name, dtype_and_shape, is_a, parameters_of, tensor_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

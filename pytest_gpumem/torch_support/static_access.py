@@ -280,6 +280,11 @@ def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}{list(shape)}"
 
 
+def parameters_of(module: torch.nn.Module) -> int:
+    """Return the number of a model's or a module's parameters; tied ones count once."""
+    return sum(map(elements_of, module.parameters()))
+
+
 def reads_any(function: object, attributes: Collection[str]) -> bool:
     """Return whether a function, or one of its own module that it calls, reads one of the ``attributes`` of anything.
 
