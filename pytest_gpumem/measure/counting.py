@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measure.syncs import HostTensors, Syncs, is_of_higher_order, name_of, title_of
@@ -115,8 +116,7 @@ def count_step(step: Callable[[], object], device: Device, *, compiled: bool = F
     """
     modules = len(sys.modules)
 
-    def operators() -> dict[str, tuple[Tally, ...]]:
-        return {} if compiled else _count_operators(step, device.torch_device)
+    operators = dict[str, tuple[Tally, ...]] if compiled else partial(_count_operators, step, device.torch_device)
 
     def launches() -> dict[str, tuple[Tally, ...]]:
         kernels = device.launches(step)
