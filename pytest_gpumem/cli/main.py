@@ -15,6 +15,7 @@ _COMMANDS = {
     "advise": "Find the step config with which a training step fits into a GPU.",
     "comment": "Put a report into the pull request, as one comment.",
     "compare": "Tell what changed between reports, revisions or devices.",
+    "doctor": "Tell what can be measured here, and what mends the rest.",
     "emulate": "Run a program on an emulated GPU, and tell its peaks.",
     "export": "Give the figures of reports to another tool.",
     "fit": "Tell which GPUs a program fits into, by emulating them.",
@@ -61,6 +62,7 @@ def main() -> None:
     two revisions side by side. Those that need settings take them from the project in this folder, as pytest does.
 
     \b
+    What can be measured here:      gpumem doctor
     What is in the store:           gpumem show
     How a figure came to be:        gpumem history TEST
     What changed between two:       gpumem compare main HEAD
