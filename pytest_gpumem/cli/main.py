@@ -20,6 +20,7 @@ _COMMANDS = {
     "export": "Give the figures of reports to another tool.",
     "fit": "Tell which GPUs a program fits into, by emulating them.",
     "history": "Tell how a baseline came to be what it is.",
+    "init": "Set a repository up: settings, a workflow and first baselines.",
     "merge": "Make one report and one verdict of the shards of a run.",
     "prune": "Remove baselines of tests that are gone.",
     "run": "Measure and gate the training steps of a script.",
@@ -62,6 +63,7 @@ def main() -> None:
     two revisions side by side. Those that need settings take them from the project in this folder, as pytest does.
 
     \b
+    A gate for a repository:        gpumem init
     What can be measured here:      gpumem doctor
     What is in the store:           gpumem show
     How a figure came to be:        gpumem history TEST

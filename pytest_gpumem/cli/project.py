@@ -134,6 +134,14 @@ def devices_of_plugins() -> list[Mapping[str, DeviceFactory]]:
     return _from_pytest(devices)
 
 
+def read_config(read: Callable[[pytest.Config], T]) -> T:
+    """Return what ``read`` finds in pytest's config of the project around this folder; no conftest.py is run.
+
+    Raises `InputError`.
+    """
+    return _from_pytest(read, "--noconftest", "-o", "addopts=", emulates=False)
+
+
 def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str, emulates: bool = True) -> T:
     """Start pytest, which finds the root folder, and stop it before it collects; return what ``read`` finds in its config."""
     found: list[T | SettingsError] = []
