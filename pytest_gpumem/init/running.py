@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.init.sources import Function
+from pytest_gpumem.init.sources import Function, nodes_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -73,35 +73,32 @@ def is_of_a_zoo(dotted: str) -> bool:
 
 def returns_module(function: Function, file: SourceFile, models: Models, given: frozenset[str]) -> bool:
     """Return whether a function returns or yields a module, alone or in a tuple; ``given`` are names of modules in it."""
+    values = [
+        node.value for node in nodes_in(function) if isinstance(node, ast.Return | ast.Yield) and node.value is not None
+    ]
+    if not values:
+        return False
     modules = modules_in(function, file, models, given)
-    for node in ast.walk(function):
-        value = node.value if isinstance(node, ast.Return | ast.Yield) else None
-        parts = value.elts if isinstance(value, ast.Tuple) else [value]
-        if any(part is not None and is_module(part, file, models, modules) for part in parts):
-            return True
-    return False
+    parts = [part for value in values for part in (value.elts if isinstance(value, ast.Tuple) else [value])]
+    return any(is_module(part, file, models, modules) for part in parts)
 
 
 def modules_in(within: ast.AST, file: SourceFile, models: Models, given: frozenset[str]) -> frozenset[str]:
     """Return the variables that are modules, ``self.x`` included: of a function, a class or a statement."""
-    found = set(given)
-    before = -1
-    while before != len(found):
-        before = len(found)
-        for node in ast.walk(within):
-            if isinstance(node, ast.Assign) and is_module(node.value, file, models, frozenset(found)):
-                found.update(name for target in node.targets for name in _names(target))
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-                for target in node.targets:
-                    if isinstance(target, ast.Tuple):
-                        pairs = zip(target.elts, node.value.elts, strict=False)
-                        found.update(
-                            name
-                            for one, value in pairs
-                            if is_module(value, file, models, frozenset(found))
-                            for name in _names(one)
-                        )
-    return frozenset(found)
+    pairs = [pair for node in nodes_in(within) if isinstance(node, ast.Assign) for pair in _assigned(node)]
+    found = given
+    while more := {name for names, value in pairs if is_module(value, file, models, found) for name in names} - found:
+        found |= more
+    return found
+
+
+def _assigned(node: ast.Assign) -> Iterator[tuple[list[str], ast.expr]]:
+    """Yield the names that an assignment gives a value, with the value: ``a, b = f(), 3`` has two, ``a, b = f()`` has one."""
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from ((list(_names(one)), value) for one, value in zip(target.elts, node.value.elts, strict=False))
+        else:
+            yield list(_names(target)), node.value
 
 
 def _names(target: ast.expr) -> Iterator[str]:
@@ -136,6 +133,8 @@ class Runs:
         self._sources = sources
         self._models = models
         self._known: dict[tuple[str, int], bool] = {}
+        self._globals: dict[str, frozenset[str]] = {}
+        self._attributes: dict[ast.ClassDef, frozenset[str]] = {}
 
     def does(self, function: Function, file: SourceFile, fixtures: Mapping[str, tuple[Function, SourceFile]]) -> bool:
         """Return whether a function, a fixture that it takes or a helper that it calls runs a model.
@@ -158,8 +157,8 @@ class Runs:
             for name in parameters(function)
             if name in fixtures and self._is_module_fixture(fixtures[name], fixtures)
         )
-        modules = modules_in(function, file, self._models, given | _modules_around(function, file, self._models))
-        if any(_runs_itself(node, file, self._models, modules) for node in ast.walk(function)):
+        modules = modules_in(function, file, self._models, given | self._modules_around(function, file))
+        if any(_runs_itself(node, file, self._models, modules) for node in nodes_in(function)):
             return True
         if any(self.does(one, where, fixtures) for one, where in taken if one is not function):
             return True
@@ -178,9 +177,22 @@ class Runs:
         )
         return returns_module(function, file, self._models, given)
 
+    def _modules_around(self, function: Function, file: SourceFile) -> frozenset[str]:
+        """Return the modules that a function sees beside its own: globals, and attributes that methods of its class set."""
+        if file.path not in self._globals:
+            statements = ast.Module([one for one in file.tree.body if isinstance(one, ast.Assign)], [])
+            self._globals[file.path] = modules_in(statements, file, self._models, frozenset())
+        owner = file.owners.get(function)
+        if owner is None:
+            return self._globals[file.path]
+        if owner not in self._attributes:
+            within = modules_in(owner, file, self._models, frozenset())
+            self._attributes[owner] = frozenset(one for one in within if one.startswith("self."))
+        return self._globals[file.path] | self._attributes[owner]
+
     def _helpers(self, function: Function, file: SourceFile) -> Iterator[tuple[Function, SourceFile]]:
         """Yield the functions of the project that a function calls: of its file, its class, or imported ones."""
-        for node in ast.walk(function):
+        for node in nodes_in(function):
             if not isinstance(node, ast.Call):
                 continue
             if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self":
@@ -198,23 +210,10 @@ class Runs:
                 yield where.functions[name], where
 
 
-def _modules_around(function: Function, file: SourceFile, models: Models) -> frozenset[str]:
-    """Return the modules that a function sees beside its own: globals, and attributes that methods of its class set."""
-    found: set[str] = set()
-    for one in file.tree.body:
-        if isinstance(one, ast.Assign):
-            found |= modules_in(one, file, models, frozenset(found))
-    for definition in ast.walk(file.tree):
-        if isinstance(definition, ast.ClassDef) and function in definition.body:
-            found.update(one for one in modules_in(definition, file, models, frozenset()) if one.startswith("self."))
-    return frozenset(found)
-
-
 def _methods_called(name: str, function: Function, file: SourceFile) -> Iterator[Function]:
     """Yield the methods called ``name`` of the class that ``function`` is in."""
-    for definition in ast.walk(file.tree):
-        if isinstance(definition, ast.ClassDef) and function in definition.body:
-            yield from (one for one in definition.body if isinstance(one, Function) and one.name == name)
+    owner = file.owners.get(function)
+    yield from (one for one in (owner.body if owner else ()) if isinstance(one, Function) and one.name == name)
 
 
 def parameters(function: Function) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -31,6 +32,12 @@ class SourceFile:
     def classes(self) -> Mapping[str, ast.ClassDef]:
         """The classes of the module, by name."""
         return {one.name: one for one in _statements(self.tree.body) if isinstance(one, ast.ClassDef)}
+
+    @cached_property
+    def owners(self) -> Mapping[Function, ast.ClassDef]:
+        """The class that each method is in."""
+        classes = (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+        return {one: definition for definition in classes for one in definition.body if isinstance(one, Function)}
 
     @cached_property
     def imports(self) -> Mapping[str, str]:
@@ -84,8 +91,24 @@ class Sources:
         for path in (*near, *ends):
             if path in self.files:
                 return self.files[path]
-        matching = [path for path in self.files if path.endswith(tuple(f"/{end}" for end in ends))]
+        last = dotted.rpartition(".")[2]
+        matching = [path for path in self._by_name.get(last, ()) if path.endswith(tuple(f"/{end}" for end in ends))]
         return self.files[min(matching, key=len)] if matching else None
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Sequence[str]]:
+        """The paths of the files of modules, by the last part of a module's name."""
+        found: dict[str, list[str]] = {}
+        for path in self.files:
+            module = path.removesuffix(".py").removesuffix("/__init__")
+            found.setdefault(module.rpartition("/")[2], []).append(path)
+        return found
+
+
+@functools.cache
+def nodes_in(within: ast.AST) -> tuple[ast.AST, ...]:
+    """Return a node and all below it: `ast.walk`, once."""
+    return tuple(ast.walk(within))
 
 
 def sources_of(texts: Mapping[str, str]) -> Sources:
