@@ -202,7 +202,8 @@ def test_the_workflows_of_the_page_are_valid_safe_and_those_of_the_readme(tmp_pa
     gitlab = files.pop(".gitlab-ci.yml")
     valid("github-workflows", *files.values())
     valid("gitlab-ci", gitlab)
-    assert [fault for file in files.values() for fault in faults(file, on_gpu=True)] == []
+    found = [fault for title, file in files.items() for fault in faults(file, on_gpu="-cpu" not in title)]
+    assert found == []
     _, start, rest = GATE.text.partition("    runs-on")
     assert start + rest in (ROOT / "README.md").read_text(encoding="utf-8")
     _, edit = job_of(files[GATE.title])["steps"][2]["run"].splitlines()

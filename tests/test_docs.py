@@ -20,7 +20,9 @@ from pytest_gpumem import Composition, Explanation, Measurement, Row, StepConfig
 from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
+from pytest_gpumem.cli.doctor import doctor
 from pytest_gpumem.cli.fit import fit
+from pytest_gpumem.cli.init import init
 from pytest_gpumem.cli.run import run
 from pytest_gpumem.config.options import EXPLAIN_MODES, MARKER_ARGUMENTS, OPTIONS
 from pytest_gpumem.config.settings import KEYS, Settings, read_table, settings_from_table
@@ -414,7 +416,7 @@ def test_the_matrices_in_the_pages_make_configs():
         assert len(combinations(given, [skip] if isinstance(skip, str) else skip)) > 1
 
 
-@pytest.mark.parametrize("command", [ab, advise, fit, run], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [ab, advise, doctor, fit, init, run], ids=lambda command: command.name)
 def test_the_reference_has_every_option_of_a_command_with_its_default(command):
     table = named_rows(section_of("docs/reference.md", f"gpumem {command.name}"))
     told = {name: cells[0] for name, cells in table.items() if name.startswith("--")}
@@ -428,7 +430,7 @@ def test_the_reference_has_every_option_of_a_command_with_its_default(command):
     assert told == expected
 
 
-@pytest.mark.parametrize("command", [ab, advise, fit, run], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [ab, advise, doctor, fit, init, run], ids=lambda command: command.name)
 def test_the_reference_has_the_exit_codes_that_a_command_tells_of(command):
     table = rows(section_of("docs/reference.md", f"gpumem {command.name}"))
     told = [cells[0] for cells in table if cells[0].isdigit()]

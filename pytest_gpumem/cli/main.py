@@ -15,10 +15,12 @@ _COMMANDS = {
     "advise": "Find the config with which a model's step fits into a GPU.",
     "comment": "Put a report into the pull request, as one comment.",
     "compare": "Compare figures that are there: reports, revisions, devices.",
+    "doctor": "Tell what can be measured here, and what mends the rest.",
     "emulate": "Run a program on an emulated GPU, and tell its peaks.",
     "export": "Give the figures of reports to another tool.",
     "fit": "Find the GPUs that a program, as it is, fits into.",
     "history": "Tell how a baseline came to be what it is.",
+    "init": "Set a repository up: settings, a workflow and first baselines.",
     "merge": "Make one report and one verdict of the shards of a run.",
     "prune": "Remove baselines of tests that are gone.",
     "run": "Measure and gate the training steps of a script.",
@@ -61,6 +63,8 @@ def main() -> None:
     two revisions side by side. Those that need settings take them from the project in this folder, as pytest does.
 
     \b
+    A gate for a repository:        gpumem init
+    What can be measured here:      gpumem doctor
     What is in the store:           gpumem show
     How a figure came to be:        gpumem history TEST
     What changed in the store:      gpumem compare main HEAD

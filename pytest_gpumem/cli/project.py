@@ -22,9 +22,10 @@ from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.stored import StoredBaseline
 from pytest_gpumem.units import nearest
+from pytest_gpumem.values.option_words import DEFAULT_DEVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from pytest_gpumem.baselines.backend import Backend
     from pytest_gpumem.devices.registry import DeviceFactory
@@ -35,24 +36,36 @@ QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning
 T = TypeVar("T")
 
 
+class _NotEmulating:
+    """A plugin by which the plugin emulates no GPU, whatever options and settings say."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, None, None]:
+        # What is known so early decides about emulation; options are parsed once more afterwards.
+        early_config.known_args_namespace.gpumem_device = DEFAULT_DEVICE
+        return (yield)
+
+
 class _NotStarted(InputError):
     """pytest ended before it was configured."""
 
 
-def project_settings(store: str | None = None) -> Settings:
+def project_settings(store: str | None = None, *, emulates: bool = True) -> Settings:
     """Return the settings of the project around this folder, with ``addopts``.
 
     Args:
         store: Replaces the store of the settings; relative to this folder.
+        emulates: Whether pytest emulates the GPU that the settings ask for, without which it cannot be started. Where it is
+            only in question, it must not.
 
     Raises:
         InputError: pytest cannot be started, or a setting is wrong.
     """
     try:
-        settings = _from_pytest(settings_of, "--noconftest")
+        settings = _from_pytest(settings_of, "--noconftest", emulates=emulates)
     except _NotStarted:
         # addopts may have an option that a conftest.py adds.
-        settings = _from_pytest(settings_of)
+        settings = _from_pytest(settings_of, emulates=emulates)
     if store is None:
         return settings
     if not store:
@@ -121,11 +134,24 @@ def devices_of_plugins() -> list[Mapping[str, DeviceFactory]]:
     return _from_pytest(devices)
 
 
-def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str) -> T:
+def read_config(read: Callable[[pytest.Config], T]) -> T:
+    """Return what ``read`` finds in pytest's config of the project around this folder; no conftest.py is run.
+
+    Raises `InputError`.
+    """
+    return _from_pytest(read, "--noconftest", "-o", "addopts=", emulates=False)
+
+
+def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str, emulates: bool = True) -> T:
     """Start pytest, which finds the root folder, and stop it before it collects; return what ``read`` finds in its config."""
     found: list[T | SettingsError] = []
 
     class Reader:
+        def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
+            # The one that is registered last is called first.
+            if not emulates and getattr(plugin, "__name__", None) == "pytest_gpumem.plugin":
+                manager.register(_NotEmulating())
+
         @pytest.hookimpl(tryfirst=True)
         def pytest_cmdline_main(self, config: pytest.Config) -> pytest.ExitCode:
             try:

@@ -1,0 +1,109 @@
+"""``gpumem doctor``: what can be measured here, and what is to be done about the rest."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pytest_gpumem.baselines.errors import BackendError
+from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.location import backend_of
+from pytest_gpumem.baselines.url_backend import without_credentials
+from pytest_gpumem.cli.project import devices_of_plugins, project_settings, read_baselines
+from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
+from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.config.settings import check_device
+from pytest_gpumem.devices.registry import AUTO, BUILT_IN
+from pytest_gpumem.doctor import looking
+from pytest_gpumem.doctor.facts import DeviceFacts, Facts, StoreFacts
+from pytest_gpumem.doctor.findings import exit_status, findings
+from pytest_gpumem.doctor.probe import opened
+from pytest_gpumem.doctor.texts import lines, to_json
+from pytest_gpumem.emulation.gpus import DEFAULT, emulated_gpu
+from pytest_gpumem.values.option_words import EMULATED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_gpumem.config.settings import Settings
+
+
+@click.command()
+@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="json is for programs: the findings, and all facts that they were made of.",
+)
+def doctor(*, store: str | None, form: str) -> None:
+    """Tell what can be measured here and what not, and what mends it.
+
+    A row for each finding: `ok`, `limited` or `no`, of what, the fact, and on the next line what mends it. Devices are
+    opened, each in a process of its own, and no step is run. Compared are the environments that the baselines of the devices
+    here were recorded in. Nothing is written, but that the stand-ins of an emulated GPU are compiled, as in a session.
+
+    \b
+    Examples:
+      gpumem doctor
+      gpumem doctor --format json
+
+    Exit status: 0 when the device of the project's settings can be measured here, 1 when it cannot, 2 for wrong settings or
+    usage.
+    """
+    # Before pytest is started: a conftest.py may change it.
+    environment = dict(os.environ)
+    settings = project_settings(store, emulates=False)
+    facts = _facts(settings, environment)
+    found = findings(facts)
+    if form == "json":
+        click.echo(to_json(facts, found), nl=False)
+    else:
+        write_lines(lines(found, screen()))
+    sys.exit(exit_status(facts))
+
+
+def _facts(settings: Settings, environment: Mapping[str, str]) -> Facts:
+    word = settings.device
+    emulated = word if word.startswith(EMULATED) else EMULATED + DEFAULT
+    with input_errors(ValueError):
+        emulated_gpu(emulated)
+    here = looking.look(list(BUILT_IN), environment)
+    on_emulated = looking.look([emulated], environment)
+    added = () if word in (*BUILT_IN, AUTO, emulated) else (_added(settings),)
+    return Facts(
+        device=word,
+        releases=looking.releases(),
+        driver=looking.driver(),
+        torch=here.torch,
+        torch_emulated=on_emulated.torch,
+        devices=(*here.devices, *on_emulated.devices, *added),
+        store=_store(settings),
+        compiling=looking.compiling(environment),
+        reports=looking.reports(),
+    )
+
+
+def _added(settings: Settings) -> DeviceFacts:
+    """Return the facts about a device that a plugin or a conftest.py adds. Raises `InputError` where none does."""
+    known = {name: make for one in devices_of_plugins() for name, make in one.items()}
+    with input_errors(SettingsError):
+        check_device(settings, [*BUILT_IN, AUTO, *known])
+    return opened(settings.device, known[settings.device])
+
+
+def _store(settings: Settings) -> StoreFacts:
+    location = without_credentials(settings.store)
+    try:
+        backend = backend_of(settings.store, settings.store_base)
+        is_there = not isinstance(backend, Folder) or backend.root.is_dir()
+        return StoreFacts(location, looking.stored(read_baselines(backend)) if is_there else (), is_there)
+    except (BackendError, InputError) as error:
+        message = error.message if isinstance(error, InputError) else str(error)
+        return StoreFacts(location, trouble=message.replace(f"{Path.cwd()}{os.sep}", ""))

@@ -1,0 +1,306 @@
+"""``gpumem init``: settings, a workflow and first baselines for a repository that has tests, proposed and then written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import click
+
+from pytest_gpumem.ab.checkout import Checkout
+from pytest_gpumem.baselines.location import is_url
+from pytest_gpumem.cli.project import read_config
+from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, write_lines
+from pytest_gpumem.config.settings import DEFAULT_STORE
+from pytest_gpumem.devices.registry import BUILT_IN
+from pytest_gpumem.doctor import looking
+from pytest_gpumem.git import GitError
+from pytest_gpumem.init.found_tests import Names, find_tests
+from pytest_gpumem.init.proposal import (
+    ATTRIBUTES,
+    GATE_REQUIREMENTS,
+    MARK_KEY,
+    SETTINGS,
+    WORKFLOW,
+    Here,
+    Project,
+    ProposalError,
+    counts,
+    proposal,
+)
+from pytest_gpumem.init.sources import sources_of
+from pytest_gpumem.init.workflow import DEVICES, REQUIREMENTS, RUNNERS
+from pytest_gpumem.units import counted
+from pytest_gpumem.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import pytest
+
+    from pytest_gpumem.init.proposal import Edit, Proposal
+    from pytest_gpumem.init.workflow import Runner
+
+_SKIPPED = frozenset({"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"})
+_LARGEST = 2**20
+"""Bytes of a source file that is read: larger ones are data."""
+_NONE = (
+    "nothing is proposed: no test was found that runs a model. Mark those that do with @pytest.mark.gpumem, name them in "
+    f"[tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture; then run gpumem init again"
+)
+_END = 25
+"""Lines that are shown of a session that recorded baselines."""
+
+
+@click.command()
+@click.option("--yes", is_flag=True, help="Write the files and record the baselines without asking.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be written.")
+@click.option(
+    "--runner",
+    type=click.Choice(RUNNERS),
+    help="The machine that the workflow runs on; if not given, one that baselines can be recorded for here.",
+)
+def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
+    """Set a repository up: settings, a workflow for GitHub, and first baselines.
+
+    Tests that run models are found by reading their source, never by running it. Proposed are `[tool.gpumem]` in
+    pyproject.toml, .github/workflows/gpumem.yml with the requirements that it installs, and a line of .gitattributes. It shows
+    the changes, asks, and writes; then it asks to record the first baselines. What is there is left alone.
+
+    \b
+    Examples:
+      gpumem init --dry-run
+      gpumem init --yes --runner emulated
+
+    Exit status: 0 when all is set up, shown or declined, 1 when no test runs a model, or the first baselines could not be
+    recorded, 2 for wrong usage, or a file that cannot be read or written, 130 when interrupted.
+    """
+    if yes and dry_run:
+        raise click.UsageError("--yes writes, and --dry-run does not: give one of them")
+    environment = dict(os.environ)
+    _check_settings(Path.cwd())
+    place = _place()
+    found = find_tests(sources_of(_texts(place.root)), place.names)
+    write_lines([f"{place.root}: {counts(found)}"])
+    if not any(one.runs_model or one.is_measured for one in found.tests):
+        write_lines([_NONE])
+        sys.exit(1)
+    project = _project(place)
+    with input_errors(ProposalError):
+        proposed = proposal(project, found, _here(environment), cast("Runner | None", runner))
+    _show(proposed)
+    if dry_run:
+        return
+    try:
+        if proposed.edits and (yes or _asked(f"Write {counted(len(proposed.edits), 'file')}?")):
+            _write(place.root, proposed.edits)
+        elif proposed.edits:
+            write_lines(["nothing was written"])
+            return
+        else:
+            write_lines(["there is nothing to write"])
+        store = project.store and place.root / project.store
+        if store and any(store.rglob("*.toml")):
+            write_lines(
+                [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds those that are missing"]
+            )
+        else:
+            _record(place, proposed, environment, yes=yes)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("\ninterrupted", err=True)
+        sys.exit(INTERRUPTED)
+
+
+class _Place(NamedTuple):
+    """The project around this folder: pytest's root directory, what it collects, and where its repository begins."""
+
+    root: Path
+    names: Names
+    top: Path | None
+
+
+def _place() -> _Place:
+    def read(config: pytest.Config) -> tuple[Path, Names]:
+        files, classes, functions = map(config.getini, ("python_files", "python_classes", "python_functions"))
+        return config.rootpath, Names(files, classes, functions, config.getini("testpaths"))
+
+    root, names = read_config(read)
+    try:
+        top = Checkout.around(root).top
+    except GitError:
+        top = None
+    return _Place(root, names, top)
+
+
+def _check_settings(folder: Path) -> None:
+    """Raise `InputError` for a pyproject.toml that cannot be read: pytest would name it, too, but not what init does."""
+    path = next((each / SETTINGS for each in (folder, *folder.parents) if (each / SETTINGS).exists()), None)
+    if path is not None:
+        with input_errors(ProposalError):
+            Project(settings=_text(path)).check_settings()
+
+
+def _texts(root: Path) -> dict[str, str]:
+    """Return the text of each Python file, by path from the root; not of virtual environments, builds and hidden folders."""
+    return {path.relative_to(root).as_posix(): text for path in _files(root) if (text := _text(path)) is not None}
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        here = Path(folder)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _SKIPPED and not name.startswith(".") and not (here / name / "pyvenv.cfg").exists()
+        )
+        for name in sorted(names):
+            path = here / name
+            if name.endswith(".py") and path.is_file() and path.stat().st_size <= _LARGEST:
+                yield path
+
+
+def _text(path: Path) -> str | None:
+    """Return a file as it is, line ends included; ``None`` where there is none. Raises `InputError`."""
+    try:
+        return path.read_bytes().decode("utf-8", "strict" if path.name == SETTINGS else "surrogateescape")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 (byte {error.start}); nothing was written") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; nothing was written") from None
+
+
+def _project(place: _Place) -> Project:
+    root, top = place.root, place.top or place.root
+    settings = _text(root / SETTINGS)
+    store = (Project(settings=settings).settings_table or {}).get("store", DEFAULT_STORE)
+    return Project(
+        settings=settings,
+        attributes=_text(root / ATTRIBUTES),
+        requirements=_text(root / REQUIREMENTS),
+        gate_requirements=_text(root / GATE_REQUIREMENTS),
+        has_workflow=(top / WORKFLOW).exists(),
+        has_setup_file=any((root / name).exists() for name in ("setup.py", "setup.cfg")),
+        store=store.rstrip("/") if isinstance(store, str) and _is_inside(store) else None,
+        in_git=place.top is not None,
+        folder=root.relative_to(top).as_posix() if root.is_relative_to(top) else ".",
+    )
+
+
+def _is_inside(store: str) -> bool:
+    """Return whether a store is a folder below the root directory."""
+    return not (is_url(store) or Path(store).is_absolute() or store.startswith(("~", "..")))
+
+
+def _here(environment: Mapping[str, str]) -> Here:
+    """Return what can be measured on here. torch is imported in processes of their own."""
+    plain = looking.look(list(BUILT_IN), environment)
+    emulated = looking.look([DEVICES["emulated"]], environment)
+    able = {one.word for one in (*plain.devices, *emulated.devices) if one.trouble is None}
+    release = plain.torch.release or emulated.torch.release
+    return Here(
+        has_gpu="cuda" in able,
+        can_emulate=DEVICES["emulated"] in able,
+        has_cpu="cpu" in able,
+        torch=None if release is None else release.partition("+")[0],
+    )
+
+
+def _show(proposed: Proposal) -> None:
+    for edit in proposed.edits:
+        write_lines(["", *edit.diff()])
+    write_lines(["", *proposed.notes] if proposed.notes else [""])
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _asked(question: str) -> bool:
+    if not _has_terminal():
+        raise InputError(
+            "there is no terminal to ask at: add --yes to write, or --dry-run only to look; nothing was written"
+        )
+    return click.confirm(question, default=True)
+
+
+def _write(root: Path, edits: Sequence[Edit]) -> None:
+    """Write all files, or none: each is checked before the first is written. Raises `InputError`."""
+    for edit in edits:
+        _check_writable(root / edit.path)
+    written: list[Edit] = []
+    try:
+        for edit in edits:
+            written.append(edit)
+            write_whole(root / edit.path, edit.after, errors="surrogateescape")
+    except OSError as error:
+        for edit in written:
+            _put_back(root / edit.path, edit.before)
+        raise InputError(
+            f"{edits[len(written) - 1].path} cannot be written: {error.strerror}; nothing was written"
+        ) from None
+    write_lines([f"wrote {os.path.normpath(edit.path)}" for edit in edits])
+
+
+def _check_writable(path: Path) -> None:
+    there = next(one for one in (path, *path.parents) if one.exists())
+    what = "a file" if path == there else "a folder"
+    if path != there and not there.is_dir():
+        raise InputError(f"{path} cannot be written: {there} is a file, expected a folder; nothing was written")
+    # A file is replaced, for which its folder is written to.
+    for one in {there, path.parent if path == there else there}:
+        if not os.access(one, os.W_OK):
+            raise InputError(
+                f"{path} cannot be written: {one} is {what} that you may not write to; nothing was written"
+            )
+
+
+def _put_back(path: Path, before: str | None) -> None:
+    try:
+        if before is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_whole(path, before, errors="surrogateescape")
+    except OSError as error:
+        click.echo(f"{path} could not be put back: {error.strerror}", err=True)
+
+
+def _record(place: _Place, proposed: Proposal, environment: Mapping[str, str], *, yes: bool) -> None:
+    """Run the tests once for each device, and show the end of what the session said."""
+    commands = [
+        ["-m", "pytest", "--gpumem-update=new", *([] if device is None else [f"--gpumem-device={device}"])]
+        for device in proposed.record_on
+    ]
+    failed = False
+    for command in commands:
+        said = f"python {' '.join(command)}"
+        if not yes and not _asked(f"Record the first baselines: {said}?"):
+            write_lines([f"no baselines were recorded; the gate needs them: {said}"])
+            continue
+        write_lines(["", f"$ {said}"])
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=place.root,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+        write_lines(done.stdout.splitlines()[-_END:])
+        failed = failed or done.returncode != 0
+    if failed:
+        write_lines(
+            [
+                "",
+                f"not every test could be recorded (see above): mend it, or take it out of {MARK_KEY}, and run it again",
+            ]
+        )
+        sys.exit(1)
+    write_lines(["", "commit what was written; `pytest --gpumem-baseline` is the gate"])

@@ -1,0 +1,248 @@
+"""The files that set a project up, proposed from what is there. Pure; a file or section that is there is left alone."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.init.patterns import patterns_of
+from pytest_gpumem.init.workflow import DEVICES, Installation, Runner, has_all, requirements_of, workflow
+from pytest_gpumem.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_gpumem.init.found_tests import FoundTests
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MARK_KEY = "mark"
+"""The key of ``[tool.gpumem]`` with patterns of the tests to measure."""
+SETTINGS, ATTRIBUTES, WORKFLOW, GATE_REQUIREMENTS = (
+    "pyproject.toml",
+    ".gitattributes",
+    ".github/workflows/gpumem.yml",
+    "requirements-gpumem.txt",
+)
+_EXTRAS = ("test", "tests", "testing", "dev")
+
+
+class ProposalError(Exception):
+    """Error of a file that nothing can be added to; the message names it, and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The devices that this machine can measure on."""
+
+    has_gpu: bool = False
+    can_emulate: bool = False
+    has_cpu: bool = True
+    """False where torch is only there for an emulated GPU."""
+    torch: str | None = None
+    """The release of torch, without its build."""
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """The files of a project; texts are ``None`` where there is none. ``folder`` is the project's path in its repository."""
+
+    settings: str | None = None
+    attributes: str | None = None
+    requirements: str | None = None
+    gate_requirements: str | None = None
+    has_workflow: bool = False
+    has_setup_file: bool = False
+    store: str | None = "gpumem-baselines"
+    """The store's path from the project's folder; ``None`` where it lies elsewhere."""
+    in_git: bool = True
+    folder: str = "."
+
+    @property
+    def parsed_settings(self) -> dict[str, Any]:
+        """The content of pyproject.toml. Raises `ProposalError` for what is no TOML."""
+        try:
+            parsed: dict[str, Any] = tomllib.loads(self.settings or "")
+        except (ValueError, RecursionError) as error:
+            raise ProposalError(f"{SETTINGS} cannot be parsed: {error}; nothing was written") from None
+        return parsed
+
+    def check_settings(self) -> None:
+        """Raise `ProposalError` where pyproject.toml is no TOML."""
+        _ = self.parsed_settings
+
+    @property
+    def settings_table(self) -> dict[str, Any] | None:
+        """``[tool.gpumem]``; ``None`` where there is none. Raises `ProposalError`."""
+        tools = self.parsed_settings.get("tool")
+        table = tools.get("gpumem") if isinstance(tools, dict) else None
+        return table if isinstance(table, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A file to write: ``before`` is its text now, ``None`` where there is none. ``path`` is from the project's folder."""
+
+    path: str
+    before: str | None
+    after: str
+
+    def diff(self) -> list[str]:
+        """Return the change as lines of a unified diff."""
+        old, new = (self.before or "").splitlines(), self.after.splitlines()
+        name = "/dev/null" if self.before is None else f"a/{self.path}"
+        return list(difflib.unified_diff(old, new, name, f"b/{self.path}", lineterm=""))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The edits, what to say of them, and the devices to record the first baselines on (``None``: the settings')."""
+
+    edits: tuple[Edit, ...]
+    notes: tuple[str, ...]
+    record_on: tuple[str | None, ...]
+
+
+def chosen_runner(found: FoundTests, here: Here) -> tuple[Runner, str]:
+    """Return the runner that can be gated with baselines from here, and why it is that one, as a clause."""
+    if not found.on_gpu and here.has_cpu:
+        return "cpu", "no test that runs a model puts it on a GPU"
+    if here.has_gpu:
+        return "self-hosted", "this machine has a GPU"
+    if here.can_emulate:
+        return "emulated", "this machine has no GPU, and can emulate one"
+    return "cpu", "this machine has no GPU and cannot emulate one, as `gpumem doctor` tells"
+
+
+def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | None) -> Proposal:
+    """Return what is proposed.
+
+    Args:
+        project: What is there.
+        found: The tests.
+        here: What can be measured on.
+        runner: The kind of machine that gates, where it was said.
+
+    Raises:
+        ProposalError: pyproject.toml cannot be added to.
+    """
+    device, why_device = _device(found, here)
+    chosen, why_runner = (runner, "it was asked for") if runner is not None else chosen_runner(found, here)
+    table = project.settings_table
+    edits: list[Edit] = []
+    notes: list[str] = []
+    patterns = patterns_of(found.tests)
+    if table is None:
+        edits.append(_settings(project, device, why_device, patterns))
+    else:
+        lacks = f"; tests that run models are {MARK_KEY} = {_array(patterns, '')}" if patterns else ""
+        marked = MARK_KEY in table
+        notes.append(f"{SETTINGS} has [tool.gpumem], which is left alone{'' if marked else lacks}")
+        device = str(table.get("device", "cuda"))
+    notes += _attributes(project, edits)
+    notes += _workflow(project, chosen, why_runner, here, edits)
+    record: list[str | None] = [None]
+    if not here.has_gpu and device == "cuda":
+        record = []
+    gated = DEVICES[chosen]
+    taken = {"auto": "cuda" if here.has_gpu else "cpu"}.get(device, device)
+    able = {"emulated:h100": here.can_emulate, "cuda": here.has_gpu, "cpu": here.has_cpu}
+    if gated != taken and able[gated]:
+        record.append(gated)
+    elif gated != taken:
+        notes.append(
+            f"the workflow gates on {gated}, which is not here: record its baselines where it is, with "
+            f"`python -m pytest --gpumem-update=new --gpumem-device={gated}`"
+        )
+    return Proposal(tuple(edits), tuple(notes), tuple(record))
+
+
+def _device(found: FoundTests, here: Here) -> tuple[str, str]:
+    if not here.has_cpu and here.can_emulate:
+        return "emulated:h100", "The torch that is installed here can be loaded for an emulated GPU only."
+    if not found.on_gpu:
+        return "cpu", "No test that runs a model puts it on a GPU: on another device nothing of it would be measured."
+    if here.has_gpu:
+        return "cuda", "The machine that this was set up on has a GPU. Without one, a session says so and is red."
+    return "auto", "The GPU where there is one, the CPU otherwise: each has baselines of its own."
+
+
+def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) -> Edit:
+    before = project.settings
+    newline = "\r\n" if "\r\n" in (before or "") else "\n"
+    lines = ["[tool.gpumem]", f"# {why}", f"device = {json.dumps(device)}"]
+    if patterns:
+        lines += ["# Tests that run models: measured as if they had @pytest.mark.gpumem."]
+        lines += f"{MARK_KEY} = {_array(patterns, chr(10))}".split("\n")
+    gap = ("" if before.endswith("\n") else newline) + newline if before else ""
+    after = (before or "") + gap + "".join(f"{line}{newline}" for line in lines)
+    try:
+        tomllib.loads(after)
+    except ValueError:
+        # tool = {...} is closed where it stands.
+        raise ProposalError(
+            f"{SETTINGS} has a `tool` that no section can be added to (an inline table); write [tool.gpumem] by hand: "
+            f"{'; '.join(line for line in lines if not line.startswith('#'))}; nothing was written"
+        ) from None
+    return Edit(SETTINGS, before, after)
+
+
+def _array(patterns: Sequence[str], between: str) -> str:
+    texts = [json.dumps(one, ensure_ascii=False) for one in patterns]
+    if not between:
+        return f"[{', '.join(texts)}]"
+    return "[" + "".join(f"{between}    {one}," for one in texts) + f"{between}]"
+
+
+def _attributes(project: Project, edits: list[Edit]) -> Iterator[str]:
+    """Propose that a checkout leaves the store's lines ends alone; they are reviewed, so no rule hides them in a diff."""
+    if project.store is None:
+        return
+    if not project.in_git:
+        yield f"this is no git repository: baselines are to be committed and reviewed, with the code ({project.store}/)"
+        return
+    before = project.attributes
+    if project.store in (before or ""):
+        yield f"{ATTRIBUTES} has {project.store}, and is left alone"
+        return
+    gap = "" if not before or before.endswith("\n") else "\n"
+    edits.append(Edit(ATTRIBUTES, before, f"{before or ''}{gap}/{project.store}/** text eol=lf\n"))
+
+
+def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: list[Edit]) -> Iterator[str]:
+    if project.has_workflow:
+        yield f"{WORKFLOW} is there, and is left alone"
+        return
+    requirements = "requirements.txt"
+    if not has_all(project.requirements):
+        requirements = GATE_REQUIREMENTS
+        if project.gate_requirements is None:
+            edits.append(Edit(GATE_REQUIREMENTS, None, requirements_of(_installation(project, here))))
+        else:
+            yield f"{GATE_REQUIREMENTS} is there, and is left alone"
+    up = "" if project.folder == "." else "../" * len(project.folder.split("/"))
+    edits.append(Edit(f"{up}{WORKFLOW}", None, workflow(runner, requirements, project.folder)))
+    yield f"the workflow is for the runner {runner}: {why} (--runner chooses)"
+
+
+def _installation(project: Project, here: Here) -> Installation:
+    parsed = project.parsed_settings
+    metadata = parsed.get("project")
+    extras = metadata.get("optional-dependencies", {}) if isinstance(metadata, dict) else {}
+    is_package = isinstance(metadata, dict) or "build-system" in parsed or project.has_setup_file
+    return Installation(
+        project.requirements, is_package, next((one for one in _EXTRAS if one in extras), None), here.torch
+    )
+
+
+def counts(found: FoundTests) -> str:
+    """Return how many tests there are, as a clause."""
+    running = sum(one.runs_model and not one.is_measured for one in found.tests)
+    measured = sum(one.is_measured for one in found.tests)
+    return f"{running} of {counted(len(found.tests), 'test')} run models, and {measured} are measured already"
