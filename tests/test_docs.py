@@ -50,15 +50,9 @@ from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.option_words import UPDATE_MODES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "docs/guide.md",
-    "docs/ci.md",
-    "docs/reference.md",
-    "docs/architecture.md",
-    "CHANGELOG.md",
-]
+SITE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+"""The pages that the site is made of."""
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *SITE]
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|c|toml|json|yml|md))`")
 """A path with a folder, or the name of a file."""
 FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -146,7 +140,7 @@ def test_the_reference_has_every_setting_that_is_no_option_with_its_type_and_def
     assert {key: cells[:2] for key, cells in table.items()} == {key: type_and_default(key) for key in only_keys}
 
 
-@pytest.mark.parametrize("page", ["docs/guide.md", "docs/reference.md", "docs/ci.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/reference.md", "docs/ci.md", "CONTRIBUTING.md"])
 def test_the_contents_of_a_page_are_its_sections(page):
     text = FENCE.sub("", read(page))
     links = re.findall(r"\]\(#([^)]+)\)", text.partition("\n## ")[0])
@@ -155,6 +149,24 @@ def test_the_contents_of_a_page_are_its_sections(page):
         for heading in re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
     ]
     assert [link for link in links if link in sections] == sections
+
+
+@pytest.mark.parametrize("page", [page for page in SITE if page != "docs/reference.md"])
+def test_a_page_of_the_site_answers_one_question_in_at_most_300_lines(page):
+    lines = FENCE.sub("", read(page)).splitlines()
+    assert [line for line in lines if line.startswith("# ")] == [lines[0]]
+    assert len(read(page).splitlines()) <= 300
+
+
+def test_every_page_is_in_the_contents_of_the_site_and_in_the_list_on_its_front():
+    front = read("docs/index.md")
+    toctrees = re.findall(r"^```\{toctree\}$(.*?)^```$", front, flags=re.MULTILINE | re.DOTALL)
+    contents = [line for toctree in toctrees for line in toctree.splitlines() if line and not line.startswith(":")]
+    listed = re.findall(r"^- .*?\]\(([\w/-]+)\.md\)", front, flags=re.MULTILINE)
+    pages = sorted(page.removeprefix("docs/").removesuffix(".md") for page in SITE if page != "docs/index.md")
+    assert sorted(contents) == pages
+    assert [page for page in contents if page in listed] == listed
+    assert set(re.findall(r"\]\(([\w/-]+)\.md\)", front)) == {*pages}
 
 
 def test_tables_of_measurements_in_the_docs_have_columns_that_are_printed():
@@ -218,7 +230,7 @@ def test_the_reference_has_every_verdict_in_the_order_of_their_weight():
 
 
 def test_the_guide_says_what_to_do_about_every_verdict():
-    table = named_rows(section_of("docs/guide.md", "What to do about each verdict"))
+    table = named_rows(section_of("docs/guide/verdicts.md", "What to do about each verdict"))
     assert list(table) == [outcome.words for outcome in Outcome]
 
 
@@ -276,7 +288,7 @@ def test_the_reference_has_the_text_of_a_row_as_it_is_read():
 
 
 def test_the_guide_has_every_mode_of_explaining():
-    table = rows(subsection_of("docs/guide.md", "What grew", "When it is recorded, and what it costs"))
+    table = rows(section_of("docs/guide/read-a-failure.md", "When it is recorded, and what it costs"))
     assert [re.findall(r"`(.+?)`", cells[0])[0] for cells in table[1:]] == list(EXPLAIN_MODES)
     assert (
         "(the default)" in dict(zip(EXPLAIN_MODES, [cells[0] for cells in table[1:]], strict=True))[Settings().explain]
@@ -327,7 +339,7 @@ REASONS = [
 
 
 def test_the_reasons_in_the_guide_are_those_that_are_given():
-    told = named_rows(section_of("docs/guide.md", "What grew").partition("Reasons:")[2].partition("\n### ")[0])
+    told = named_rows(section_of("docs/guide/read-a-failure.md", "What grew").partition("Reasons:")[2])
     given = []
     for before, after in REASONS:
         if isinstance(before, dict):
@@ -343,7 +355,7 @@ def composed(rows_of_it: list[Row]) -> Composition:
 
 
 def test_the_guide_has_every_column_of_what_grew():
-    told = [cells[0] for cells in rows(section_of("docs/guide.md", "What grew").partition("Reasons:")[0])]
+    told = [cells[0] for cells in rows(section_of("docs/guide/read-a-failure.md", "What grew").partition("Reasons:")[0])]
     change = difference(composed([activation(tensor=HALF)]), composed([activation(tensor=WHOLE)]))
     header = re.split("  +", part_lines(change_table(change, "si"))[0].strip())
     assert ", ".join(told[1:-1]) == ", ".join(header)
@@ -450,12 +462,14 @@ def files_named_in(page: str) -> set[str]:
     return {*FILE.findall(text), *re.findall(r"\]\((?!https://|#)([^)#]+)", text)}
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
-def test_the_files_that_a_page_on_the_code_names_exist(page):
+@pytest.mark.parametrize(
+    ("page", "least"), [("CONTRIBUTING.md", 50), ("docs/architecture.md", 50), ("docs/architecture-time.md", 5)]
+)
+def test_the_files_that_a_page_on_the_code_names_exist(page, least):
     named = files_named_in(page)
     folders = [ROOT, (ROOT / page).parent, Path(pytest_gpumem.__file__).parent]
     assert {name for name in named if not any((folder / name).exists() for folder in folders)} == set()
-    assert len(named) > 50
+    assert len(named) > least
 
 
 def test_contributing_names_targets_of_make_and_tests_that_there_are():
@@ -477,7 +491,7 @@ def test_the_steps_of_the_tour_are_files_of_the_package_in_one_order():
 
 
 def test_the_architecture_is_a_list_of_decisions_of_a_few_lines_each():
-    text = read("docs/architecture.md")
+    text = read("docs/architecture.md") + read("docs/architecture-time.md")
     decisions = re.findall(r"^- \*\*.*(?:\n(?!- |\n|#).*)*", text, flags=re.MULTILINE)
     assert 50 < len(decisions) <= 95
     assert [one for one in decisions if one.count("\n") >= 8] == []
@@ -532,7 +546,9 @@ def test_the_examples_run_on_the_cpu_and_are_measured(project, page, section):
 
 
 def test_there_are_examples_to_run():
-    assert {page for page, _ in TITLED} == {"README.md", "docs/guide.md", "docs/ci.md", "docs/reference.md"}
+    guide = {"start", "steps", "scripts-and-loops", "matrix", "relations"}
+    others = {"README.md", "docs/ci.md", "docs/reference.md"}
+    assert {page for page, _ in TITLED} == others | {f"docs/guide/{name}.md" for name in guide}
 
 
 def test_python_in_the_pages_is_python():
