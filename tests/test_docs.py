@@ -554,6 +554,69 @@ def test_the_examples_run_on_the_cpu_and_are_measured(project, page, section):
     gate.stdout.fnmatch_lines([f"gpumem: {tests} gated"])
 
 
+def test_the_readme_is_short_and_says_once_that_nothing_is_published():
+    assert len(read("README.md").splitlines()) <= 120
+    assert [page for page in PAGES for _ in re.findall("PyPI", read(page))] == ["README.md"]
+
+
+def test_what_the_readme_and_the_policy_say_is_needed_is_what_is_declared():
+    declared = read("pyproject.toml")
+    (python,) = re.findall(r'^requires-python = ">=(.+)"$', declared, flags=re.MULTILINE)
+    least = {"Python": python}
+    for name in ("torch", "pytest"):
+        (least[name],) = re.findall(rf'^    "{name}>=([\d.]+)",$', declared, flags=re.MULTILINE)[:1]
+    needs = re.search(r"^Needs (.+?), or newer", read("README.md"), flags=re.MULTILINE)
+    assert needs
+    assert dict(re.findall(r"(\w+) ([\d.]*\d)", needs[1])) == least
+    assert {cells[0]: cells[1] for cells in rows(section_of("docs/versions.md", "What it runs on"))[1:]} == least
+
+
+def test_the_readme_leads_to_a_red_test(project):
+    start = [
+        block
+        for page, language in (("README.md", name) for name in ("python", "toml", "sh", "text"))
+        for block in blocks(language)
+        if (block.page, block.section) == (page, "Start")
+    ]
+    source, settings, commands, failure = (block.text for block in start)
+    project.settings(settings)
+    (project.path / "test_mlp.py").write_text(source, encoding="utf-8")
+    record, _, gate = commands.splitlines()
+    project.run(*record.split()[1:], device=None).assert_outcomes(passed=2)
+    project.run(*gate.split()[1:], device=None).assert_outcomes(passed=2)
+    assert project.stored()
+    assert source.count("2048") == 2
+    (project.path / "test_mlp.py").write_text(source.replace("2048", "4096"), encoding="utf-8")
+    result = project.run(*gate.split()[1:], device=None)
+    result.assert_outcomes(failed=2)
+    assert failure.strip() in result.outlines
+    assert any(
+        re.match("  accept: +pytest test_mlp.py::test_forward --gpumem-update=all", line) for line in result.outlines
+    )
+
+
+def test_the_failure_in_the_readme_is_a_part_of_that_in_the_guide():
+    (shown,) = (block.text for block in blocks("text") if (block.page, block.section) == ("README.md", "pytest-gpumem"))
+    whole = read("docs/guide/read-a-failure.md").splitlines()
+    assert [line for line in shown.splitlines() if line != "..." and line not in whole] == []
+
+
+def test_the_figures_that_are_to_be_trusted_stand_in_the_results_that_their_section_links_to():
+    sections = re.split(r"^## ", read("docs/trust.md"), flags=re.MULTILINE)[1:]
+    seen = 0
+    for section in sections:
+        sources = "".join(
+            (ROOT / "docs" / path).read_text(encoding="utf-8")
+            for path in re.findall(r"\]\((\.\./benchmarks/results/[^)#]+)", section)
+        )
+        told = re.findall(
+            r"(?<![\w.])[+-]?\d[\d,.]*\d %?|\d+ of \d+", "\n".join(" | ".join(row[1:]) for row in rows(section))
+        )
+        assert [figure for figure in told if figure.strip() not in sources] == [], section.splitlines()[0]
+        seen += len(told)
+    assert seen > 50
+
+
 def test_there_are_examples_to_run():
     guide = {"start", "steps", "scripts-and-loops", "matrix", "relations"}
     others = {"README.md", "docs/ci.md", "docs/reference.md"}
