@@ -184,6 +184,7 @@ def test_the_other_blocks_of_the_page_work_too(reader):
     assert (reader.runner.temp / "python/bin/python").exists(), "packages stay on the runner"
     assert len(reader.github.comments) == 2
     assert json.loads((reader.folder / "benchmark.json").read_text(encoding="utf-8"))
+    assert json.loads((reader.folder / "gpumem.sarif").read_text(encoding="utf-8"))["version"] == "2.1.0"
     assert "test_train_step" in (reader.folder / "gpumem.prom").read_text(encoding="utf-8")
     left_out = subprocess.run(
         ["gpumem", "merge", "shards/1.json", "--shards", "2"],

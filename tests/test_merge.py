@@ -171,7 +171,7 @@ def test_under_github_actions_it_annotates_and_writes_the_summary(folder, monkey
         (["other.json"], "other.json: it is JSON, but not a report of pytest-gpumem"),
         (["latin.json"], "latin.json is not UTF-8"),
         (["a.json", "terms.json"], "a.json was run with baseline = true, terms.json with baseline = false"),
-        (["a.json", "--report", "whole.xml"], "whole.xml has to end with .json, .md or .html"),
+        (["a.json", "--report", "whole.xml"], "whole.xml has to end with .sarif, .json, .md or .html"),
         (["a.json", "--report", "a.json/whole.json"], "the report cannot be written"),
         ([], "Missing argument"),
     ],

@@ -110,10 +110,10 @@ def test_settings_from_a_table_cannot_be_changed():
             "here: time_budget: '0 s' is not a duration above zero; --gpumem-no-time takes no time at all",
         ),
         ({"report": "gpumem.html"}, "here: report is 'gpumem.html', expected an array"),
-        ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .json, .md or .html"),
+        ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .sarif, .json, .md or .html"),
         (
             {"report": ["a.json", "gpumem.xml"]},
-            "here: report: 'gpumem.xml' has to end with .json, .md or .html; JUnit XML is pytest's own: --junitxml=FILE",
+            "here: report: 'gpumem.xml' has to end with .sarif, .json, .md or .html; JUnit XML is pytest's own: --junitxml=FILE",
         ),
         ({"tolerance": "2 %"}, "here: tolerance is '2 %', expected a table"),
         ({"tolerance": {"peak_forward": "2 %"}}, "here: tolerance: unknown metric 'peak_forward'; "),
@@ -329,7 +329,7 @@ def test_a_place_in_the_table_counts_from_the_root_and_one_that_is_typed_from_th
 
 
 def test_a_report_in_no_known_format_is_a_mistake_before_anything_runs(tmp_path):
-    with pytest.raises(SettingsError, match=r"^--gpumem-report: 'a.pdf' has to end with .json, .md or .html$"):
+    with pytest.raises(SettingsError, match=r"^--gpumem-report: 'a.pdf' has to end with .sarif, .json, .md or .html$"):
         settings_of(config_of(tmp_path, report=["a.pdf"]))
 
 
