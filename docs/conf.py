@@ -21,6 +21,7 @@ copyright = "the pytest-gpumem contributors"  # noqa: A001 - Sphinx's name
 version = release = __version__
 extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
+templates_path = ["_templates"]
 myst_enable_extensions = ["linkify", "html_image"]
 myst_linkify_fuzzy_links = False
 myst_heading_anchors = 4
@@ -33,11 +34,13 @@ html_theme = "pydata_sphinx_theme"
 html_title = "pytest-gpumem"
 html_baseurl = os.environ.get("DOCS_ADDRESS", "")
 html_show_sourcelink = False
+html_sidebars = {"**": ["pages.html"]}
 html_theme_options = {
     "use_edit_page_button": False,
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "icon_links": [{"name": "GitHub", "url": REPOSITORY, "icon": "fa-brands fa-github"}],
+    "navbar_center": [],
     "navbar_end": ["theme-switcher", "navbar-icon-links"],
     "footer_start": ["copyright"],
     "footer_end": [],

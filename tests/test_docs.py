@@ -657,3 +657,18 @@ def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
     headings = HEADING.findall(FENCE.sub("", text))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_settings_of_the_page_on_leaks_find_the_test_that_leaks(project):
+    (settings,) = (block.text for block in blocks("toml") if block.page == "docs/guide/leaks.md")
+    failure = next(block.text for block in blocks("text") if block.page == "docs/guide/leaks.md")
+    project.settings(settings)
+    project.write(
+        "kept = []\ndef test_leaks():\n    kept.append(torch.ones(1000, 100))\ndef test_keeps_nothing():\n"
+        "    torch.ones(1000, 100)\ndef test_of_no_tensor(): ...\n",
+        name="tests/test_leaks.py",
+    )
+    result = project.run()
+    result.assert_outcomes(failed=1, passed=2)
+    assert failure.splitlines()[0] in result.outlines
+    assert failure.splitlines()[-1] in result.outlines
