@@ -48,7 +48,10 @@ html_theme_options = {
 if html_baseurl:
     # A site that is published names the other versions, which a local build cannot know.
     html_theme_options["navbar_end"] = ["version-switcher", "theme-switcher", "navbar-icon-links"]
-    html_theme_options["switcher"] = {"json_url": f"{html_baseurl}versions.json", "version_match": VERSION}
+    html_theme_options["switcher"] = {
+        "json_url": f"{html_baseurl}versions.json",
+        "version_match": VERSION,
+    }
     html_theme_options["check_switcher"] = False
 
 _UPWARDS = re.compile(r"\]\((?P<path>\.\./[^)#]*)(?P<anchor>#[^)]*)?\)")
@@ -62,7 +65,9 @@ def _link_outside(_app: object, name: str, source: list[str]) -> None:
         if path.is_relative_to(HERE):
             return match[0]
         if not path.exists():
-            raise FileNotFoundError(f"docs/{name}.md links to {match['path']}, which does not exist")
+            raise FileNotFoundError(
+                f"docs/{name}.md links to {match['path']}, which does not exist"
+            )
         kind = "tree" if path.is_dir() else "blob"
         return f"]({REPOSITORY}/{kind}/main/{path.relative_to(HERE.parent).as_posix()}{match['anchor'] or ''})"
 

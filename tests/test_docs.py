@@ -405,7 +405,7 @@ def test_the_reference_has_every_value_of_a_step_config(axis, words):
 
 def test_the_config_and_the_id_in_the_reference_belong_together():
     text = section_of("docs/reference.md", "Step configs")
-    (written,) = re.findall(r'config="(.+?)"\)', text)
+    (written,) = re.findall(r'config="(.+?)"\n?\)', text)
     assert f"`{StepConfig.parse(written).id}`" in text
 
 
