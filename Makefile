@@ -24,7 +24,7 @@ DOCS_READY := $(DOCS_VENV)/.installed
 PINS := --constraint constraints.txt
 # The CUDA build of torch needs none of NVIDIA's libraries where these are stood in for. Three signs: no other build will do.
 EMULATED_TORCH := $(if $(NIGHTLY),--pre torch --index-url $(NIGHTLY)/cu132,torch===$(TORCH))
-# pip takes what belongs to an extra for not required: the line of docs/guide.md. Triton is for torch.compile.
+# pip takes what belongs to an extra for not required: the line of docs/guide/no-gpu.md. Triton is for torch.compile.
 WITHOUT_NVIDIA := sed -i -E 's/^(Requires-Dist: (cuda|nvidia)-[^;]*).*/\1; extra == "nvidia"/'
 WITHOUT_TRITON := sed -i -E 's/^(Requires-Dist: triton[^;]*).*/\1; extra == "triton"/'
 EMULATED_NEEDS := numpy 'transformers>=5' 'pytest-xdist>=3.8'

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytest_plugins = ["pytester", "tests.chance"]
+_LEFT_OUT = [f"-pno:{plugin}" for plugin in ("randomly", "hypothesispytest", "cacheprovider", "benchmark", "memray")]
+"""What is installed for the suite, and is none of a project's: the last two are for docs/migrate, and load rich."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -130,7 +132,7 @@ class Project:
 
         Steps are ``timed`` only where a test says so: what the suite's machine does meanwhile would be in every verdict.
         """
-        command = ["-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:cacheprovider", *args]
+        command = [*_LEFT_OUT, *args]
         if not timed:
             command.append("--no-gpumem-time")
         if device is not None:

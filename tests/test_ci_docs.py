@@ -1,6 +1,6 @@
-"""docs/ci.md, followed to the letter: an empty repository gets a gate, a regression turns it red, and a reason green again.
+"""docs/ci.md and docs/runner.md, followed to the letter: an empty repository gets a gate, which a regression turns red.
 
-Every block of the page is used. Python, TOML and text are files, shell is run, and so are the scripts of the workflows and
+Every block of the pages is used. Python, TOML and text are files, shell is run, and so are the scripts of the workflows and
 of GitLab's jobs, in which only pip installs nothing: what it would install is here. The GPU is a CPU. Commands within
 sentences, for whoever sets a runner up as root, are not run.
 """
@@ -43,7 +43,7 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
-BLOCKS = blocks(ROOT / "docs" / "ci.md")
+BLOCKS = [one for page in ("ci.md", "runner.md") for one in blocks(ROOT / "docs" / page)]
 START = [one for one in BLOCKS if one.section == "From nothing to a gate"]
 (GATE,) = (one for one in START if one.language == "yaml")
 ACCEPT, HISTORY = (one for one in BLOCKS if one.title == "accept")
@@ -184,6 +184,7 @@ def test_the_other_blocks_of_the_page_work_too(reader):
     assert (reader.runner.temp / "python/bin/python").exists(), "packages stay on the runner"
     assert len(reader.github.comments) == 2
     assert json.loads((reader.folder / "benchmark.json").read_text(encoding="utf-8"))
+    assert json.loads((reader.folder / "gpumem.sarif").read_text(encoding="utf-8"))["version"] == "2.1.0"
     assert "test_train_step" in (reader.folder / "gpumem.prom").read_text(encoding="utf-8")
     left_out = subprocess.run(
         ["gpumem", "merge", "shards/1.json", "--shards", "2"],
@@ -207,6 +208,6 @@ def test_the_workflows_of_the_page_are_valid_safe_and_those_of_the_readme(tmp_pa
     _, start, rest = GATE.text.partition("    runs-on")
     assert start + rest in (ROOT / "README.md").read_text(encoding="utf-8")
     _, edit = job_of(files[GATE.title])["steps"][2]["run"].splitlines()
-    assert edit in (ROOT / "docs" / "guide.md").read_text(encoding="utf-8").splitlines(), (
+    assert edit in (ROOT / "docs" / "guide" / "no-gpu.md").read_text(encoding="utf-8").splitlines(), (
         "that of tests/test_install.py"
     )

@@ -21,9 +21,7 @@ LEFT_OUT = ("torchrun", "xpu", "example_project", "[--", "...", "cpu")
 RECORD = "pytest --gpumem-update=new --gpumem-device=emulated:h100"
 PAGES = (
     "README.md",
-    "docs/ci.md",
-    "docs/guide.md",
-    "docs/reference.md",
+    *sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "docs").rglob("*.md")),
     "example_project/README.md",
     "CONTRIBUTING.md",
 )

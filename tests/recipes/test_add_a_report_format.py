@@ -52,9 +52,12 @@ def test_a_session_writes_the_new_format(package, tmp_path):
 def test_help_and_the_message_about_a_wrong_suffix_list_it(package, tmp_path):
     write_tests(tmp_path, TESTS)
     options = " ".join(package.pytest(tmp_path, "--help").stdout.split())
-    assert ".json for programs and `gpumem merge`, .csv for spreadsheets; may be repeated" in options
+    assert (
+        ".json for programs and `gpumem merge`, .csv for spreadsheets, .sarif for code scanning; may be repeated"
+        in options
+    )
     merge = " ".join(package.run(tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "--help").stdout.split())
-    assert "in the format of the suffix: .html, .md, .json or .csv." in merge
+    assert "in the format of the suffix: .html, .md, .json, .csv or .sarif." in merge
     wrong = package.pytest(tmp_path, "--gpumem-report=gpumem.txt")
     assert wrong.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "'gpumem.txt' has to end with .csv, .json, .md or .html" in wrong.stderr
+    assert "'gpumem.txt' has to end with .sarif, .csv, .json, .md or .html" in wrong.stderr
