@@ -69,7 +69,8 @@ def _link_outside(_app: object, name: str, source: list[str]) -> None:
                 f"docs/{name}.md links to {match['path']}, which does not exist"
             )
         kind = "tree" if path.is_dir() else "blob"
-        return f"]({REPOSITORY}/{kind}/main/{path.relative_to(HERE.parent).as_posix()}{match['anchor'] or ''})"
+        revision = "main" if VERSION == "dev" else VERSION
+        return f"]({REPOSITORY}/{kind}/{revision}/{path.relative_to(HERE.parent).as_posix()}{match['anchor'] or ''})"
 
     source[0] = _UPWARDS.sub(address, source[0])
 

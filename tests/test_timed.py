@@ -22,7 +22,7 @@ HOOK = """
 def pytest_gpumem_measurement(item, measurement):
     pass
 """
-NOT_TIMED = "*it was not timed, as its baseline has no time of this machine: --gpumem-update adds one*"
+NOT_TIMED = "*it was not timed, as its baseline has no time: --gpumem-update=new adds one*"
 
 
 @pytest.fixture
@@ -46,10 +46,51 @@ def test_a_gate_takes_no_time_where_the_baseline_has_none_and_says_so_once(recor
     assert result.stdout.str().count("it was not timed") == 1
 
 
-@pytest.mark.parametrize("source", [READS, LIMITED], ids=["read", "limited"])
+HELPER = """
+from helpers import check
+
+def test_it(gpumem):
+    check(gpumem.measure(lambda: torch.ones(1000)))
+"""
+MODULE = """
+import helpers
+
+def test_it(gpumem):
+    helpers.check(gpumem.measure(lambda: torch.ones(1000)))
+"""
+FIXTURE = """
+@pytest.fixture
+def fast():
+    def check(measurement):
+        assert measurement.step_time < 60
+    return check
+
+def test_it(gpumem, fast):
+    fast(gpumem.measure(lambda: torch.ones(1000)))
+"""
+COSTS = """
+def test_it(gpumem):
+    m = gpumem.measure(lambda: torch.ones(1000))
+    assert m.costs(m) < 5
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [READS, LIMITED, COSTS, HELPER, MODULE, FIXTURE],
+    ids=["read", "limited", "costs", "by a helper", "by a helper of a module", "by a fixture"],
+)
 def test_times_that_a_test_reads_or_limits_are_taken(recorded, source):
+    recorded.write("def check(measurement):\n    assert measurement.step_time < 60\n", name="helpers.py")
     recorded.write(source)
     assert is_timed(recorded)
+
+
+def test_a_test_without_a_baseline_is_timed(recorded):
+    recorded.write(STEP.replace("test_it", "test_new"))
+    recorded.run("--gpumem-baseline", "--junitxml=report.xml", timed=True)
+    (verdict,) = recorded.verdicts()["test_new"]["verdicts"]
+    assert "step_time" in verdict["measurement"]["metrics"]
 
 
 def test_times_are_taken_for_a_hook_that_is_given_measurements(recorded):

@@ -65,10 +65,10 @@ def renamed(old: str, now: str, *, is_flag: bool = False) -> Callable[[_Function
     """Return an option that is not shown, and refused with the name that it has now."""
 
     def refuse(_context: click.Context, _parameter: click.Parameter, value: Any) -> None:
-        if value:
+        if value is not None:
             raise click.UsageError(f"{old} is called {now} now")
 
-    return click.option(old, hidden=True, is_flag=is_flag, expose_value=False, callback=refuse)
+    return click.option(old, hidden=True, is_flag=is_flag, default=None, expose_value=False, callback=refuse)
 
 
 @contextmanager

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import ITEMS
 from pytest_gpumem.timing.comparison import SpeedOutcome, compare
 from pytest_gpumem.timing.intervals import LEVEL
 
 if TYPE_CHECKING:
-    from pytest_gpumem.gate.baseline import Budget, NoBaseline
-    from pytest_gpumem.measurement import Environment, Measurement
+    from pytest_gpumem.gate.baseline import Baseline, Budget
+    from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.metrics import Tolerance
     from pytest_gpumem.units import ThroughputLimit
 
@@ -27,13 +26,6 @@ OUTCOMES: dict[SpeedOutcome, Outcome] = {
     "faster": Outcome.IMPROVED,
     "uncertain": Outcome.UNCERTAIN,
 }
-
-
-def has_times_of(environment: Environment, baseline: Baseline | NoBaseline) -> bool:
-    """Return whether a baseline has times that were taken on the machine of ``environment``."""
-    if not isinstance(baseline, Baseline) or baseline.runs is None:
-        return False
-    return baseline.environment.details.get(MACHINE) == environment.details.get(MACHINE)
 
 
 def judge_step_time(

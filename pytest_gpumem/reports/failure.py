@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _MEASURE_AGAIN = "let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
-_MARK_AGAIN = "give it @pytest.mark.gpumem or the fixture again, or name it in [tool.gpumem] measure"
+_MARK_AGAIN = "give it @pytest.mark.gpumem or the fixture again, or name it in [tool.gpumem] mark"
 
 
 def failure_text(

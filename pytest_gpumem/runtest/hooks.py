@@ -144,7 +144,7 @@ class Measuring:
         try:
             ownership = self.fixtures.begin(item, device)
             environment = self._environment(device)
-            times = device.tells_time and judging.should_time(environment)
+            times = device.tells_time and judging.should_time(environment.slug)
             context = MeasuringContext(
                 device,
                 TimeBudget(settings.time_budget) if times else None,

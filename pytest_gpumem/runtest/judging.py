@@ -17,7 +17,7 @@ from pytest_gpumem.config.options import COMMAND, Command
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
-from pytest_gpumem.gate.speed import has_times_of, idle_slowdown, idle_throughput
+from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, Outcome, TestVerdict
 from pytest_gpumem.hookspecs import HookError, checked_tolerance
 from pytest_gpumem.metrics import METRICS, RealMetric, Tolerance
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.config.selection import MeasuredTest
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.gate.verdict import FailedIn, Verdict
-    from pytest_gpumem.measurement import Environment, Measurement
+    from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.runtest.one_process import OneProcess
 
 
-NOT_TIMED = (
-    "it was not timed, as its baseline has no time of this machine: --gpumem-update adds one, --gpumem-time shows it"
+NOT_TIMED = "it was not timed, as its baseline has no time: --gpumem-update=new adds one, --gpumem-time shows it"
+_TIMES = frozenset(
+    {*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "costs", "roi"}
 )
-_TIMES = frozenset({*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "roi"})
 """Attributes of a `Measurement` that are times, or made of them."""
 
 _T = TypeVar("_T")
@@ -198,15 +198,18 @@ class Judging:
             ]
         )
 
-    def should_time(self, environment: Environment) -> bool:
+    def should_time(self, slug: str) -> bool:
         """Return whether the steps of the test are timed.
 
-        A gate has no use for times where the baselines have none of this machine, unless a budget limits them, the test or a
-        hook reads them, or what is not compared fails. Ranks time the same steps, whatever each has in the store.
+        A gate has no use for times where the baselines of the device called ``slug`` have none, unless a budget limits them,
+        the test or a hook reads them, or what is not compared fails. What reads them is found in the project's own
+        functions; a test that has such a baseline passed without times, or on a machine that was too busy to keep them.
+        Ranks time the same steps, whatever each has in the store.
         """
         settings, budget = self.settings, self.measured.budget
         if settings.time is not None:
             return settings.time
+        stored = self._stored_for(slug)
         return (
             not settings.baseline
             or settings.strict
@@ -215,9 +218,16 @@ class Judging:
             or bool(self.config.hook.pytest_gpumem_measurement.get_hookimpls())
             or budget.max_slowdown is not None
             or budget.min_throughput is not None
-            or reads_any(getattr(self.item, "function", None), _TIMES)
-            or any(has_times_of(environment, one) for one in self._stored_for(environment.slug))
+            or not stored
+            or any(isinstance(one, Baseline) and one.runs is not None for one in stored)
+            or any(reads_any(one, _TIMES, str(self.config.rootpath)) for one in self._functions())
         )
+
+    def _functions(self) -> list[object]:
+        """Return the functions of the test and of the fixtures that it names."""
+        definitions = getattr(getattr(self.item, "_fixtureinfo", None), "name2fixturedefs", {})
+        fixtures = [one.func for several in definitions.values() for one in several]
+        return [getattr(self.item, "function", None), *fixtures]
 
     def should_time_again(self, judged: Judged, *, decides_only: bool = False) -> bool:
         """Return whether to time a step once more: its speed has changed, or its times cannot become a baseline.

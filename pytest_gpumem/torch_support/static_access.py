@@ -285,10 +285,10 @@ def parameters_of(module: torch.nn.Module) -> int:
     return sum(map(elements_of, module.parameters()))
 
 
-def reads_any(function: object, attributes: Collection[str]) -> bool:
+def reads_any(function: object, attributes: Collection[str], below: str | None = None) -> bool:
     """Return whether a function, or one of its own module that it calls, reads one of the ``attributes`` of anything.
 
-    Functions of other modules are not followed.
+    Functions of other modules are followed where their file is ``below`` a folder, and they are not installed.
     """
     seen: set[int] = set()
     pending = [function.__func__ if is_a(function, types.MethodType) else function]
@@ -300,14 +300,22 @@ def reads_any(function: object, attributes: Collection[str]) -> bool:
         names = {name for code in _codes(one.__code__) for name in code.co_names}
         if not names.isdisjoint(attributes):
             return True
+        there = [one.__globals__.get(name) for name in names]
+        modules = [instance_dict(module) or {} for module in there if is_a(module, types.ModuleType)]
+        there += [module.get(name) for module in modules for name in names]
         pending += [
             value
-            for name in names
-            for value in _unwrapped(one.__globals__.get(name))
-            if value.__globals__ is one.__globals__
+            for found in there
+            for value in _unwrapped(found)
+            if value.__globals__ is one.__globals__ or (below is not None and _is_below(below, value.__code__))
         ]
         pending += _unwrapped(one)
     return False
+
+
+def _is_below(folder: str, code: types.CodeType) -> bool:
+    """Return whether code is of a file in ``folder``, and of no package that is installed there."""
+    return code.co_filename.startswith(folder) and "-packages" not in code.co_filename
 
 
 def _unwrapped(value: object) -> list[types.FunctionType]:
