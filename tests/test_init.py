@@ -372,6 +372,7 @@ def running(source, **files):
         "nn.Linear(8, 8)(x)",
         "m = torch.nn.Sequential(nn.Linear(8, 8)).cuda().eval()\n    y = m(x)",
         "m, n = nn.Linear(8, 8), 3\n    m(x)",
+        "m: nn.Module = nn.Linear(8, 8)\n    m(x)",
         "m = torch.compile(nn.Linear(8, 8))\n    m(x)",
         "llm.generate(ids)",
         "net.forward(x)",
@@ -393,6 +394,8 @@ def test_a_body_that_runs_a_model_is_found(body):
         "assert torch.ones(3).sum() == 3",
         "m = nn.Linear(8, 8)\n    assert m.in_features == 8",
         "scheduler.step()",
+        "m: nn.Module\n    m(x)",
+        "torch.autograd.set_detect_anomaly(True)",
         "nn.Parameter(torch.ones(3))",
         "from transformers import AutoTokenizer\n    AutoTokenizer.from_pretrained('x')",
         "from torchvision import transforms\n    transforms.ToTensor()",
@@ -431,6 +434,71 @@ def test_fixtures_of_conftests_above_and_models_of_the_project_are_known():
     assert [one.nodeid for one in found(files) if one.runs_model] == [
         "tests/deep/test_it.py::test_a",
         "tests/deep/test_it.py::test_b",
+    ]
+
+
+RUN = "nn.Linear(8, 8)(1)"
+
+
+@pytest.mark.parametrize("name", ["setUp", "setUpClass", "setup_method", "setup_class"])
+def test_what_is_run_before_the_methods_of_a_class_is_of_its_tests(name):
+    set_up = (
+        f"class TestIt:\n    @classmethod\n    def {name}(cls):\n        {RUN}\n\n    def test_a(self):\n        pass\n"
+    )
+    assert running(f"{set_up}\n\ndef test_b():\n    pass\n") == ["TestIt::test_a"]
+
+
+@pytest.mark.parametrize("body", ["cls.net = nn.Linear(8, 8)", "cls.net: nn.Module = nn.Linear(8, 8)"])
+def test_a_model_that_a_class_has_for_its_methods_is_known(body):
+    tests = "    def test_a(self):\n        self.net(1)\n\n    def test_b(self):\n        str(self.net)\n"
+    set_up = f"    @classmethod\n    def setUpClass(cls):\n        {body}\n\n"
+    assert running(f"class TestIt:\n{set_up}{tests}") == ["TestIt::test_a"]
+    assert running(f"class TestIt:\n    net = nn.Linear(8, 8)\n\n{tests}") == ["TestIt::test_a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("setup_module", ["test_a", "TestIt::test_b"]),
+        ("setUpModule", ["test_a", "TestIt::test_b"]),
+        ("setup_function", ["test_a"]),
+        ("setup_other", []),
+    ],
+)
+def test_what_is_run_before_the_tests_of_a_module_is_of_its_tests(name, expected):
+    tests = "def test_a():\n    pass\n\n\nclass TestIt:\n    def test_b(self):\n        pass\n"
+    assert running(f"def {name}():\n    {RUN}\n\n\n{tests}") == expected
+
+
+@pytest.mark.parametrize("head", ["net = None\n\n\ndef setup_module():\n    global net\n    ", ""])
+def test_a_model_that_is_a_global_is_known(head):
+    source = f"{head}net: nn.Module = nn.Linear(8, 8)\n" if not head else f"{head}net = nn.Linear(8, 8)\n"
+    assert running(f"{source}\n\ndef test_a():\n    net(1)\n\n\ndef test_b():\n    str(net)\n") == ["test_a"]
+
+
+def test_fixtures_that_no_test_has_to_take_are_of_all():
+    fixture = f"@pytest.fixture(autouse=True, params=[1, 2])\ndef warm():\n    {RUN}\n\n\n"
+    tests = "def test_a():\n    pass\n\n\nclass TestIt:\n    def test_b(self):\n        pass\n"
+    assert running(f"{fixture}{tests}") == ["test_a", "TestIt::test_b"]
+    assert running(f"{fixture.replace('True', 'False')}{tests}") == []
+    head = "import pytest\nfrom torch import nn\n\n\n"
+    (one, other) = found({"a/conftest.py": head + fixture, "a/test_a.py": tests})
+    assert one.runs_model
+    assert other.runs_model
+    assert one.has_parameters
+    of_class = (
+        "class TestIt:\n    @pytest.fixture(autouse=True)\n    def warm(self):\n        self.net = nn.Linear(8, 8)\n\n"
+    )
+    assert running(f"{of_class}    def test_a(self):\n        self.net(1)\n") == ["TestIt::test_a"]
+
+
+def test_methods_of_a_test_case_are_tests_whatever_the_settings_say():
+    source = "import unittest\n\n\nclass Base(unittest.TestCase):\n    def test_a(self): pass\n    def check_b(self): pass\n\n\n"
+    source += "class NetCase(Base):\n    def __init__(self): pass\n\n\ndef test_c(): pass\ndef check_d(): pass\n"
+    assert [one.nodeid for one in found({"test_it.py": source}, Names(functions=["check_*"]))] == [
+        "test_it.py::Base::test_a",
+        "test_it.py::NetCase::test_a",
+        "test_it.py::check_d",
     ]
 
 
