@@ -199,6 +199,30 @@ def test_a_runner_that_this_machine_has_no_baselines_for_is_said(repository):
     assert "--gpumem-update=new --gpumem-device=cuda`" in done.output
 
 
+@pytest.mark.parametrize("table", ["[tool.gpumem]\n", '[tool.gpumem]\ndevice = "cuda"\n'])
+def test_a_device_of_the_settings_that_is_not_here_is_told_to_be_recorded_where_it_is(repository, table):
+    repository({**FLAT, SETTINGS: table})
+    done = init("--yes", "--runner", "self-hosted")
+    assert done.exit_code == 0, done.output
+    assert "the workflow gates on cuda, which is not here: record its baselines where it is" in done.output
+    first = "python -m pytest --gpumem-update=new --gpumem-device=cuda (on a machine that has cuda)"
+    assert done.output.splitlines()[-3:] == [
+        "the gate needs baselines that are not recorded yet; run first:",
+        f"  {first}",
+        "then commit what was written and recorded; `pytest --gpumem-baseline` is the gate",
+    ]
+
+
+def test_after_a_no_it_is_said_what_is_to_be_run_first(repository, monkeypatch):
+    project = repository(FLAT)
+    monkeypatch.setattr(command, "_has_terminal", lambda: True)
+    done = init(input="y\nn\n")
+    assert done.exit_code == 0, done.output
+    assert "\n  python -m pytest --gpumem-update=new\n" in done.output
+    assert "\ncommit what was written" not in done.output
+    assert not (project.path / "gpumem-baselines").exists()
+
+
 def test_what_there_is_is_left_alone_and_said(repository):
     own = {
         **FLAT,

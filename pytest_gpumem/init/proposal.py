@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.init.patterns import patterns_of
 from pytest_gpumem.init.workflow import DEVICES, Installation, Runner, has_all, requirements_of, workflow
 from pytest_gpumem.units import counted
+from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,6 +48,12 @@ class Here:
     """False where torch is only there for an emulated GPU."""
     torch: str | None = None
     """The release of torch, without its build."""
+
+    def can_measure(self, device: str) -> bool:
+        """Return whether a device can be measured on, as far as is known: True of one that a plugin adds."""
+        if device.startswith(EMULATED):
+            return self.can_emulate
+        return {"cuda": self.has_gpu, "cpu": self.has_cpu}.get(device, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,8 @@ class Proposal:
     edits: tuple[Edit, ...]
     notes: tuple[str, ...]
     record_on: tuple[str | None, ...]
+    record_elsewhere: str | None = None
+    """The workflow's device, where it cannot be measured here."""
 
 
 def chosen_runner(found: FoundTests, here: Here) -> tuple[Runner, str]:
@@ -144,23 +153,22 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
         lacks = f"; tests that run models are {MARK_KEY} = {_array(patterns, '')}" if patterns else ""
         marked = MARK_KEY in table
         notes.append(f"{SETTINGS} has [tool.gpumem], which is left alone{'' if marked else lacks}")
-        device = str(table.get("device", "cuda"))
+        device = str(table.get("device", DEFAULT_DEVICE))
     notes += _attributes(project, edits)
     notes += _workflow(project, chosen, why_runner, here, edits)
-    record: list[str | None] = [None]
-    if not here.has_gpu and device == "cuda":
-        record = []
     gated = DEVICES[chosen]
     taken = {"auto": "cuda" if here.has_gpu else "cpu"}.get(device, device)
-    able = {"emulated:h100": here.can_emulate, "cuda": here.has_gpu, "cpu": here.has_cpu}
-    if gated != taken and able[gated]:
+    record: list[str | None] = [None] if here.can_measure(taken) else []
+    elsewhere = None
+    if gated != taken and here.can_measure(gated):
         record.append(gated)
-    elif gated != taken:
+    elif not here.can_measure(gated):
+        elsewhere = gated
         notes.append(
             f"the workflow gates on {gated}, which is not here: record its baselines where it is, with "
             f"`python -m pytest --gpumem-update=new --gpumem-device={gated}`"
         )
-    return Proposal(tuple(edits), tuple(notes), tuple(record))
+    return Proposal(tuple(edits), tuple(notes), tuple(record), elsewhere)
 
 
 def _device(found: FoundTests, here: Here) -> tuple[str, str]:
