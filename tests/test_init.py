@@ -19,7 +19,7 @@ from pytest_gpumem.init.found_tests import FoundTest, Names, find_tests
 from pytest_gpumem.init.patterns import patterns_of
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
 from pytest_gpumem.init.sources import sources_of
-from pytest_gpumem.init.workflow import RUNNERS, template, workflow
+from pytest_gpumem.init.workflow import RUNNERS, has_all, template, workflow
 from tests.test_ci import faults, valid
 from tests.workflows import read_yaml
 
@@ -248,6 +248,43 @@ def test_requirements_that_have_all_are_used(repository):
     done = init("--dry-run")
     assert "requirements-gpumem.txt" not in done.output
     assert "install: -r requirements.txt" in done.output
+
+
+PLUGIN = "pytest-gpumem[report] @ git+https://github.com/o/r"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["torch==2.13.0", PLUGIN], True),
+        (["torch==2.13.0+cpu", "PyTest_GPUmem>=0.1  # the gate"], True),
+        (["torch==2.13.0", "pytest.gpumem==0.1 --hash=sha256:00"], True),
+        (['torch==2.13.0 ; python_version<"3.13"', PLUGIN], False),
+        (['torch==2.13.0;python_version<"3.13"', PLUGIN], False),
+        (["torch==2.13.0", 'torch==2.12.0; python_version<"3.10"', PLUGIN], False),
+        (["torch==2.13.0 # pinned", PLUGIN], False),
+        (["torch==2.13.0\r", PLUGIN], False),
+        (["torch==2.*", PLUGIN], False),
+        (["torch==2.13.0,!=2.12", PLUGIN], False),
+        (["torch>=2.13.0", PLUGIN], False),
+        (["# torch==2.13.0", PLUGIN], False),
+        (["torch==2.13.0", "# pytest-gpumem"], False),
+        (["torch==2.13.0", "x  # for pytest-gpumem"], False),
+        (["torch==2.13.0", "-r pytest-gpumem.txt"], False),
+        ([], False),
+    ],
+)
+def test_requirements_have_all_where_the_workflow_can_install_from_them(lines, expected):
+    assert has_all("\n".join(lines)) is expected
+
+
+def test_without_a_known_release_of_torch_no_requirements_are_proposed(repository, here):
+    repository(FLAT)
+    here("cpu", release=None)
+    done = init("--dry-run")
+    assert "+++ b/requirements-gpumem.txt" not in done.output
+    assert "requirements-gpumem.txt, which the workflow installs from, is not proposed: " in done.output
+    assert "torch==RELEASE, pytest, pytest-gpumem[report] @ " in done.output
 
 
 def test_requirements_of_a_package_install_it_with_its_tests(repository):

@@ -31,6 +31,7 @@ SETTINGS, ATTRIBUTES, WORKFLOW, GATE_REQUIREMENTS = (
     ".github/workflows/gpumem.yml",
     "requirements-gpumem.txt",
 )
+_PINNED = "# What the gate installs. Figures are of a release of torch: change it together with the baselines."
 _EXTRAS = ("test", "tests", "testing", "dev")
 
 
@@ -230,10 +231,16 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
     requirements = "requirements.txt"
     if not has_all(project.requirements):
         requirements = GATE_REQUIREMENTS
-        if project.gate_requirements is None:
-            edits.append(Edit(GATE_REQUIREMENTS, None, requirements_of(_installation(project, here))))
-        else:
+        lines = requirements_of(_installation(project, here))
+        if project.gate_requirements is not None:
             yield f"{GATE_REQUIREMENTS} is there, and is left alone"
+        elif here.torch is not None:
+            edits.append(Edit(GATE_REQUIREMENTS, None, "".join(f"{line}\n" for line in (_PINNED, *lines))))
+        else:
+            yield (
+                f"{GATE_REQUIREMENTS}, which the workflow installs from, is not proposed: the release of torch that it has to "
+                f"pin is not known here. Write it, a line for each: {', '.join(lines)}"
+            )
     up = "" if project.folder == "." else "../" * len(project.folder.split("/"))
     edits.append(Edit(f"{up}{WORKFLOW}", None, workflow(runner, requirements, project.folder)))
     yield f"the workflow is for the runner {runner}: {why} (--runner chooses)"
