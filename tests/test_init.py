@@ -241,6 +241,27 @@ def test_what_there_is_is_left_alone_and_said(repository):
     assert there(project) == {*own}
 
 
+@pytest.mark.parametrize(
+    ("line", "is_of_store"),
+    [
+        ("/gpumem-baselines/** text eol=lf", True),
+        ("gpumem-baselines/**\t-text", True),
+        ('"gpumem-baselines/*" -text', True),
+        ("  gpumem-baselines/**/*.toml -text", True),
+        ("# gpumem-baselines/** -text", False),
+        ("/gpumem-baselines-old/** -text", False),
+        ("/packages/net/gpumem-baselines/** -text", False),
+        ("/gpumem-baselines/cpu-x86_64/** -text", False),
+        ("*.bin filter=gpumem-baselines/**", False),
+    ],
+)
+def test_attributes_are_left_alone_where_a_pattern_is_of_the_store(repository, line, is_of_store):
+    repository({**FLAT, ATTRIBUTES: f"*.png binary\n{line}\n"})
+    output = init("--dry-run").output
+    assert ("+/gpumem-baselines/** text eol=lf" in output) != is_of_store
+    assert (f"{ATTRIBUTES} has gpumem-baselines, and is left alone" in output) == is_of_store
+
+
 def test_requirements_that_have_all_are_used(repository):
     repository(
         {**FLAT, "requirements.txt": "torch==2.13.0\npytest\npytest-gpumem[report] @ git+https://github.com/o/r\n"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -217,11 +218,19 @@ def _attributes(project: Project, edits: list[Edit]) -> Iterator[str]:
         yield f"this is no git repository: baselines are to be committed and reviewed, with the code ({project.store}/)"
         return
     before = project.attributes
-    if project.store in (before or ""):
+    if any(_is_of_store(line, project.store) for line in (before or "").splitlines()):
         yield f"{ATTRIBUTES} has {project.store}, and is left alone"
         return
     gap = "" if not before or before.endswith("\n") else "\n"
     edits.append(Edit(ATTRIBUTES, before, f"{before or ''}{gap}/{project.store}/** text eol=lf\n"))
+
+
+def _is_of_store(line: str, store: str) -> bool:
+    """Return whether a line of a .gitattributes is of all files of a store, or all entries: not of a part of it."""
+    pattern = re.match(r'\s*(?:"([^"]*)"|([^\s#]\S*))', line)
+    return pattern is not None and bool(
+        re.fullmatch(rf"/?{re.escape(store)}/(\*\*?/)?\*\*?(\.toml)?", pattern[1] or pattern[2] or "")
+    )
 
 
 def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: list[Edit]) -> Iterator[str]:
