@@ -607,6 +607,20 @@ def test_tests_that_are_measured_already_are_known():
     assert [one.is_measured for one in found({"test_it.py": marked})] == [True]
 
 
+@pytest.mark.parametrize(
+    "decorator", ["pytest.mark.parametrize('x', [1])", "pytest.mark.gpumem_configs(precision=['fp32'])"]
+)
+def test_tests_that_become_several_items_are_known(decorator):
+    source = f"import pytest\n\n\n@{decorator}\ndef test_a(x): pass\n\n\ndef test_b(): pass\n"
+    assert [one.has_parameters for one in found({"test_it.py": source})] == [True, False]
+
+
+def test_the_reference_names_the_key_that_is_written():
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    section = page.partition("\n## gpumem init\n")[2].partition("\n## ")[0]
+    assert f"for tests that run models, `{MARK_KEY}`," in section
+
+
 # Patterns
 
 

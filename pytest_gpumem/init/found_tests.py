@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.config.options import CONFIG_FIXTURE, FIXTURE, MARKER
+from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, FIXTURE, MARKER
 from pytest_gpumem.init.running import Models, Runs, mentions_gpu, parameters
 from pytest_gpumem.init.sources import Function
 
@@ -243,7 +243,7 @@ def _has_parameters(decorator: ast.expr) -> bool:
     if not isinstance(decorator, ast.Call):
         return isinstance(decorator, ast.List | ast.Tuple) and any(map(_has_parameters, decorator.elts))
     name = _last_name(decorator)
-    return name in ("parametrize", f"{MARKER}_configs") or (
+    return name in ("parametrize", CONFIG_MARKER) or (
         name == "fixture" and any(word.arg == "params" for word in decorator.keywords)
     )
 

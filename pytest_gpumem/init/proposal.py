@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.init.patterns import patterns_of
-from pytest_gpumem.init.workflow import DEVICES, Installation, Runner, has_all, requirements_of, workflow
+from pytest_gpumem.init.workflow import DEVICES, REQUIREMENTS, Installation, Runner, has_all, requirements_of, workflow
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
@@ -237,7 +237,7 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
     if project.has_workflow:
         yield f"{WORKFLOW} is there, and is left alone"
         return
-    requirements = "requirements.txt"
+    requirements = REQUIREMENTS
     if not has_all(project.requirements):
         requirements = GATE_REQUIREMENTS
         lines = requirements_of(_installation(project, here))
