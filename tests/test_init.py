@@ -584,6 +584,18 @@ def test_methods_of_a_test_case_are_tests_whatever_the_settings_say():
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("init", ["Proposes `[tool.gpumem]` in pyproject.toml", "Existing files and sections are not changed."]),
+        ("doctor", ["Compares the environment here", "Writes nothing except the compiled stand-ins"]),
+    ],
+)
+def test_the_help_says_what_a_command_does_and_leaves(name, words):
+    output = " ".join(CliRunner().invoke(main, [name, "--help"]).output.split())
+    assert [one for one in words if one not in output] == []
+
+
 def test_functions_that_call_each_other_end():
     assert running("def a():\n    b()\n\n\ndef b():\n    a()\n\n\ndef test_it():\n    a()\n") == []
 
@@ -677,8 +689,8 @@ def test_parametrized_tests_are_named_with_their_brackets():
 
 
 def test_the_workflows_are_those_of_the_docs():
-    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
-    assert all(f"\n{template(runner)}```\n" in page for runner in RUNNERS)
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ci.md", "runner.md"))
+    assert all(f"\n{template(runner)}```\n" in pages for runner in RUNNERS)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

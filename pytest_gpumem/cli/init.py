@@ -66,9 +66,9 @@ _END = 25
 def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     """Set a repository up: settings, a workflow for GitHub, and first baselines.
 
-    Tests that run models are found by reading their source, never by running it. Proposed are `[tool.gpumem]` in
-    pyproject.toml, .github/workflows/gpumem.yml with the requirements that it installs, and a line of .gitattributes. It shows
-    the changes, asks, and writes; then it asks to record the first baselines. What is there is left alone.
+    Finds the tests that run models by reading their source, never by running it. Proposes `[tool.gpumem]` in pyproject.toml,
+    .github/workflows/gpumem.yml with the requirements that it installs, and a line of .gitattributes. Shows the changes,
+    asks, and writes; then asks to record the first baselines. Existing files and sections are not changed.
 
     \b
     Examples:
