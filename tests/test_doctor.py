@@ -212,7 +212,7 @@ def test_every_row_that_is_not_well_has_a_mend_and_fits_one_line():
     assert [one for one in found if one.status != "ok" and not one.mend] == []
     shown = ["".join(span.text for span in line) for line in lines(found, Screen())]
     assert [line for line in shown if "\n" in line] == []
-    assert sum(line.lstrip().startswith("mend: ") for line in shown) == sum(one.mend is not None for one in found)
+    assert sum(line.lstrip().startswith("fix: ") for line in shown) == sum(one.mend is not None for one in found)
 
 
 def test_json_has_the_facts_as_they_were():

@@ -19,7 +19,7 @@ from pytest_gpumem.init.found_tests import FoundTest, Names, find_tests
 from pytest_gpumem.init.patterns import patterns_of
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
 from pytest_gpumem.init.sources import sources_of
-from pytest_gpumem.init.workflow import RUNNERS, template, workflow
+from pytest_gpumem.init.workflow import RUNNERS, has_all, template, workflow
 from tests.test_ci import faults, valid
 from tests.workflows import read_yaml
 
@@ -199,6 +199,30 @@ def test_a_runner_that_this_machine_has_no_baselines_for_is_said(repository):
     assert "--gpumem-update=new --gpumem-device=cuda`" in done.output
 
 
+@pytest.mark.parametrize("table", ["[tool.gpumem]\n", '[tool.gpumem]\ndevice = "cuda"\n'])
+def test_a_device_of_the_settings_that_is_not_here_is_told_to_be_recorded_where_it_is(repository, table):
+    repository({**FLAT, SETTINGS: table})
+    done = init("--yes", "--runner", "self-hosted")
+    assert done.exit_code == 0, done.output
+    assert "the workflow gates on cuda, which is not here: record its baselines where it is" in done.output
+    first = "python -m pytest --gpumem-update=new --gpumem-device=cuda (on a machine that has cuda)"
+    assert done.output.splitlines()[-3:] == [
+        "the gate needs baselines that are not recorded yet; run first:",
+        f"  {first}",
+        "then commit what was written and recorded; `pytest --gpumem-baseline` is the gate",
+    ]
+
+
+def test_after_a_no_it_is_said_what_is_to_be_run_first(repository, monkeypatch):
+    project = repository(FLAT)
+    monkeypatch.setattr(command, "_has_terminal", lambda: True)
+    done = init(input="y\nn\n")
+    assert done.exit_code == 0, done.output
+    assert "\n  python -m pytest --gpumem-update=new\n" in done.output
+    assert "\ncommit what was written" not in done.output
+    assert not (project.path / "gpumem-baselines").exists()
+
+
 def test_what_there_is_is_left_alone_and_said(repository):
     own = {
         **FLAT,
@@ -217,6 +241,27 @@ def test_what_there_is_is_left_alone_and_said(repository):
     assert there(project) == {*own}
 
 
+@pytest.mark.parametrize(
+    ("line", "is_of_store"),
+    [
+        ("/gpumem-baselines/** text eol=lf", True),
+        ("gpumem-baselines/**\t-text", True),
+        ('"gpumem-baselines/*" -text', True),
+        ("  gpumem-baselines/**/*.toml -text", True),
+        ("# gpumem-baselines/** -text", False),
+        ("/gpumem-baselines-old/** -text", False),
+        ("/packages/net/gpumem-baselines/** -text", False),
+        ("/gpumem-baselines/cpu-x86_64/** -text", False),
+        ("*.bin filter=gpumem-baselines/**", False),
+    ],
+)
+def test_attributes_are_left_alone_where_a_pattern_is_of_the_store(repository, line, is_of_store):
+    repository({**FLAT, ATTRIBUTES: f"*.png binary\n{line}\n"})
+    output = init("--dry-run").output
+    assert ("+/gpumem-baselines/** text eol=lf" in output) != is_of_store
+    assert (f"{ATTRIBUTES} has gpumem-baselines, and is left alone" in output) == is_of_store
+
+
 def test_requirements_that_have_all_are_used(repository):
     repository(
         {**FLAT, "requirements.txt": "torch==2.13.0\npytest\npytest-gpumem[report] @ git+https://github.com/o/r\n"}
@@ -224,6 +269,43 @@ def test_requirements_that_have_all_are_used(repository):
     done = init("--dry-run")
     assert "requirements-gpumem.txt" not in done.output
     assert "install: -r requirements.txt" in done.output
+
+
+PLUGIN = "pytest-gpumem[report] @ git+https://github.com/o/r"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["torch==2.13.0", PLUGIN], True),
+        (["torch==2.13.0+cpu", "PyTest_GPUmem>=0.1  # the gate"], True),
+        (["torch==2.13.0", "pytest.gpumem==0.1 --hash=sha256:00"], True),
+        (['torch==2.13.0 ; python_version<"3.13"', PLUGIN], False),
+        (['torch==2.13.0;python_version<"3.13"', PLUGIN], False),
+        (["torch==2.13.0", 'torch==2.12.0; python_version<"3.10"', PLUGIN], False),
+        (["torch==2.13.0 # pinned", PLUGIN], False),
+        (["torch==2.13.0\r", PLUGIN], False),
+        (["torch==2.*", PLUGIN], False),
+        (["torch==2.13.0,!=2.12", PLUGIN], False),
+        (["torch>=2.13.0", PLUGIN], False),
+        (["# torch==2.13.0", PLUGIN], False),
+        (["torch==2.13.0", "# pytest-gpumem"], False),
+        (["torch==2.13.0", "x  # for pytest-gpumem"], False),
+        (["torch==2.13.0", "-r pytest-gpumem.txt"], False),
+        ([], False),
+    ],
+)
+def test_requirements_have_all_where_the_workflow_can_install_from_them(lines, expected):
+    assert has_all("\n".join(lines)) is expected
+
+
+def test_without_a_known_release_of_torch_no_requirements_are_proposed(repository, here):
+    repository(FLAT)
+    here("cpu", release=None)
+    done = init("--dry-run")
+    assert "+++ b/requirements-gpumem.txt" not in done.output
+    assert "requirements-gpumem.txt, which the workflow installs from, is not proposed: " in done.output
+    assert "torch==RELEASE, pytest, pytest-gpumem[report] @ " in done.output
 
 
 def test_requirements_of_a_package_install_it_with_its_tests(repository):
@@ -372,6 +454,7 @@ def running(source, **files):
         "nn.Linear(8, 8)(x)",
         "m = torch.nn.Sequential(nn.Linear(8, 8)).cuda().eval()\n    y = m(x)",
         "m, n = nn.Linear(8, 8), 3\n    m(x)",
+        "m: nn.Module = nn.Linear(8, 8)\n    m(x)",
         "m = torch.compile(nn.Linear(8, 8))\n    m(x)",
         "llm.generate(ids)",
         "net.forward(x)",
@@ -393,6 +476,8 @@ def test_a_body_that_runs_a_model_is_found(body):
         "assert torch.ones(3).sum() == 3",
         "m = nn.Linear(8, 8)\n    assert m.in_features == 8",
         "scheduler.step()",
+        "m: nn.Module\n    m(x)",
+        "torch.autograd.set_detect_anomaly(True)",
         "nn.Parameter(torch.ones(3))",
         "from transformers import AutoTokenizer\n    AutoTokenizer.from_pretrained('x')",
         "from torchvision import transforms\n    transforms.ToTensor()",
@@ -434,6 +519,83 @@ def test_fixtures_of_conftests_above_and_models_of_the_project_are_known():
     ]
 
 
+RUN = "nn.Linear(8, 8)(1)"
+
+
+@pytest.mark.parametrize("name", ["setUp", "setUpClass", "setup_method", "setup_class"])
+def test_what_is_run_before_the_methods_of_a_class_is_of_its_tests(name):
+    set_up = (
+        f"class TestIt:\n    @classmethod\n    def {name}(cls):\n        {RUN}\n\n    def test_a(self):\n        pass\n"
+    )
+    assert running(f"{set_up}\n\ndef test_b():\n    pass\n") == ["TestIt::test_a"]
+
+
+@pytest.mark.parametrize("body", ["cls.net = nn.Linear(8, 8)", "cls.net: nn.Module = nn.Linear(8, 8)"])
+def test_a_model_that_a_class_has_for_its_methods_is_known(body):
+    tests = "    def test_a(self):\n        self.net(1)\n\n    def test_b(self):\n        str(self.net)\n"
+    set_up = f"    @classmethod\n    def setUpClass(cls):\n        {body}\n\n"
+    assert running(f"class TestIt:\n{set_up}{tests}") == ["TestIt::test_a"]
+    assert running(f"class TestIt:\n    net = nn.Linear(8, 8)\n\n{tests}") == ["TestIt::test_a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("setup_module", ["test_a", "TestIt::test_b"]),
+        ("setUpModule", ["test_a", "TestIt::test_b"]),
+        ("setup_function", ["test_a"]),
+        ("setup_other", []),
+    ],
+)
+def test_what_is_run_before_the_tests_of_a_module_is_of_its_tests(name, expected):
+    tests = "def test_a():\n    pass\n\n\nclass TestIt:\n    def test_b(self):\n        pass\n"
+    assert running(f"def {name}():\n    {RUN}\n\n\n{tests}") == expected
+
+
+@pytest.mark.parametrize("head", ["net = None\n\n\ndef setup_module():\n    global net\n    ", ""])
+def test_a_model_that_is_a_global_is_known(head):
+    source = f"{head}net: nn.Module = nn.Linear(8, 8)\n" if not head else f"{head}net = nn.Linear(8, 8)\n"
+    assert running(f"{source}\n\ndef test_a():\n    net(1)\n\n\ndef test_b():\n    str(net)\n") == ["test_a"]
+
+
+def test_fixtures_that_no_test_has_to_take_are_of_all():
+    fixture = f"@pytest.fixture(autouse=True, params=[1, 2])\ndef warm():\n    {RUN}\n\n\n"
+    tests = "def test_a():\n    pass\n\n\nclass TestIt:\n    def test_b(self):\n        pass\n"
+    assert running(f"{fixture}{tests}") == ["test_a", "TestIt::test_b"]
+    assert running(f"{fixture.replace('True', 'False')}{tests}") == []
+    head = "import pytest\nfrom torch import nn\n\n\n"
+    (one, other) = found({"a/conftest.py": head + fixture, "a/test_a.py": tests})
+    assert one.runs_model
+    assert other.runs_model
+    assert one.has_parameters
+    of_class = (
+        "class TestIt:\n    @pytest.fixture(autouse=True)\n    def warm(self):\n        self.net = nn.Linear(8, 8)\n\n"
+    )
+    assert running(f"{of_class}    def test_a(self):\n        self.net(1)\n") == ["TestIt::test_a"]
+
+
+def test_methods_of_a_test_case_are_tests_whatever_the_settings_say():
+    source = "import unittest\n\n\nclass Base(unittest.TestCase):\n    def test_a(self): pass\n    def check_b(self): pass\n\n\n"
+    source += "class NetCase(Base):\n    def __init__(self): pass\n\n\ndef test_c(): pass\ndef check_d(): pass\n"
+    assert [one.nodeid for one in found({"test_it.py": source}, Names(functions=["check_*"]))] == [
+        "test_it.py::Base::test_a",
+        "test_it.py::NetCase::test_a",
+        "test_it.py::check_d",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("init", ["Proposes `[tool.gpumem]` in pyproject.toml", "Existing files and sections are not changed."]),
+        ("doctor", ["Compares the environment here", "Writes nothing except the compiled stand-ins"]),
+    ],
+)
+def test_the_help_says_what_a_command_does_and_leaves(name, words):
+    output = " ".join(CliRunner().invoke(main, [name, "--help"]).output.split())
+    assert [one for one in words if one not in output] == []
+
+
 def test_functions_that_call_each_other_end():
     assert running("def a():\n    b()\n\n\ndef b():\n    a()\n\n\ndef test_it():\n    a()\n") == []
 
@@ -455,6 +617,20 @@ def test_tests_that_are_measured_already_are_known():
     assert [one.is_measured for one in found({"test_it.py": source})] == [True, True, False]
     marked = "import pytest\n\npytestmark = [pytest.mark.gpumem]\n\n\ndef test_a(): pass\n"
     assert [one.is_measured for one in found({"test_it.py": marked})] == [True]
+
+
+@pytest.mark.parametrize(
+    "decorator", ["pytest.mark.parametrize('x', [1])", "pytest.mark.gpumem_configs(precision=['fp32'])"]
+)
+def test_tests_that_become_several_items_are_known(decorator):
+    source = f"import pytest\n\n\n@{decorator}\ndef test_a(x): pass\n\n\ndef test_b(): pass\n"
+    assert [one.has_parameters for one in found({"test_it.py": source})] == [True, False]
+
+
+def test_the_reference_names_the_key_that_is_written():
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    section = page.partition("\n## gpumem init\n")[2].partition("\n## ")[0]
+    assert f"for tests that run models, `{MARK_KEY}`," in section
 
 
 # Patterns
@@ -513,8 +689,8 @@ def test_parametrized_tests_are_named_with_their_brackets():
 
 
 def test_the_workflows_are_those_of_the_docs():
-    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
-    assert all(f"\n{template(runner)}```\n" in page for runner in RUNNERS)
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ci.md", "runner.md"))
+    assert all(f"\n{template(runner)}```\n" in pages for runner in RUNNERS)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

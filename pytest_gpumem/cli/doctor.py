@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     help="json is for programs: the findings, and all facts that they were made of.",
 )
 def doctor(*, store: str | None, form: str) -> None:
-    """Tell what can be measured here and what not, and what mends it.
+    """Tell what can be measured here and what not, and how to fix it.
 
-    A row for each finding: `ok`, `limited` or `no`, of what, the fact, and on the next line what mends it. Devices are
-    opened, each in a process of its own, and no step is run. Compared are the environments that the baselines of the devices
-    here were recorded in. Nothing is written, but that the stand-ins of an emulated GPU are compiled, as in a session.
+    Prints a row for each finding: `ok`, `limited` or `no`, of what, the fact, and on the next line how to fix it. Opens each
+    device in a process of its own, and runs no step. Compares the environment here with those that the baselines of these
+    devices were recorded in. Writes nothing except the compiled stand-ins of an emulated GPU, as a session does.
 
     \b
     Examples:

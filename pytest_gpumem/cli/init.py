@@ -66,9 +66,9 @@ _END = 25
 def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     """Set a repository up: settings, a workflow for GitHub, and first baselines.
 
-    Tests that run models are found by reading their source, never by running it. Proposed are `[tool.gpumem]` in
-    pyproject.toml, .github/workflows/gpumem.yml with the requirements that it installs, and a line of .gitattributes. It shows
-    the changes, asks, and writes; then it asks to record the first baselines. What is there is left alone.
+    Finds the tests that run models by reading their source, never by running it. Proposes `[tool.gpumem]` in pyproject.toml,
+    .github/workflows/gpumem.yml with the requirements that it installs, and a line of .gitattributes. Shows the changes,
+    asks, and writes; then asks to record the first baselines. Existing files and sections are not changed.
 
     \b
     Examples:
@@ -270,16 +270,14 @@ def _put_back(path: Path, before: str | None) -> None:
 
 
 def _record(place: _Place, proposed: Proposal, environment: Mapping[str, str], *, yes: bool) -> None:
-    """Run the tests once for each device, and show the end of what the session said."""
-    commands = [
-        ["-m", "pytest", "--gpumem-update=new", *([] if device is None else [f"--gpumem-device={device}"])]
-        for device in proposed.record_on
-    ]
+    """Run the tests once for each device, and show the end of what the session said; then say what is to be done next."""
+    commands = [_recording(device) for device in proposed.record_on]
     failed = False
+    missing: list[str] = []
     for command in commands:
         said = f"python {' '.join(command)}"
         if not yes and not _asked(f"Record the first baselines: {said}?"):
-            write_lines([f"no baselines were recorded; the gate needs them: {said}"])
+            missing.append(said)
             continue
         write_lines(["", f"$ {said}"])
         done = subprocess.run(
@@ -299,8 +297,21 @@ def _record(place: _Place, proposed: Proposal, environment: Mapping[str, str], *
         write_lines(
             [
                 "",
-                f"not every test could be recorded (see above): mend it, or take it out of {MARK_KEY}, and run it again",
+                f"not every test could be recorded (see above): fix it, or take it out of {MARK_KEY}, and run it again",
             ]
         )
         sys.exit(1)
-    write_lines(["", "commit what was written; `pytest --gpumem-baseline` is the gate"])
+    if proposed.record_elsewhere is not None:
+        said = f"python {' '.join(_recording(proposed.record_elsewhere))}"
+        missing.append(f"{said} (on a machine that has {proposed.record_elsewhere})")
+    if missing:
+        write_lines(["", "the gate needs baselines that are not recorded yet; run first:"])
+        write_lines([f"  {said}" for said in missing])
+        write_lines(["then commit what was written and recorded; `pytest --gpumem-baseline` is the gate"])
+    else:
+        write_lines(["", "commit what was written; `pytest --gpumem-baseline` is the gate"])
+
+
+def _recording(device: str | None) -> list[str]:
+    """Return the arguments of Python that record baselines on a device, ``None`` for that of the settings."""
+    return ["-m", "pytest", "--gpumem-update=new", *([] if device is None else [f"--gpumem-device={device}"])]

@@ -263,7 +263,7 @@ def _reports(facts: Facts) -> Iterator[Finding]:
 def _store(facts: Facts) -> Iterator[Finding]:
     store = facts.store
     if store.trouble is not None:
-        yield Finding("no", "store", store.trouble, "mend or remove what it names; its history is in git")
+        yield Finding("no", "store", store.trouble, "fix or remove what it names; its history is in git")
         return
     here = facts.chosen
     slug = here.environment.slug if here is not None and here.environment is not None else None

@@ -32,7 +32,7 @@ def lines(found: Sequence[Finding], screen: Screen) -> list[Line]:
         rest = screen.legible(f"{'':{wide - len(one.status)}}  {one.subject:{widest}}  {one.fact}")
         shown.append((Span(one.status, _STYLES[one.status]), Span(rest)))
         if one.mend is not None:
-            shown.append((Span(screen.legible(f"{'':{wide + 2}}mend: {one.mend}")),))
+            shown.append((Span(screen.legible(f"{'':{wide + 2}}fix: {one.mend}")),))
     counts = Counter(one.status for one in found)
     total = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     return [*shown, (), (Span(screen.legible(f"gpumem: {total}; {found[-1].fact}")),)]

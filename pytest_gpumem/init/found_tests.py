@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.config.options import CONFIG_FIXTURE, FIXTURE, MARKER
+from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, FIXTURE, MARKER
 from pytest_gpumem.init.running import Models, Runs, mentions_gpu, parameters
 from pytest_gpumem.init.sources import Function
 
@@ -79,50 +79,90 @@ def find_tests(sources: Sources, names: Names) -> FoundTests:
     return FoundTests(tuple(found), on_gpu=uses_fixture or mentions_gpu(trees))
 
 
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What a module or class gives each test in it."""
+
+    file: SourceFile
+    names: Names
+    runs: Runs
+    marks: Sequence[ast.expr]
+    fixtures: Mapping[str, tuple[Function, SourceFile]]
+    set_up: Sequence[Function]
+    """Set-up functions of the file that are run before each of its tests, or before the first."""
+    may_get_parameters: bool
+    is_test_case: bool = False
+
+    def has_function(self, name: str) -> bool:
+        """Return whether a function of this name is a test: of a `unittest.TestCase` whatever the settings say."""
+        return name.startswith("test") if self.is_test_case else self.names.matches(name, self.names.functions)
+
+    def runs_model(self, test: Function) -> bool:
+        """Return whether a test runs a model, or what is run before it without its asking."""
+        automatic = [self.fixtures[name] for name in self.automatic]
+        before = [*automatic, *((one, self.file) for one in self.set_up)]
+        return any(self.runs.does(one, where, self.fixtures) for one, where in [(test, self.file), *before])
+
+    @property
+    def automatic(self) -> list[str]:
+        """The names of fixtures that each test has without taking them."""
+        return [name for name, (one, _) in self.fixtures.items() if any(map(_is_autouse, one.decorator_list))]
+
+
 def _of_file(file: SourceFile, sources: Sources, names: Names, runs: Runs) -> Iterator[FoundTest]:
     fixtures: dict[str, tuple[Function, SourceFile]] = {}
     conftests = sources.conftests_of(file.path)
     for where in (*reversed(conftests), file):
         fixtures.update((name, (one, where)) for name, one in _fixtures(where.tree.body))
-    may_get_parameters = any("pytest_generate_tests" in where.functions for where in (file, *conftests))
-    marks = list(_pytestmarks(file.tree.body))
-    yield from _of_body(file.tree.body, file.path, marks, fixtures, file, names, runs, may_get_parameters)
+    around = _Around(
+        file,
+        names,
+        runs,
+        list(_pytestmarks(file.tree.body)),
+        fixtures,
+        [one for name, one in file.functions.items() if name in _SET_UP_OF_MODULE],
+        any("pytest_generate_tests" in where.functions for where in (file, *conftests)),
+    )
+    yield from _of_body(file.tree.body, file.path, around)
 
 
-def _of_body(
-    body: Sequence[ast.stmt],
-    prefix: str,
-    marks: Sequence[ast.expr],
-    fixtures: Mapping[str, tuple[Function, SourceFile]],
-    file: SourceFile,
-    names: Names,
-    runs: Runs,
-    may_get_parameters: bool,
-) -> Iterator[FoundTest]:
+def _of_body(body: Sequence[ast.stmt], prefix: str, around: _Around) -> Iterator[FoundTest]:
     is_class = "::" in prefix
+    file = around.file
+    of_functions = [] if is_class else [one for name, one in file.functions.items() if name in _SET_UP_OF_FUNCTION]
     for one in body:
-        if isinstance(one, ast.ClassDef) and _is_collected(one, file, names):
-            own = {**fixtures, **{name: (method, file) for name, method in _fixtures(one.body)}}
-            more = [*marks, *one.decorator_list, *_pytestmarks(one.body)]
+        if isinstance(one, ast.ClassDef) and _is_collected(one, file, around.names):
             whole = _with_bases(one, file)
-            yield from _of_body(whole, f"{prefix}::{one.name}", more, own, file, names, runs, may_get_parameters)
-        elif isinstance(one, Function) and names.matches(one.name, names.functions):
+            inside = replace(
+                around,
+                marks=[*around.marks, *one.decorator_list, *_pytestmarks(one.body)],
+                fixtures={**around.fixtures, **{name: (method, file) for name, method in _fixtures(whole)}},
+                set_up=[
+                    *around.set_up,
+                    *(each for each in whole if isinstance(each, Function) and each.name in _SET_UP_OF_CLASS),
+                ],
+                is_test_case=_is_test_case(one, file),
+            )
+            yield from _of_body(whole, f"{prefix}::{one.name}", inside)
+        elif isinstance(one, Function) and around.has_function(one.name):
             if not is_class and _is_fixture(one):
                 continue
-            all_marks = [*marks, *one.decorator_list]
-            set_up = [each for each in body if is_class and isinstance(each, Function) and each.name in _SET_UP]
-            of_fixtures = [mark for marks_of_one in _all_fixtures(one, fixtures) for mark in marks_of_one]
+            all_marks = [*around.marks, *one.decorator_list]
+            taken = _all_fixtures([*parameters(one), *around.automatic], around.fixtures)
+            of_fixtures = [mark for marks_of_one in taken for mark in marks_of_one]
             with_parameters = any(map(_has_parameters, (*all_marks, *of_fixtures)))
             yield FoundTest(
                 f"{prefix}::{one.name}",
-                runs_model=any(runs.does(each, file, fixtures) for each in (one, *set_up)),
+                runs_model=replace(around, set_up=[*around.set_up, *of_functions]).runs_model(one),
                 is_measured=not {FIXTURE, CONFIG_FIXTURE}.isdisjoint(parameters(one))
                 or any(map(_is_marker, all_marks)),
-                has_parameters=True if with_parameters else None if may_get_parameters else False,
+                has_parameters=True if with_parameters else None if around.may_get_parameters else False,
             )
 
 
-_SET_UP = ("setUp", "setup_method")
+_SET_UP_OF_MODULE = ("setup_module", "setUpModule")
+_SET_UP_OF_FUNCTION = ("setup_function",)
+_SET_UP_OF_CLASS = ("setUp", "asyncSetUp", "setUpClass", "setup_method", "setup_class")
 
 
 def _with_bases(definition: ast.ClassDef, file: SourceFile) -> list[ast.stmt]:
@@ -138,9 +178,20 @@ def _with_bases(definition: ast.ClassDef, file: SourceFile) -> list[ast.stmt]:
 
 
 def _is_collected(definition: ast.ClassDef, file: SourceFile, names: Names) -> bool:
-    bases = {(file.dotted(base) or "").rpartition(".")[2] for base in definition.bases}
     has_constructor = any(isinstance(one, Function) and one.name == "__init__" for one in definition.body)
-    return "TestCase" in bases or (names.matches(definition.name, names.classes) and not has_constructor)
+    of_settings = names.matches(definition.name, names.classes) and not has_constructor
+    return of_settings or _is_test_case(definition, file)
+
+
+def _is_test_case(definition: ast.ClassDef, file: SourceFile) -> bool:
+    """Return whether a class is a `unittest.TestCase`, by the names of its bases: those in the same file are followed."""
+    for base in definition.bases:
+        inherited = file.classes.get(ast.unparse(base))
+        if (file.dotted(base) or "").endswith("TestCase"):
+            return True
+        if inherited is not None and inherited is not definition and _is_test_case(inherited, file):
+            return True
+    return False
 
 
 def _fixtures(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Function]]:
@@ -159,14 +210,27 @@ def _given_name(decorator: ast.expr) -> str | None:
     return None
 
 
+def _is_autouse(decorator: ast.expr) -> bool:
+    return (
+        isinstance(decorator, ast.Call)
+        and _last_name(decorator) == "fixture"
+        and any(
+            word.arg == "autouse" and isinstance(word.value, ast.Constant) and bool(word.value.value)
+            for word in decorator.keywords
+        )
+    )
+
+
 def _is_fixture(function: Function) -> bool:
     return any(_last_name(one) == "fixture" for one in function.decorator_list)
 
 
-def _all_fixtures(function: Function, fixtures: Mapping[str, tuple[Function, SourceFile]]) -> Iterator[list[ast.expr]]:
-    """Yield the decorators of each fixture that a test takes, directly or not."""
+def _all_fixtures(
+    taken: Sequence[str], fixtures: Mapping[str, tuple[Function, SourceFile]]
+) -> Iterator[list[ast.expr]]:
+    """Yield the decorators of each of these fixtures, and of those that they take."""
     seen: set[str] = set()
-    waiting = parameters(function)
+    waiting = list(taken)
     while waiting:
         name = waiting.pop()
         if name in fixtures and name not in seen:
@@ -179,7 +243,7 @@ def _has_parameters(decorator: ast.expr) -> bool:
     if not isinstance(decorator, ast.Call):
         return isinstance(decorator, ast.List | ast.Tuple) and any(map(_has_parameters, decorator.elts))
     name = _last_name(decorator)
-    return name in ("parametrize", f"{MARKER}_configs") or (
+    return name in ("parametrize", CONFIG_MARKER) or (
         name == "fixture" and any(word.arg == "params" for word in decorator.keywords)
     )
 

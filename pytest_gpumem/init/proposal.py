@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.init.patterns import patterns_of
-from pytest_gpumem.init.workflow import DEVICES, Installation, Runner, has_all, requirements_of, workflow
+from pytest_gpumem.init.workflow import DEVICES, REQUIREMENTS, Installation, Runner, has_all, requirements_of, workflow
 from pytest_gpumem.units import counted
+from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +32,7 @@ SETTINGS, ATTRIBUTES, WORKFLOW, GATE_REQUIREMENTS = (
     ".github/workflows/gpumem.yml",
     "requirements-gpumem.txt",
 )
+_PINNED = "# What the gate installs. Figures are of a release of torch: change it together with the baselines."
 _EXTRAS = ("test", "tests", "testing", "dev")
 
 
@@ -47,6 +50,12 @@ class Here:
     """False where torch is only there for an emulated GPU."""
     torch: str | None = None
     """The release of torch, without its build."""
+
+    def can_measure(self, device: str) -> bool:
+        """Return whether a device can be measured on, as far as is known: True of one that a plugin adds."""
+        if device.startswith(EMULATED):
+            return self.can_emulate
+        return {"cuda": self.has_gpu, "cpu": self.has_cpu}.get(device, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,8 @@ class Proposal:
     edits: tuple[Edit, ...]
     notes: tuple[str, ...]
     record_on: tuple[str | None, ...]
+    record_elsewhere: str | None = None
+    """The workflow's device, where it cannot be measured here."""
 
 
 def chosen_runner(found: FoundTests, here: Here) -> tuple[Runner, str]:
@@ -144,23 +155,22 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
         lacks = f"; tests that run models are {MARK_KEY} = {_array(patterns, '')}" if patterns else ""
         marked = MARK_KEY in table
         notes.append(f"{SETTINGS} has [tool.gpumem], which is left alone{'' if marked else lacks}")
-        device = str(table.get("device", "cuda"))
+        device = str(table.get("device", DEFAULT_DEVICE))
     notes += _attributes(project, edits)
     notes += _workflow(project, chosen, why_runner, here, edits)
-    record: list[str | None] = [None]
-    if not here.has_gpu and device == "cuda":
-        record = []
     gated = DEVICES[chosen]
     taken = {"auto": "cuda" if here.has_gpu else "cpu"}.get(device, device)
-    able = {"emulated:h100": here.can_emulate, "cuda": here.has_gpu, "cpu": here.has_cpu}
-    if gated != taken and able[gated]:
+    record: list[str | None] = [None] if here.can_measure(taken) else []
+    elsewhere = None
+    if gated != taken and here.can_measure(gated):
         record.append(gated)
-    elif gated != taken:
+    elif not here.can_measure(gated):
+        elsewhere = gated
         notes.append(
             f"the workflow gates on {gated}, which is not here: record its baselines where it is, with "
             f"`python -m pytest --gpumem-update=new --gpumem-device={gated}`"
         )
-    return Proposal(tuple(edits), tuple(notes), tuple(record))
+    return Proposal(tuple(edits), tuple(notes), tuple(record), elsewhere)
 
 
 def _device(found: FoundTests, here: Here) -> tuple[str, str]:
@@ -208,24 +218,38 @@ def _attributes(project: Project, edits: list[Edit]) -> Iterator[str]:
         yield f"this is no git repository: baselines are to be committed and reviewed, with the code ({project.store}/)"
         return
     before = project.attributes
-    if project.store in (before or ""):
+    if any(_is_of_store(line, project.store) for line in (before or "").splitlines()):
         yield f"{ATTRIBUTES} has {project.store}, and is left alone"
         return
     gap = "" if not before or before.endswith("\n") else "\n"
     edits.append(Edit(ATTRIBUTES, before, f"{before or ''}{gap}/{project.store}/** text eol=lf\n"))
 
 
+def _is_of_store(line: str, store: str) -> bool:
+    """Return whether a line of a .gitattributes is of all files of a store, or all entries: not of a part of it."""
+    pattern = re.match(r'\s*(?:"([^"]*)"|([^\s#]\S*))', line)
+    return pattern is not None and bool(
+        re.fullmatch(rf"/?{re.escape(store)}/(\*\*?/)?\*\*?(\.toml)?", pattern[1] or pattern[2] or "")
+    )
+
+
 def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: list[Edit]) -> Iterator[str]:
     if project.has_workflow:
         yield f"{WORKFLOW} is there, and is left alone"
         return
-    requirements = "requirements.txt"
+    requirements = REQUIREMENTS
     if not has_all(project.requirements):
         requirements = GATE_REQUIREMENTS
-        if project.gate_requirements is None:
-            edits.append(Edit(GATE_REQUIREMENTS, None, requirements_of(_installation(project, here))))
-        else:
+        lines = requirements_of(_installation(project, here))
+        if project.gate_requirements is not None:
             yield f"{GATE_REQUIREMENTS} is there, and is left alone"
+        elif here.torch is not None:
+            edits.append(Edit(GATE_REQUIREMENTS, None, "".join(f"{line}\n" for line in (_PINNED, *lines))))
+        else:
+            yield (
+                f"{GATE_REQUIREMENTS}, which the workflow installs from, is not proposed: the release of torch that it has to "
+                f"pin is not known here. Write it, a line for each: {', '.join(lines)}"
+            )
     up = "" if project.folder == "." else "../" * len(project.folder.split("/"))
     edits.append(Edit(f"{up}{WORKFLOW}", None, workflow(runner, requirements, project.folder)))
     yield f"the workflow is for the runner {runner}: {why} (--runner chooses)"

@@ -30,6 +30,10 @@ _NO_MODULES = {"Parameter", "Buffer", "UninitializedParameter", "UninitializedBu
 _NO_MODELS = ("Tokenizer", "TokenizerFast", "Config", "Processor", "FeatureExtractor", "logging", "set_seed")
 _BASES = {"LightningModule", "PreTrainedModel", "ModelMixin"}
 _ZOOS = ("transformers.", "diffusers.", "timm.", "torchvision.models.")
+_AUTOGRAD_SETTINGS = {"detect_anomaly", "set_detect_anomaly", "set_grad_enabled", "set_multithreading_enabled"}
+_Assignment = ast.Assign | ast.AnnAssign
+_OWN = ("self.", "cls.", "request.cls.")
+"""What an attribute of a test's class is set on."""
 
 
 class Models:
@@ -85,16 +89,18 @@ def returns_module(function: Function, file: SourceFile, models: Models, given: 
 
 def modules_in(within: ast.AST, file: SourceFile, models: Models, given: frozenset[str]) -> frozenset[str]:
     """Return the variables that are modules, ``self.x`` included: of a function, a class or a statement."""
-    pairs = [pair for node in nodes_in(within) if isinstance(node, ast.Assign) for pair in _assigned(node)]
+    pairs = [pair for node in nodes_in(within) if isinstance(node, _Assignment) for pair in _assigned(node)]
     found = given
     while more := {name for names, value in pairs if is_module(value, file, models, found) for name in names} - found:
         found |= more
     return found
 
 
-def _assigned(node: ast.Assign) -> Iterator[tuple[list[str], ast.expr]]:
+def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[tuple[list[str], ast.expr]]:
     """Yield the names that an assignment gives a value, with the value: ``a, b = f(), 3`` has two, ``a, b = f()`` has one."""
-    for target in node.targets:
+    if node.value is None:
+        return
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             yield from ((list(_names(one)), value) for one, value in zip(target.elts, node.value.elts, strict=False))
         else:
@@ -178,17 +184,27 @@ class Runs:
         return returns_module(function, file, self._models, given)
 
     def _modules_around(self, function: Function, file: SourceFile) -> frozenset[str]:
-        """Return the modules that a function sees beside its own: globals, and attributes that methods of its class set."""
+        """Return the modules that a function sees beside its own: globals, and attributes that its class or a method sets."""
         if file.path not in self._globals:
-            statements = ast.Module([one for one in file.tree.body if isinstance(one, ast.Assign)], [])
-            self._globals[file.path] = modules_in(statements, file, self._models, frozenset())
+            self._globals[file.path] = self._global_modules(file)
         owner = file.owners.get(function)
         if owner is None:
             return self._globals[file.path]
         if owner not in self._attributes:
             within = modules_in(owner, file, self._models, frozenset())
-            self._attributes[owner] = frozenset(one for one in within if one.startswith("self."))
+            names = {one.removeprefix(own) for one in within for own in _OWN if one.startswith(own)}
+            names |= modules_in(_assignments(owner.body), file, self._models, frozenset())
+            self._attributes[owner] = frozenset(f"{own}{name}" for name in names for own in _OWN)
         return self._globals[file.path] | self._attributes[owner]
+
+    def _global_modules(self, file: SourceFile) -> frozenset[str]:
+        """Return the globals of a file that are modules, those that a function declares and sets included."""
+        found = modules_in(_assignments(file.tree.body), file, self._models, frozenset())
+        for function in file.functions.values():
+            declared = {name for node in nodes_in(function) if isinstance(node, ast.Global) for name in node.names}
+            if declared:
+                found |= declared & modules_in(function, file, self._models, frozenset())
+        return found
 
     def _helpers(self, function: Function, file: SourceFile) -> Iterator[tuple[Function, SourceFile]]:
         """Yield the functions of the project that a function calls: of its file, its class, or imported ones."""
@@ -208,6 +224,10 @@ class Runs:
             where = self._sources.module(module, file.path) if module else None
             if where is not None and name in where.functions:
                 yield where.functions[name], where
+
+
+def _assignments(body: Iterable[ast.stmt]) -> ast.Module:
+    return ast.Module([one for one in body if isinstance(one, _Assignment)], [])
 
 
 def _methods_called(name: str, function: Function, file: SourceFile) -> Iterator[Function]:
@@ -233,7 +253,9 @@ def _runs_itself(node: ast.AST, file: SourceFile, models: Models, modules: froze
         return False
     if is_module(node.func, file, models, modules):
         return True
-    return _is_step(node.func) or (file.dotted(node.func) or "").startswith("torch.autograd.")
+    dotted = file.dotted(node.func) or ""
+    is_autograd = dotted.startswith("torch.autograd.") and dotted.rpartition(".")[2] not in _AUTOGRAD_SETTINGS
+    return _is_step(node.func) or is_autograd
 
 
 def _is_step(called: ast.expr) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal, get_args
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 Runner = Literal["emulated", "self-hosted", "cpu"]
 RUNNERS: tuple[Runner, ...] = get_args(Runner)
@@ -12,7 +16,10 @@ DEVICES: dict[Runner, str] = {"emulated": "emulated:h100", "self-hosted": "cuda"
 """The device that each measures on."""
 REQUIREMENTS = "requirements.txt"
 """The file that the texts install from."""
-_LINE = "pytest-gpumem[report] @ git+https://github.com/OWNER/pytest-gpumem"
+_PLUGIN = "pytest-gpumem"
+_LINE = f"{_PLUGIN}[report] @ git+https://github.com/OWNER/{_PLUGIN}"
+_BEHIND = re.compile(r"(^|\s)(#|--).*|\s\\$")
+"""A comment, options of pip, or the mark of a line that goes on."""
 
 
 def template(runner: Runner) -> str:
@@ -57,16 +64,34 @@ class Installation:
 
 def has_all(requirements: str | None) -> bool:
     """Return whether a requirements.txt has what the workflow asks of it: a pinned torch, and the plugin."""
-    lines = (requirements or "").splitlines()
-    return any(line.startswith("torch==") for line in lines) and any("pytest-gpumem" in line for line in lines)
+    lines = (requirements or "").split("\n")
+    torches = [line for line in lines if line.startswith("torch==")]
+    read = (_requirement(line) for line in lines)
+    has_plugin = any(one is not None and canonicalize_name(one.name) == _PLUGIN for one in read)
+    return len(torches) == 1 and _is_pinned(torches[0]) and has_plugin
 
 
-def requirements_of(installation: Installation) -> str:
-    """Return the text of a file of requirements for the gate."""
-    lines = ["# What the gate installs. Figures are of a release of torch: change it together with the baselines."]
-    lines += [f"torch=={installation.torch}" if installation.torch else "torch", "pytest", _LINE]
+def _requirement(line: str) -> Requirement | None:
+    """Return what a line of a requirements.txt asks for; ``None`` of a comment, an option or a URL alone."""
+    try:
+        return Requirement(_BEHIND.sub("", line.strip()))
+    except InvalidRequirement:
+        return None
+
+
+def _is_pinned(line: str) -> bool:
+    """Return whether a line is one release for every machine, and one word: the workflow gives it to a shell."""
+    read = _requirement(line)
+    if read is None or read.marker is not None or line.split() != [line]:
+        return False
+    return [one.operator for one in read.specifier] == ["=="] and not line.endswith(".*")
+
+
+def requirements_of(installation: Installation) -> list[str]:
+    """Return the lines of a file of requirements for the gate."""
+    lines = [f"torch=={installation.torch or 'RELEASE'}", "pytest", _LINE]
     if installation.requirements is not None:
         lines.append(f"-r {REQUIREMENTS}")
     if installation.is_package:
         lines.append(f"-e .[{installation.extra}]" if installation.extra else "-e .")
-    return "".join(f"{line}\n" for line in lines)
+    return lines
