@@ -128,7 +128,7 @@ def compared_in_turns(trial: PairedTrial, tolerated: float) -> Compared:
 
     def take(side: Side, number: int) -> AbRun:
         base, head = trial.pairs[(number - 1) // 2]
-        return _run_of_pytest(side, _first(base if side == BASE else head, trial.cores).first)
+        return _run_of_pytest(_first(base if side == BASE else head, trial.cores).first)
 
     def compare_so_far(pairs: Sequence[tuple[AbRun, AbRun]]) -> Compared:
         return compare_runs(pairs, _NOWHERE, _NOWHERE, tolerated, {})
@@ -140,10 +140,10 @@ def compared_in_turns(trial: PairedTrial, tolerated: float) -> Compared:
 _NOWHERE = Revision("HEAD", "0" * 40)
 
 
-def _run_of_pytest(side: Side, sample: Sample) -> AbRun:
+def _run_of_pytest(sample: Sample) -> AbRun:
     """A run with one test, which timed one step."""
     measurement = Measurement("step", Workload("call"), Environment("cpu", "CPU"), {}, times=Times((sample,)))
-    return AbRun(side, {("test", "step"): TestVerdict("test", "step", (Verdict(measurement, ()),))}, root="")
+    return AbRun({("test", "step"): TestVerdict("test", "step", (Verdict(measurement, ()),))}, root="")
 
 
 @dataclass(frozen=True, slots=True)

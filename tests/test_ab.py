@@ -428,7 +428,7 @@ def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(re
     )
     repository.commit("before", seconds=0.25)
     folder = repository.path.parent / "runs"
-    runner = Runner(Checkout.around(repository.path), {"base": repository.path}, PLAIN, None, folder, Stop())
+    runner = Runner(Checkout.around(repository.path), {"base": repository.path}, PLAIN, None, folder, Stop(), ())
     taken = runner.take("base", 1, lambda: None)
     (verdict,) = taken.tests.values()
     (one,) = verdict.verdicts

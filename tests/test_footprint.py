@@ -28,11 +28,17 @@ def test_a_run_without_measured_tests_loads_neither_torch_nor_anything_for_measu
     assert not any("gpumem:" in line for line in result.outlines)
 
 
-def test_a_gate_and_settings_that_measure_no_test_of_the_run_load_no_torch_either(project):
+def test_a_gate_without_measured_tests_loads_no_torch_either(project):
+    (project.path / "test_it.py").write_text(
+        WATCH.replace('    assert "pytest_gpumem.runtest.hooks"', '    assert "measuring"')
+    )
+    project.run("-p", "no:anyio", "--gpumem-baseline", device=None, new=True).assert_outcomes(passed=1)
+
+
+def test_settings_that_measure_no_test_of_the_run_load_no_torch_either(project):
     project.settings("[tool.gpumem]\nmark = ['models/**']\n")
-    source = WATCH.replace('    assert "pytest_gpumem.runtest.hooks"', '    assert "measuring"')
-    (project.path / "test_it.py").write_text(source)
-    result = project.run("-p", "no:anyio", "--gpumem-baseline", device=None, new=True)
+    (project.path / "test_it.py").write_text(WATCH)
+    result = project.run("-p", "no:anyio", device=None, new=True, timed=True)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["gpumem: mark = 'models/[*][*]' marks nothing: *"])
 
@@ -68,7 +74,7 @@ def test_after():
 
 
 @pytest.mark.parametrize("marker", ["", "@pytest.mark.gpumem\n"], ids=["unmeasured", "measured"])
-def test_a_collection_that_a_test_asks_for_sees_what_was_there_before(project, marker):
+def test_a_collection_that_a_test_asks_for_sees_what_was_there_before_any_measured_one(project, marker):
     project.write(
         """
 import gc

@@ -1,9 +1,10 @@
-"""Tests that are timed at once, in workers of one session and beside another: by the order of what their device tells."""
+"""Tests that are timed at once, in workers of one session and in two sessions: by the order of what their device tells."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests import preloaded
 from tests.locking import log_of, overlaps, start, wait_for
 
 LOGGED = """
@@ -136,11 +137,27 @@ def write(project, tests):
     project.write(TOGETHER + tests)
 
 
+def processes_that_were_alone(log):
+    return {line.split()[1] for line in log if line.startswith("alone")}
+
+
 def test_workers_that_time_steps_on_one_device_never_overlap(logged):
     write(logged, STEPS)
     logged.run("-n2", separate=True, timed=True).assert_outcomes(passed=2)
     log = log_of(logged.path)
-    assert len({line.split()[1] for line in log if line.startswith("alone")}) == 2
+    assert len(processes_that_were_alone(log)) == 2
+    assert overlaps(log) == []
+
+
+def test_two_sessions_that_time_steps_on_one_device_never_overlap(logged):
+    write(logged, STEPS)
+    command = ["-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider", "--gpumem-device=cpu"]
+    sessions = [preloaded.start(*command, cwd=logged.path) for _ in range(2)]
+    for session in sessions:
+        session.communicate(timeout=120)
+    assert [session.returncode for session in sessions] == [0, 0]
+    log = log_of(logged.path)
+    assert len(processes_that_were_alone(log)) == 2
     assert overlaps(log) == []
 
 

@@ -6,6 +6,8 @@ import shlex
 
 import pytest
 
+ALONE = pytest.param([], id="alone")
+WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers")]
 CONFTEST = """
 import os
 
@@ -33,7 +35,6 @@ def pytest_gpumem_devices(config):
 """A device beside the CPU, which a machine may lack."""
 MARKED = "@pytest.mark.gpumem{}\ndef test_{}():\n    torch.ones(10)\n\n\n"
 PLAIN = "def test_{}():\n    torch.ones(10)\n\n\n"
-SKIPS = "def test_{}():\n    pytest.skip('no data')\n\n\n"
 GONE = "Not measured any more: it has neither the marker gpumem nor the fixture any more, *"
 
 
@@ -44,9 +45,9 @@ def two_devices(project):
     return project
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_pruned(project, workers, monkeypatch):
-    project.settings('[tool.gpumem]\nbaseline = true\nmeasure = ["test_it.py"]\n')
+    project.settings('[tool.gpumem]\nbaseline = true\nmark = ["test_it.py"]\n')
     project.write(
         "@pytest.mark.parametrize('n', [1000, 2000])\ndef test_it(n):\n    torch.ones(n)\n\n\n"
         "@pytest.mark.skipif('GONE' in __import__('os').environ, reason='')\ndef test_skipped():\n    torch.ones(10)\n"
@@ -71,9 +72,10 @@ def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_prune
     assert project.run().ret == 0
 
 
-def test_a_deselected_an_expected_to_fail_and_another_devices_test_is_not_missing(project):
-    project.write("".join(MARKED.format("", name) for name in ("measured", "deselected", "expected")))
-    project.write(MARKED.format("", "it"), "test_elsewhere.py")
+def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_another_device_is_not_missing(project):
+    marked = "@pytest.mark.gpumem\ndef test_{}():\n    torch.ones(10)\n\n\n"
+    project.write("".join(map(marked.format, ("measured", "deselected", "expected"))))
+    project.write(marked.format("it"), "test_elsewhere.py")
     project.run("--gpumem-update=new").assert_outcomes(passed=4)
     (file,) = project.store.rglob("test_elsewhere.py.toml")
     (project.store / "nvidia-h100").mkdir()
@@ -81,7 +83,7 @@ def test_a_deselected_an_expected_to_fail_and_another_devices_test_is_not_missin
     (project.store / "nvidia-h100" / file.name).write_text(text, encoding="utf-8")
     file.unlink()
     project.write(
-        MARKED.format("", "measured")
+        marked.format("measured")
         + "def test_deselected(): ...\n\n\n@pytest.mark.xfail\ndef test_expected():\n    assert False\n"
     )
     project.write("def test_it(): ...\n", "test_elsewhere.py")
@@ -92,8 +94,11 @@ def test_a_deselected_an_expected_to_fail_and_another_devices_test_is_not_missin
 
 @pytest.mark.parametrize(
     ("beside", "workers"),
-    [(MARKED.format("", "other"), []), ("", []), ("", ["-n", "2"])],
-    ids=["beside another", "alone", "workers"],
+    [
+        pytest.param(MARKED.format("", "other"), [], id="beside another"),
+        pytest.param("", [], id="alone"),
+        pytest.param("", ["-n", "2"], id="workers"),
+    ],
 )
 def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_devices, workers, beside):
     two_devices.write(beside + MARKED.format("(device='second')", "it"))
@@ -105,7 +110,7 @@ def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_device
     result.stdout.fnmatch_lines([GONE])
 
 
-def test_a_test_whose_file_or_class_named_another_device_is_missed(two_devices):
+def test_a_test_whose_file_or_class_named_another_device_is_missed_also_where_only_the_fixture_was_used(two_devices):
     marks = "pytestmark = pytest.mark.gpumem(device='second')\n\n\n"
     two_devices.write(marks + "def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(10))\n", "test_file.py")
     two_devices.write(
@@ -125,21 +130,18 @@ def test_a_baseline_that_names_a_device_of_a_plugin_that_is_gone_is_another_mach
     assert two_devices.run("--gpumem-baseline").ret == 0
 
 
-@pytest.mark.parametrize(
-    ("source", "told"), [(PLAIN, "1 gated"), (SKIPS, "1 gated, 1 unmeasured (it was skipped)")], ids=["runs", "skips"]
-)
-def test_a_machine_without_the_device_that_a_test_named_does_not_miss_it(two_devices, monkeypatch, source, told):
+def test_a_machine_without_the_device_that_a_test_named_does_not_miss_it(two_devices, monkeypatch):
     two_devices.write(MARKED.format("", "other") + MARKED.format("(device='second')", "it"))
     two_devices.run("--gpumem-update=new")
     monkeypatch.setenv("NO_SECOND", "1")
     # A marker that depends on what the machine has.
-    two_devices.write(MARKED.format("", "other") + source.format("it"))
+    two_devices.write(MARKED.format("", "other") + PLAIN.format("it"))
     result = two_devices.run("--gpumem-baseline", "--gpumem-strict")
     assert result.ret == 0
-    result.stdout.fnmatch_lines([f"gpumem: {told}"])
+    result.stdout.fnmatch_lines(["gpumem: 1 gated"])
 
 
-def test_a_test_that_is_measured_on_another_device_only_is_not_missed_on_this(two_devices):
+def test_a_test_that_only_sessions_on_another_device_measure_is_not_missed_in_one_on_this(two_devices):
     two_devices.write(
         "def pytest_collection_modifyitems(config, items):\n    for item in items:\n"
         "        if item.name == 'test_other' or config.getoption('gpumem_device') == 'second':\n"
@@ -199,7 +201,7 @@ def test_the_command_of_a_failure_accepts_that_test_and_no_other_that_is_gone(pr
     assert project.run("--gpumem-baseline").ret == 0
 
 
-def test_pruning_by_id_leaves_a_test_that_is_measured_and_one_that_is_deselected(project):
+def test_pruning_a_test_by_its_id_leaves_one_that_is_measured_and_one_that_is_deselected(project):
     project.write(MARKED.format("", "kept") + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     before = project.stored()
@@ -226,14 +228,16 @@ def test_pruning_a_test_by_its_id_leaves_its_baselines_of_devices_that_are_not_h
 @pytest.mark.parametrize(
     ("mode", "beside", "workers"),
     [
-        ("new", MARKED.format("", "other"), []),
-        ("all", MARKED.format("", "other"), []),
-        ("all", "", []),
-        ("all", "", ["-n", "2"]),
+        pytest.param("new", MARKED.format("", "other"), [], id="new"),
+        pytest.param("improved", MARKED.format("", "other"), [], id="improved"),
+        pytest.param("all", MARKED.format("", "other"), [], id="all"),
+        pytest.param("all", "", [], id="beside no other"),
+        pytest.param("all", "", ["-n", "2"], id="workers"),
     ],
-    ids=["new", "all", "beside no other", "workers"],
 )
-def test_an_update_tells_of_a_test_that_is_no_longer_measured_and_keeps_its_baseline(project, workers, mode, beside):
+def test_an_update_tells_of_a_test_that_is_not_measured_any_more_and_leaves_its_baseline(
+    project, workers, mode, beside
+):
     project.write(beside + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     before = project.stored()
@@ -273,6 +277,7 @@ def test_an_update_that_gates_as_well_fails_a_test_that_is_not_measured_any_more
     result.stdout.fnmatch_lines([GONE])
 
 
+SKIPS = "def test_{}():\n    pytest.skip('no data')\n\n\n"
 SKIPPED_BY_MARK = "@pytest.mark.skip\ndef test_{}(): ...\n\n\n"
 SKIPPED_IN_SET_UP = (
     "@pytest.fixture\ndef data():\n    pytest.skip('no data')\n\n\ndef test_{}(data):\n    torch.ones(10)\n\n\n"
@@ -280,18 +285,22 @@ SKIPPED_IN_SET_UP = (
 
 
 @pytest.mark.parametrize(
-    ("marker", "skips"),
-    [("@pytest.mark.gpumem\n", SKIPS), ("", SKIPS), ("", SKIPPED_BY_MARK)],
-    ids=["marked", "not measured any more", "by a marker"],
+    ("marker", "skips", "workers"),
+    [
+        pytest.param("@pytest.mark.gpumem\n", SKIPS, [], id="marked"),
+        pytest.param("", SKIPS, [], id="not measured any more"),
+        pytest.param("", SKIPPED_BY_MARK, [], id="by a marker"),
+        pytest.param("", SKIPPED_BY_MARK, ["-n", "2"], id="workers"),
+    ],
 )
-def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project, marker, skips):
+def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project, workers, marker, skips):
     project.write(MARKED.format("", "other") + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     project.write(MARKED.format("", "other") + marker + skips.format("it"))
-    beside = project.run("--gpumem-baseline", "--gpumem-strict")
+    beside = project.run("--gpumem-baseline", "--gpumem-strict", *workers, separate=bool(workers))
     assert beside.ret == 0
     beside.stdout.fnmatch_lines(["gpumem: 1 gated, 1 unmeasured (it was skipped)"])
-    alone = project.run("--gpumem-baseline", "-k", "test_it and not other")
+    alone = project.run("--gpumem-baseline", "-k", "test_it and not other", *workers, separate=bool(workers))
     assert alone.ret == pytest.ExitCode.TESTS_FAILED
     alone.stdout.fnmatch_lines(
         [
@@ -301,7 +310,7 @@ def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project,
     )
 
 
-def test_a_test_that_is_no_longer_measured_and_skips_or_fails_is_counted_so(project):
+def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_by_itself_is_counted_so(project):
     project.write(MARKED.format("", "other") + MARKED.format("", "skips") + MARKED.format("", "fails"))
     project.run("--gpumem-update=new")
     fails = "def test_fails():\n    assert False\n"
@@ -312,9 +321,14 @@ def test_a_test_that_is_no_longer_measured_and_skips_or_fails_is_counted_so(proj
 
 
 @pytest.mark.parametrize(
-    ("source", "workers"), [(PLAIN, []), (SKIPS, []), (PLAIN, ["-n", "2"])], ids=["runs", "skips", "workers"]
+    ("source", "workers"),
+    [
+        pytest.param(PLAIN, [], id="runs"),
+        pytest.param(SKIPS, [], id="skips"),
+        pytest.param(PLAIN, ["-n", "2"], id="workers"),
+    ],
 )
-def test_a_gate_is_red_whose_tests_all_lost_markers_where_their_device_is_not(
+def test_a_gate_is_red_whose_tests_all_lost_their_markers_on_a_machine_without_their_device(
     two_devices, workers, source, monkeypatch
 ):
     two_devices.write(MARKED.format("", "it") + MARKED.format("(device='second')", "other"))
@@ -342,6 +356,14 @@ def test_a_gate_is_not_red_for_tests_without_baselines_or_that_were_deselected(t
     result = two_devices.run("--gpumem-baseline", "--deselect=test_it.py::test_it")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["gpumem: nothing to gate: no measured test was selected"])
+
+
+def test_a_gate_with_something_to_compare_is_green_beside_tests_of_another_device(two_devices, monkeypatch):
+    two_devices.write(MARKED.format("", "it") + MARKED.format("(device='second')", "other"))
+    two_devices.run("--gpumem-update=new")
+    monkeypatch.setenv("NO_SECOND", "1")
+    two_devices.write(MARKED.format("", "it") + SKIPS.format("other"))
+    assert two_devices.run("--gpumem-baseline", "--gpumem-strict").ret == 0
 
 
 def test_an_update_tells_why_a_test_that_has_the_fixture_measured_nothing(project):

@@ -45,6 +45,21 @@ import os
 
 import pytest
 
+from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.measurement import Environment
+
+
+class SecondDevice(CpuDevice):
+    name = "second"
+
+    def environment(self):
+        return Environment("second-1", "Second 1", {})
+
+
+def pytest_gpumem_devices(config):
+    return {"second": SecondDevice}
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.name == "test_marked_by_the_conftest":
@@ -125,6 +140,25 @@ def test_it(gpumem):
         ("Memory regressed: growth per step 85.33 kB, baseline 0 B: *",),
     ),
     Scenario(
+        "losses kept with their graphs",
+        """
+def test_it(gpumem):
+    model, kept = layers(), []
+
+    def step():
+        result = model(torch.ones(256, 64)).square().mean()
+        if PLANTED:
+            kept.append(result)
+
+    gpumem.measure(step)
+""",
+        (
+            "Memory regressed: growth per step *",
+            "*activations * test_*.py:*float32?256, 64?",
+            "  kept in: test_it.<locals>.kept?...?",
+        ),
+    ),
+    Scenario(
         "a peak that moves, and whose smallest value grew",
         """
 def test_it(gpumem):
@@ -166,6 +200,14 @@ def test_it(gpumem):
         ("Memory regressed: peak *; another workload: parameters 263.17 k, were 16.64 k; batch *",),
     ),
     Scenario(
+        "a batch twice as large",
+        """
+def test_it(gpumem):
+    gpumem.train_step(layers, torch.ones(2048 if PLANTED else 1024, 64), loss=loss)
+""",
+        ("Memory regressed: peak *; another workload: batch float32?2048, 64?, was float32?1024, 64?",),
+    ),
+    Scenario(
         "checkpointing dropped from the config",
         """
 def test_it(gpumem):
@@ -176,6 +218,25 @@ def test_it(gpumem):
     gpumem.train_step(make, torch.ones(2048, 64), config=config, loss=loss)
 """,
         ("Memory regressed: peak *; another workload: config fp32, was *checkpoint=blocks",),
+    ),
+    Scenario(
+        "a third more of a small peak",
+        """
+@pytest.mark.gpumem
+def test_it():
+    torch.ones(1_000_000 if PLANTED else 750_000)
+""",
+        ("Memory regressed: peak 4.00 MB, baseline 3.00 MB: +1.00 MB (+33.3 %), allowed +2.1 %",),
+    ),
+    Scenario(
+        "a measurement behind an if",
+        """
+def test_it(gpumem):
+    gpumem.train_step(layers, torch.ones(32, 64), loss=loss)
+    if not PLANTED:
+        gpumem.infer_step(layers, torch.ones(32, 64), name="eval")
+""",
+        ("Measurement missing: it has baselines on this device of measurements that it no longer takes: eval",),
     ),
     Scenario(
         "a measurement after an early return",
@@ -202,6 +263,18 @@ if not PLANTED:
             "*baseline: call, *",
             "*accept:   gpumem prune test_*.py::test_it *",
         ),
+    ),
+    Scenario(
+        "a marker that went and named another device than that of the session",
+        """
+def test_it(n=1_000_000):
+    torch.ones(n)
+
+
+if not PLANTED:
+    test_it = pytest.mark.gpumem(device="second")(test_it)
+""",
+        ("Not measured any more: it has neither the marker *", "*baseline: call, *"),
     ),
     Scenario(
         "a fixture that a test does not ask for any more",
@@ -288,6 +361,23 @@ def test_marked_by_pattern():
     torch.ones(2_000_000 if PLANTED else 1_000_000)
 """,
         ("Memory regressed: peak 8.00 MB, baseline 4.00 MB: *",),
+    ),
+    Scenario(
+        "a forgotten no_grad",
+        """
+def test_it(gpumem):
+    student, teacher = layers(), layers(count=3)
+
+    def step():
+        with torch.set_grad_enabled(PLANTED):
+            target = teacher(torch.ones(512, 64))
+        (student(torch.ones(512, 64)) - target).square().mean().backward()
+        student.zero_grad()
+        teacher.zero_grad()
+
+    gpumem.measure(step)
+""",
+        ("Memory regressed: peak *", "*activations * grad mode was off here*"),
     ),
     Scenario(
         "a step that moved off the measured device",
@@ -384,6 +474,19 @@ def test_it(gpumem):
         ),
     ),
     Scenario(
+        "a measurement within another",
+        """
+def test_it(gpumem):
+    def step():
+        torch.ones(1_000_000)
+        if PLANTED:
+            gpumem.measure(lambda: torch.ones(7_000_000))
+
+    gpumem.measure(step)
+""",
+        (),
+    ),
+    Scenario(
         "steps within steps, in a loop that catches each exception",
         """
 def test_it(gpumem):
@@ -470,7 +573,7 @@ def folder(request, tmp_path_factory) -> Folder:
 
 @pytest.fixture(scope="module")
 def runs(folder) -> Runs:
-    untimed = ("--no-gpumem-time", "--ignore=timed")
+    untimed = ("--no-gpumem-time", "--ignore=timed", "--ignore=ending")
     assert folder.run("--gpumem-update=new", *untimed) == 0
     clean = folder.run("--gpumem-baseline", "--gpumem-report=clean.json", *untimed)
     planted = folder.run("--gpumem-baseline", "--gpumem-report=planted.json", *untimed, PLANTED="1")
@@ -511,9 +614,23 @@ def test_what_is_planted_is_told(runs, scenario):
         assert fnmatch.filter(lines, expected), f"{expected!r} is not in\n{result['verdict']['failure']}"
 
 
+def test_a_test_that_ends_its_process_with_status_0_is_red_and_its_clean_twin_green(folder):
+    (folder.path / "ending").mkdir(exist_ok=True)
+    source = """
+def test_it(gpumem):
+    gpumem.infer_step(layers, torch.ones(32, 64))
+    if PLANTED:
+        os._exit(0)
+"""
+    (folder.path / "ending/test_ends.py").write_text(MODEL + source, encoding="utf-8")
+    assert folder.run("ending", "--gpumem-update=all", "--no-gpumem-time") == 0
+    assert folder.run("ending", "--gpumem-baseline", "--no-gpumem-time") == 0
+    assert folder.run("ending", "--gpumem-baseline", "--no-gpumem-time", PLANTED="1") == 1
+
+
 # One test is one worker's, whichever that is.
 @pytest.mark.parametrize("folder", [ALONE], indirect=True)
-def test_a_step_that_takes_two_hundred_times_as_long_is_red_and_its_clean_twin_green(folder):
+def test_a_step_that_takes_two_hundred_times_as_long_is_red_and_its_clean_twin_green_whatever_else_is_at_work(folder):
     assert folder.run("timed", "--gpumem-update=all", "--no-gpumem-time") == 0
     # As if recorded when nothing was at work, which nobody can wait for: of a step that took half as long again.
     seconds = 1.5 * float((folder.path / "seconds").read_text(encoding="utf-8"))

@@ -74,4 +74,4 @@ def test_a_trainer_has_the_same_figures_with_and_without_a_callback(project, pac
     for n in (1, 4):
         # The callback comes later than the optimizer's step: a scalar more or less is alive.
         assert found[f"test_train[False-{n}]"] == pytest.approx(found[f"test_train[True-{n}]"], abs=64)
-    assert found["test_train[True-4]"]["steps.flops"] == 4 * found["test_train[True-1]"]["steps.flops"]
+    assert found["test_train[True-4]"]["loop.flops"] == 4 * found["test_train[True-1]"]["loop.flops"]

@@ -32,6 +32,6 @@ def test_a_script_is_gated_on_each_rank_and_growth_of_one_is_named(project, run_
     assert "gpumem: 1 gated\n" in clean.output
     red = run("--gpumem-baseline", torchrun=True, MORE="2000")
     assert red.status != 0
-    assert "steps rank 1 of 2: Memory regressed: peak" in red.output, red.output
+    assert "loop rank 1 of 2: Memory regressed: peak" in red.output, red.output
     assert "gpumem: 1 gated, 1 regressed\n" in red.output
     assert red.left == ()
