@@ -150,7 +150,7 @@ def test_measure(gpumem, program):
 
 @each
 def test_steps(gpumem, program):
-    with gpumem.loop(8, name=f"steps {program}") as loop:
+    with gpumem.loop(8, name=f"loop {program}") as loop:
         step = step_of(program)
         while not loop.step_ended():
             step()
@@ -223,7 +223,7 @@ def test_each_way_of_measuring_has_the_peak_of_the_program_alone(project, measur
 
 def test_workspaces_are_neither_kept_by_a_step_nor_growth(measured):
     kept = {name: figures[2:] for name, figures in measured.items() if any(figures[2:])}
-    each_step = {"measure leaking": [4, 4], "steps leaking": [4, 4]}
+    each_step = {"measure leaking": [4, 4], "loop leaking": [4, 4]}
     assert kept == each_step | {"first region leaking": [4, 0], "region leaking": [4, 0]}
 
 
