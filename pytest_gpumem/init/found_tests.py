@@ -81,7 +81,7 @@ def find_tests(sources: Sources, names: Names) -> FoundTests:
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """What a module or class gives each test in it."""
+    """Markers, fixtures and set-up that a module or class gives each test in it."""
 
     file: SourceFile
     names: Names

@@ -33,7 +33,7 @@ _ZOOS = ("transformers.", "diffusers.", "timm.", "torchvision.models.")
 _AUTOGRAD_SETTINGS = {"detect_anomaly", "set_detect_anomaly", "set_grad_enabled", "set_multithreading_enabled"}
 _Assignment = ast.Assign | ast.AnnAssign
 _OWN = ("self.", "cls.", "request.cls.")
-"""What an attribute of a test's class is set on."""
+"""Objects on which an attribute of a test's class is set."""
 
 
 class Models:
