@@ -187,9 +187,12 @@ def reversed_run(committed, tmp_path_factory) -> Run:
 )
 def test_the_committed_baselines_hold(reversed_run):
     assert reversed_run.code == 0, reversed_run.output
-    # They keep no times, which would be those of one machine: the tests that time a step say so.
-    assert reversed_run.accounting == "21 gated, 15 new"
-    assert "of 18 timed steps, the time of 18 is not gated: the baseline has no times" in reversed_run.output
+    # Without AVX-512, oneDNN takes no workspace for a product of bfloat16.
+    if reversed_run.accounting != "21 gated":
+        assert re.fullmatch(r"21 gated, \d+ improved", reversed_run.accounting), reversed_run.output
+        assert "improved: cpu_capability was AVX512, now " in reversed_run.output
+    # They keep no times, which would be those of one machine.
+    assert " it was not timed, as its baseline has no time: " in reversed_run.output
     assert len(reversed_run.printed) == 22
 
 

@@ -352,6 +352,15 @@ def test_a_peak_that_grew_on_another_cpu_is_uncertain_up_to_what_that_explains()
     assert metric.gated
 
 
+def test_a_peak_that_fell_on_another_cpu_improved_and_says_that_the_cpu_may_have_done_it():
+    here, earlier = on(cpu_capability="AVX2"), stored(on(cpu_capability="AVX512"), peak_allocated=GB)
+    metric = judged(measured(here, peak_allocated=0.9 * GB), earlier).of("peak_allocated")
+    assert metric.outcome is Outcome.IMPROVED
+    assert metric.reason == "cpu_capability was AVX512, now AVX2, which moves peak allocated by itself"
+    same = judged(measured(on(cpu_capability="AVX512"), peak_allocated=0.9 * GB), earlier).of("peak_allocated")
+    assert (same.outcome, same.reason) == (Outcome.IMPROVED, None)
+
+
 def test_under_another_allocator_growth_of_reserved_memory_alone_is_uncertain():
     now = measured(on(allocator="expandable_segments:True"), peak_allocated=2 * GB, peak_reserved=1.3 * GB)
     verdict = judged(now, stored(on(allocator="default"), peak_allocated=GB, peak_reserved=GB))
