@@ -145,7 +145,7 @@ docs: $(DOCS_READY)
 	$(DOCS_VENV)/bin/python -m sphinx --nitpicky --fail-on-warning --keep-going --quiet -b html docs build/site
 
 $(DOCS_READY): docs/requirements.txt
-	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(call new_environment,$(DOCS_VENV))
 	$(DOCS_VENV)/bin/python -m pip install --requirement docs/requirements.txt
 	touch $@
 
@@ -160,13 +160,23 @@ clean:
 	rm -rf .venv .venv-* $(VENV) $(EMULATED_VENV) $(EXAMPLE_VENV) $(EXAMPLE_EMULATED_VENV) build dist .mypy_cache .ruff_cache .hypothesis
 	find . -type d \( -name __pycache__ -o -name .pytest_cache \) -prune -exec rm -rf {} +
 
-# Made anew whenever what it is made of changes. Where Python comes without ensurepip, as on Debian, its own pip fills the
-# environment; a pip older than 22.3 cannot, or cannot install a project in place, and is brought up to date.
+# Environments are made anew whenever what they are made of changes. Where Python comes without ensurepip, as on Debian, its own pip
+# fills them; a pip older than 22.3 cannot, or cannot install a project in place, and is brought up to date.
+define new_environment
+$(PYTHON) -m venv --clear $(1) || { \
+	$(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install pip; }
+$(1)/bin/python -c "import pip, sys; sys.exit(tuple(map(int, pip.__version__.split('.')[:2])) < (22, 3))" || \
+	$(1)/bin/python -m pip install --upgrade pip
+endef
+
+# The CUDA build of torch in an environment, without NVIDIA's libraries.
+define emulated_torch
+$(1)/bin/python -m pip install --no-deps $(EMULATED_TORCH)
+$(WITHOUT_NVIDIA) $(1)/lib/python*/site-packages/torch-*.dist-info/METADATA
+endef
+
 $(TEST_READY): pyproject.toml example_project/pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear $(VENV) || { \
-		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
-	$(BIN)/python -c "import pip, sys; sys.exit(tuple(map(int, pip.__version__.split('.')[:2])) < (22, 3))" || \
-		$(BIN)/python -m pip install --upgrade pip
+	$(call new_environment,$(VENV))
 	$(if $(NIGHTLY),$(BIN)/python -m pip install --pre torch --index-url $(NIGHTLY)/cpu)
 	@echo "installing what the tests use, torch $(TORCH) among it, into $(VENV)/"
 	$(BIN)/python -m pip install $(PINS) $(if $(NIGHTLY),,torch==$(TORCH)) $(OLDER_TORCHAO) --editable '.[test]'
@@ -174,24 +184,22 @@ $(TEST_READY): pyproject.toml example_project/pyproject.toml constraints.txt
 
 # What a user installs.
 $(EXAMPLE_READY): pyproject.toml example_project/pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear $(EXAMPLE_VENV)
+	$(call new_environment,$(EXAMPLE_VENV))
 	$(EXAMPLE_VENV)/bin/python -m pip install $(PINS) $(if $(NIGHTLY),--pre torch --index-url $(NIGHTLY)/cpu,torch==$(TORCH))
 	$(EXAMPLE_VENV)/bin/python -m pip install $(PINS) numpy --editable .
 	touch $@
 
 $(EXAMPLE_EMULATED_READY): pyproject.toml example_project/pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear $(EXAMPLE_EMULATED_VENV)
-	$(EXAMPLE_EMULATED_VENV)/bin/python -m pip install --no-deps $(EMULATED_TORCH)
-	$(WITHOUT_NVIDIA) $(EXAMPLE_EMULATED_VENV)/lib/python*/site-packages/torch-*.dist-info/METADATA
+	$(call new_environment,$(EXAMPLE_EMULATED_VENV))
+	$(call emulated_torch,$(EXAMPLE_EMULATED_VENV))
 	$(WITHOUT_TRITON) $(EXAMPLE_EMULATED_VENV)/lib/python*/site-packages/torch-*.dist-info/METADATA
 	$(EXAMPLE_EMULATED_VENV)/bin/python -m pip install $(PINS) numpy --editable .
 	touch $@
 
 # torch requires Triton, in its release, for torch.compile.
 $(EMULATED_READY): pyproject.toml example_project/pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear $(EMULATED_VENV)
-	$(EMULATED_VENV)/bin/python -m pip install --no-deps $(EMULATED_TORCH)
-	$(WITHOUT_NVIDIA) $(EMULATED_VENV)/lib/python*/site-packages/torch-*.dist-info/METADATA
+	$(call new_environment,$(EMULATED_VENV))
+	$(call emulated_torch,$(EMULATED_VENV))
 	$(EMULATED_VENV)/bin/python -m pip install $(PINS) $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[report,torchao]'
 	touch $@
 

@@ -14,7 +14,9 @@ import pytest
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
+from pytest_gpumem import __version__
 from pytest_gpumem.emulation.torch_build import OLDEST
+from pytest_gpumem.init.workflow import Installation, requirements_of
 from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from tests.workflows import ACTION, ROOT, Runner, read_yaml
@@ -131,6 +133,21 @@ def test_ci_documents_every_input_and_output_of_the_action_and_all_are_used():
     assert list(outputs) == list(plain["outputs"])
     ids = {step["id"] for step in plain["runs"]["steps"] if "id" in step}
     assert {re.search(r"steps\.(\w+)\.", about["value"])[1] for about in plain["outputs"].values()} <= ids
+
+
+def test_what_users_copy_pins_the_action_and_the_plugin_to_this_version():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "pytest_gpumem" / "init").rglob("*.yml")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    actions = re.findall(r"uses: OWNER/pytest-gpumem/\.github/actions/gpumem(\S*)", text)
+    plugins = re.findall(r"git\+https://github\.com/OWNER/pytest-gpumem(\S*)", text)
+    assert len(actions) >= 7
+    assert {
+        *actions,
+        *plugins,
+        requirements_of(Installation(None, is_package=False, extra=None, torch=None))[-1].rpartition("pytest-gpumem")[
+            2
+        ],
+    } == {f"@v{__version__}"}
 
 
 # The action

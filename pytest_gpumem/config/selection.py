@@ -88,8 +88,8 @@ def _check_below_root(item: pytest.Item, nodeid: str) -> None:
     root, path = item.config.rootpath, item.path
     above = os.path.commonpath([root, path.parent])
     raise BudgetError(
-        f"the test file {path} is outside of the root directory {root}, and a store has places for files below it: add "
-        f"--rootdir={above}, and --gpumem-store=FOLDER if the store is elsewhere than there"
+        f"the test file {path} is outside of the root directory {root}, and a store mirrors the paths of files below it: add "
+        f"--rootdir={above}, and --gpumem-store=FOLDER if the store is not there"
     )
 
 

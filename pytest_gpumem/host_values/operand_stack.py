@@ -49,8 +49,8 @@ class Step:
         if not name.startswith("CALL"):
             return None
         # Before 3.11 what is called is alone, else beside a method's object or nothing, which come first in some releases.
-        places = self.taken[:1] if name.startswith("CALL_FUNCTION") and name != "CALL_FUNCTION_EX" else self.taken[:2]
-        return next((cell.name for cell in places if cell.name is not None), None)
+        candidates = self.taken[:1] if name.startswith("CALL_FUNCTION") and name != "CALL_FUNCTION_EX" else self.taken[:2]
+        return next((cell.name for cell in candidates if cell.name is not None), None)
 
 
 def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
@@ -83,7 +83,7 @@ def steps(instructions: Iterable[dis.Instruction]) -> Iterator[Step]:
 
 
 def _joined(one: list[StackCell] | None, other: list[StackCell] | None) -> list[StackCell]:
-    """Return the stack where two ways meet: of each place, the cell that is something to who walks."""
+    """Return the stack where two ways meet: of each depth, the cell that is something to who walks."""
     if one is None or other is None:
         return one or other or []
     shared = min(len(one), len(other))
@@ -141,7 +141,7 @@ def _put(one: dis.Instruction, count: int) -> list[StackCell]:
         for cell, name in zip(put, one.argval[-count:], strict=True):
             cell.name = name
     elif isinstance(one.argval, str):
-        # Beside it may be nothing, in the place of a method's object.
-        place = put[-1] if one.opname == "LOAD_GLOBAL" and one.argrepr.startswith("NULL") else put[0]
-        place.name = one.argval
+        # Beside it may be nothing, where a method's object would be.
+        named = put[-1] if one.opname == "LOAD_GLOBAL" and one.argrepr.startswith("NULL") else put[0]
+        named.name = one.argval
     return put

@@ -10,6 +10,8 @@ from typing import Literal, get_args
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from pytest_gpumem import __version__
+
 Runner = Literal["emulated", "self-hosted", "cpu"]
 RUNNERS: tuple[Runner, ...] = get_args(Runner)
 DEVICES: dict[Runner, str] = {"emulated": "emulated:h100", "self-hosted": "cuda", "cpu": "cpu"}
@@ -17,7 +19,7 @@ DEVICES: dict[Runner, str] = {"emulated": "emulated:h100", "self-hosted": "cuda"
 REQUIREMENTS = "requirements.txt"
 """The file that the texts install from."""
 _PLUGIN = "pytest-gpumem"
-_LINE = f"{_PLUGIN}[report] @ git+https://github.com/OWNER/{_PLUGIN}"
+_LINE = f"{_PLUGIN}[report] @ git+https://github.com/OWNER/{_PLUGIN}@v{__version__}"
 _BEHIND = re.compile(r"(^|\s)(#|--).*|\s\\$")
 """A comment, options of pip, or the mark of a line that goes on."""
 
