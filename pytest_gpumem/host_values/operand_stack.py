@@ -49,7 +49,9 @@ class Step:
         if not name.startswith("CALL"):
             return None
         # Before 3.11 what is called is alone, else beside a method's object or nothing, which come first in some releases.
-        candidates = self.taken[:1] if name.startswith("CALL_FUNCTION") and name != "CALL_FUNCTION_EX" else self.taken[:2]
+        candidates = (
+            self.taken[:1] if name.startswith("CALL_FUNCTION") and name != "CALL_FUNCTION_EX" else self.taken[:2]
+        )
         return next((cell.name for cell in candidates if cell.name is not None), None)
 
 
