@@ -50,6 +50,12 @@ def test_the_variables_of_torchrun_make_a_rank():
     assert launch.command == ("torchrun", "--nnodes=2", "--nproc-per-node=4", "-m", "pytest")
 
 
+def test_machines_of_different_numbers_of_ranks_are_named_by_all_of_them():
+    launch = launch_of({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"})
+    assert launch is not None
+    assert launch.command == ("torchrun", "--nproc-per-node=8", "-m", "pytest")
+
+
 @pytest.mark.parametrize("environ", [{"WORLD_SIZE": ""}, {**TORCHRUN, "WORLD_SIZE": "1"}, {"RANK": "0"}])
 def test_one_process_is_no_rank(environ):
     assert launch_of(environ) is None

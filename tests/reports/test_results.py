@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -225,6 +226,13 @@ def test_one_line_accounts_for_every_class_of_tests():
 def test_what_is_recorded_and_what_is_not_are_told_apart(passed, others, not_run, update, line):
     everything = [*results(*passed), *(TestResult(one, passed=False, failed=True) for one in others)]
     assert accounting(everything, not_run, update) == f"gpumem: {line}"
+
+
+def test_a_test_that_measured_nothing_of_what_its_baseline_has_is_not_accepted():
+    (gone,) = results(TestVerdict("a.py", "test_a", missing=("train_step",)))
+    assert not gone.is_accepted_by("all")
+    (fewer,) = results(replace(OK, missing=("train_step",)))
+    assert fewer.is_accepted_by("all")
 
 
 def test_nothing_is_accounted_for_as_nothing():
