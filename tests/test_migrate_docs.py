@@ -109,6 +109,29 @@ def test_golden_numbers_that_were_too_small_are_red_until_they_are_updated(tmp_p
     assert (tmp_path / "golden_peaks.json").read_text(encoding="utf-8") == files["golden_peaks.json"].rstrip("\n")
 
 
+def test_192_golden_numbers_become_one_file_in_which_each_is_gated(project):
+    """As many as fairscale keeps."""
+    after = part("docs/migrate/golden-numbers.md", "After")
+    source = after.files["test_after.py"]
+    assert "[256, 512]" in source
+    grid = source.replace("[256, 512]", "range(64, 64 + 192)")
+    write(project.path, {"test_after.py": grid})
+    record, gate = after.commands
+    project.run(*record).assert_outcomes(passed=192)
+    (store,) = project.store.glob("*/*")
+    assert (
+        len(re.findall(r'^\[tests\."test_forward\[\d+\]"\.', store.read_text(encoding="utf-8"), flags=re.MULTILINE))
+        == 192
+    )
+    wider_once = grid.replace("    make_model(width)(", "    make_model(width + 64 * (width == 200))(").replace(
+        "torch.ones(256, width)", "torch.ones(256, width + 64 * (width == 200))"
+    )
+    write(project.path, {"test_after.py": wider_once})
+    result = project.run(*gate)
+    result.assert_outcomes(passed=191, failed=1)
+    result.stdout.fnmatch_lines(["*test_forward?200?*"])
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_says_what_was_what_comes_and_what_is_gained_and_lost(page):
     headings = re.findall(r"^## (.+)$", FENCE.sub("", read(page)), flags=re.MULTILINE)

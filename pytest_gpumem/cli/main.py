@@ -15,7 +15,7 @@ _COMMANDS = {
     "advise": "Find the config with which a model's step fits into a GPU.",
     "comment": "Put a report into the pull request, as one comment.",
     "compare": "Compare figures that are there: reports, revisions, devices.",
-    "doctor": "Tell what can be measured here, and what mends the rest.",
+    "doctor": "Tell what can be measured here, and how to get the rest.",
     "emulate": "Run a program on an emulated GPU, and tell its peaks.",
     "export": "Give the figures of reports to another tool.",
     "fit": "Find the GPUs that a program, as it is, fits into.",
