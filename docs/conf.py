@@ -22,6 +22,8 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 myst_enable_extensions = ["linkify", "html_image"]
 myst_linkify_fuzzy_links = False
 myst_heading_anchors = 4
@@ -34,6 +36,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "pytest-gpumem"
 html_baseurl = os.environ.get("DOCS_ADDRESS", "")
 html_show_sourcelink = False
+html_context = {"default_mode": "auto"}
 html_sidebars = {"**": ["pages.html"]}
 html_theme_options = {
     "use_edit_page_button": False,

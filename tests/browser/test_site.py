@@ -1,0 +1,109 @@
+"""The site of docs/ in a real browser: light and dark, on a telephone's screen, and searched. `make docs` builds it."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.browser.conftest import Watched
+from tests.test_docs import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SITE = ROOT / "build" / "site"
+PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md"))
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+COLORS = "(() => { const of = getComputedStyle(document.body); return [of.color, of.backgroundColor]; })()"
+
+CUT_OFF = """[...document.querySelectorAll('.bd-article *')].filter((one) => {
+    for (let around = one.parentElement; around; around = around.parentElement) {
+        if (getComputedStyle(around).overflowX === 'auto' && around.closest('.bd-article')) return false;
+    }
+    return one.getBoundingClientRect().right > innerWidth;
+}).length"""
+"""How much of a page's text is beyond the window's edge, and not in something that scrolls by itself."""
+
+pytestmark = pytest.mark.skipif(not (SITE / "index.html").exists(), reason="needs the site: `make docs` builds it")
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def do_GET(self) -> None:
+        # Which a browser asks for by itself.
+        if self.path == "/favicon.ico":
+            self.send_response(204)
+            self.end_headers()
+        else:
+            super().do_GET()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The site as it is served: a search opens pages, which files may not."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(SITE))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def visit(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
+    """Opens a page of the site in a window of its own. It must not complain, nor ask for what is not in the site."""
+    opened: list[Watched] = []
+
+    def open_it(path: str, *, width: int = 1400, scheme: str = "light") -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        opened.append(Watched(context.new_page()))
+        opened[-1].page.goto(f"{address}/{path}")
+        return opened[-1].page
+
+    yield open_it
+    for one in opened:
+        # The theme says in the console what it does.
+        assert [text for text in one.complaints if not text.startswith("[PST]: ")] == []
+        assert [url for url in one.requests if not url.startswith((address, "data:"))] == []
+    for context in browser.contexts:
+        context.close()
+
+
+def brightness(color: str) -> float:
+    """Of an ``rgb(...)``, from 0 to 255."""
+    return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
+
+
+@pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])
+def test_the_site_is_light_or_dark_as_the_system_is_and_can_be_read(visit, scheme, dark):
+    text, ground = map(brightness, visit("guide/start.html", scheme=scheme).evaluate(COLORS))
+    assert (ground < text) is dark
+    assert abs(text - ground) > 150
+
+
+def test_no_page_is_wider_than_a_telephone(visit, address):
+    page = visit("index.html", width=375)
+    wide = {}
+    for path in PAGES:
+        page.goto(f"{address}/{path}")
+        wide[str(path)] = (page.evaluate(OVERFLOW), page.evaluate(CUT_OFF))
+    assert {path: by for path, by in wide.items() if any(by)} == {}
+
+
+def test_every_page_is_in_the_navigation(visit, address):
+    page = visit("index.html")
+    linked = page.evaluate("[...document.querySelectorAll('nav a, .bd-sidebar-primary a')].map((one) => one.href)")
+    missing = {path for path in PAGES if f"{address}/{path}" not in {one.partition("#")[0] for one in linked}}
+    assert {str(path) for path in missing} <= {"index.html"}
+
+
+def test_a_word_is_found_and_its_page_opens(visit):
+    page = visit("search.html?q=leak")
+    found = page.locator("#search-results li a", has_text="Which of my tests leak?").first
+    found.click()
+    assert page.locator("h1").first.inner_text().startswith("Which of my tests leak?")
