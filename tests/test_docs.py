@@ -10,9 +10,11 @@ import inspect
 import json
 import math
 import re
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import click
 import pytest
 
 import pytest_gpumem
@@ -23,6 +25,7 @@ from pytest_gpumem.cli.advise import advise
 from pytest_gpumem.cli.doctor import doctor
 from pytest_gpumem.cli.fit import fit
 from pytest_gpumem.cli.init import init
+from pytest_gpumem.cli.main import main
 from pytest_gpumem.cli.run import run
 from pytest_gpumem.config.options import EXPLAIN_MODES, MARKER_ARGUMENTS, OPTIONS
 from pytest_gpumem.config.settings import KEYS, Settings, read_table, settings_from_table
@@ -191,6 +194,34 @@ def test_no_page_speaks_of_an_option_that_does_not_exist():
         option for page in PAGES for option in re.findall(r"--gpumem-[a-z]+(?:-[a-z]+)*", without_recipes(read(page)))
     }
     assert said <= {option.flag for option in OPTIONS}
+
+
+COMMAND = re.compile(r"^(?:- run: |\$ |\s)*gpumem (?=[a-z]+ )(.+?)(?: {2,}#.*)?$", flags=re.MULTILINE)
+GUIDE_COMMANDS = sorted(
+    {
+        line
+        for page in PAGES
+        for fence in FENCE.finditer(without_recipes(read(page)))
+        if fence["language"] != "text"
+        for line in COMMAND.findall(fence["text"])
+    }
+)
+
+
+@pytest.mark.parametrize("line", GUIDE_COMMANDS)
+def test_every_command_in_the_pages_is_one_that_the_program_takes(line, tmp_path, monkeypatch):
+    """With the files that it names; what each does is shown by the tests of the command."""
+    monkeypatch.chdir(tmp_path)
+    command, context, words = main, None, shlex.split(line.replace("*", "1"))
+    for word in words:
+        if word.endswith((".json", ".py")):
+            (tmp_path / word.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / word.lstrip("/")).touch()
+    while isinstance(command, click.Group):
+        context = click.Context(command, parent=context, info_name="gpumem")
+        command = command.get_command(context, words.pop(0))
+        assert command is not None, line
+    command.make_context(command.name, words, parent=context)
 
 
 def test_the_reference_has_every_update_mode():
