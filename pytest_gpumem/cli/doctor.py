@@ -14,7 +14,7 @@ from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli.project import devices_of_plugins, project_settings, read_baselines
-from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, format_option, input_errors, screen, write_lines
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import check_device
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN
@@ -34,14 +34,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="json is for programs: the findings, and all facts that they were made of.",
-)
+@format_option("json")
 def doctor(*, store: str | None, form: str) -> None:
     """Tell what can be measured here and what not, and how to fix it.
 
