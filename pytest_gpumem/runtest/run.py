@@ -7,7 +7,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.packages import needed_by_torch, versions
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
+from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import Reading, largest_of, live_at_rest, live_everywhere, live_of_program
 from pytest_gpumem.measurement import Measurement, MeasuringError, check_name
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import BlockIds, Device
     from pytest_gpumem.explain.owners import TensorOwners
+    from pytest_gpumem.explain.sites import Sites
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.measure.context import MeasuringContext
     from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
@@ -196,13 +199,16 @@ class TestRun:
             step = prepared.time_again(step)
             judged = self.judging.judge(self._measurement_of(step, name))
         policy = self._policy
-        if self.context.sites is None:
+        sites = self.context.sites
+        if sites is None:
             return judged
+        sites.packages.clear()
         if explain is not False and consensus.any(policy.should_locate_counts(judged)):
             by_operator = prepared.locate(step).figures.counted.by_operator
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
         if consensus.any(policy.should_explain(judged) if explain is None else explain):
             judged = _explained(judged, prepared.explain(step, policy.device_to_explain(judged)))
+        judged = self._with_packages(judged, sites)
         consensus.release()  # what the step holds is freed next
         return judged
 
@@ -298,8 +304,10 @@ class TestRun:
 
     def explain_call(self) -> None:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
-        if self.measures_itself or self.context.sites is None:
+        sites = self.context.sites
+        if self.measures_itself or sites is None:
             return
+        sites.packages.clear()
         if not self.device.consensus.any(self._policy.should_explain(self.judged[-1])):
             return
         measurement = self.judged[-1].measurement
@@ -307,9 +315,18 @@ class TestRun:
         device = self.context.named(on)
         peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
         expected = Expected(peak, turnover=None)
-        self.judged[-1] = _explained(
-            self.judged[-1], self.context.explain(self._call_subject(device), expected, device)
-        )
+        explanation = self.context.explain(self._call_subject(device), expected, device)
+        self.judged[-1] = self._with_packages(_explained(self.judged[-1], explanation), sites)
+
+    def _with_packages(self, judged: Judged, sites: Sites) -> Judged:
+        """Return the measurement with the releases of the packages whose code ran, as ``sites`` saw, and of the baseline's."""
+        names = {package.name for package in sites.packages}
+        if judged.measurement.explanation is not None:
+            names.update(needed_by_torch())
+        if isinstance(judged.baseline, Baseline):
+            names.update(judged.baseline.environment.packages)
+        environment = replace(judged.measurement.environment, packages=versions(names))
+        return judged.explained(replace(judged.measurement, environment=environment))
 
     def explain_call_out_of_memory(self, error: BaseException) -> None:
         """Run the call that ran out of memory once more, recorded, and report where it went."""
