@@ -7,12 +7,12 @@ import sysconfig
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.explain.packages import installed_file
+from pytest_gpumem.requirements.installed import installed_file
 
 if TYPE_CHECKING:
     import types
 
-    from pytest_gpumem.explain.packages import Package
+    from pytest_gpumem.requirements.installed import Package
 
 
 # pytest, and packages that call test functions.

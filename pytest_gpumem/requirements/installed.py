@@ -55,7 +55,7 @@ def installed_file(path: PurePath) -> InstalledFile | None:
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of those of these packages that are installed, by name."""
-    found = ((name, next(importlib.metadata.distributions(name=name), None)) for name in names)
+    found = ((name, next(iter(importlib.metadata.distributions(name=name)), None)) for name in names)
     return {name: distribution.version for name, distribution in found if distribution is not None}
 
 
@@ -75,11 +75,11 @@ def _package(folder: str, top: str) -> Package | None:
     """Return the package that has the module ``top`` in a folder of installed packages."""
     for distribution in importlib.metadata.distributions(name=top, path=[folder]):
         return Package(top, distribution.version)
-    return _by_module(folder).get(top)
+    return by_module(folder).get(top)
 
 
 @cache
-def _by_module(folder: str) -> Mapping[str, Package]:
+def by_module(folder: str) -> Mapping[str, Package]:
     """Return the packages in a folder by their modules, of which some are called otherwise than the package."""
     found: dict[str, Package] = {}
     for distribution in importlib.metadata.distributions(path=[folder]):
