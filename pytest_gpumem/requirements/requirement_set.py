@@ -1,4 +1,4 @@
-"""A set of requirements as it is given on a command line: requirements, files of them, constraints and a Python. Pure values."""
+"""A set of requirements as a command line gives it: requirements, files of them, constraints and a Python."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CONTINUED = re.compile(r"\\\r?\n")
 class RequirementSet:
     """What an environment is to hold beside what is installed here.
 
-    ``lines`` are requirements, and options of pip that a file of requirements has among them; ``constraints`` are lines of files
-    of constraints, and ``python`` the interpreter, ``None`` for this one.
+    ``lines`` are requirements, and options of pip that a file has among them; ``constraints`` are lines of files of constraints,
+    and ``python`` the interpreter, ``None`` for this one.
     """
 
     lines: tuple[str, ...] = ()
