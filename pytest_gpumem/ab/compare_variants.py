@@ -165,28 +165,32 @@ class Ended:
 
 @contextmanager
 def set_up(
-    plan: Plan, environments: Environments, stop: Stop, say: Callable[[str], None]
+    checkout: Checkout,
+    arguments: Sequence[str],
+    setup: str | None,
+    environments: Environments,
+    stop: Stop,
+    say: Callable[[str], None],
 ) -> Iterator[tuple[Runner, Workshop]]:
     """Set up what runs variants and what makes them ready, in a temporary folder. Raises `GitError`."""
-    left = clear_leftovers(plan.checkout)
+    left = clear_leftovers(checkout)
     if left:
         say(f"removed {counted(left, 'worktree')} of a comparison that was killed")
-    others = plan.checkout.checkouts()
+    others = checkout.checkouts()
     with temporary_folder() as folder:
-        runner = Runner(plan.checkout, plan.arguments, plan.setup, folder, stop, [*others, folder])
-        emulated = is_emulated(plan.arguments, plan.checkout)
-        yield runner, Workshop(plan.checkout, environments, folder, stop, say, emulated)
+        runner = Runner(checkout, arguments, setup, folder, stop, [*others, folder])
+        yield runner, Workshop(checkout, environments, folder, stop, say, is_emulated(arguments, checkout))
 
 
 def is_emulated(arguments: Sequence[str], checkout: Checkout) -> bool:
     """Return whether pytest's arguments, or else the settings of the checkout, name an emulated GPU."""
     words = " ".join(arguments).replace("=", " ").split()
     named = [word for option, word in itertools.pairwise(words) if option == "--gpumem-device"]
-    device = named[-1] if named else _settings_in(checkout.top / checkout.folder).device
+    device = named[-1] if named else settings_in(checkout.top / checkout.folder).device
     return device is not None and device.startswith("emulated")
 
 
-def _settings_in(root: Path) -> Settings:
+def settings_in(root: Path) -> Settings:
     """Return the settings of the project in head, by which bytes are judged and shown."""
     try:
         table = read_table(root / "pyproject.toml")
@@ -205,7 +209,7 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
     def take(side: Side, number: int) -> Run:
         progress.begin(number, side, variants[side])
         try:
-            run = runner.take(ready[side], number, progress.tick, explained=number <= len(variants))
+            _, run = runner.take(ready[side], number, progress.tick, explained=number <= len(variants))
         except RunFailed as failure:
             raise RunFailed(f"{side} {variants[side]}: {failure}") from None
         progress.end(run)
@@ -215,7 +219,7 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
         nonlocal settings
         base, head = pairs[0]
         if len(pairs) == 1:
-            settings = _settings_in(Path(head.root))
+            settings = settings_in(Path(head.root))
             unused = why_unused(ready[BASE], ready[HEAD], base.imported | head.imported)
             if unused is not None:
                 raise RunFailed(unused)
@@ -224,7 +228,9 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
 
     try:
         with ExitStack() as stack:
-            runner, workshop = stack.enter_context(set_up(plan, environments, stop, progress.say))
+            runner, workshop = stack.enter_context(
+                set_up(plan.checkout, plan.arguments, plan.setup, environments, stop, progress.say)
+            )
             ready = stack.enter_context(workshop.ready(variants))
             for so_far in reports_in_turns(take, compare, plan.most_pairs):
                 report = so_far

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 
@@ -45,6 +45,13 @@ class Run:
     def measured(self) -> int:
         """The number of tests with figures."""
         return sum(not verdict.unmeasured and bool(verdict.verdicts) for verdict in self.tests.values())
+
+
+class Taken(NamedTuple):
+    """What the collector wrote of a run, and pytest's exit status."""
+
+    lines: tuple[str, ...]
+    status: int
 
 
 def run_of(lines: Iterable[str], status: int) -> Run:
@@ -183,8 +190,13 @@ class Runner:
     others: Sequence[Path]
     """Folders in which the repository is checked out, also those that are run."""
 
-    def take(self, ready: Ready, number: int, tick: Callable[[], None], *, explained: bool = False) -> Run:
-        """Run a variant once; ``explained`` says whether each step is. Raises `RunFailed` and `Stopped`."""
+    def take(
+        self, ready: Ready, number: int, tick: Callable[[], None], *, explained: bool = False
+    ) -> tuple[Taken, Run]:
+        """Run a variant once, and return what it wrote and what that says. Raises `RunFailed` and `Stopped`.
+
+        ``explained`` says whether each step is.
+        """
         worktree = ready.top
         here = worktree / self.checkout.folder
         if not here.is_dir():
@@ -206,8 +218,9 @@ class Runner:
         kept += ["--gpumem-explain=always"] if explained else []
         command = [str(ready.python), "-m", "pytest", "-p", PLUGIN, *kept, *self.arguments]
         status = run(command, folder=here, environment=environment, output=log, stop=self.stop, tick=tick)
+        taken = Taken(tuple(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else (), status)
         try:
-            return run_of(lines.read_text(encoding="utf-8").splitlines() if lines.exists() else [], status)
+            return taken, run_of(taken.lines, status)
         except RunFailed as failure:
             raise RunFailed(f"{failure}{_last_lines(log)}") from None
 

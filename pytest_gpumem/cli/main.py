@@ -13,6 +13,7 @@ from pytest_gpumem.units import nearest
 _COMMANDS = {
     "ab": "Run two revisions in turn here, and judge what changed.",
     "advise": "Find the config with which a model's step fits into a GPU.",
+    "bisect": "Find the commit, or the release of a package, that did it.",
     "cache": "List and clear the environments of requirements that were compared.",
     "comment": "Put a report into the pull request, as one comment.",
     "compare": "Compare figures that are there: reports, revisions, devices.",
@@ -72,6 +73,8 @@ def main() -> None:
     One verdict of several shards:  gpumem merge shard-*.json
     Whose baselines are unused:     gpumem prune --dry-run
     Is this branch slower:          gpumem ab main
+    What does an upgrade cost:      gpumem ab --head-with "transformers==5.0.0"
+    Which change did it:            gpumem bisect --good v1.2 --bad main TEST
     What fits into this GPU:        gpumem advise MODULE:FACTORY --fits 24GB
     A program's peaks on no GPU:    gpumem emulate l4 -- python train.py
     Which GPUs a program fits:      gpumem fit train.py --batch 8

@@ -24,8 +24,8 @@ _CONTINUED = re.compile(r"\\\r?\n")
 class RequirementSet:
     """What an environment is to hold beside what is installed here.
 
-    ``lines`` are requirements, and options of pip that a file has among them; ``constraints`` are lines of files of constraints,
-    and ``python`` the interpreter, ``None`` for this one.
+    ``lines`` are requirements, and options of pip that a file has among them; ``constraints`` are the lines of files of
+    constraints, and ``python`` the interpreter, ``None`` for this one.
     """
 
     lines: tuple[str, ...] = ()

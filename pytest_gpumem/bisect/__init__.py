@@ -1,0 +1,1 @@
+"""The first of several variants in a row that is worse than the one before it."""

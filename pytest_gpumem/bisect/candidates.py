@@ -1,0 +1,112 @@
+"""Rows of variants to search in: the commits between two revisions, releases of a package, and packages that differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from packaging.utils import canonicalize_name
+
+from pytest_gpumem.ab.variants import Variant
+from pytest_gpumem.git import GitError, Revision, git
+from pytest_gpumem.requirements.releases import between
+from pytest_gpumem.requirements.requirement_set import RequirementSet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from pytest_gpumem.ab.checkout import Checkout
+
+_FIELD = "\x1f"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One of a row. ``name`` is short, ``told`` says more of it: the commit's subject, author and day."""
+
+    variant: Variant
+    name: str
+    told: str = ""
+    parents: int = 1
+    """The number of a commit's parents: several of a merge."""
+
+
+def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: bool = True) -> list[Candidate]:
+    """Return the commits from ``good`` to ``bad``, both included, the oldest first.
+
+    Args:
+        checkout: The checkout.
+        good: The revision that all later ones come after.
+        bad: The last one.
+        first_parent: Whether a merge stands for all that it brought.
+
+    Raises:
+        GitError: ``good`` is no ancestor of ``bad``, or both are the same commit.
+    """
+    if good.commit == bad.commit:
+        raise GitError(f"{good} and {bad} are the same commit")
+    try:
+        git(checkout.top, "merge-base", "--is-ancestor", good.commit, bad.commit)
+    except GitError:
+        raise GitError(
+            f"{good} is no ancestor of {bad}: name a commit that {bad.name} comes from, say {_common(checkout.top, good, bad)}"
+        ) from None
+    listed = ["--first-parent"] if first_parent else ["--topo-order"]
+    form = f"--format=%H{_FIELD}%P{_FIELD}%s{_FIELD}%an{_FIELD}%as"
+    lines = git(checkout.top, "log", "--reverse", *listed, form, f"{good.commit}..{bad.commit}").splitlines()
+    lines = [git(checkout.top, "log", "-1", form, good.commit).strip("\n"), *lines]
+    found = []
+    for line in lines:
+        commit, parents, subject, author, day = line.split(_FIELD)
+        named = {good.commit: good, bad.commit: bad}.get(commit, Revision(commit, commit))
+        found.append(Candidate(Variant(named), commit[:9], f"{subject} ({author}, {day})", len(parents.split())))
+    return found
+
+
+def _common(top: Path, good: Revision, bad: Revision) -> str:
+    try:
+        return git(top, "merge-base", good.commit, bad.commit).strip()[:9]
+    except GitError:
+        return "one of its own history"
+
+
+def releases(
+    package: str, listed: Sequence[str], good: str, bad: str, beside: Mapping[str, str] | None = None
+) -> list[Candidate]:
+    """Return the releases of ``package`` among those ``listed`` from ``good`` to ``bad``, both included.
+
+    ``beside`` are releases that other packages have in all of them.
+    """
+    return [
+        Candidate(Variant(None, _pinned({**(beside or {}), package: release}, f"{package}=={release}")), release)
+        for release in between(listed, good, bad)
+    ]
+
+
+def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str], list[Candidate]]:
+    """Return the packages that differ, sorted, and a row in which one after another gets the release that it has in ``bad``.
+
+    What only one of both has is not changed.
+    """
+    differ = sorted(name for name in good.keys() & bad.keys() if good[name] != bad[name])
+    row = []
+    for number in range(len(differ) + 1):
+        pins = {**{name: good[name] for name in differ}, **{name: bad[name] for name in differ[:number]}}
+        changed = f"{differ[number - 1]} {bad[differ[number - 1]]}" if number else "all as they were"
+        row.append(Candidate(Variant(None, _pinned(pins, changed)), changed))
+    return differ, row
+
+
+def _pinned(pins: Mapping[str, str], name: str) -> RequirementSet:
+    # A local version, as of a build of torch for the CPU, is on no index.
+    return RequirementSet(tuple(f"{one}=={pins[one].partition('+')[0]}" for one in sorted(pins)), name=name)
+
+
+def pins_of(wanted: RequirementSet) -> dict[str, str]:
+    """Return the releases that a lock file pins, by normalized name."""
+    return {
+        str(canonicalize_name(one.name)): next(iter(one.specifier)).version
+        for one in wanted.requirements
+        if len(one.specifier) == 1 and next(iter(one.specifier)).operator in ("==", "===")
+    }

@@ -1,0 +1,113 @@
+"""The result of a bisection, for a terminal and as Markdown: the change, what it added where, what was tried. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports import escaping
+from pytest_gpumem.reports.comparison_formats import explanations
+from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
+from pytest_gpumem.reports.values import difference, shown
+from pytest_gpumem.units import format_ratio
+
+if TYPE_CHECKING:
+    from pytest_gpumem.bisect.candidates import Candidate
+    from pytest_gpumem.bisect.driver import Found
+    from pytest_gpumem.reports.comparison import Compared
+    from pytest_gpumem.reports.layout import Line, Screen, Style
+
+_SMALL_PART = 0.5
+
+
+def lines(found: Found, screen: Screen) -> list[Line | str]:
+    """Return the table of what was tried, what the change added by module and line, and a last line that names it."""
+    units = found.settings.units
+    columns = (
+        Column("tried", left=True),
+        Column(METRICS[found.metric].title),
+        Column("verdict", left=True),
+        Column("", left=True, weight=1),
+    )
+    styles: dict[str, Style] = {"bad": "bad", "good": "good", "skipped": "doubtful"}
+    rows = tuple(
+        (
+            Span(one.candidate.name),
+            Span(shown(found.metric, one.value, units)),
+            Span(one.answer, styles[one.answer]),
+            Span(one.why or one.candidate.told),
+        )
+        for one in found.tried
+    )
+    told: list[Line | str] = [*laid_out(Table(columns, rows).without_empty((0, 1, 2)), screen), ""]
+    for title, blocks in explanations(found.step, units):
+        told += [screen.legible(title), *("" if line is None else f"  {screen.legible(line)}" for line in blocks), ""]
+    return [
+        *told,
+        *(screen.legible(f"note: {note}") for note in notes(found)),
+        screen.legible(f"gpumem bisect: {result(found)}"),
+    ]
+
+
+def markdown(found: Found) -> str:
+    """Return a section in GitHub's Markdown, for an issue or a job's summary."""
+    units = found.settings.units
+    text = [f"### gpumem bisect: {escaping.plain(_named(found.bad))}", "", f"{escaping.plain(result(found))}.", ""]
+    for title, blocks in explanations(found.step, units):
+        text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in blocks)), ""]
+    rows = [
+        [
+            escaping.code_in_table(one.candidate.name),
+            shown(found.metric, one.value, units),
+            one.answer,
+            escaping.plain(one.why or one.candidate.told),
+        ]
+        for one in found.tried
+    ]
+    text += [escaping.table(["tried", METRICS[found.metric].title, "verdict", ""], rows, (0, 2, 3)), ""]
+    text += [f"- {escaping.plain(note)}" for note in notes(found)]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def result(found: Found) -> str:
+    """Return the change in a sentence: ``"4.38.0 did it: peak allocated 12.70 MB to 289.80 MB (+2181.9 %), after 4.37.2"``."""
+    title = METRICS[found.metric].title
+    then, now = _values(found.step, found.metric)
+    ratio = f" ({format_ratio(now / then - 1)})" if then and now is not None else ""
+    before, after = (shown(found.metric, value, found.settings.units) for value in (then, now))
+    told = f"{title} {before} to {after}{ratio}"
+    if found.skipped:
+        return (
+            f"one of {', '.join(one.name for one in (*found.skipped, found.bad))} did it: {told}, after {found.good.name}; "
+            "those between could not be judged"
+        )
+    return f"{_named(found.bad)} did it: {told}, after {found.good.name}"
+
+
+def notes(found: Found) -> list[str]:
+    """Return what is to be known of the result, as clauses."""
+    told = []
+    then, now = _values(found.ends, found.metric)
+    before, after = _values(found.step, found.metric)
+    if None not in (then, now, before, after):
+        whole, part = (now or 0) - (then or 0), (after or 0) - (before or 0)
+        if 0 < part < _SMALL_PART * whole:
+            units = found.settings.units
+            of_whole = f"{difference(found.metric, part, units)} of {difference(found.metric, whole, units)}"
+            told.append(f"it is {of_whole}: for the rest go on with --good {found.bad.name}")
+    if found.bad.parents > 1 and not found.skipped:
+        told.append(
+            f"{found.bad.name} is a merge; to look at what it brought: --all --good {found.bad.name}^ --bad {found.bad.name}"
+        )
+    return told
+
+
+def _named(candidate: Candidate) -> str:
+    return f"{candidate.name} {candidate.told}" if candidate.told else candidate.name
+
+
+def _values(report: Compared, metric: str) -> tuple[float | None, float | None]:
+    """Return both sides' values of the test of which the metric has grown most."""
+    changes = [change for row in report.rows for change in row.changes if change.metric == metric]
+    most = max(changes, key=lambda one: abs((one.new or 0) - (one.old or 0)), default=None)
+    return (None, None) if most is None else (most.old, most.new)

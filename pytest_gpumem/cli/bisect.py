@@ -1,0 +1,235 @@
+"""``gpumem bisect``: the commit, the package or the release of one that made a test need more."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from packaging.version import InvalidVersion, Version
+
+from pytest_gpumem.ab.checkout import Checkout
+from pytest_gpumem.ab.compare_variants import SIGNALLED, set_up
+from pytest_gpumem.ab.errors import RunFailed
+from pytest_gpumem.ab.runs import refused
+from pytest_gpumem.baselines.selecting import selected
+from pytest_gpumem.bisect import candidates
+from pytest_gpumem.bisect.candidates import commits, pins_of, releases
+from pytest_gpumem.bisect.driver import JUDGED, TIMED, NothingFound, Search
+from pytest_gpumem.bisect.journal import Journal
+from pytest_gpumem.bisect.memory import most_jobs
+from pytest_gpumem.bisect.report import lines, markdown
+from pytest_gpumem.cli.ab import PYTEST_ARGUMENTS, WithPytestArguments, environments
+from pytest_gpumem.cli.project import project_settings, read_baselines, store_backend
+from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, screen, write_lines
+from pytest_gpumem.git import GitError, git, plain_environment
+from pytest_gpumem.measurement import changed_releases
+from pytest_gpumem.processes import Stopped, noted_signals
+from pytest_gpumem.requirements.environments import cache_folder
+from pytest_gpumem.requirements.errors import NotInstalled, RequirementError
+from pytest_gpumem.requirements.installed import versions
+from pytest_gpumem.requirements.releases import releases_of
+from pytest_gpumem.requirements.requirement_set import requirement_set
+from pytest_gpumem.units import counted, parse_ratio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pytest_gpumem.bisect.candidates import Candidate
+    from pytest_gpumem.bisect.driver import Found
+
+
+@click.command(cls=WithPytestArguments)
+@click.argument("tests", nargs=-1, required=True, metavar="TEST...")
+@click.option("--good", metavar="WHICH", help="The revision, release or lock file of which the test needs less.")
+@click.option("--bad", metavar="WHICH", help="The one of which it needs more; of revisions HEAD if it is left out.")
+@click.option("--package", metavar="NAME", help="Search in the releases of this package, from --good to --bad.")
+@click.option(
+    "--packages",
+    is_flag=True,
+    help="Search in all packages that differ between the lock files --good and --bad or, without them, between the test's "
+    "baseline and what is installed here; then in the releases of the one that did it.",
+)
+@click.option(
+    "--metric", type=click.Choice(JUDGED), metavar="METRIC", help="Judge by this one, not by the first that is worse."
+)
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Search in the commits of merged branches, too, not in first parents only.",
+)
+@click.option(
+    "--jobs",
+    type=WholeNumber(min=1),
+    default=1,
+    show_default=True,
+    help="Run so many at a time, as far as memory allows.",
+)
+@click.option(
+    "--max-slowdown",
+    default="1.5 %",
+    show_default=True,
+    callback=parsed(parse_ratio),
+    help="How much longer a step may take, with --metric step_time.",
+)
+@click.option(
+    "--slug", metavar="SLUG", help="With --packages: the baseline's device, by the name of its folder in the store."
+)
+@click.option(
+    "--setup", metavar="COMMAND", help="Run by the shell in each checkout before its run, say 'pip install -e .'."
+)
+@click.option(
+    "--report",
+    "file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write the result there as Markdown, for an issue.",
+)
+@click.pass_context
+def bisect(
+    context: click.Context,
+    *,
+    tests: tuple[str, ...],
+    good: str | None,
+    bad: str | None,
+    package: str | None,
+    packages: bool,
+    metric: str | None,
+    everything: bool,
+    jobs: int,
+    max_slowdown: float,
+    slug: str | None,
+    setup: str | None,
+    file: Path | None,
+) -> None:
+    """Find the change that made a test need more: a commit, a package, or a release of one.
+
+    Runs TEST, with the arguments of pytest after --, on both ends and then on what lies in the middle, until the first one is
+    found that the gate would call worse than the good end. What cannot be run is skipped. A bisection that was ended goes on
+    where it was when the same command is given again.
+
+    \b
+    Examples:
+      gpumem bisect --good v1.2 --bad main tests/test_gpt.py::test_train
+      gpumem bisect --package transformers --good 4.45.0 --bad 4.50.0 tests/test_llama.py
+      gpumem bisect --packages tests/test_llama.py::test_train
+      gpumem bisect --packages --good old.txt --bad new.txt tests/test_llama.py
+
+    Exit status: 0 when the change was found, 2 when there is nothing to find or an end cannot be run, 130 when interrupted.
+    """
+    _check_ends(good, bad, package, packages=packages)
+    of_code = package is None and not packages
+    given: list[str] = context.meta[PYTEST_ARGUMENTS]
+    arguments = [*([] if metric == TIMED else ["--no-gpumem-time"]), *given, *tests]
+    with input_errors(GitError):
+        checkout = Checkout.around(Path.cwd()) if of_code else Checkout.as_it_is(Path.cwd())
+    why_not = refused(arguments, checkout.top)
+    if why_not is not None:
+        raise click.UsageError(why_not)
+
+    def search(row: Sequence[Candidate]) -> Found:
+        _say(f"{counted(len(row), 'candidate')}, {row[0].name} to {row[-1].name}")
+        told = [str(checkout.top), "" if of_code else _state(checkout), arguments, setup, metric]
+        told += [str(one.variant.requirements and one.variant.requirements.lines) + one.name for one in row]
+        journal = Journal.of(cache_folder().parent / "bisections", told)
+        found = Search(row, runner, workshop, journal, _say, metric, most_jobs(jobs), max_slowdown).find()
+        journal.remove()
+        return found
+
+    with noted_signals() as stop:
+        try:
+            with set_up(checkout, arguments, setup, environments(), stop, _say) as (runner, workshop):
+                if of_code:
+                    ends = checkout.revision(good or ""), checkout.revision(bad or "HEAD")
+                    found = search(commits(checkout, *ends, first_parent=not everything))
+                elif package is not None:
+                    found = search(_releases(package, good or "", bad or ""))
+                else:
+                    found = _in_packages(search, *_two_sides(good, bad, tests[0], slug))
+        except (RunFailed, NothingFound, NotInstalled, GitError, RequirementError) as failure:
+            raise InputError(*str(failure).splitlines()) from None
+        except Stopped as stopped:
+            click.echo("interrupted: the same command goes on from here", err=True)
+            context.exit(SIGNALLED + stopped.signum)
+    write_lines(lines(found, screen()))
+    click.echo(f"to accept it: pytest {shlex.join([*tests, *given])} --gpumem-update=all")
+    if file is not None:
+        with input_errors(OSError):
+            file.write_text(markdown(found), encoding="utf-8")
+
+
+def _check_ends(good: str | None, bad: str | None, package: str | None, *, packages: bool) -> None:
+    """Raise ``click.UsageError`` where an end is missing that has to be named."""
+    if package is not None and packages:
+        raise click.UsageError("--package and --packages exclude each other")
+    if good is None and not packages:
+        raise click.UsageError("Missing option '--good': the revision, or with --package the release, that needs less.")
+    if (package is not None and bad is None) or (packages and (good is None) != (bad is None)):
+        raise click.UsageError("Missing option '--bad' or '--good': both ends have to be named here.")
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _state(checkout: Checkout) -> str:
+    """Return what tells the checkout as it is from what it was: its commit and its changes; nothing where there is no git."""
+    try:
+        return git(checkout.top, "rev-parse", "HEAD") + git(checkout.top, "diff", "HEAD")
+    except GitError:
+        return ""
+
+
+def _releases(package: str, good: str, bad: str, beside: Mapping[str, str] | None = None) -> list[Candidate]:
+    """Return the releases of a package that its index has from one to another."""
+    for release in (good, bad):
+        try:
+            Version(release)
+        except InvalidVersion:
+            raise RequirementError(f"{release!r} is no release of {package}, like 4.38.2") from None
+    if Version(good) == Version(bad):
+        raise RequirementError(f"--good and --bad are the same release of {package}: {good}")
+    return releases(package, releases_of(package, plain_environment()), good, bad, beside)
+
+
+def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the releases of packages on both sides: of two lock files, or of a test's baseline and of what is here."""
+    if good is not None and bad is not None:
+        then, now = (pins_of(requirement_set([f"-r {file}"])) for file in (good, bad))
+        return then, now
+    settings = project_settings(emulates=False)
+    stored = read_baselines(store_backend(settings), slug)
+    keys = selected((one.key for one in stored), test)
+    found = [one for one in stored if one.key in keys]
+    if not found:
+        raise InputError(
+            f"there is no baseline of {test!r}, whose packages could be compared; `gpumem show` lists what there is"
+        )
+    slugs = sorted({one.slug for one in found})
+    if len(slugs) > 1:
+        raise InputError(f"{test!r} has baselines of {len(slugs)} devices; say which one: --slug {' or '.join(slugs)}")
+    then = {name: version for one in found for name, version in one.entry.environment.releases.items()}
+    return then, versions(then)
+
+
+def _in_packages(search: Callable[[Sequence[Candidate]], Found], then: dict[str, str], now: dict[str, str]) -> Found:
+    """Return which of the packages that differ did it and, where releases lie between, which release of it."""
+    differ, row = candidates.packages(then, now)
+    if not differ:
+        raise NothingFound("the packages are the same on both sides, as far as both are known")
+    _say(f"these differ: {', '.join(changed_releases(then, now))}")
+    found = search(row) if len(differ) > 1 else None
+    at = 1 if found is None else row.index(found.bad)
+    if found is not None and found.skipped:
+        return found
+    culprit = differ[at - 1]
+    beside = {name: (now if number < at - 1 else then)[name] for number, name in enumerate(differ) if name != culprit}
+    between = _releases(culprit, _public(then[culprit]), _public(now[culprit]), beside)
+    return found if found is not None and len(between) == len(row[:2]) else search(between)
+
+
+def _public(release: str) -> str:
+    """Return a release without its local part, which is on no index: ``2.13.0`` of ``2.13.0+cpu``."""
+    return release.partition("+")[0]
