@@ -5,9 +5,11 @@ Ctrl-C and other signals are noted, and checked while a command runs, so that it
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -89,6 +91,7 @@ def run(
             shell=isinstance(command, str),
             # Ctrl-C in the terminal is for us; what runs is ended by us.
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         try:
             while True:
@@ -100,6 +103,27 @@ def run(
         finally:
             if process.poll() is None:
                 _end(process)
+
+
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's ``prctl(2)``: the signal that a process gets when the one that started it has ended."""
+
+
+def _prctl() -> Callable[[int, int], int] | None:
+    """Return Linux's ``prctl``, looked up before any fork; ``None`` on other systems."""
+    if not sys.platform.startswith("linux"):
+        return None
+    found: Callable[[int, int], int] = ctypes.CDLL(None).prctl
+    return found
+
+
+_PRCTL = _prctl()
+
+
+def _end_with_parent() -> None:
+    """Have this process killed when its parent is, as ``kill -9`` leaves nobody to end it."""
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

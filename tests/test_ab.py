@@ -19,7 +19,8 @@ from click.testing import CliRunner
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import Runner
+from pytest_gpumem.ab.runs import Runner, Taken
+from pytest_gpumem.ab.variants import Ready, Variant
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stop
 from tests.ab.values import measured, measurement, run, unmeasured
@@ -337,10 +338,11 @@ def runs(repository, monkeypatch):
     repository.commit("before")
 
     def answer(base, head, ends=None):
-        def take(self, side, number, tick):
+        def take(self, ready, number, tick, *, explained=False):
             if number == (ends or (0, None))[0]:
                 raise ends[1]
-            return run(side, *(base if side == "base" else head), root=str(repository.path))
+            side = "base" if ready.variant.revision.name == "before" else "head"
+            return Taken((), 0), run(side, *(base if side == "base" else head), root=str(repository.path))
 
         monkeypatch.setattr(Runner, "take", take)
 
@@ -385,7 +387,7 @@ def test_tolerance_and_units_are_those_of_the_project(runs, repository):
     result = ab("before")
     assert result.exit_code == 0
     assert "10.00 MiB  12.00 MiB" in result.stdout
-    assert "2 pairs of runs" in result.stdout
+    assert "1 pair of runs" in result.stdout
 
 
 MEASURED = """
@@ -428,8 +430,8 @@ def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(re
     )
     repository.commit("before", seconds=0.25)
     folder = repository.path.parent / "runs"
-    runner = Runner(Checkout.around(repository.path), {"base": repository.path}, PLAIN, None, folder, Stop(), ())
-    taken = runner.take("base", 1, lambda: None)
+    runner = Runner(Checkout.around(repository.path), PLAIN, None, folder, Stop(), ())
+    _, taken = runner.take(Ready(Variant(), repository.path), 1, lambda: None)
     (verdict,) = taken.tests.values()
     (one,) = verdict.verdicts
     assert one.measurement.peak_allocated == 10_000_000

@@ -48,7 +48,7 @@ class Run:
 
 
 class Taken(NamedTuple):
-    """What the collector wrote of a run, and pytest's exit status."""
+    """The lines that the collector wrote of a run, and pytest's exit status."""
 
     lines: tuple[str, ...]
     status: int

@@ -1,4 +1,4 @@
-"""What a run is of: a revision, or the checkout as it is, with the packages that are here or a set of requirements."""
+"""Variants to run: a revision, or the checkout as it is, with the packages that are here or a set of requirements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Variant:
 
     @property
     def title(self) -> str | Revision:
-        """What reports call it: a revision where it is nothing else."""
+        """The name in reports: a revision where it is nothing else."""
         return self.revision if self.revision is not None and self.requirements is None else str(self)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Workshop:
     stop: Stop
     say: Callable[[str], None]
     emulated: bool = False
-    """Whether the runs are on an emulated GPU, so that torch is installed without NVIDIA's libraries."""
+    """True if the runs are on an emulated GPU, so that torch is installed without NVIDIA's libraries."""
 
     def environment_of(self, wanted: RequirementSet) -> VirtualEnvironment:
         """Return the environment of a set of requirements. Raises `NotInstalled` and `Stopped`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,7 @@ from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_gpumem.ab.checkout import Side
     from pytest_gpumem.ab.runs import Run, Runner
@@ -81,9 +83,10 @@ class Search:
     jobs: int = 1
     max_slowdown: float = 0.015
     most_pairs: int = 8
+    numbers: Iterator[int] = field(default_factory=partial(count, 1))
+    """Numbers of runs, which name their folders: shared by searches that have one runner."""
     _known: dict[str, Run | str] = field(default_factory=dict)
     """Runs of candidates by name, or why there is none."""
-    _runs: int = 0
     _settings: Settings = field(default_factory=Settings)
 
     def find(self) -> Found:
@@ -140,8 +143,7 @@ class Search:
         return self._known[candidate.name]
 
     def _take(self, candidate: Candidate) -> Run | str:
-        self._runs += 1
-        number, began = self._runs, time.monotonic()
+        number, began = next(self.numbers), time.monotonic()
         try:
             with self.workshop.ready({candidate.name: candidate.variant}) as ready:
                 taken, run = self.runner.take(ready[candidate.name], number, lambda: None, explained=True)
@@ -171,8 +173,7 @@ class Search:
         with self.workshop.ready({side: one.variant for side, one in sides.items()}) as ready:
 
             def take(side: Side, _number: int) -> Run:
-                self._runs += 1
-                return self.runner.take(ready[side], self._runs, lambda: None)[1]
+                return self.runner.take(ready[side], next(self.numbers), lambda: None)[1]
 
             *_, report = reports_in_turns(take, lambda pairs: self._report(pairs, base, head), self.most_pairs)
         self.say(f"{head.name}: {counted(report.pairs or 0, 'pair')} of runs")

@@ -1,4 +1,4 @@
-"""What a bisection has found out, on the disk after each run, so that the next start goes on where it was ended."""
+"""Runs of a bisection on the disk, so that the next start goes on where it was ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pytest_gpumem.ab.runs import Run, run_of
 from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Sequence
+    from pathlib import Path
 
     from pytest_gpumem.ab.runs import Taken
 

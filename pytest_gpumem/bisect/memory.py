@@ -1,4 +1,4 @@
-"""How many runs this machine has the memory for."""
+"""Limit of the runs at a time by the memory of this machine."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Answer = Literal["good", "bad", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is left of a row: after ``good``, the last that is known to be good, up to ``bad``, the first that is known bad."""
+    """The part of a row that is left: after ``good``, the last that is known good, up to ``bad``, the first known bad."""
 
     good: int
     bad: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,12 +130,16 @@ def bisect(
     if why_not is not None:
         raise click.UsageError(why_not)
 
+    numbers = itertools.count(1)
+
     def search(row: Sequence[Candidate]) -> Found:
         _say(f"{counted(len(row), 'candidate')}, {row[0].name} to {row[-1].name}")
         told = [str(checkout.top), "" if of_code else _state(checkout), arguments, setup, metric]
         told += [str(one.variant.requirements and one.variant.requirements.lines) + one.name for one in row]
         journal = Journal.of(cache_folder().parent / "bisections", told)
-        found = Search(row, runner, workshop, journal, _say, metric, most_jobs(jobs), max_slowdown).find()
+        found = Search(
+            row, runner, workshop, journal, _say, metric, most_jobs(jobs), max_slowdown, numbers=numbers
+        ).find()
         journal.remove()
         return found
 
@@ -219,7 +224,7 @@ def _in_packages(search: Callable[[Sequence[Candidate]], Found], then: dict[str,
     differ, row = candidates.packages(then, now)
     if not differ:
         raise NothingFound("the packages are the same on both sides, as far as both are known")
-    _say(f"these differ: {', '.join(changed_releases(then, now))}")
+    _say(f"these differ: {'; '.join(changed_releases(then, now))}")
     found = search(row) if len(differ) > 1 else None
     at = 1 if found is None else row.index(found.bad)
     if found is not None and found.skipped:

@@ -7,7 +7,7 @@ import time
 import click
 
 from pytest_gpumem.cli.ab import environments
-from pytest_gpumem.cli.streams import screen, write_lines
+from pytest_gpumem.cli.streams import input_errors, screen, write_lines
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
 from pytest_gpumem.units import counted, format_bytes
 
@@ -23,10 +23,13 @@ def cache(*, clear: bool) -> None:
     Examples:
       gpumem cache
       gpumem cache --clear
+
+    Exit status: 0 when done, 2 when the cache cannot be read or cleared.
     """
     kept = environments()
-    found = kept.kept()
-    sizes = [one.nbytes for one in found]
+    with input_errors(OSError):
+        found = kept.kept()
+        sizes = [one.nbytes for one in found]
     columns = (Column("requirements", left=True), Column("holds", left=True, weight=2), Column("made"), Column("size"))
     rows = tuple(
         tuple(
@@ -45,6 +48,7 @@ def cache(*, clear: bool) -> None:
     if rows:
         write_lines([*laid_out(Table(columns, rows), screen()), ""])
     if clear:
-        kept.clear()
+        with input_errors(OSError):
+            kept.clear()
     told = f"{counted(len(found), 'environment')}, {format_bytes(sum(sizes))}"
     click.echo(f"gpumem cache: {'removed ' if clear else ''}{told}, in {kept.folder}")

@@ -77,11 +77,10 @@ class Environments:
         found = (_read(path.parent) for path in self.folder.glob(f"*/{_DONE}"))
         return sorted((one for one in found if one is not None), key=lambda one: -one.made)
 
-    def clear(self) -> list[VirtualEnvironment]:
-        """Remove all environments, also those that were not finished, and return those that were."""
-        gone = self.kept()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return gone
+    def clear(self) -> None:
+        """Remove all environments, also those that were not finished. Raises ``OSError``."""
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
 
     def find(self, wanted: RequirementSet, *, emulated: bool = False) -> VirtualEnvironment | None:
         """Return the environment that holds ``wanted``, if there is one that will hold nothing else tomorrow."""

@@ -65,7 +65,7 @@ class Installer:
         limits = self.folder / "constraints.txt"
         limits.write_text("".join(f"{line}\n" for line in wanted.constraints), encoding="utf-8")
         limited = ["--constraint", str(limits)] if wanted.constraints else []
-        uv = shutil.which("uv")
+        uv = find_uv()
         if uv is None or (emulated and torch is not None):
             self._run([*self._pip, "install", *limited, "--requirement", str(given)])
         elif layered:
@@ -140,6 +140,11 @@ class Installer:
             with log.open(encoding="utf-8", errors="replace") as file:
                 file.seek(before)
                 raise NotInstalled(reason_in(file.read()) or f"{command[0]} ended with exit status {status}")
+
+
+def find_uv() -> str | None:
+    """Return the path of uv, if it is on the path."""
+    return shutil.which("uv")
 
 
 def reason_in(output: str) -> str:

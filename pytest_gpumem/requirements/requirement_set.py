@@ -22,7 +22,7 @@ _CONTINUED = re.compile(r"\\\r?\n")
 
 @dataclass(frozen=True, slots=True)
 class RequirementSet:
-    """What an environment is to hold beside what is installed here.
+    """Packages that an environment is to hold beside what is installed here.
 
     ``lines`` are requirements, and options of pip that a file has among them; ``constraints`` are the lines of files of
     constraints, and ``python`` the interpreter, ``None`` for this one.

@@ -85,7 +85,7 @@ def test_other_arguments_are_not(places):
 def test_a_run_adds_nothing_to_the_summary_of_a_job(places, monkeypatch, tmp_path):
     checkout, worktree = places
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
-    runner = Runner(checkout, {"head": worktree}, (), None, tmp_path, Stop(), ())
+    runner = Runner(checkout, (), None, tmp_path, Stop(), ())
     assert "GITHUB_STEP_SUMMARY" not in runner._environment(worktree, tmp_path, tmp_path / "lines")
 
 

@@ -19,7 +19,9 @@ def line(verdict, when="call", outcome="passed", *, xfail=False):
 
 
 def end(status=0, outside_modules=()):
-    return json.dumps({"status": status, "root": "/root", "outside_modules": dict(outside_modules)})
+    return json.dumps(
+        {"status": status, "root": "/root", "outside_modules": dict(outside_modules), "imported": ["torch"]}
+    )
 
 
 def test_a_run_has_the_verdicts_of_its_tests_with_their_times():
@@ -27,7 +29,7 @@ def test_a_run_has_the_verdicts_of_its_tests_with_their_times():
     run = run_of([line(verdict), line(verdict, "teardown"), end()], 0)
     assert run.tests == {("test_it.py", "test_a"): verdict}
     assert run.tests["test_it.py", "test_a"].verdicts[0].measurement.times.median == 0.25
-    assert (run.root, run.measured) == ("/root", 1)
+    assert (run.root, run.measured, run.imported) == ("/root", 1, frozenset({"torch"}))
 
 
 def test_tests_that_failed_are_in_a_run_and_do_not_count_as_measured():

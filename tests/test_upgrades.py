@@ -1,0 +1,333 @@
+"""``gpumem ab`` between sets of requirements and ``gpumem bisect`` of packages, with releases that are installed indeed.
+
+The packages are wheels that pip finds in a folder, and what the tests measure is what they tell (`TELLING`), so that no process
+has to load torch; one is measured indeed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from pytest_gpumem.cli.main import main
+from pytest_gpumem.requirements import installers
+from tests.packages_here import make_wheel
+
+TELLING = """
+import json
+
+import pytest
+import tinymodels
+
+from pytest_gpumem.gate.verdict import TestVerdict, Verdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.values.plain import to_plain
+
+
+@pytest.fixture(autouse=True)
+def told(request):
+    measurement = Measurement("call", Workload("call"), Environment("toy", "Toy"), {"peak_allocated": tinymodels.PEAK})
+    file, _, test = request.node.nodeid.partition("::")
+    verdict = TestVerdict(file, test, (Verdict(measurement, ()),))
+    request.node.user_properties.append(("gpumem", json.dumps(to_plain(verdict))))
+"""
+PLAIN = ["-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:anyio"]
+MB = 10**6
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A folder of wheels in which pip looks, and nowhere else. What lies in the caches is this test's."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(folder),
+        "PIP_CONFIG_FILE": os.devnull,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("PYTEST_ADDOPTS", "PYTHONPATH", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(installers, "find_uv", lambda: None)
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path, index, monkeypatch):
+    """A project that is no git repository, whose test tells what the package tinymodels says."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "conftest.py").write_text(TELLING, encoding="utf-8")
+    (folder / "test_it.py").write_text("def test_a(): ...\n", encoding="utf-8")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def release(index, version, peak, name="tinymodels", requires=None):
+    return make_wheel(index, name, version, {f"{name}/__init__.py": f"PEAK = {peak}\n"}, requires)
+
+
+def gpumem(*arguments):
+    return CliRunner().invoke(main, [*arguments])
+
+
+def environments(tmp_path):
+    return sorted((tmp_path / "cache" / "pytest-gpumem" / "environments").glob("*/environment.json"))
+
+
+def test_two_releases_are_compared_and_kept_for_the_next_time(project, index, tmp_path):
+    release(index, "1.0", 10 * MB)
+    release(index, "2.0", 12 * MB)
+    command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels==2.0"]
+    result = gpumem(*command, "--report", str(tmp_path / "ab.json"), "--", *PLAIN)
+    assert result.exit_code == 1, result.output
+    assert "installed tinymodels==2.0 in" in result.stderr
+    row = next(line for line in result.stdout.splitlines() if line.startswith("test_it.py::test_a"))
+    assert row.split()[-5:] == ["10.00", "MB", "12.00", "MB", "+20.0", "%", "regressed"][-5:]
+    assert result.stdout.endswith(
+        "1 pair of runs, base tinymodels==1.0, head tinymodels==2.0, slowdown tolerated 1.5 %\n"
+    )
+    assert json.loads((tmp_path / "ab.json").read_text())["base"] == "tinymodels==1.0"
+    assert len(environments(tmp_path)) == 2
+    again = gpumem(*command, "--", *PLAIN)
+    assert again.exit_code == 1
+    assert "install" not in again.stderr, "both environments are there"
+    listed = gpumem("cache")
+    assert "tinymodels==1.0  tinymodels 1.0" in listed.stdout
+    cleared = gpumem("cache", "--clear")
+    assert cleared.stdout.splitlines()[-1].startswith("gpumem cache: removed 2 environments, ")
+    assert environments(tmp_path) == []
+    assert gpumem("cache").stdout.startswith("gpumem cache: 0 environments, 0 B")
+
+
+def test_a_set_beside_what_is_installed_here_leaves_it_alone(project, index, tmp_path):
+    """What satisfies a requirement is used from here: pytest, which tinymodels requires, is in no environment."""
+    release(index, "1.0", 10 * MB, requires="pytest")
+    result = gpumem("ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels==1.0", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    (kept,) = environments(tmp_path)
+    assert json.loads(kept.read_text())["packages"] == {"tinymodels": "1.0"}
+    here = subprocess.run([sys.executable, "-c", "import tinymodels"], capture_output=True, check=False)
+    assert here.returncode
+
+
+def test_a_set_of_no_exact_release_is_installed_anew(project, index):
+    release(index, "1.0", 10 * MB)
+    command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels", "--", *PLAIN]
+    assert gpumem(*command).exit_code == 0
+    release(index, "2.0", 12 * MB)
+    assert gpumem(*command).exit_code == 1
+
+
+def test_a_file_of_requirements_a_constraint_and_a_revision_go_together(project, index, tmp_path):
+    release(index, "1.0", 10 * MB)
+    release(index, "2.0", 12 * MB)
+    (project / "new.txt").write_text("tinymodels\n", encoding="utf-8")
+    (project / "limits.txt").write_text("tinymodels<2\n", encoding="utf-8")
+    for words in (
+        ["init", "--quiet", "--initial-branch=main"],
+        ["add", "--all"],
+        ["commit", "--quiet", "--message=one"],
+    ):
+        identity = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *words], cwd=project, check=True)
+    both = ["--base-with", "tinymodels==1.0", "--head-with", "-r", "new.txt"]
+    result = gpumem("ab", "main", "HEAD", *both, "--constraint", "limits.txt", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    assert "with tinymodels==1.0, head HEAD" in result.stdout
+    assert gpumem("ab", *both, "--", *PLAIN).exit_code == 1, "without the constraint it is 2.0"
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("tinymodels==9.9", "tinymodels==9.9 cannot be installed: "),
+        ("needs-more==1.0", "needs-more==1.0 cannot be installed: "),
+        ("tinymodels=2.0", "'tinymodels=2.0' is no requirement, like 'transformers==4.38.2'"),
+        (
+            "unused==1.0",
+            "the tests import nothing that differs (unused as here and 1.0), so that there is nothing to compare",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_told_in_a_sentence_and_nothing_is_left(project, index, tmp_path, head, said):
+    release(index, "1.0", 10 * MB)
+    release(index, "1.0", 0, "unused")
+    make_wheel(index, "needs_more", "1.0", {"needs_more.py": ""}, requires="tinymodels>=5")
+    base = [] if head.startswith("unused") else ["--base-with", "tinymodels==1.0"]
+    if not base:
+        (project / "conftest.py").write_text(TELLING.replace("import tinymodels", "class tinymodels:\n    PEAK = 1"))
+    result = gpumem("ab", *base, "--head-with", head, "--", *PLAIN)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    kept = tmp_path / "cache" / "pytest-gpumem" / "environments"
+    assert [path for path in kept.glob("*") if path.is_dir() and not (path / "environment.json").exists()] == []
+
+
+def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_skipped(project, index, tmp_path):
+    for minor in range(9):
+        release(index, f"1.{minor}", 10 * MB if minor < 7 else 12 * MB)
+    make_wheel(index, "tinymodels", "1.5", {"tinymodels/__init__.py": "raise ImportError('broken release')\n"})
+    ends = ["--good", "1.0", "--bad", "1.8"]
+    result = gpumem("bisect", "--package", "tinymodels", *ends, "--report", "found.md", "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    assert "gpumem bisect: 1.7 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.6\n" in result.stdout
+    assert "skipped  ImportError: broken release" in result.stdout
+    assert "to accept it: pytest test_it.py" in result.stdout
+    # The broken one comes on top: both ends, and as many as halving eight steps takes.
+    assert len(environments(tmp_path)) <= 2 + 3 + 1
+    assert "| `1.7` | 12.00 MB | bad |" in (project / "found.md").read_text(encoding="utf-8")
+    assert not (tmp_path / "cache" / "pytest-gpumem" / "bisections").exists() or not any(
+        (tmp_path / "cache" / "pytest-gpumem" / "bisections").iterdir()
+    )
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "said"),
+    [
+        (
+            "1.0",
+            "1.1",
+            "1.1 is no worse than 1.0 (peak allocated 10.00 MB and 10.00 MB): both ends are good, or both are bad",
+        ),
+        (
+            "1.2",
+            "1.0",
+            "1.0 is better than 1.2 (peak allocated 12.00 MB and 10.00 MB); to find what mended it, exchange",
+        ),
+        ("1.0", "9.9", "9.9 cannot be measured: tinymodels==9.9 cannot be installed: "),
+        ("1.0", "1.0", "--good and --bad are the same release of tinymodels: 1.0"),
+        ("main", "1.0", "'main' is no release of tinymodels, like 4.38.2"),
+    ],
+)
+def test_ends_that_hold_nothing_to_find_are_told_in_a_sentence(project, index, good, bad, said):
+    for minor, peak in enumerate((10, 10, 12)):
+        release(index, f"1.{minor}", peak * MB)
+    result = gpumem("bisect", "--package", "tinymodels", "--good", good, "--bad", bad, "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+
+
+def test_a_test_that_one_end_does_not_have_is_told(project, index):
+    release(index, "1.0", 10 * MB)
+    release(index, "1.1", 12 * MB)
+    ends = ["--package", "tinymodels", "--good", "1.0", "--bad", "1.1"]
+    result = gpumem("bisect", *ends, "test_it.py::test_gone", "--", *PLAIN)
+    assert result.exit_code == 2
+    assert "1.0 cannot be measured: " in result.stderr
+
+
+def test_of_several_packages_the_one_that_did_it_is_found_and_then_its_release(project, index):
+    for minor in range(4):
+        release(index, f"1.{minor}", 10 * MB if minor < 2 else 12 * MB)
+        release(index, f"1.{minor}", 0, "unrelated")
+        release(index, f"1.{minor}", 0, "another")
+    names = ("another", "tinymodels", "unrelated")
+    for file, version in (("old.txt", "1.0"), ("new.txt", "1.3")):
+        (project / file).write_text("".join(f"{name}=={version}\n" for name in names), encoding="utf-8")
+    result = gpumem("bisect", "--packages", "--good", "old.txt", "--bad", "new.txt", "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    assert "these differ: another 1.3, was 1.0; tinymodels 1.3, was 1.0; unrelated 1.3, was 1.0\n" in result.stderr
+    assert "gpumem bisect: 1.2 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.1\n" in result.stdout
+
+
+class Commits:
+    """A repository of small commits, of which the later ones need more, and some cannot be imported."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+        self.git("init", "--quiet", "--initial-branch=main")
+        (path / "conftest.py").write_text(TELLING.replace("tinymodels", "shipped"), encoding="utf-8")
+        (path / "test_it.py").write_text("def test_a(): ...\n", encoding="utf-8")
+
+    def git(self, *words: str) -> str:
+        identity = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", *identity, *words], cwd=self.path, check=True, capture_output=True, text=True
+        ).stdout
+
+    def commit(self, number: int, peak: int, *, broken: bool = False) -> None:
+        text = f"PEAK = {peak}  # {number}\n" + ("import nothing_there\n" if broken else "")
+        (self.path / "shipped.py").write_text(text, encoding="utf-8")
+        self.git("add", "--all")
+        self.git("commit", "--quiet", f"--message=change {number}")
+
+
+@pytest.fixture
+def commits(tmp_path, index, monkeypatch):
+    made = Commits(tmp_path / "repository")
+    for number in range(64):
+        made.commit(number, 10 * MB if number < 41 else 12 * MB, broken=number in (31, 40, 42))
+    monkeypatch.chdir(made.path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return made
+
+
+FIND = ["bisect", "--good", "HEAD~63", "--bad", "main", "test_it.py::test_a", "--", *PLAIN]
+
+
+def test_of_64_commits_at_most_eight_are_measured_and_one_killed_in_the_middle_goes_on(commits, tmp_path):
+    command = [sys.executable, "-m", "pytest_gpumem.cli.main", *FIND]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    killed = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    told = []
+    while len(told) < 3:
+        line = killed.stderr.readline()
+        assert line, "it ended early"
+        told += [line] if "1 measured in" in line else []
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    killed.stderr.close()
+    until = time.monotonic() + 30
+    while running := subprocess.run(
+        ["pgrep", "-f", str(tmp_path / "gpumem-ab-")], capture_output=True, text=True
+    ).stdout:
+        assert time.monotonic() < until, f"processes are left behind: {running}"
+        time.sleep(0.2)
+    result = gpumem(*FIND)
+    assert result.exit_code == 0, result.output
+    assert "going on with 3 runs of an earlier start\n" in result.stderr
+    measured = told + [line for line in result.stderr.splitlines() if "1 measured in" in line]
+    assert len(measured) <= 8
+    # The commit before it cannot be imported, and neither can the one after it.
+    first, second = (commits.git("rev-parse", f"HEAD~{63 - number}")[:9] for number in (40, 41))
+    assert (
+        f"gpumem bisect: one of {first}, {second} did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %)"
+        in result.stdout
+    )
+    assert "skipped  ModuleNotFoundError: No module named 'nothing_there'" in result.stdout
+    assert len(commits.git("worktree", "list").splitlines()) == 1
+    assert list(tmp_path.glob("gpumem-ab-*")) == []
+
+
+def test_several_commits_at_a_time_find_the_same(commits):
+    result = gpumem("bisect", "--jobs", "2", *FIND[1:])
+    assert result.exit_code == 0, result.output
+    assert "did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--good", "main", "--bad", "main"], "are the same commit"),
+        (["--good", "main", "--bad", "HEAD~5"], "is no ancestor of"),
+        (["--good", "nowhere"], "there is no revision 'nowhere'"),
+        (["--bad", "main"], "Missing option '--good'"),
+        (["--good", "HEAD~63", "--bad", "HEAD~50"], "both ends are good, or both are bad"),
+        (["--package", "a", "--good", "1.0"], "both ends have to be named here"),
+        (["--package", "a", "--packages"], "exclude each other"),
+    ],
+)
+def test_commits_that_hold_nothing_to_find_are_told_in_a_sentence(commits, words, said):
+    result = gpumem("bisect", *words, *FIND[5:])
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert len(commits.git("worktree", "list").splitlines()) == 1
