@@ -91,7 +91,7 @@ def run(
             shell=isinstance(command, str),
             # Ctrl-C in the terminal is for us; what runs is ended by us.
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
         )
         try:
             while True:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -269,6 +272,16 @@ def commits(tmp_path, index, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return made
+
+
+def left_of(folder: Path) -> list[str]:
+    """The command lines of processes that run in a worktree or with a file of this folder."""
+    found = (
+        path.read_bytes().replace(b"\0", b" ").decode()
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if path.exists()
+    )
+    return [line for line in found if str(folder / "gpumem-ab-") in line]
 
 
 FIND = ["bisect", "--good", "HEAD~63", "--bad", "main", "test_it.py::test_a", "--", *PLAIN]
