@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -330,6 +331,26 @@ def test_ci_waits_for_what_is_fetched_and_tests_nothing_without_it(tmp_path, fai
     # Where lint fails, what is fetched beside it may not have come to its end.
     assert "test" not in log if failing == "lint" else sorted(log[:3]) + log[3:] == sorted(ran[:3]) + ran[3:]
     assert ("browser says" in done.stdout) == (failing in fetched[1:])
+
+
+def targets(script: str) -> list[str]:
+    """The targets that a script makes, in order; files among them are part of another one."""
+    lines = re.findall(r"^[ {]*make ([^;&|>\n]*)", re.sub(r" && ", "\n", script), flags=re.MULTILINE)
+    return [word for line in lines for word in shlex.split(line) if re.fullmatch(r"[a-z-]+", word)]
+
+
+def test_the_workflow_makes_before_its_tests_what_ci_makes_and_tests_the_same():
+    ci = targets((ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    prepared = ci[: ci.index("lint")]
+    assert (prepared, ci[len(prepared) :]) == (["browser", "compiler", "docs"], ["lint", "test", "emulated"])
+    jobs = read_yaml((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    does = {name: targets("\n".join(step.get("run", "") for step in job.get("steps", ()))) for name, job in jobs.items()}
+    each_time = [target for name, job in does.items() if "schedule" not in jobs[name].get("if", "") for target in job]
+    # The size is told and nothing fails by it; `make emulated` gates the example on an emulated GPU.
+    assert {*each_time} - {"size", "example-cpu"} == {*ci}
+    for job in does.values():
+        if "test" in job:
+            assert job[: len(prepared) + 1] == [*prepared, "test"]
 
 
 def made(*words: str) -> str:
