@@ -16,6 +16,7 @@ import torch
 from pytest_gpumem.baselines.format import parse
 from pytest_gpumem.values.composition import MOST_KEPT
 from tests import preloaded
+from tests.heap import hide_what_is_loaded
 
 EXAMPLE = Path(__file__).parents[1] / "example_project"
 SECONDS = 240
@@ -131,7 +132,9 @@ class Example:
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(self.folder.parent), os.environ.get("PYTHONPATH")])
         )
-        done = preloaded.run(*command, cwd=self.folder.parent, env=environment, timeout=SECONDS)
+        done = preloaded.run(
+            *command, cwd=self.folder.parent, env=environment, before=hide_what_is_loaded, timeout=SECONDS
+        )
         output = done.stdout + done.stderr
         assert report.exists(), output
         return Run(done.returncode, output, ElementTree.parse(report).getroot())
