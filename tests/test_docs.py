@@ -19,6 +19,7 @@ import pytest
 
 import pytest_gpumem
 from pytest_gpumem import Composition, Explanation, Measurement, Row, StepConfig, hookspecs
+from pytest_gpumem.baselines import url_backend
 from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
@@ -52,6 +53,7 @@ from pytest_gpumem.units import parse_ratio, parse_size
 from pytest_gpumem.values.composition import CATEGORIES, CompositionError, row_from_text
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.option_words import UPDATE_MODES
+from tests.pages import FENCE, HEADING
 
 ROOT = Path(__file__).parents[1]
 SITE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -59,8 +61,6 @@ SITE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglo
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *SITE]
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|c|toml|json|yml|md))`")
 """A path with a folder, or the name of a file."""
-FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
-HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -601,6 +601,41 @@ def test_what_the_readme_and_the_policy_say_is_needed_is_what_is_declared():
     assert needs
     assert dict(re.findall(r"(\w+) ([\d.]*\d)", needs[1])) == least
     assert {cells[0]: cells[1] for cells in rows(section_of("docs/versions.md", "What it runs on"))[1:]} == least
+
+
+def extras() -> set[str]:
+    """The extras that are declared."""
+    declared = read("pyproject.toml").partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    return set(re.findall(r"^([\w-]+) = \[", declared, flags=re.MULTILINE))
+
+
+def test_the_guide_has_every_extra_with_its_command():
+    table = rows(section_of("docs/guide/start.md", "Extras"))[1:]
+    told = {name: cells[2] for cells in table for name in re.findall(r"`(\w+)`", cells[0])}
+    assert set(told) == extras()
+    for name in extras() - {"test", "dev"}:
+        assert told[name] == f"`pip install 'pytest-gpumem[{name}]'`"
+
+
+SOURCES = [
+    path
+    for folder in ("pytest_gpumem", "docs", ".github", "example_project")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".md", ".yml", ".html", ".toml", ".txt")
+] + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml", "Makefile")]
+"""All texts that may say how something is installed."""
+
+
+def test_every_extra_that_a_text_installs_is_declared():
+    named = {
+        name.strip()
+        for path in SOURCES
+        for names in re.findall(r"pytest-gpumem\[([^\]]*)\]", path.read_text(encoding="utf-8"))
+        for name in names.split(",")
+    }
+    # What a store says, of its kind of URL.
+    assert "{kind}" in named
+    assert (named - {"{kind}"}) | set(url_backend.EXTRAS.values()) == extras() - {"dev"}
 
 
 def test_the_readme_leads_to_a_red_test(project):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from tests import preloaded
-from tests.test_docs import FENCE, ROOT, read
+from tests.pages import FENCE
+from tests.test_docs import ROOT, read
 
 if TYPE_CHECKING:
     import subprocess
