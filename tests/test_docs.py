@@ -11,11 +11,13 @@ import json
 import math
 import re
 import shlex
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 import pytest
+import torch
 
 import pytest_gpumem
 from pytest_gpumem import Composition, Explanation, Measurement, Row, StepConfig, hookspecs
@@ -660,6 +662,86 @@ def test_the_readme_leads_to_a_red_test(project):
     assert any(
         re.match("  accept: +pytest test_mlp.py::test_forward --gpumem-update=all", line) for line in result.outlines
     )
+
+
+VARIES = {
+    r"\d{4}-\d\d-\d\d": "DATE",
+    r"(?<=commit )[0-9a-f]{9}|(?<=commit = \")[0-9a-f]{9}": "COMMIT",
+    r"(?<=cpu-)[0-9a-f]{6}\b": "ENVIRONMENT",
+    r"\d+\.\d+ [mµ]?s\b": "TIME",
+    r"\d+ samples/s": "THROUGHPUT",
+    r"; 1 without its times: .*": "",
+    r" +": " ",
+}
+"""What is another in each run or on each machine, and the columns that are as wide as their times."""
+
+
+def shown(page: str, first: str) -> list[str]:
+    """The lines of the block of a page that has a line that begins so, without what varies."""
+    (block,) = {
+        one.text
+        for language in ("text", "diff")
+        for one in blocks(language)
+        if (one.page, f"\n{first}" in f"\n{one.text}") == (page, True)
+    }
+    return lasting(block)
+
+
+def lasting(text: str) -> list[str]:
+    """The lines of a text without what varies."""
+    for pattern, word in VARIES.items():
+        text = re.sub(pattern, word, text)
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def follows(lines: list[str], output: list[str]) -> bool:
+    """Whether the lines stand in the output in their order, one after the other."""
+    return any(output[start : start + len(lines)] == lines for start in range(len(output)))
+
+
+@pytest.mark.skipif(
+    f"torch {torch.__version__.partition('+')[0]}." not in read("docs/index.md"),
+    reason="the output in the pages is of another release of torch, which docs/index.md names",
+)
+def test_output_in_the_guides_is_that_of_the_project_of_the_readme(project):
+    def git(*words: str) -> str:
+        named = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        done = subprocess.run(["git", *named, *words], cwd=project.path, check=True, capture_output=True, text=True)
+        return done.stdout
+
+    source, settings = (
+        block.text
+        for language in ("python", "toml")
+        for block in blocks(language)
+        if (block.page, block.section) == ("README.md", "Start")
+    )
+    project.settings(settings)
+    (project.path / "test_mlp.py").write_text(source, encoding="utf-8")
+    git("init")
+    git("add", "--all")
+    git("commit", "--message", "Begin")
+    baselines, failure = "docs/guide/baselines.md", "docs/guide/read-a-failure.md"
+    recorded = lasting("\n".join(project.run("--gpumem-update=new", device=None, timed=True).outlines))
+    assert [line for line in shown(baselines, "test_mlp.py::test_forward") if line not in recorded] == []
+    git("add", "--all")
+    git("commit", "--message", "Record")
+
+    (project.path / "test_mlp.py").write_text(source.replace("2048", "4096"), encoding="utf-8")
+    failed = project.run("--gpumem-baseline", device=None)
+    assert follows(
+        shown(failure, "_________________________________ test_forward"), lasting("\n".join(failed.outlines))
+    )
+    project.run("test_mlp.py::test_forward", "--gpumem-update=all", device=None)
+    difference = git("diff", "--unified=3", "gpumem-baselines").partition("--- ")
+    assert lasting("".join(difference[1:])) == shown(baselines, "--- a/gpumem-baselines/cpu-x86_64/test_mlp.py.toml")
+
+    git("commit", "--all", "--message", "Accept")
+    (project.path / "test_mlp.py").write_text(source.replace("2048", "2560"), encoding="utf-8")
+    reason = "flash attention off until #12"
+    project.run("test_mlp.py::test_forward", "--gpumem-update=all", "--gpumem-reason", reason, device=None)
+    (project.path / "test_mlp.py").write_text(source.replace("2048", "8192"), encoding="utf-8")
+    failed = project.run("--gpumem-baseline", device=None)
+    assert follows(shown(baselines, "  baseline: "), lasting("\n".join(failed.outlines)))
 
 
 def test_the_failure_in_the_readme_is_a_part_of_that_in_the_guide():
