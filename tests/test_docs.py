@@ -517,6 +517,22 @@ def test_contributing_names_targets_of_make_and_tests_that_there_are():
     assert all(f"def {test}(" in read(file) for file, test in tests)
 
 
+def test_contributing_names_every_target_of_make_and_those_that_every_change_has_to_pass():
+    text = section_of("CONTRIBUTING.md", "Set up")
+    phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", read("Makefile"), flags=re.MULTILINE)
+    assert phony
+    targets = set(phony[1].replace("\\", " ").split())
+    of_others = {"help", "cuda", "gpu-tests", "truth"}
+    assert {name for name in targets - of_others if f"`make {name}`" not in text and f"`{name}`" not in text} == set()
+    passed = text.partition("what every change has to\npass")[2].partition(".\n")[0]
+    run = {
+        name
+        for names in re.findall(r"\bmake ([a-z -]+?)(?= &&| *$|;)", read(".ci/run"), flags=re.MULTILINE)
+        for name in names.split()
+    }
+    assert set(re.findall(r"`make ([\w-]+)`", passed)) == run
+
+
 def test_the_steps_of_the_tour_are_files_of_the_package_in_one_order():
     tour = section_of("CONTRIBUTING.md", "A training step, file by file")
     steps = re.findall(r"^(\d+)\. (.+?)(?=^\d+\. |^$)", tour, flags=re.MULTILINE | re.DOTALL)
