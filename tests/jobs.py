@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import TCPStore
 
 from tests import preloaded
+from tests.heap import hide_what_is_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,7 +89,7 @@ def _side_by_side(folder: Path, ranks: int, words: Sequence[str], environment: M
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     each = [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    started = [preloaded.start(*words, cwd=folder, env=one) for one in each]
+    started = [preloaded.start(*words, cwd=folder, env=one, before=hide_what_is_loaded) for one in each]
     try:
         said = ["".join(one.communicate(MOST_SECONDS)) for one in started]
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 GPU = ROOT / ".github" / "workflows" / "gpu.yml"
+ACCOUNT = re.search(r'^Source = "https://github\.com/([^/]+)/', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+"""The account that the repository is under."""
 OWN_BRANCH = "github.event.pull_request.head.repo.full_name == github.repository"
 PROPOSING = {"actions/checkout", "actions/download-artifact", "peter-evans/create-pull-request"}
 """The actions of a job that opens a pull request with baselines."""
@@ -73,7 +76,7 @@ def _faults_of_step(step: dict, pushed_only: bool) -> Iterator[str]:
     uses, script = step.get("uses", "./"), step.get("run", "")
     if "${{" in script:
         yield f"an expression's value, which may be somebody's title, would be run: {script}"
-    if not uses.startswith(("./", "actions/", "OWNER/")) and not re.search(r"@[0-9a-f]{40}$", uses):
+    if not uses.startswith(("./", "actions/", f"{ACCOUNT}/")) and not re.search(r"@[0-9a-f]{40}$", uses):
         yield f"not pinned to a commit: {uses}"
     keeps_token = step.get("with", {}).get("persist-credentials") is not False
     if uses.startswith("actions/checkout@") and keeps_token and not pushed_only:
@@ -138,8 +141,8 @@ def test_ci_documents_every_input_and_output_of_the_action_and_all_are_used():
 def test_what_users_copy_pins_the_action_and_the_plugin_to_this_version():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "pytest_gpumem" / "init").rglob("*.yml")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    actions = re.findall(r"uses: OWNER/pytest-gpumem/\.github/actions/gpumem(\S*)", text)
-    plugins = re.findall(r"git\+https://github\.com/OWNER/pytest-gpumem(\S*)", text)
+    actions = re.findall(rf"uses: {ACCOUNT}/pytest-gpumem/\.github/actions/gpumem(\S*)", text)
+    plugins = re.findall(rf"git\+https://github\.com/{ACCOUNT}/pytest-gpumem(\S*)", text)
     assert len(actions) >= 7
     assert {
         *actions,
@@ -330,6 +333,28 @@ def test_ci_waits_for_what_is_fetched_and_tests_nothing_without_it(tmp_path, fai
     # Where lint fails, what is fetched beside it may not have come to its end.
     assert "test" not in log if failing == "lint" else sorted(log[:3]) + log[3:] == sorted(ran[:3]) + ran[3:]
     assert ("browser says" in done.stdout) == (failing in fetched[1:])
+
+
+def targets(script: str) -> list[str]:
+    """The targets that a script makes, in order; files among them are part of another one."""
+    lines = re.findall(r"^[ {]*make ([^;&|>\n]*)", re.sub(r" && ", "\n", script), flags=re.MULTILINE)
+    return [word for line in lines for word in shlex.split(line) if re.fullmatch(r"[a-z-]+", word)]
+
+
+def test_the_workflow_makes_before_its_tests_what_ci_makes_and_tests_the_same():
+    ci = targets((ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    prepared = ci[: ci.index("lint")]
+    assert (prepared, ci[len(prepared) :]) == (["browser", "compiler", "docs"], ["lint", "test", "emulated"])
+    jobs = read_yaml((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    does = {
+        name: targets("\n".join(step.get("run", "") for step in job.get("steps", ()))) for name, job in jobs.items()
+    }
+    each_time = [target for name, job in does.items() if "schedule" not in jobs[name].get("if", "") for target in job]
+    # The size is told and nothing fails by it; `make emulated` gates the example on an emulated GPU.
+    assert {*each_time} - {"size", "example-cpu"} == {*ci}
+    for job in does.values():
+        if "test" in job:
+            assert job[: len(prepared) + 1] == [*prepared, "test"]
 
 
 def made(*words: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from tests.fake_github import NUMBER, FakeGitHub, fake_github
+from tests.pages import FENCE, HEADING
 from tests.test_ci import faults, valid
 from tests.workflows import ROOT, Runner, read_yaml
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FUSED = "return x + self.mlp(self.norm(x))"
 KEEPS_A_COPY = "return x + self.mlp(self.norm(x).double().exp().log().float())"
 

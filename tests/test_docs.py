@@ -11,14 +11,17 @@ import json
 import math
 import re
 import shlex
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 import pytest
+import torch
 
 import pytest_gpumem
 from pytest_gpumem import Composition, Explanation, Measurement, Row, StepConfig, hookspecs
+from pytest_gpumem.baselines import url_backend
 from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.cli.ab import ab
 from pytest_gpumem.cli.advise import advise
@@ -52,6 +55,7 @@ from pytest_gpumem.units import parse_ratio, parse_size
 from pytest_gpumem.values.composition import CATEGORIES, CompositionError, row_from_text
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.option_words import UPDATE_MODES
+from tests.pages import FENCE, HEADING
 
 ROOT = Path(__file__).parents[1]
 SITE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -59,8 +63,6 @@ SITE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglo
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *SITE]
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|c|toml|json|yml|md))`")
 """A path with a folder, or the name of a file."""
-FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
-HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -515,6 +517,22 @@ def test_contributing_names_targets_of_make_and_tests_that_there_are():
     assert all(f"def {test}(" in read(file) for file, test in tests)
 
 
+def test_contributing_names_every_target_of_make_and_those_that_every_change_has_to_pass():
+    text = section_of("CONTRIBUTING.md", "Set up")
+    phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", read("Makefile"), flags=re.MULTILINE)
+    assert phony
+    targets = set(phony[1].replace("\\", " ").split())
+    of_others = {"help", "cuda", "gpu-tests", "truth"}
+    assert {name for name in targets - of_others if f"`make {name}`" not in text and f"`{name}`" not in text} == set()
+    passed = text.partition("what every change has to\npass")[2].partition(".\n")[0]
+    run = {
+        name
+        for names in re.findall(r"\bmake ([a-z -]+?)(?= &&| *$|;)", read(".ci/run"), flags=re.MULTILINE)
+        for name in names.split()
+    }
+    assert set(re.findall(r"`make ([\w-]+)`", passed)) == run
+
+
 def test_the_steps_of_the_tour_are_files_of_the_package_in_one_order():
     tour = section_of("CONTRIBUTING.md", "A training step, file by file")
     steps = re.findall(r"^(\d+)\. (.+?)(?=^\d+\. |^$)", tour, flags=re.MULTILINE | re.DOTALL)
@@ -603,6 +621,41 @@ def test_what_the_readme_and_the_policy_say_is_needed_is_what_is_declared():
     assert {cells[0]: cells[1] for cells in rows(section_of("docs/versions.md", "What it runs on"))[1:]} == least
 
 
+def extras() -> set[str]:
+    """The extras that are declared."""
+    declared = read("pyproject.toml").partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    return set(re.findall(r"^([\w-]+) = \[", declared, flags=re.MULTILINE))
+
+
+def test_the_guide_has_every_extra_with_its_command():
+    table = rows(section_of("docs/guide/start.md", "Extras"))[1:]
+    told = {name: cells[2] for cells in table for name in re.findall(r"`(\w+)`", cells[0])}
+    assert set(told) == extras()
+    for name in extras() - {"test", "dev"}:
+        assert told[name] == f"`pip install 'pytest-gpumem[{name}]'`"
+
+
+SOURCES = [
+    path
+    for folder in ("pytest_gpumem", "docs", ".github", "example_project")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".md", ".yml", ".html", ".toml", ".txt")
+] + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml", "Makefile")]
+"""All texts that may say how something is installed."""
+
+
+def test_every_extra_that_a_text_installs_is_declared():
+    named = {
+        name.strip()
+        for path in SOURCES
+        for names in re.findall(r"pytest-gpumem\[([^\]]*)\]", path.read_text(encoding="utf-8"))
+        for name in names.split(",")
+    }
+    # What a store says, of its kind of URL.
+    assert "{kind}" in named
+    assert (named - {"{kind}"}) | set(url_backend.EXTRAS.values()) == extras() - {"dev"}
+
+
 def test_the_readme_leads_to_a_red_test(project):
     start = [
         block
@@ -625,6 +678,86 @@ def test_the_readme_leads_to_a_red_test(project):
     assert any(
         re.match("  accept: +pytest test_mlp.py::test_forward --gpumem-update=all", line) for line in result.outlines
     )
+
+
+VARIES = {
+    r"\d{4}-\d\d-\d\d": "DATE",
+    r"(?<=commit )[0-9a-f]{9}|(?<=commit = \")[0-9a-f]{9}": "COMMIT",
+    r"(?<=cpu-)[0-9a-f]{6}\b": "ENVIRONMENT",
+    r"\d+\.\d+ [mµ]?s\b": "TIME",
+    r"\d+ samples/s": "THROUGHPUT",
+    r"; 1 without its times: .*": "",
+    r" +": " ",
+}
+"""What is another in each run or on each machine, and the columns that are as wide as their times."""
+
+
+def shown(page: str, first: str) -> list[str]:
+    """The lines of the block of a page that has a line that begins so, without what varies."""
+    (block,) = {
+        one.text
+        for language in ("text", "diff")
+        for one in blocks(language)
+        if (one.page, f"\n{first}" in f"\n{one.text}") == (page, True)
+    }
+    return lasting(block)
+
+
+def lasting(text: str) -> list[str]:
+    """The lines of a text without what varies."""
+    for pattern, word in VARIES.items():
+        text = re.sub(pattern, word, text)
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def follows(lines: list[str], output: list[str]) -> bool:
+    """Whether the lines stand in the output in their order, one after the other."""
+    return any(output[start : start + len(lines)] == lines for start in range(len(output)))
+
+
+@pytest.mark.skipif(
+    f"torch {torch.__version__.partition('+')[0]}." not in read("docs/index.md"),
+    reason="the output in the pages is of another release of torch, which docs/index.md names",
+)
+def test_output_in_the_guides_is_that_of_the_project_of_the_readme(project):
+    def git(*words: str) -> str:
+        named = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        done = subprocess.run(["git", *named, *words], cwd=project.path, check=True, capture_output=True, text=True)
+        return done.stdout
+
+    source, settings = (
+        block.text
+        for language in ("python", "toml")
+        for block in blocks(language)
+        if (block.page, block.section) == ("README.md", "Start")
+    )
+    project.settings(settings)
+    (project.path / "test_mlp.py").write_text(source, encoding="utf-8")
+    git("init")
+    git("add", "--all")
+    git("commit", "--message", "Begin")
+    baselines, failure = "docs/guide/baselines.md", "docs/guide/read-a-failure.md"
+    recorded = lasting("\n".join(project.run("--gpumem-update=new", device=None, timed=True).outlines))
+    assert [line for line in shown(baselines, "test_mlp.py::test_forward") if line not in recorded] == []
+    git("add", "--all")
+    git("commit", "--message", "Record")
+
+    (project.path / "test_mlp.py").write_text(source.replace("2048", "4096"), encoding="utf-8")
+    failed = project.run("--gpumem-baseline", device=None)
+    assert follows(
+        shown(failure, "_________________________________ test_forward"), lasting("\n".join(failed.outlines))
+    )
+    project.run("test_mlp.py::test_forward", "--gpumem-update=all", device=None)
+    difference = git("diff", "--unified=3", "gpumem-baselines").partition("--- ")
+    assert lasting("".join(difference[1:])) == shown(baselines, "--- a/gpumem-baselines/cpu-x86_64/test_mlp.py.toml")
+
+    git("commit", "--all", "--message", "Accept")
+    (project.path / "test_mlp.py").write_text(source.replace("2048", "2560"), encoding="utf-8")
+    reason = "flash attention off until #12"
+    project.run("test_mlp.py::test_forward", "--gpumem-update=all", "--gpumem-reason", reason, device=None)
+    (project.path / "test_mlp.py").write_text(source.replace("2048", "8192"), encoding="utf-8")
+    failed = project.run("--gpumem-baseline", device=None)
+    assert follows(shown(baselines, "  baseline: "), lasting("\n".join(failed.outlines)))
 
 
 def test_the_failure_in_the_readme_is_a_part_of_that_in_the_guide():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import preloaded
+from tests.conftest import _LEFT_OUT
 
 CONFTEST = """
 from contextlib import contextmanager
@@ -92,7 +92,7 @@ def session(pytester):
     def run(source, *arguments, wanted=5):
         pytester.makeconftest(CONFTEST.format(wanted=wanted))
         pytester.makepyfile(source)
-        return preloaded.run_pytest(pytester.path, "-p", "no:cacheprovider", "-p", "no:randomly", *arguments)
+        return pytester.runpytest_inprocess(*_LEFT_OUT, *arguments)
 
     return run
 
@@ -126,6 +126,7 @@ def pytest_runtest_protocol(item):
 @pytest.mark.parametrize("wanted", [5, None])
 def test_the_protocol_of_tests_that_cannot_run_out_is_left_to_other_plugins(session, pytester, wanted):
     pytester.makepyfile(other=OTHER_PROTOCOL)
+    pytester.syspathinsert()
     result = session("def test_shares(): pass\ndef test_takes_none(): pass", "-s", "-p", "other", wanted=wanted)
     result.assert_outcomes(passed=2)
     assert "another's test_takes_none" in result.stdout.str()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,7 @@ from tests.test_docs import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 SITE = ROOT / "build" / "site"
 PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md"))
@@ -29,7 +31,16 @@ CUT_OFF = """[...document.querySelectorAll('.bd-article *')].filter((one) => {
 }).length"""
 """How much of a page's text is beyond the window's edge, and not in something that scrolls by itself."""
 
-pytestmark = pytest.mark.skipif(not (SITE / "index.html").exists(), reason="needs the site: `make docs` builds it")
+
+def lacking(site: Path, docs: Path) -> str | None:
+    """Why a site cannot stand for the pages: there is none, or they have changed since."""
+    front = site / "index.html"
+    if not front.exists():
+        return "needs the site: `make docs` builds it"
+    newest = max((path for path in docs.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime)
+    if newest.stat().st_mtime > front.stat().st_mtime:
+        return f"needs the site as it is now: {newest.relative_to(docs)} is newer, and `make docs` builds it again"
+    return None
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -48,6 +59,9 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """The site as it is served: a search opens pages, which files may not."""
+    reason = lacking(SITE, ROOT / "docs")
+    if reason is not None:
+        pytest.skip(reason)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(SITE))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -77,6 +91,18 @@ def visit(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 def brightness(color: str) -> float:
     """Of an ``rgb(...)``, from 0 to 255."""
     return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
+
+
+def test_a_site_that_is_older_than_its_pages_is_not_judged(tmp_path):
+    site, docs = tmp_path / "site", tmp_path / "docs"
+    assert "needs the site: " in lacking(site, docs)
+    for path, seconds in ((docs / "index.md", 1), (docs / "_static" / "site.css", 2), (site / "index.html", 3)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (seconds, seconds))
+    assert lacking(site, docs) is None
+    os.utime(docs / "_static" / "site.css", (4, 4))
+    assert "_static/site.css is newer" in lacking(site, docs)
 
 
 @pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.emulated.processes import REPOSITORY
+from tests.pages import FENCE
 
-FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:\$ )?((?:gpumem|pytest|python) .*)$", re.MULTILINE)
 NAMES_A_DEVICE = re.compile(r"--(?:gpumem-)?device[= ]|gpumem (?:emulate|fit) ")
 LEFT_OUT = ("torchrun", "xpu", "example_project", "[--", "...", "cpu")
