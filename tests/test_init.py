@@ -12,13 +12,10 @@ from click.testing import CliRunner
 
 from pytest_gpumem.cli import init as command
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.config.settings import KEYS, matches_test
+from pytest_gpumem.config.settings import KEYS
 from pytest_gpumem.doctor import looking
 from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
-from pytest_gpumem.init.found_tests import FoundTest, Names, find_tests
-from pytest_gpumem.init.patterns import patterns_of
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
-from pytest_gpumem.init.sources import sources_of
 from pytest_gpumem.init.workflow import RUNNERS, has_all, template, workflow
 from tests.test_ci import faults, valid
 from tests.workflows import read_yaml
@@ -432,259 +429,6 @@ def test_a_test_that_cannot_be_recorded_is_said(repository):
     assert "not every test could be recorded" in done.output
 
 
-# Which tests run models
-
-
-def found(files, names=None):
-    return find_tests(sources_of(files), names or Names()).tests
-
-
-def running(source, **files):
-    head = "import pytest\nimport torch\nfrom torch import nn\n\n"
-    all_files = {"test_it.py": head + source, **{f"{name}.py": text for name, text in files.items()}}
-    return [one.nodeid.partition("::")[2] for one in found(all_files) if one.runs_model]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "loss.backward()",
-        "optimizer.step()",
-        "self_opt.step()",
-        "nn.Linear(8, 8)(x)",
-        "m = torch.nn.Sequential(nn.Linear(8, 8)).cuda().eval()\n    y = m(x)",
-        "m, n = nn.Linear(8, 8), 3\n    m(x)",
-        "m: nn.Module = nn.Linear(8, 8)\n    m(x)",
-        "m = torch.compile(nn.Linear(8, 8))\n    m(x)",
-        "llm.generate(ids)",
-        "net.forward(x)",
-        "torch.autograd.grad(a, b)",
-        "from transformers import AutoModel\n    AutoModel.from_pretrained('x')",
-        "import timm\n    timm.create_model('resnet18')(x)",
-        "import torchvision.models\n    torchvision.models.resnet18()(x)",
-        "with torch.no_grad():\n        nn.GELU()(x)",
-        "async_result = [nn.ReLU()(x) for x in xs]",
-    ],
-)
-def test_a_body_that_runs_a_model_is_found(body):
-    assert running(f"def test_it(x):\n    {body}\n") == ["test_it"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "assert torch.ones(3).sum() == 3",
-        "m = nn.Linear(8, 8)\n    assert m.in_features == 8",
-        "scheduler.step()",
-        "m: nn.Module\n    m(x)",
-        "torch.autograd.set_detect_anomaly(True)",
-        "nn.Parameter(torch.ones(3))",
-        "from transformers import AutoTokenizer\n    AutoTokenizer.from_pretrained('x')",
-        "from torchvision import transforms\n    transforms.ToTensor()",
-        "'loss.backward()'",
-        "nn.functional.relu(x)",
-    ],
-)
-def test_a_body_that_runs_none_is_not(body):
-    assert running(f"def test_it(x):\n    {body}\n") == []
-
-
-def test_fixtures_helpers_and_classes_are_followed():
-    fixture = "@pytest.fixture\ndef net():\n    return nn.Linear(8, 8)\n\n\n@pytest.fixture(name='out')\ndef _out(net):\n    return net(1)\n\n\n"
-    assert running(
-        f"{fixture}def test_a(net):\n    net(1)\n\n\ndef test_b(out):\n    out\n\n\ndef test_c(net):\n    net\n"
-    ) == ["test_a", "test_b"]
-    helper = "def step(m):\n    m.backward()\n\n\ndef outer(m):\n    step(m)\n\n\n"
-    assert running(f"{helper}def test_a():\n    outer(1)\n\n\ndef test_b():\n    print(1)\n") == ["test_a"]
-    assert running(
-        "from steps import train\n\n\ndef test_a():\n    train()\n", steps="def train():\n    loss.backward()\n"
-    ) == ["test_a"]
-    method = "class TestIt:\n    def run_it(self):\n        x.backward()\n\n    def test_a(self):\n        self.run_it()\n\n    def test_b(self):\n        pass\n"
-    assert running(method) == ["TestIt::test_a"]
-    inherited = "class Base:\n    def test_a(self):\n        x.backward()\n\n\nclass TestIt(Base):\n    pass\n"
-    assert running(inherited) == ["TestIt::test_a"]
-
-
-def test_fixtures_of_conftests_above_and_models_of_the_project_are_known():
-    files = {
-        "pkg/nets.py": "import torch\n\n\nclass Base(torch.nn.Module):\n    pass\n\n\nclass Net(Base):\n    pass\n\n\ndef build():\n    net = Net()\n    return net, 3\n",
-        "tests/conftest.py": "import pytest\nfrom pkg.nets import build\n\n\n@pytest.fixture\ndef net():\n    made, _ = build()\n    yield made\n",
-        "tests/deep/test_it.py": "from pkg import nets\n\n\ndef test_a(net):\n    net(1)\n\n\ndef test_b():\n    nets.Net()(1)\n\n\ndef test_c(net):\n    str(net)\n",
-        "other/test_it.py": "def test_d(net):\n    net(1)\n",
-        "tests/test_broken.py": "def test_(:\n",
-    }
-    assert [one.nodeid for one in found(files) if one.runs_model] == [
-        "tests/deep/test_it.py::test_a",
-        "tests/deep/test_it.py::test_b",
-    ]
-
-
-RUN = "nn.Linear(8, 8)(1)"
-
-
-@pytest.mark.parametrize("name", ["setUp", "setUpClass", "setup_method", "setup_class"])
-def test_what_is_run_before_the_methods_of_a_class_is_of_its_tests(name):
-    set_up = (
-        f"class TestIt:\n    @classmethod\n    def {name}(cls):\n        {RUN}\n\n    def test_a(self):\n        pass\n"
-    )
-    assert running(f"{set_up}\n\ndef test_b():\n    pass\n") == ["TestIt::test_a"]
-
-
-@pytest.mark.parametrize("body", ["cls.net = nn.Linear(8, 8)", "cls.net: nn.Module = nn.Linear(8, 8)"])
-def test_a_model_that_a_class_has_for_its_methods_is_known(body):
-    tests = "    def test_a(self):\n        self.net(1)\n\n    def test_b(self):\n        str(self.net)\n"
-    set_up = f"    @classmethod\n    def setUpClass(cls):\n        {body}\n\n"
-    assert running(f"class TestIt:\n{set_up}{tests}") == ["TestIt::test_a"]
-    assert running(f"class TestIt:\n    net = nn.Linear(8, 8)\n\n{tests}") == ["TestIt::test_a"]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("setup_module", ["test_a", "TestIt::test_b"]),
-        ("setUpModule", ["test_a", "TestIt::test_b"]),
-        ("setup_function", ["test_a"]),
-        ("setup_other", []),
-    ],
-)
-def test_what_is_run_before_the_tests_of_a_module_is_of_its_tests(name, expected):
-    tests = "def test_a():\n    pass\n\n\nclass TestIt:\n    def test_b(self):\n        pass\n"
-    assert running(f"def {name}():\n    {RUN}\n\n\n{tests}") == expected
-
-
-@pytest.mark.parametrize("head", ["net = None\n\n\ndef setup_module():\n    global net\n    ", ""])
-def test_a_model_that_is_a_global_is_known(head):
-    source = f"{head}net: nn.Module = nn.Linear(8, 8)\n" if not head else f"{head}net = nn.Linear(8, 8)\n"
-    assert running(f"{source}\n\ndef test_a():\n    net(1)\n\n\ndef test_b():\n    str(net)\n") == ["test_a"]
-
-
-def test_fixtures_that_no_test_has_to_take_are_of_all():
-    fixture = f"@pytest.fixture(autouse=True, params=[1, 2])\ndef warm():\n    {RUN}\n\n\n"
-    tests = "def test_a():\n    pass\n\n\nclass TestIt:\n    def test_b(self):\n        pass\n"
-    assert running(f"{fixture}{tests}") == ["test_a", "TestIt::test_b"]
-    assert running(f"{fixture.replace('True', 'False')}{tests}") == []
-    head = "import pytest\nfrom torch import nn\n\n\n"
-    (one, other) = found({"a/conftest.py": head + fixture, "a/test_a.py": tests})
-    assert one.runs_model
-    assert other.runs_model
-    assert one.has_parameters
-    of_class = (
-        "class TestIt:\n    @pytest.fixture(autouse=True)\n    def warm(self):\n        self.net = nn.Linear(8, 8)\n\n"
-    )
-    assert running(f"{of_class}    def test_a(self):\n        self.net(1)\n") == ["TestIt::test_a"]
-
-
-def test_methods_of_a_test_case_are_tests_whatever_the_settings_say():
-    source = "import unittest\n\n\nclass Base(unittest.TestCase):\n    def test_a(self): pass\n    def check_b(self): pass\n\n\n"
-    source += "class NetCase(Base):\n    def __init__(self): pass\n\n\ndef test_c(): pass\ndef check_d(): pass\n"
-    assert [one.nodeid for one in found({"test_it.py": source}, Names(functions=["check_*"]))] == [
-        "test_it.py::Base::test_a",
-        "test_it.py::NetCase::test_a",
-        "test_it.py::check_d",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("init", ["Proposes `[tool.gpumem]` in pyproject.toml", "Existing files and sections are not changed."]),
-        ("doctor", ["Compares the environment here", "Writes nothing except the compiled stand-ins"]),
-    ],
-)
-def test_the_help_says_what_a_command_does_and_leaves(name, words):
-    output = " ".join(CliRunner().invoke(main, [name, "--help"]).output.split())
-    assert [one for one in words if one not in output] == []
-
-
-def test_functions_that_call_each_other_end():
-    assert running("def a():\n    b()\n\n\ndef b():\n    a()\n\n\ndef test_it():\n    a()\n") == []
-
-
-def test_tests_are_those_that_pytest_would_collect():
-    files = {
-        "test_a.py": "class Helper:\n    def test_x(self): pass\n\n\nclass TestB:\n    def __init__(self): pass\n    def test_x(self): pass\n\n\ndef test_y(): pass\ndef check_z(): pass\n",
-        "b_test.py": "def test_b(): pass\n",
-        "checks/c.py": "def test_c(): pass\n",
-    }
-    assert [one.nodeid for one in found(files)] == ["b_test.py::test_b", "test_a.py::test_y"]
-    names = Names(files=["*.py"], functions=["check_*"], folders=["."])
-    assert [one.nodeid for one in found(files, names)] == ["test_a.py::check_z"]
-    assert found(files, Names(folders=["checks"])) == ()
-
-
-def test_tests_that_are_measured_already_are_known():
-    source = "import pytest\n\n\n@pytest.mark.gpumem(max_gb=1)\ndef test_a(): pass\n\n\ndef test_b(gpumem): pass\n\n\ndef test_c(): pass\n"
-    assert [one.is_measured for one in found({"test_it.py": source})] == [True, True, False]
-    marked = "import pytest\n\npytestmark = [pytest.mark.gpumem]\n\n\ndef test_a(): pass\n"
-    assert [one.is_measured for one in found({"test_it.py": marked})] == [True]
-
-
-@pytest.mark.parametrize(
-    "decorator", ["pytest.mark.parametrize('x', [1])", "pytest.mark.gpumem_configs(precision=['fp32'])"]
-)
-def test_tests_that_become_several_items_are_known(decorator):
-    source = f"import pytest\n\n\n@{decorator}\ndef test_a(x): pass\n\n\ndef test_b(): pass\n"
-    assert [one.has_parameters for one in found({"test_it.py": source})] == [True, False]
-
-
-def test_the_reference_names_the_key_that_is_written():
-    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    section = page.partition("\n## gpumem init\n")[2].partition("\n## ")[0]
-    assert f"for tests that run models, `{MARK_KEY}`," in section
-
-
-# Patterns
-
-
-def patterns(**tests: bool | None):
-    """The patterns of tests, by ``file__name``: True runs a model, False does not, None is measured already."""
-    made = [
-        FoundTest(name.replace("__", "::").replace("_py", ".py"), bool(runs), runs is None)
-        for name, runs in tests.items()
-    ]
-    return patterns_of(made), made
-
-
-@pytest.mark.parametrize(
-    ("tests", "expected"),
-    [
-        ({"a_py__test_x": True, "a_py__test_y": True}, ("a.py",)),
-        ({"a_py__test_x": True, "a_py__test_y": False}, ("a.py::test_x",)),
-        ({"a_py__test_x": True, "a_py__test_y": None}, ("a.py",)),
-        ({"a_py__T__test_x": True, "a_py__T__test_z": True, "a_py__test_y": False}, ("a.py::T",)),
-        ({"a_py__T__test_x": True, "a_py__T__test_y": False}, ("a.py::T::test_x",)),
-        ({"a_py__test_run_x": True, "a_py__test_run_y": True, "a_py__test_y": False}, ("a.py::test_run*",)),
-        (
-            {"a_py__test_run_x": True, "a_py__test_run_y": True, "a_py__test_run": False},
-            ("a.py::test_run_x", "a.py::test_run_y"),
-        ),
-        ({"a_py__test_x": False}, ()),
-    ],
-)
-def test_patterns_are_few_and_name_exactly_the_tests_that_run_models(tests, expected):
-    made, of = patterns(**tests)
-    assert made == expected
-    for one in of:
-        if not one.is_measured:
-            assert any(matches_test(pattern, one.nodeid) for pattern in made) == one.runs_model
-
-
-def test_a_folder_of_tests_that_all_run_models_is_one_pattern():
-    tests = [FoundTest(f"tests/models/{name}::test_x", True) for name in ("test_a.py", "deep/test_b.py")]
-    assert patterns_of([*tests, FoundTest("tests/test_c.py::test_x", False)]) == ("tests/models/*",)
-
-
-def test_parametrized_tests_are_named_with_their_brackets():
-    one, other = FoundTest("a.py::test_x", True, has_parameters=True), FoundTest("a.py::test_xy", False)
-    (pattern,) = patterns_of([one, other])
-    assert matches_test(pattern, "a.py::test_x[1]")
-    assert not matches_test(pattern, "a.py::test_xy")
-    assert patterns_of([FoundTest("a.py::test_x", True, has_parameters=None), other]) == (
-        "a.py::test_x",
-        "a.py::test_x[*",
-    )
-
-
 # The workflow
 
 
@@ -703,3 +447,24 @@ def test_the_workflow_of_a_folder_in_a_repository_is_valid_and_safe(tmp_path, ru
     assert steps[-1]["with"]["working-directory"] == "packages/net"
     assert all(step.get("working-directory") == "packages/net" for step in steps if "run" in step)
     assert "-r requirements-gpumem.txt" in steps[-1]["with"]["install"]
+
+
+# Its pages
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("init", ["Proposes `[tool.gpumem]` in pyproject.toml", "Existing files and sections are not changed."]),
+        ("doctor", ["Compares the environment here", "Writes nothing except the compiled stand-ins"]),
+    ],
+)
+def test_the_help_says_what_a_command_does_and_leaves(name, words):
+    output = " ".join(CliRunner().invoke(main, [name, "--help"]).output.split())
+    assert [one for one in words if one not in output] == []
+
+
+def test_the_reference_names_the_key_that_is_written():
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    section = page.partition("\n## gpumem init\n")[2].partition("\n## ")[0]
+    assert f"for tests that run models, `{MARK_KEY}`," in section
