@@ -26,13 +26,17 @@ class Names:
     classes: Sequence[str] = ("Test",)
     functions: Sequence[str] = ("test",)
     folders: Sequence[str] = ()
-    """The folders that tests are looked for in, from the root directory; empty for everywhere."""
+    """Patterns of the files and folders that tests are looked for in, from the root directory; empty for everywhere."""
+    not_entered: Sequence[str] = ()
+    """Patterns of names of folders that are not entered."""
 
     def has_file(self, path: str) -> bool:
         """Return whether tests are collected from the file at ``path``."""
-        below = not self.folders or any(PurePosixPath(path).is_relative_to(folder) for folder in self.folders)
-        name = path.rpartition("/")[2]
-        return below and any(fnmatch.fnmatch(path if "/" in one else name, one) for one in self.files)
+        file = PurePosixPath(path)
+        above = [one.as_posix() for one in (file, *file.parents)]
+        below = not self.folders or any(fnmatch.filter(above, PurePosixPath(one).as_posix()) for one in self.folders)
+        entered = not any(fnmatch.filter(file.parts[:-1], one) for one in self.not_entered)
+        return below and entered and any(fnmatch.fnmatch(path if "/" in one else file.name, one) for one in self.files)
 
     @staticmethod
     def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -70,13 +74,47 @@ def find_tests(sources: Sources, names: Names) -> FoundTests:
     runs = Runs(sources, Models(sources))
     found: list[FoundTest] = []
     for path in sorted(sources.files):
-        if names.has_file(path):
+        if names.has_file(path) and not is_ignored(path, sources):
             found += _of_file(sources.files[path], sources, names, runs)
     concerned = {one.file for one in found if one.runs_model}
     shared = {conftest.path for path in concerned for conftest in sources.conftests_of(path)}
     trees = [sources.files[path].tree for path in sorted(concerned | shared)]
     uses_fixture = any(one.is_measured for one in found)
     return FoundTests(tuple(found), on_gpu=uses_fixture or mentions_gpu(trees))
+
+
+def is_ignored(path: str, sources: Sources) -> bool:
+    """Return whether a conftest.py says that pytest is not to collect a file, or a folder that it is in."""
+    file = PurePosixPath(path)
+    for conftest in sources.conftests_of(path):
+        folder = PurePosixPath(conftest.path).parent
+        above = [one.as_posix() for one in (file, *file.parents) if one.is_relative_to(folder)]
+        for name, matches in (("collect_ignore", _equal), ("collect_ignore_glob", fnmatch.filter)):
+            if any(matches(above, (folder / one).as_posix()) for one in _texts_in(name, conftest.tree.body)):
+                return True
+    return False
+
+
+def _equal(paths: Sequence[str], path: str) -> list[str]:
+    return [one for one in paths if one == path]
+
+
+def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield the texts that a module gives a list of this name, whatever else is in it; not those under a condition."""
+    for one in body:
+        targets: Sequence[ast.expr] = ()
+        if isinstance(one, ast.Assign):
+            targets, value = one.targets, one.value
+        elif isinstance(one, ast.AugAssign | ast.AnnAssign) and one.value is not None:
+            targets, value = [one.target], one.value
+        elif (
+            isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and isinstance(one.value.func, ast.Attribute)
+        ):
+            targets, value = [one.value.func.value], ast.List(one.value.args)
+        if any(ast.unparse(target) == name for target in targets):
+            yield from (
+                node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            )
 
 
 @dataclass(frozen=True, slots=True)
