@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
+from pytest_gpumem.init.workflow import gate_lines
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -99,3 +100,7 @@ def test_a_requirement_of_another_release_of_torch_is_told(line, expected):
         tomllib.loads(f"{PACKAGE}dependencies = [{line!r}]\n" if '"' not in line and "'" not in line else PACKAGE)
     )
     assert [one for _, one in unfit_of(package, "2.13.0")] == expected
+
+
+def test_no_line_is_there_twice():
+    assert gate_lines("2.13.0", ["pytest", "timm"])[-2:] == [gate_lines("2.13.0", [])[-1], "timm"]

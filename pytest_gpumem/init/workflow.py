@@ -90,4 +90,4 @@ def _is_pinned(line: str) -> bool:
 
 def gate_lines(release: str | None, project: Sequence[str]) -> list[str]:
     """Return the lines of a file of requirements for the gate: those of the ``project`` come last."""
-    return [f"torch=={release or 'RELEASE'}", "pytest", _LINE, *project]
+    return list(dict.fromkeys((f"torch=={release or 'RELEASE'}", "pytest", _LINE, *project)))
