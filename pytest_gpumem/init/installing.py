@@ -36,7 +36,7 @@ _NO_PACKAGES = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a project is installed from."""
+    """The sources that a project is installed from."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The content of its pyproject.toml."""

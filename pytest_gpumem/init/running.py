@@ -46,7 +46,7 @@ _Assignment = ast.Assign | ast.AnnAssign
 _OWN = ("self.", "cls.", "request.cls.")
 """Objects on which an attribute of a test's class is set."""
 _MAKES = "()"
-"""What is behind a name of which a call is a module, among names of modules: ``Net()`` of ``for Net in (Small, Large)``."""
+"""Suffix of a name of which a call is a module, among names of modules: ``Net()`` of ``for Net in (Small, Large)``."""
 
 
 class Models:
@@ -181,7 +181,7 @@ def _makes_modules(node: ast.expr, file: SourceFile, models: Models, modules: fr
 
 @dataclass(frozen=True)
 class Scope:
-    """What a test has around it, beside its file."""
+    """The surroundings of a test, beside its file: fixtures, methods, models."""
 
     fixtures: Mapping[str, tuple[Function, SourceFile]]
     """Those that its parameters may name, by name."""
