@@ -289,3 +289,24 @@ def test_the_first_optimizer_of_a_process_keeps_no_more_than_any_other(project):
     # TorchDynamo of torch 2.6 makes tensors of 36 bytes while it is loaded.
     assert 0 <= first["peak_allocated"] - second["peak_allocated"] <= 36
     assert second["peak_allocated"] == 4 * (1000 * 1000 + 1000)
+
+
+KEEPS_ITS_CALLERS = (
+    "import inspect\n\n\ndef wrap():\n    frame = inspect.currentframe()\n    caller = frame.f_back\n\n\nwrap()\n"
+)
+IMPORTS = """
+@pytest.mark.gpumem
+def test_first():
+    model = torch.nn.Linear(1000, 1000)
+    import keeps_its_callers
+    del model
+    torch.ones(100_000)
+"""
+
+
+def test_the_first_import_of_a_module_keeps_no_model_alive(project):
+    (project.path / "keeps_its_callers.py").write_text(KEEPS_ITS_CALLERS, encoding="utf-8")
+    project.write(IMPORTS.replace("    del model\n", "") + IMPORTS.replace("first", "second"))
+    project.run("--junitxml=report.xml", new=True)
+    first, second = (one["verdicts"][0]["measurement"]["metrics"] for one in project.verdicts().values())
+    assert first["cyclic_garbage"] == second["cyclic_garbage"] == first["retained"] == second["retained"] == 0

@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import click
+import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.baselines.location import is_url
 from pytest_gpumem.cli.project import read_config
-from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, write_lines
+from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, read_report, write_lines
 from pytest_gpumem.config.settings import DEFAULT_STORE
 from pytest_gpumem.devices.registry import BUILT_IN
 from pytest_gpumem.doctor import looking
 from pytest_gpumem.git import GitError
 from pytest_gpumem.init.found_tests import Names, find_tests
+from pytest_gpumem.init.installing import REQUIREMENTS_FILES
+from pytest_gpumem.init.patterns import patterns_of
 from pytest_gpumem.init.proposal import (
     ATTRIBUTES,
     GATE_REQUIREMENTS,
@@ -30,18 +35,20 @@ from pytest_gpumem.init.proposal import (
     ProposalError,
     counts,
     proposal,
+    with_patterns,
 )
 from pytest_gpumem.init.sources import sources_of
-from pytest_gpumem.init.workflow import DEVICES, REQUIREMENTS, RUNNERS
+from pytest_gpumem.init.workflow import DEVICES, RUNNERS
 from pytest_gpumem.units import counted
 from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    import pytest
-
+    from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.init.found_tests import FoundTests
     from pytest_gpumem.init.proposal import Edit, Proposal
+    from pytest_gpumem.init.sources import Sources
     from pytest_gpumem.init.workflow import Runner
 
 _SKIPPED = frozenset({"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"})
@@ -83,8 +90,9 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     environment = dict(os.environ)
     _check_settings(Path.cwd())
     place = _place()
-    found = find_tests(sources_of(_texts(place.root)), place.names)
-    write_lines([f"{place.root}: {counts(found)}"])
+    sources = sources_of(_texts(place.root))
+    found = find_tests(sources, place.names)
+    write_lines([f"{place.root / place.tests}: {counts(found)}", *_not_read(sources, place.names)])
     if not any(one.runs_model or one.is_measured for one in found.tests):
         write_lines([_NONE])
         sys.exit(1)
@@ -108,10 +116,20 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
                 [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds those that are missing"]
             )
         else:
-            _record(place, proposed, environment, yes=yes)
+            _record(place, proposed, found, environment, yes=yes)
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted", err=True)
         sys.exit(INTERRUPTED)
+
+
+def _not_read(sources: Sources, names: Names) -> Iterator[str]:
+    """Yield a sentence for each file of tests that cannot be parsed."""
+    for path, why in sources.not_parsed.items():
+        if names.has_file(path) or PurePosixPath(path).name == "conftest.py":
+            yield (
+                f"{path} cannot be parsed ({why}): what is in it is not seen. Correct it and run gpumem init again, or mark "
+                "its tests"
+            )
 
 
 class _Place(NamedTuple):
@@ -120,19 +138,25 @@ class _Place(NamedTuple):
     root: Path
     names: Names
     top: Path | None
+    tests: str
+    """The folder whose tests are set up, from the root directory: this one."""
 
 
 def _place() -> _Place:
-    def read(config: pytest.Config) -> tuple[Path, Names]:
-        files, classes, functions = map(config.getini, ("python_files", "python_classes", "python_functions"))
-        return config.rootpath, Names(files, classes, functions, config.getini("testpaths"))
+    def read(config: pytest.Config) -> tuple[Path, Names, str]:
+        names = Names(*map(config.getini, ("python_files", "python_classes", "python_functions")))
+        root = config.rootpath
+        tests = Path.cwd().relative_to(root).as_posix() if Path.cwd().is_relative_to(root) else "."
+        # As pytest does: in a folder below the root directory, it collects what is there.
+        folders = config.getini("testpaths") if tests == "." else [tests]
+        return root, replace(names, folders=folders, not_entered=config.getini("norecursedirs")), tests
 
-    root, names = read_config(read)
+    root, names, tests = read_config(read)
     try:
         top = Checkout.around(root).top
     except GitError:
         top = None
-    return _Place(root, names, top)
+    return _Place(root, names, top, tests)
 
 
 def _check_settings(folder: Path) -> None:
@@ -181,10 +205,13 @@ def _project(place: _Place) -> Project:
     return Project(
         settings=settings,
         attributes=_text(root / ATTRIBUTES),
-        requirements=_text(root / REQUIREMENTS),
+        requirements={name: text for name in REQUIREMENTS_FILES if (text := _text(root / name)) is not None},
         gate_requirements=_text(root / GATE_REQUIREMENTS),
-        has_workflow=(top / WORKFLOW).exists(),
-        has_setup_file=any((root / name).exists() for name in ("setup.py", "setup.cfg")),
+        workflow=next((one for one in (WORKFLOW, f"{WORKFLOW[:-3]}yaml") if (top / one).exists()), None),
+        setup_cfg=_text(root / "setup.cfg"),
+        has_setup_py=(root / "setup.py").exists(),
+        folders=sorted(one.name for one in root.iterdir() if one.is_dir()),
+        tests=place.tests,
         store=store.rstrip("/") if isinstance(store, str) and _is_inside(store) else None,
         in_git=place.top is not None,
         folder=root.relative_to(top).as_posix() if root.is_relative_to(top) else ".",
@@ -269,31 +296,22 @@ def _put_back(path: Path, before: str | None) -> None:
         click.echo(f"{path} could not be put back: {error.strerror}", err=True)
 
 
-def _record(place: _Place, proposed: Proposal, environment: Mapping[str, str], *, yes: bool) -> None:
+def _record(place: _Place, proposed: Proposal, found: FoundTests, environment: Mapping[str, str], *, yes: bool) -> None:
     """Run the tests once for each device, and show the end of what the session said; then say what is to be done next."""
-    commands = [_recording(device) for device in proposed.record_on]
     failed = False
     missing: list[str] = []
-    for command in commands:
+    verdicts: list[TestVerdict] = []
+    for command in (_recording(device) for device in proposed.record_on):
         said = f"python {' '.join(command)}"
         if not yes and not _asked(f"Record the first baselines: {said}?"):
             missing.append(said)
             continue
         write_lines(["", f"$ {said}"])
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=place.root,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            check=False,
-        )
-        write_lines(done.stdout.splitlines()[-_END:])
-        failed = failed or done.returncode != 0
-    if failed:
+        status, of_session = _run(place, command, environment)
+        verdicts += of_session
+        failed = failed or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not of_session
+    left_out = _leave_out(place, proposed, found, verdicts)
+    if failed or any(one.failed_by_itself and one.nodeid not in left_out for one in verdicts):
         write_lines(
             [
                 "",
@@ -310,6 +328,53 @@ def _record(place: _Place, proposed: Proposal, environment: Mapping[str, str], *
         write_lines(["then commit what was written and recorded; `pytest --gpumem-baseline` is the gate"])
     else:
         write_lines(["", "commit what was written; `pytest --gpumem-baseline` is the gate"])
+
+
+def _run(place: _Place, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, Sequence[TestVerdict]]:
+    """Run the tests, show the end of what the session said, and return its exit status and its verdicts."""
+    with TemporaryDirectory(prefix="gpumem-init-") as folder:
+        report = Path(folder) / "report.json"
+        done = subprocess.run(
+            [sys.executable, *command, f"--gpumem-report={report}"],
+            cwd=place.root / place.tests,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+        write_lines(done.stdout.splitlines()[-_END:])
+        results = read_report(report).results if report.exists() else ()
+    return done.returncode, [one.verdict for one in results]
+
+
+def _leave_out(place: _Place, proposed: Proposal, found: FoundTests, verdicts: Sequence[TestVerdict]) -> set[str]:
+    """Take tests that failed by themselves, and so got no baseline, out of the patterns that were written.
+
+    They may need a network, or weights that are not here: nothing of them can be gated. Returns their node ids.
+    """
+    functions = {_function(one) for one in verdicts if one.failed_by_itself}
+    functions -= {_function(one) for one in verdicts if one.verdicts}
+    kept = [replace(one, runs_model=False) if one.nodeid in functions else one for one in found.tests]
+    edit = next((one for one in proposed.edits if one.path == SETTINGS), None)
+    if not functions or edit is None or not patterns_of(kept):
+        return set()
+    _write(place.root, [with_patterns(edit, patterns_of(found.tests), patterns_of(kept))])
+    write_lines(
+        [
+            "",
+            f"left out of {MARK_KEY}, as they failed by themselves (see above) and have no baseline; once they pass, add them:",
+            *(f"  {one}" for one in sorted(functions)),
+        ]
+    )
+    return {one.nodeid for one in verdicts if one.failed_by_itself and _function(one) in functions}
+
+
+def _function(verdict: TestVerdict) -> str:
+    """Return the node id of a test function, without the parameters of one of its items."""
+    return f"{verdict.file}::{verdict.test.partition('[')[0]}"
 
 
 def _recording(device: str | None) -> list[str]:

@@ -16,7 +16,7 @@ from pytest_gpumem.devices.cuda_history import in_order_of_time
 from pytest_gpumem.devices.profiled import check_change, profiled
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.ranks.consensus import ALONE
-from pytest_gpumem.torch_support.garbage_collector import frames_cleared_behind_dynamo
+from pytest_gpumem.torch_support.garbage_collector import frames_cleared_behind_imports
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.values.interference import Conditions
@@ -210,7 +210,7 @@ class Device(ABC):
         with ExitStack() as undo:
             if self.lock is not None:
                 undo.enter_context(self.lock.shared())
-            undo.enter_context(frames_cleared_behind_dynamo())
+            undo.enter_context(frames_cleared_behind_imports())
             self.start(undo)
             self._undo = undo.pop_all()
         try:

@@ -9,11 +9,11 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, FIXTURE, MARKER
-from pytest_gpumem.init.running import Models, Runs, mentions_gpu, parameters
+from pytest_gpumem.init.running import Models, Runs, Scope, mentions_gpu, parameters
 from pytest_gpumem.init.sources import Function
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.init.sources import SourceFile, Sources
 
@@ -26,13 +26,17 @@ class Names:
     classes: Sequence[str] = ("Test",)
     functions: Sequence[str] = ("test",)
     folders: Sequence[str] = ()
-    """The folders that tests are looked for in, from the root directory; empty for everywhere."""
+    """Patterns of the files and folders that tests are looked for in, from the root directory; empty for everywhere."""
+    not_entered: Sequence[str] = ()
+    """Patterns of names of folders that are not entered."""
 
     def has_file(self, path: str) -> bool:
         """Return whether tests are collected from the file at ``path``."""
-        below = not self.folders or any(PurePosixPath(path).is_relative_to(folder) for folder in self.folders)
-        name = path.rpartition("/")[2]
-        return below and any(fnmatch.fnmatch(path if "/" in one else name, one) for one in self.files)
+        file = PurePosixPath(path)
+        above = [one.as_posix() for one in (file, *file.parents)]
+        below = not self.folders or any(fnmatch.filter(above, PurePosixPath(one).as_posix()) for one in self.folders)
+        entered = not any(fnmatch.filter(file.parts[:-1], one) for one in self.not_entered)
+        return below and entered and any(fnmatch.fnmatch(path if "/" in one else file.name, one) for one in self.files)
 
     @staticmethod
     def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -70,7 +74,7 @@ def find_tests(sources: Sources, names: Names) -> FoundTests:
     runs = Runs(sources, Models(sources))
     found: list[FoundTest] = []
     for path in sorted(sources.files):
-        if names.has_file(path):
+        if names.has_file(path) and not is_ignored(path, sources):
             found += _of_file(sources.files[path], sources, names, runs)
     concerned = {one.file for one in found if one.runs_model}
     shared = {conftest.path for path in concerned for conftest in sources.conftests_of(path)}
@@ -79,17 +83,51 @@ def find_tests(sources: Sources, names: Names) -> FoundTests:
     return FoundTests(tuple(found), on_gpu=uses_fixture or mentions_gpu(trees))
 
 
+def is_ignored(path: str, sources: Sources) -> bool:
+    """Return whether a conftest.py says that pytest is not to collect a file, or a folder that it is in."""
+    file = PurePosixPath(path)
+    for conftest in sources.conftests_of(path):
+        folder = PurePosixPath(conftest.path).parent
+        above = [one.as_posix() for one in (file, *file.parents) if one.is_relative_to(folder)]
+        for name, matches in (("collect_ignore", _equal), ("collect_ignore_glob", fnmatch.filter)):
+            if any(matches(above, (folder / one).as_posix()) for one in _texts_in(name, conftest.tree.body)):
+                return True
+    return False
+
+
+def _equal(paths: Sequence[str], path: str) -> list[str]:
+    return [one for one in paths if one == path]
+
+
+def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield the texts that a module gives a list of this name, whatever else is in it; not those under a condition."""
+    for one in body:
+        targets: Sequence[ast.expr] = ()
+        if isinstance(one, ast.Assign):
+            targets, value = one.targets, one.value
+        elif isinstance(one, ast.AugAssign | ast.AnnAssign) and one.value is not None:
+            targets, value = [one.target], one.value
+        elif (
+            isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and isinstance(one.value.func, ast.Attribute)
+        ):
+            targets, value = [one.value.func.value], ast.List(one.value.args)
+        if any(ast.unparse(target) == name for target in targets):
+            yield from (
+                node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _Around:
     """Markers, fixtures and set-up that a module or class gives each test in it."""
 
-    file: SourceFile
+    sources: Sources
     names: Names
     runs: Runs
-    marks: Sequence[ast.expr]
-    fixtures: Mapping[str, tuple[Function, SourceFile]]
-    set_up: Sequence[Function]
-    """Set-up functions of the file that are run before each of its tests, or before the first."""
+    marks: Sequence[tuple[ast.expr, SourceFile]]
+    scope: Scope
+    set_up: Sequence[tuple[Function, SourceFile]]
+    """Set-up functions that are run before each of its tests, or before the first."""
     may_get_parameters: bool
     is_test_case: bool = False
 
@@ -97,16 +135,26 @@ class _Around:
         """Return whether a function of this name is a test: of a `unittest.TestCase` whatever the settings say."""
         return name.startswith("test") if self.is_test_case else self.names.matches(name, self.names.functions)
 
-    def runs_model(self, test: Function) -> bool:
+    def runs_model(self, test: Function, file: SourceFile) -> bool:
         """Return whether a test runs a model, or what is run before it without its asking."""
-        automatic = [self.fixtures[name] for name in self.automatic]
-        before = [*automatic, *((one, self.file) for one in self.set_up)]
-        return any(self.runs.does(one, where, self.fixtures) for one, where in [(test, self.file), *before])
+        fixtures = self.scope.fixtures
+        before = [*(fixtures[name] for name in self.unasked if name in fixtures), *self.set_up]
+        scope = self.scope
+        for mark, where in self.marks:
+            scope = self.runs.parametrized([mark], where, scope)
+        if self.runs.does(test, file, self.runs.parametrized(test.decorator_list, file, scope)):
+            return True
+        return any(
+            self.runs.does(one, where, self.runs.parametrized(one.decorator_list, where, self.scope))
+            for one, where in before
+        )
 
     @property
-    def automatic(self) -> list[str]:
-        """The names of fixtures that each test has without taking them."""
-        return [name for name, (one, _) in self.fixtures.items() if any(map(_is_autouse, one.decorator_list))]
+    def unasked(self) -> list[str]:
+        """The names of fixtures that each test has without a parameter of that name."""
+        fixtures = self.scope.fixtures.items()
+        automatic = [name for name, (one, _) in fixtures if any(map(_is_autouse, one.decorator_list))]
+        return [*automatic, *_used([mark for mark, _ in self.marks])]
 
 
 def _of_file(file: SourceFile, sources: Sources, names: Names, runs: Runs) -> Iterator[FoundTest]:
@@ -115,49 +163,71 @@ def _of_file(file: SourceFile, sources: Sources, names: Names, runs: Runs) -> It
     for where in (*reversed(conftests), file):
         fixtures.update((name, (one, where)) for name, one in _fixtures(where.tree.body))
     around = _Around(
-        file,
+        sources,
         names,
         runs,
-        list(_pytestmarks(file.tree.body)),
-        fixtures,
-        [one for name, one in file.functions.items() if name in _SET_UP_OF_MODULE],
+        [(mark, file) for mark in _pytestmarks(file.tree.body)],
+        Scope(fixtures),
+        [(one, file) for name, one in file.functions.items() if name in _SET_UP_OF_MODULE],
         any("pytest_generate_tests" in where.functions for where in (file, *conftests)),
     )
-    yield from _of_body(file.tree.body, file.path, around)
+    of_functions = [(one, file) for name, one in file.functions.items() if name in _SET_UP_OF_FUNCTION]
+    yield from _of_body([(one, file) for one in file.tree.body], file.path, around, of_functions)
 
 
-def _of_body(body: Sequence[ast.stmt], prefix: str, around: _Around) -> Iterator[FoundTest]:
-    is_class = "::" in prefix
-    file = around.file
-    of_functions = [] if is_class else [one for name, one in file.functions.items() if name in _SET_UP_OF_FUNCTION]
-    for one in body:
-        if isinstance(one, ast.ClassDef) and _is_collected(one, file, around.names):
-            whole = _with_bases(one, file)
-            inside = replace(
-                around,
-                marks=[*around.marks, *one.decorator_list, *_pytestmarks(one.body)],
-                fixtures={**around.fixtures, **{name: (method, file) for name, method in _fixtures(whole)}},
-                set_up=[
-                    *around.set_up,
-                    *(each for each in whole if isinstance(each, Function) and each.name in _SET_UP_OF_CLASS),
-                ],
-                is_test_case=_is_test_case(one, file),
-            )
-            yield from _of_body(whole, f"{prefix}::{one.name}", inside)
+def _of_body(
+    body: Sequence[tuple[ast.stmt, SourceFile]],
+    prefix: str,
+    around: _Around,
+    of_functions: Sequence[tuple[Function, SourceFile]] = (),
+) -> Iterator[FoundTest]:
+    """Yield the tests of a file or class: each statement is with the file that it is in, which may be that of a base."""
+    for one, file in body:
+        if isinstance(one, ast.ClassDef) and _is_collected(one, file, around):
+            yield from _of_class(one, file, prefix, around)
         elif isinstance(one, Function) and around.has_function(one.name):
-            if not is_class and _is_fixture(one):
+            if "::" not in prefix and _is_fixture(one):
                 continue
-            all_marks = [*around.marks, *one.decorator_list]
-            taken = _all_fixtures([*parameters(one), *around.automatic], around.fixtures)
+            own = replace(
+                around,
+                marks=[*around.marks, *((mark, file) for mark in one.decorator_list)],
+                set_up=[*around.set_up, *of_functions],
+            )
+            marks = [mark for mark, _ in own.marks]
+            taken = _all_fixtures([*parameters(one), *own.unasked], around.scope.fixtures)
             of_fixtures = [mark for marks_of_one in taken for mark in marks_of_one]
-            with_parameters = any(map(_has_parameters, (*all_marks, *of_fixtures)))
+            with_parameters = any(map(_has_parameters, (*marks, *of_fixtures)))
             yield FoundTest(
                 f"{prefix}::{one.name}",
-                runs_model=replace(around, set_up=[*around.set_up, *of_functions]).runs_model(one),
-                is_measured=not {FIXTURE, CONFIG_FIXTURE}.isdisjoint(parameters(one))
-                or any(map(_is_marker, all_marks)),
+                runs_model=own.runs_model(one, file),
+                is_measured=not {FIXTURE, CONFIG_FIXTURE}.isdisjoint(parameters(one)) or any(map(_is_marker, marks)),
                 has_parameters=True if with_parameters else None if around.may_get_parameters else False,
             )
+
+
+def _of_class(definition: ast.ClassDef, file: SourceFile, prefix: str, around: _Around) -> Iterator[FoundTest]:
+    lineage = around.sources.lineage(definition, file)
+    whole: dict[str, tuple[ast.stmt, SourceFile]] = {}
+    for one, where in lineage:
+        for each in one.body:
+            if isinstance(each, Function | ast.ClassDef):
+                whole.setdefault(each.name, (each, where))
+    methods = {name: (one, where) for name, (one, where) in whole.items() if isinstance(one, Function)}
+    fixtures = {name: (method, where) for one, where in methods.values() for name, method in _fixtures([one])}
+    marks = [(mark, where) for one, where in lineage for mark in (*one.decorator_list, *_pytestmarks(one.body))]
+    inside = replace(
+        around,
+        marks=[*around.marks, *marks],
+        scope=replace(
+            around.scope,
+            fixtures={**around.scope.fixtures, **fixtures},
+            methods=methods,
+            modules=frozenset[str]().union(*(around.runs.attributes(one, where) for one, where in lineage)),
+        ),
+        set_up=[*around.set_up, *(one for name, one in methods.items() if name in _SET_UP_OF_CLASS)],
+        is_test_case=_is_test_case(definition, file, around.sources),
+    )
+    yield from _of_body(list(whole.values()), f"{prefix}::{definition.name}", inside)
 
 
 _SET_UP_OF_MODULE = ("setup_module", "setUpModule")
@@ -165,33 +235,28 @@ _SET_UP_OF_FUNCTION = ("setup_function",)
 _SET_UP_OF_CLASS = ("setUp", "asyncSetUp", "setUpClass", "setup_method", "setup_class")
 
 
-def _with_bases(definition: ast.ClassDef, file: SourceFile) -> list[ast.stmt]:
-    """Return what a class has, with what it inherits from classes of the same file."""
-    found = {one.name: one for one in definition.body if isinstance(one, Function | ast.ClassDef)}
-    for base in definition.bases:
-        inherited = file.classes.get(ast.unparse(base))
-        if inherited is not None and inherited is not definition:
-            for one in _with_bases(inherited, file):
-                if isinstance(one, Function | ast.ClassDef):
-                    found.setdefault(one.name, one)
-    return list(found.values())
-
-
-def _is_collected(definition: ast.ClassDef, file: SourceFile, names: Names) -> bool:
+def _is_collected(definition: ast.ClassDef, file: SourceFile, around: _Around) -> bool:
     has_constructor = any(isinstance(one, Function) and one.name == "__init__" for one in definition.body)
-    of_settings = names.matches(definition.name, names.classes) and not has_constructor
-    return of_settings or _is_test_case(definition, file)
+    of_settings = around.names.matches(definition.name, around.names.classes) and not has_constructor
+    return of_settings or _is_test_case(definition, file, around.sources)
 
 
-def _is_test_case(definition: ast.ClassDef, file: SourceFile) -> bool:
-    """Return whether a class is a `unittest.TestCase`, by the names of its bases: those in the same file are followed."""
-    for base in definition.bases:
-        inherited = file.classes.get(ast.unparse(base))
-        if (file.dotted(base) or "").endswith("TestCase"):
-            return True
-        if inherited is not None and inherited is not definition and _is_test_case(inherited, file):
-            return True
-    return False
+def _is_test_case(definition: ast.ClassDef, file: SourceFile, sources: Sources) -> bool:
+    """Return whether a class is a `unittest.TestCase`, by the names of its bases: those of the project are followed."""
+    return any(
+        (where.dotted(base) or "").endswith("TestCase")
+        for one, where in sources.lineage(definition, file)
+        for base in one.bases
+    )
+
+
+def _used(marks: Iterable[ast.expr]) -> Iterator[str]:
+    """Yield the names of fixtures that ``usefixtures`` takes."""
+    for mark in marks:
+        if isinstance(mark, ast.List | ast.Tuple):
+            yield from _used(mark.elts)
+        elif isinstance(mark, ast.Call) and _last_name(mark) == "usefixtures":
+            yield from (str(one.value) for one in mark.args if isinstance(one, ast.Constant))
 
 
 def _fixtures(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Function]]:

@@ -6,16 +6,18 @@ import difflib
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.config.settings import matches_test
+from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
 from pytest_gpumem.init.patterns import patterns_of
-from pytest_gpumem.init.workflow import DEVICES, REQUIREMENTS, Installation, Runner, has_all, requirements_of, workflow
+from pytest_gpumem.init.workflow import DEVICES, REQUIREMENTS, Runner, gate_lines, has_all, workflow
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.init.found_tests import FoundTests
 
@@ -32,8 +34,8 @@ SETTINGS, ATTRIBUTES, WORKFLOW, GATE_REQUIREMENTS = (
     ".github/workflows/gpumem.yml",
     "requirements-gpumem.txt",
 )
+_NO_END = "\\ No newline at end of file"
 _PINNED = "# What the gate installs. Figures are of a release of torch: change it together with the baselines."
-_EXTRAS = ("test", "tests", "testing", "dev")
 
 
 class ProposalError(Exception):
@@ -64,10 +66,17 @@ class Project:
 
     settings: str | None = None
     attributes: str | None = None
-    requirements: str | None = None
+    requirements: Mapping[str, str] = field(default_factory=dict)
+    """The texts of its files of requirements, by path."""
     gate_requirements: str | None = None
-    has_workflow: bool = False
-    has_setup_file: bool = False
+    workflow: str | None = None
+    """The path of the workflow that is there."""
+    setup_cfg: str | None = None
+    has_setup_py: bool = False
+    folders: Sequence[str] = ()
+    """The folders at its top."""
+    tests: str = "."
+    """The folder whose tests are gated, from the project's folder."""
     store: str | None = "gpumem-baselines"
     """The store's path from the project's folder; ``None`` where it lies elsewhere."""
     in_git: bool = True
@@ -104,9 +113,16 @@ class Edit:
 
     def diff(self) -> list[str]:
         """Return the change as lines of a unified diff."""
-        old, new = (self.before or "").splitlines(), self.after.splitlines()
+        old, new = _lines(self.before or ""), _lines(self.after)
         name = "/dev/null" if self.before is None else f"a/{self.path}"
-        return list(difflib.unified_diff(old, new, name, f"b/{self.path}", lineterm=""))
+        changes = difflib.unified_diff(old, new, name, f"b/{self.path}", lineterm="")
+        return [part for line in changes for part in line.split("\n")]
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text as git has them, of which only LF is an end; one without says so."""
+    *lines, last = text.split("\n")
+    return [*lines, f"{last}\n{_NO_END}"] if last else lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +168,7 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
     if table is None:
         edits.append(_settings(project, device, why_device, patterns))
     else:
-        lacks = f"; tests that run models are {MARK_KEY} = {_array(patterns, '')}" if patterns else ""
-        marked = MARK_KEY in table
-        notes.append(f"{SETTINGS} has [tool.gpumem], which is left alone{'' if marked else lacks}")
+        notes.append(f"{SETTINGS} has [tool.gpumem], which is left alone{_lacking(table, found)}")
         device = str(table.get("device", DEFAULT_DEVICE))
     notes += _attributes(project, edits)
     notes += _workflow(project, chosen, why_runner, here, edits)
@@ -171,6 +185,27 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
             f"`python -m pytest --gpumem-update=new --gpumem-device={gated}`"
         )
     return Proposal(tuple(edits), tuple(notes), tuple(record), elsewhere)
+
+
+def _lacking(table: Mapping[str, Any], found: FoundTests) -> str:
+    """Return what a ``[tool.gpumem]`` that is there lacks, as the end of a sentence that says what to write."""
+    there = table.get(MARK_KEY)
+    named = [str(one) for one in there] if isinstance(there, list) else []
+    unnamed = [
+        one
+        for one in found.tests
+        if one.runs_model and not one.is_measured and not any(_names(each, one.nodeid) for each in named)
+    ]
+    if not unnamed:
+        return ""
+    missing = patterns_of([one if one in unnamed else replace(one, runs_model=False) for one in found.tests])
+    what = f"{counted(len(unnamed), 'test')} that run{'s' if len(unnamed) == 1 else ''} models"
+    return f"; it does not name {what}. To measure them, add to its {MARK_KEY}: {_array(missing, '')}"
+
+
+def _names(pattern: str, nodeid: str) -> bool:
+    """Return whether a pattern names a test function, or what may be an item of it."""
+    return matches_test(pattern, nodeid) or matches_test(pattern, f"{nodeid}[]")
 
 
 def _device(found: FoundTests, here: Here) -> tuple[str, str]:
@@ -201,6 +236,14 @@ def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) 
             f"{'; '.join(line for line in lines if not line.startswith('#'))}; nothing was written"
         ) from None
     return Edit(SETTINGS, before, after)
+
+
+def with_patterns(edit: Edit, written: Sequence[str], instead: Sequence[str]) -> Edit:
+    """Return an edit of pyproject.toml that was made with some patterns, from there on to one with others."""
+    newline = "\r\n" if "\r\n" in edit.after else "\n"
+    old, new = (_array(patterns, newline) for patterns in (written, instead))
+    head, _, tail = edit.after.rpartition(old)
+    return Edit(edit.path, edit.after, f"{head}{new}{tail}")
 
 
 def _array(patterns: Sequence[str], between: str) -> str:
@@ -234,35 +277,33 @@ def _is_of_store(line: str, store: str) -> bool:
 
 
 def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: list[Edit]) -> Iterator[str]:
-    if project.has_workflow:
-        yield f"{WORKFLOW} is there, and is left alone"
+    if project.workflow is not None:
+        yield f"{project.workflow} is there, and is left alone; it gates if it runs `python -m pytest --gpumem-baseline`"
         return
     requirements = REQUIREMENTS
-    if not has_all(project.requirements):
+    if not has_all(project.requirements.get(REQUIREMENTS)):
         requirements = GATE_REQUIREMENTS
-        lines = requirements_of(_installation(project, here))
+        sources = Sources(
+            project.parsed_settings, project.setup_cfg, project.has_setup_py, project.folders, project.requirements
+        )
+        lines = gate_lines(here.torch, list(lines_of(sources, here.torch)))
         if project.gate_requirements is not None:
-            yield f"{GATE_REQUIREMENTS} is there, and is left alone"
+            yield f"{GATE_REQUIREMENTS} is there, and is left alone; the workflow installs from it"
         elif here.torch is not None:
             edits.append(Edit(GATE_REQUIREMENTS, None, "".join(f"{line}\n" for line in (_PINNED, *lines))))
+            for path, line in unfit_of(sources, here.torch):
+                yield (
+                    f"{path} asks for {line!r}, and torch {here.torch} is here: pip installs no two of them. Install the one "
+                    f"that is asked for, and run gpumem init again; or let {path} allow {here.torch}"
+                )
         else:
             yield (
                 f"{GATE_REQUIREMENTS}, which the workflow installs from, is not proposed: the release of torch that it has to "
                 f"pin is not known here. Write it, a line for each: {', '.join(lines)}"
             )
     up = "" if project.folder == "." else "../" * len(project.folder.split("/"))
-    edits.append(Edit(f"{up}{WORKFLOW}", None, workflow(runner, requirements, project.folder)))
+    edits.append(Edit(f"{up}{WORKFLOW}", None, workflow(runner, requirements, project.folder, project.tests)))
     yield f"the workflow is for the runner {runner}: {why} (--runner chooses)"
-
-
-def _installation(project: Project, here: Here) -> Installation:
-    parsed = project.parsed_settings
-    metadata = parsed.get("project")
-    extras = metadata.get("optional-dependencies", {}) if isinstance(metadata, dict) else {}
-    is_package = isinstance(metadata, dict) or "build-system" in parsed or project.has_setup_file
-    return Installation(
-        project.requirements, is_package, next((one for one in _EXTRAS if one in extras), None), here.torch
-    )
 
 
 def counts(found: FoundTests) -> str:

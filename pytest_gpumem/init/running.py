@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.init.sources import Function, nodes_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from typing import TypeGuard
 
     from pytest_gpumem.init.sources import SourceFile, Sources
 
@@ -27,13 +29,24 @@ _KEEPS_A_MODULE = {
     "compile",
 }
 _NO_MODULES = {"Parameter", "Buffer", "UninitializedParameter", "UninitializedBuffer", "ParameterList", "ParameterDict"}
-_NO_MODELS = ("Tokenizer", "TokenizerFast", "Config", "Processor", "FeatureExtractor", "logging", "set_seed")
+_NO_MODELS = (
+    "Tokenizer",
+    "TokenizerFast",
+    "Config",
+    "Processor",
+    "FeatureExtractor",
+    "Scheduler",
+    "logging",
+    "set_seed",
+)
 _BASES = {"LightningModule", "PreTrainedModel", "ModelMixin"}
 _ZOOS = ("transformers.", "diffusers.", "timm.", "torchvision.models.")
 _AUTOGRAD_SETTINGS = {"detect_anomaly", "set_detect_anomaly", "set_grad_enabled", "set_multithreading_enabled"}
 _Assignment = ast.Assign | ast.AnnAssign
 _OWN = ("self.", "cls.", "request.cls.")
 """Objects on which an attribute of a test's class is set."""
+_MAKES = "()"
+"""Suffix of a name of which a call is a module, among names of modules: ``Net()`` of ``for Net in (Small, Large)``."""
 
 
 class Models:
@@ -45,6 +58,10 @@ class Models:
     def __init__(self, sources: Sources) -> None:
         self._makers: set[str] = set()
         files = list(sources.files.values())
+        self._methods: dict[str, list[tuple[Function, SourceFile]]] = {}
+        for file in files:
+            for method in file.owners:
+                self._methods.setdefault(method.name, []).append((method, file))
         before = -1
         while before != len(self._makers):
             before = len(self._makers)
@@ -59,6 +76,10 @@ class Models:
         for name, function in file.functions.items():
             if not name.startswith("test") and returns_module(function, file, self, frozenset()):
                 self._makers.add(name)
+
+    def methods(self, name: str) -> Sequence[tuple[Function, SourceFile]]:
+        """Return the methods of the project's classes that are called so."""
+        return self._methods.get(name, ())
 
     def makes(self, dotted: str) -> bool:
         """Return whether a call of this name makes a module."""
@@ -89,22 +110,38 @@ def returns_module(function: Function, file: SourceFile, models: Models, given: 
 
 def modules_in(within: ast.AST, file: SourceFile, models: Models, given: frozenset[str]) -> frozenset[str]:
     """Return the variables that are modules, ``self.x`` included: of a function, a class or a statement."""
-    pairs = [pair for node in nodes_in(within) if isinstance(node, _Assignment) for pair in _assigned(node)]
+    pairs = [pair for node in nodes_in(within) for pair in _assigned(node)]
     found = given
-    while more := {name for names, value in pairs if is_module(value, file, models, found) for name in names} - found:
+    while more := {one for names, value in pairs for one in _named(names, value, file, models, found)} - found:
         found |= more
     return found
 
 
-def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[tuple[list[str], ast.expr]]:
-    """Yield the names that an assignment gives a value, with the value: ``a, b = f(), 3`` has two, ``a, b = f()`` has one."""
-    if node.value is None:
-        return
-    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-            yield from ((list(_names(one)), value) for one, value in zip(target.elts, node.value.elts, strict=False))
-        else:
-            yield list(_names(target)), node.value
+def _named(
+    names: Iterable[str], value: ast.expr, file: SourceFile, models: Models, modules: frozenset[str]
+) -> Iterator[str]:
+    """Yield these names of a value where it is a module, or where a call of it makes one."""
+    if is_module(value, file, models, modules):
+        yield from names
+    elif _makes_modules(value, file, models, modules):
+        yield from (f"{name}{_MAKES}" for name in names)
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[list[str], ast.expr]]:
+    """Yield the names that a statement gives a value, with the value: ``a, b = f(), 3`` has two, ``a, b = f()`` has one."""
+    if isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Tuple | ast.List):
+        for value in node.iter.elts:
+            yield from _pairs(node.target, value)
+    elif isinstance(node, _Assignment) and node.value is not None:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield from _pairs(target, node.value)
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[list[str], ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        yield from ((list(_names(one)), part) for one, part in zip(target.elts, value.elts, strict=False))
+    else:
+        yield list(_names(target)), value
 
 
 def _names(target: ast.expr) -> Iterator[str]:
@@ -128,8 +165,32 @@ def is_module(node: ast.expr, file: SourceFile, models: Models, modules: frozens
             return True
         # torch.compile(model)
         return node.func.attr == "compile" and bool(node.args) and is_module(node.args[0], file, models, modules)
-    dotted = file.dotted(node.func)
-    return dotted is not None and models.makes(dotted)
+    return _makes_modules(node.func, file, models, modules)
+
+
+def _makes_modules(node: ast.expr, file: SourceFile, models: Models, modules: frozenset[str]) -> bool:
+    """Return whether a call of an expression makes a module: ``Net``, ``partial(Net, 3)``, ``scaled(Net)``."""
+    if isinstance(node, ast.Call):
+        values = [*node.args, *(word.value for word in node.keywords)]
+        return any(_makes_modules(one, file, models, modules) for one in values if not isinstance(one, ast.Call))
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return False
+    dotted = file.dotted(node)
+    return f"{ast.unparse(node)}{_MAKES}" in modules or (dotted is not None and models.makes(dotted))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The surroundings of a test, beside its file: fixtures, methods, models."""
+
+    fixtures: Mapping[str, tuple[Function, SourceFile]]
+    """Those that its parameters may name, by name."""
+    methods: Mapping[str, tuple[Function, SourceFile]] = field(default_factory=dict)
+    """Those of its class, inherited ones included."""
+    modules: frozenset[str] = frozenset()
+    """Names that are modules, or make them (`_MAKES`)."""
+    functions: Mapping[str, Sequence[tuple[Function, SourceFile]]] = field(default_factory=dict)
+    """Functions that an argument may be, by name."""
 
 
 class Runs:
@@ -138,49 +199,64 @@ class Runs:
     def __init__(self, sources: Sources, models: Models) -> None:
         self._sources = sources
         self._models = models
-        self._known: dict[tuple[str, int], bool] = {}
+        self._known: dict[tuple[object, ...], bool] = {}
         self._globals: dict[str, frozenset[str]] = {}
         self._attributes: dict[ast.ClassDef, frozenset[str]] = {}
 
-    def does(self, function: Function, file: SourceFile, fixtures: Mapping[str, tuple[Function, SourceFile]]) -> bool:
+    def does(self, function: Function, file: SourceFile, scope: Scope) -> bool:
         """Return whether a function, a fixture that it takes or a helper that it calls runs a model.
 
         Args:
             function: A test, a fixture or a helper.
             file: The file that it is in.
-            fixtures: Those that its parameters may name, by name.
+            scope: What it has around it.
         """
-        key = file.path, function.lineno
+        methods = tuple(sorted((name, where.path, one.lineno) for name, (one, where) in scope.methods.items()))
+        key = file.path, function.lineno, methods, scope.modules, tuple(sorted(scope.functions))
         if key not in self._known:
             self._known[key] = False  # of functions that call each other
-            self._known[key] = self._does(function, file, fixtures)
+            self._known[key] = self._does(function, file, scope)
         return self._known[key]
 
-    def _does(self, function: Function, file: SourceFile, fixtures: Mapping[str, tuple[Function, SourceFile]]) -> bool:
+    def parametrized(self, decorators: Iterable[ast.expr], file: SourceFile, scope: Scope) -> Scope:
+        """Return a scope with the models, and the functions, that ``parametrize`` and parameters of fixtures give names to."""
+        modules, functions = set(scope.modules), dict(scope.functions)
+        for names, value in (pair for one in decorators for pair in _given_values(one)):
+            modules.update(_named(names, value, file, self._models, scope.modules))
+            found = self._sources.definition(file.dotted(value) or "", file)
+            if found is not None and isinstance(found[0], Function):
+                for name in names:
+                    functions[name] = [*functions.get(name, ()), (found[0], found[1])]
+        return replace(scope, modules=frozenset(modules), functions=functions)
+
+    def _does(self, function: Function, file: SourceFile, scope: Scope) -> bool:
+        fixtures = scope.fixtures
         taken = [fixtures[name] for name in parameters(function) if name in fixtures]
         given = frozenset(
-            name
-            for name in parameters(function)
-            if name in fixtures and self._is_module_fixture(fixtures[name], fixtures)
+            name for name in parameters(function) if name in fixtures and self._is_module_fixture(fixtures[name], scope)
         )
-        modules = modules_in(function, file, self._models, given | self._modules_around(function, file))
+        around = given | scope.modules | self._modules_around(function, file)
+        modules = modules_in(function, file, self._models, around)
         if any(_runs_itself(node, file, self._models, modules) for node in nodes_in(function)):
             return True
-        if any(self.does(one, where, fixtures) for one, where in taken if one is not function):
-            return True
+        for one, where in taken:
+            if one is not function and self.does(one, where, self.parametrized(one.decorator_list, where, scope)):
+                return True
         return any(
-            self.does(one, where, fixtures) for one, where in self._helpers(function, file) if one is not function
+            self.does(one, where, inside)
+            for one, where, inside in self._helpers(function, file, modules, scope)
+            if one is not function
         )
 
-    def _is_module_fixture(
-        self, fixture: tuple[Function, SourceFile], fixtures: Mapping[str, tuple[Function, SourceFile]], depth: int = 5
-    ) -> bool:
+    def _is_module_fixture(self, fixture: tuple[Function, SourceFile], scope: Scope, depth: int = 5) -> bool:
         function, file = fixture
+        fixtures = scope.fixtures
         given = frozenset(
             name
             for name in parameters(function)
-            if depth and name in fixtures and self._is_module_fixture(fixtures[name], fixtures, depth - 1)
+            if depth and name in fixtures and self._is_module_fixture(fixtures[name], scope, depth - 1)
         )
+        given |= self.parametrized(function.decorator_list, file, Scope({})).modules
         return returns_module(function, file, self._models, given)
 
     def _modules_around(self, function: Function, file: SourceFile) -> frozenset[str]:
@@ -188,14 +264,16 @@ class Runs:
         if file.path not in self._globals:
             self._globals[file.path] = self._global_modules(file)
         owner = file.owners.get(function)
-        if owner is None:
-            return self._globals[file.path]
+        return self._globals[file.path] | (frozenset() if owner is None else self.attributes(owner, file))
+
+    def attributes(self, owner: ast.ClassDef, file: SourceFile) -> frozenset[str]:
+        """Return the names of modules that a class has as attributes, as its methods have them: ``self.net``."""
         if owner not in self._attributes:
             within = modules_in(owner, file, self._models, frozenset())
             names = {one.removeprefix(own) for one in within for own in _OWN if one.startswith(own)}
             names |= modules_in(_assignments(owner.body), file, self._models, frozenset())
             self._attributes[owner] = frozenset(f"{own}{name}" for name in names for own in _OWN)
-        return self._globals[file.path] | self._attributes[owner]
+        return self._attributes[owner]
 
     def _global_modules(self, file: SourceFile) -> frozenset[str]:
         """Return the globals of a file that are modules, those that a function declares and sets included."""
@@ -206,34 +284,96 @@ class Runs:
                 found |= declared & modules_in(function, file, self._models, frozenset())
         return found
 
-    def _helpers(self, function: Function, file: SourceFile) -> Iterator[tuple[Function, SourceFile]]:
-        """Yield the functions of the project that a function calls: of its file, its class, or imported ones."""
+    def _helpers(
+        self, function: Function, file: SourceFile, modules: frozenset[str], scope: Scope
+    ) -> Iterator[tuple[Function, SourceFile, Scope]]:
+        """Yield the functions of the project that a function calls, each with what it is handed.
+
+        They are of its file, of its class, imported, given by ``parametrize``, or methods of a model.
+        """
         for node in nodes_in(function):
             if not isinstance(node, ast.Call):
                 continue
-            if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self":
-                yield from ((method, file) for method in _methods_called(node.func.attr, function, file))
-                continue
-            dotted = file.dotted(node.func)
-            if dotted is None:
-                continue
-            if dotted in file.functions:
-                yield file.functions[dotted], file
-                continue
-            module, _, name = dotted.rpartition(".")
-            where = self._sources.module(module, file.path) if module else None
-            if where is not None and name in where.functions:
-                yield where.functions[name], where
+            for one, where in self._called(node.func, function, file, modules, scope):
+                handed = _handed(node, one, file, self._models, modules)
+                if where.owners.get(one) is None:
+                    yield one, where, Scope({}, modules=handed)
+                elif isinstance(node.func, ast.Attribute) and is_module(node.func.value, file, self._models, modules):
+                    yield one, where, Scope({}, modules=handed | {"self"})
+                else:
+                    yield one, where, replace(scope, modules=self._of_class(scope) | handed)
+
+    @staticmethod
+    def _of_class(scope: Scope) -> frozenset[str]:
+        return frozenset(one for one in scope.modules if one.startswith(_OWN))
+
+    def _called(
+        self, called: ast.expr, function: Function, file: SourceFile, modules: frozenset[str], scope: Scope
+    ) -> Iterator[tuple[Function, SourceFile]]:
+        if isinstance(called, ast.Attribute) and ast.unparse(called.value) in ("self", "cls"):
+            owner = file.owners.get(function)
+            if called.attr in scope.methods:
+                yield scope.methods[called.attr]
+            elif owner is not None:
+                for definition, where in self._sources.lineage(owner, file):
+                    yield from ((one, where) for one in definition.body if is_function(one, called.attr))
+        elif isinstance(called, ast.Attribute) and is_module(called.value, file, self._models, modules):
+            yield from self._models.methods(called.attr)
+        else:
+            yield from scope.functions.get(ast.unparse(called), ())
+            found = self._sources.definition(file.dotted(called) or "", file)
+            if found is not None and isinstance(found[0], Function):
+                yield found[0], found[1]
+
+
+def is_function(statement: ast.stmt, name: str) -> TypeGuard[Function]:
+    """Return whether a statement defines a function of this name."""
+    return isinstance(statement, Function) and statement.name == name
+
+
+def _handed(
+    call: ast.Call, function: Function, file: SourceFile, models: Models, modules: frozenset[str]
+) -> frozenset[str]:
+    """Return the parameters of a function to which a call gives a module, or what makes one (`_MAKES`)."""
+    arguments = function.args
+    names = [one.arg for one in (*arguments.posonlyargs, *arguments.args) if one.arg not in ("self", "cls")]
+    given = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
+    return frozenset(
+        one for name, value in given if name is not None for one in _named([name], value, file, models, modules)
+    )
+
+
+def _given_values(decorator: ast.expr) -> Iterator[tuple[list[str], ast.expr]]:
+    """Yield the names and values of a ``parametrize``, or of the parameters of a fixture, which are ``request.param``."""
+    if isinstance(decorator, ast.List | ast.Tuple):
+        for one in decorator.elts:
+            yield from _given_values(one)
+    if not isinstance(decorator, ast.Call):
+        return
+    words = {word.arg: word.value for word in decorator.keywords}
+    kind = ast.unparse(decorator.func).rpartition(".")[2]
+    if kind == "parametrize":
+        names = decorator.args[0] if decorator.args else words.get("argnames")
+        values = decorator.args[1] if len(decorator.args) > 1 else words.get("argvalues")
+        if isinstance(names, ast.Constant) and isinstance(names.value, str):
+            each = [name.strip() for name in names.value.split(",") if name.strip()]
+        else:
+            parts = names.elts if isinstance(names, ast.List | ast.Tuple) else []
+            each = [str(one.value) for one in parts if isinstance(one, ast.Constant)]
+    else:
+        each, values = ["request.param"], words.get("params") if kind == "fixture" else None
+    for value in values.elts if isinstance(values, ast.List | ast.Tuple) else []:
+        if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "param":
+            row = value.args
+        elif len(each) > 1:
+            row = value.elts if isinstance(value, ast.List | ast.Tuple) else []
+        else:
+            row = [value]
+        yield from (([name], one) for name, one in zip(each, row, strict=False))
 
 
 def _assignments(body: Iterable[ast.stmt]) -> ast.Module:
     return ast.Module([one for one in body if isinstance(one, _Assignment)], [])
-
-
-def _methods_called(name: str, function: Function, file: SourceFile) -> Iterator[Function]:
-    """Yield the methods called ``name`` of the class that ``function`` is in."""
-    owner = file.owners.get(function)
-    yield from (one for one in (owner.body if owner else ()) if isinstance(one, Function) and one.name == name)
 
 
 def parameters(function: Function) -> list[str]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+_MOST_IMPORTS = 8
+"""Modules that a name is followed through: those that import it from each other have no end."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,10 @@ class SourceFile:
 
     @cached_property
     def imports(self) -> Mapping[str, str]:
-        """The full name of each imported one, those of functions included: ``{"nn": "torch.nn"}``."""
+        """The full name of each imported one, those of functions included: ``{"nn": "torch.nn"}``.
+
+        That of a relative import begins with the folder that it is from: ``src.net.model.Net``.
+        """
         found: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -50,8 +55,23 @@ class SourceFile:
                     found[alias.asname or top] = alias.name if alias.asname else top
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    found[alias.asname or alias.name] = ".".join(filter(None, (node.module, alias.name)))
+                    found[alias.asname or alias.name] = ".".join(filter(None, (self._module_of(node), alias.name)))
         return found
+
+    @cached_property
+    def modules_with_all_names(self) -> Sequence[str]:
+        """The modules of ``from module import *``."""
+        return [
+            self._module_of(node)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+        ]
+
+    def _module_of(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        folders = PurePosixPath(self.path).parts[: -node.level]
+        return ".".join(filter(None, (*folders, node.module)))
 
     def dotted(self, node: ast.expr) -> str | None:
         """Return the full name that an expression is, with imports resolved: ``torch.nn.Linear`` of ``nn.Linear``."""
@@ -69,15 +89,47 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Sources:
-    """The files of a project that can be parsed."""
+    """The files of a project that can be parsed, and why others cannot, by path."""
 
     files: Mapping[str, SourceFile] = field(default_factory=dict)
+    not_parsed: Mapping[str, str] = field(default_factory=dict)
 
     def conftests_of(self, path: str) -> list[SourceFile]:
         """Return the conftest.py files whose fixtures a test file has, the nearest first."""
         folders = PurePosixPath(path).parents
         found = (self.files.get((folder / "conftest.py").as_posix()) for folder in folders)
         return [one for one in found if one is not None]
+
+    def definition(
+        self, dotted: str, file: SourceFile, steps: int = _MOST_IMPORTS
+    ) -> tuple[Function | ast.ClassDef, SourceFile] | None:
+        """Return the function or class of a full name as it is in ``file``, and the file that it is in.
+
+        Names that a module imports from another one are followed, such as those that the ``__init__`` of a package gives on.
+        """
+        own = file.functions.get(dotted) or file.classes.get(dotted)
+        if own is not None or not steps:
+            return None if own is None else (own, file)
+        module, _, name = dotted.rpartition(".")
+        for one in [module] if module else file.modules_with_all_names:
+            where = self.module(one, file.path)
+            if where is not None:
+                is_own = name in where.functions or name in where.classes
+                found = self.definition(name if is_own else where.imports.get(name, name), where, steps - 1)
+                if found is not None:
+                    return found
+        return None
+
+    def lineage(
+        self, definition: ast.ClassDef, file: SourceFile, steps: int = _MOST_IMPORTS
+    ) -> list[tuple[ast.ClassDef, SourceFile]]:
+        """Return a class and those of the project that it inherits from, the nearest first, each with its file."""
+        found = [(definition, file)]
+        for base in definition.bases if steps else ():
+            inherited = self.definition(file.dotted(base) or "", file)
+            if inherited is not None and isinstance(inherited[0], ast.ClassDef) and inherited[0] is not definition:
+                found += self.lineage(inherited[0], inherited[1], steps - 1)
+        return list(dict.fromkeys(found))
 
     def module(self, dotted: str, beside: str) -> SourceFile | None:
         """Return the file of a module, as it may be imported from the file at ``beside``.
@@ -112,16 +164,18 @@ def nodes_in(within: ast.AST) -> tuple[ast.AST, ...]:
 
 
 def sources_of(texts: Mapping[str, str]) -> Sources:
-    """Return the files that are Python, by path; what is not is left out."""
-    found = {}
+    """Return the files that are Python, by path, and why others are not."""
+    found, not_parsed = {}, {}
     for path, text in texts.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # invalid escapes are the project's
                 found[path] = SourceFile(path, ast.parse(text))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-    return Sources(found)
+        except SyntaxError as error:
+            not_parsed[path] = f"line {error.lineno}: {error.msg}"
+        except (ValueError, RecursionError, MemoryError) as error:
+            not_parsed[path] = str(error) or type(error).__name__
+    return Sources(found, not_parsed)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

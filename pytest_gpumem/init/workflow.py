@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+import shlex
 from importlib.resources import files
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from pytest_gpumem import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Runner = Literal["emulated", "self-hosted", "cpu"]
 RUNNERS: tuple[Runner, ...] = get_args(Runner)
@@ -29,15 +33,18 @@ def template(runner: Runner) -> str:
     return (files(__package__) / "workflows" / f"{runner}.yml").read_text(encoding="utf-8")
 
 
-def workflow(runner: Runner, requirements: str, folder: str) -> str:
+def workflow(runner: Runner, requirements: str, folder: str, tests: str = ".") -> str:
     """Return the workflow for a project.
 
     Args:
         runner: The kind of machine that it runs on.
         requirements: The file to install from, as a path from the project's folder.
         folder: The project's folder in the repository, ``"."`` for its top.
+        tests: The folder whose tests it runs, as a path from the project's folder, ``"."`` for what pytest takes.
     """
     text = template(runner)
+    if tests != ".":
+        text = re.sub(r'arguments: "?([^"}]*)"?}', lambda found: f"arguments: {_quoted(tests, found[1])}}}", text)
     if requirements != REQUIREMENTS:
         text = text.replace(REQUIREMENTS, requirements)
     if folder == ".":
@@ -51,29 +58,21 @@ def workflow(runner: Runner, requirements: str, folder: str) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class Installation:
-    """The sources that a project is installed from."""
-
-    requirements: str | None
-    """The text of its requirements.txt."""
-    is_package: bool
-    extra: str | None
-    """The extra with what its tests need."""
-    torch: str | None
-    """The release of torch that is installed here, without its build."""
+def _quoted(folder: str, arguments: str) -> str:
+    """Return arguments with a folder before them, as a word of a shell in a text of YAML."""
+    return json.dumps(f"{shlex.quote(folder)} {arguments}", ensure_ascii=False)
 
 
 def has_all(requirements: str | None) -> bool:
     """Return whether a requirements.txt has what the workflow asks of it: a pinned torch, and the plugin."""
     lines = (requirements or "").split("\n")
     torches = [line for line in lines if line.startswith("torch==")]
-    read = (_requirement(line) for line in lines)
+    read = (requirement(line) for line in lines)
     has_plugin = any(one is not None and canonicalize_name(one.name) == _PLUGIN for one in read)
     return len(torches) == 1 and _is_pinned(torches[0]) and has_plugin
 
 
-def _requirement(line: str) -> Requirement | None:
+def requirement(line: str) -> Requirement | None:
     """Return what a line of a requirements.txt asks for; ``None`` of a comment, an option or a URL alone."""
     try:
         return Requirement(_BEHIND.sub("", line.strip()))
@@ -83,17 +82,12 @@ def _requirement(line: str) -> Requirement | None:
 
 def _is_pinned(line: str) -> bool:
     """Return whether a line is one release for every machine, and one word: the workflow gives it to a shell."""
-    read = _requirement(line)
+    read = requirement(line)
     if read is None or read.marker is not None or line.split() != [line]:
         return False
     return [one.operator for one in read.specifier] == ["=="] and not line.endswith(".*")
 
 
-def requirements_of(installation: Installation) -> list[str]:
-    """Return the lines of a file of requirements for the gate."""
-    lines = [f"torch=={installation.torch or 'RELEASE'}", "pytest", _LINE]
-    if installation.requirements is not None:
-        lines.append(f"-r {REQUIREMENTS}")
-    if installation.is_package:
-        lines.append(f"-e .[{installation.extra}]" if installation.extra else "-e .")
-    return lines
+def gate_lines(release: str | None, project: Sequence[str]) -> list[str]:
+    """Return the lines of a file of requirements for the gate: those of the ``project`` come last."""
+    return list(dict.fromkeys((f"torch=={release or 'RELEASE'}", "pytest", _LINE, *project)))

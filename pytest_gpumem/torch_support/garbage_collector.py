@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import _imp
 import gc
-import importlib.util
 import inspect
 import sys
+import threading
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
+    from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -163,25 +165,70 @@ def collect_everything() -> None:
         gc.collect()
 
 
-class _FinderOfDynamo:
-    """Import hook that lets the other finders load ``torch._dynamo``, and clears the frames that loading it leaves."""
+class _FinderBeforeOthers:
+    """Import hook that finds nothing itself: what the finders behind it find has its frames cleared once it is loaded."""
 
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != "torch._dynamo":
+    def __init__(self) -> None:
+        self._loading = threading.local()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if getattr(self._loading, "is_under_way", False) or not _is_for_loading(sys._getframe(1)):  # noqa: SLF001
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader: Any = None if spec is None else spec.loader
-        if hasattr(loader, "exec_module"):
-            execute = loader.exec_module
+        for finder in _finders_behind(self):
+            spec: ModuleSpec | None = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = cast("Loader", _ClearingLoader(spec, self._loading))
+                return spec
+        return None
 
-            def execute_and_clear(module: ModuleType) -> None:
-                before = _frames()
-                execute(module)
-                _clear_frames(besides=before)
 
-            loader.exec_module = execute_and_clear
-        return spec
+class _ClearingLoader:
+    """Stand-in for the loader of one module, until that loader executes it; then the module's spec has its own again.
+
+    Modules that this one imports are loaded as always: their frames are younger than the list that is made before it.
+    """
+
+    def __init__(self, spec: ModuleSpec, loading: threading.local) -> None:
+        self._loader: Any = spec.loader
+        self._spec = spec
+        self._loading = loading
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        create = getattr(self._loader, "create_module", None)
+        module: ModuleType | None = create(spec) if create is not None else None
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        __tracebackhide__ = True
+        self._spec.loader = self._loader
+        if vars(module).get("__loader__") is self:
+            module.__loader__ = self._loader
+        before = _frames()
+        self._loading.is_under_way = True
+        try:
+            self._loader.exec_module(module)
+        finally:
+            self._loading.is_under_way = False
+        _clear_frames(besides=before)
+
+
+def _is_for_loading(caller: FrameType) -> bool:
+    """Return whether ``import`` asks for a spec: others, as `importlib.util.find_spec`, keep its loader to read from it."""
+    asks = caller.f_back
+    return asks is not None and asks.f_code.co_name == "_find_and_load_unlocked"
+
+
+def _finders_behind(finder: object) -> list[Any]:
+    """Return the finders that come after one; none where it has been taken out meanwhile."""
+    finders = list(sys.meta_path)
+    places = [place for place, one in enumerate(finders) if one is finder]
+    return finders[places[0] + 1 :] if places else []
 
 
 def _clear_frames(besides: list[FrameType]) -> None:
@@ -201,19 +248,29 @@ def _frames() -> list[FrameType]:
 
 
 @contextmanager
-def frames_cleared_behind_dynamo() -> Iterator[None]:
-    """Have the first optimizer of a process, which loads TorchDynamo, keep no model alive, as later ones keep none.
+def frames_cleared_behind_imports() -> Iterator[None]:
+    """Have the modules that are first imported within keep nothing alive that their importer has.
 
-    Frames of functions that its modules call while they are loaded, such as `torch.fx.wrap`, refer to themselves, and so to all
-    that their callers have.
+    A function that has the frame of its caller in a variable, as `torch.fx.wrap` does to find the module that calls it, leaves
+    a cycle of frames, which refers to all callers up to the test and so to its model. Which test imports a module first depends
+    on their order. Frames that wait for a traceback of an error to be shown are left alone: nothing is cleared behind an import
+    that fails.
     """
-    if "torch._dynamo" in sys.modules:
-        yield
-        return
-    finder = _FinderOfDynamo()
-    sys.meta_path.insert(0, finder)
+    finder = _FinderBeforeOthers()
+    with _import_lock():
+        sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        with suppress(ValueError):  # where it was loaded
+        with _import_lock(), suppress(ValueError):  # where other code has taken it out
             sys.meta_path.remove(finder)
+
+
+@contextmanager
+def _import_lock() -> Iterator[None]:
+    """Have no other thread ask a finder within: `import` holds this lock while it asks one."""
+    _imp.acquire_lock()
+    try:
+        yield
+    finally:
+        _imp.release_lock()
