@@ -45,10 +45,20 @@ def class_name(kind: type) -> str:
     return str(_qualname.__get__(kind)).rpartition("<locals>.")[2]
 
 
+def module_of(kind: type) -> str:
+    """Return a class's ``__module__``; empty where it has none."""
+    module = _module_of.__get__(kind)
+    return module if type(module) is str else ""
+
+
 def package_of(kind: type) -> str:
     """Return the outermost package of a class's ``__module__``; empty where it has none."""
-    module = _module_of.__get__(kind)
-    return module.partition(".")[0] if type(module) is str else ""
+    return module_of(kind).partition(".")[0]
+
+
+def class_namespace(kind: type) -> dict[str, Any] | None:
+    """Return the dict that a class keeps its own attributes in, itself and not a view; ``None`` where it is not to be had."""
+    return next((one for one in gc.get_referents(_namespace.__get__(kind)) if type(one) is dict), None)
 
 
 def class_attribute(kind: type, name: str) -> Any:
