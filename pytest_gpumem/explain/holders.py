@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
+import inspect
 import sys
 import threading
 import types
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from pytest_gpumem.torch_support.static_access import (
     layout_of,
     module_of,
     package_of,
+    variables_of,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class _Path:
     of_module: bool = False
     """True for the own dict of a `torch.nn.Module`."""
     within: bool = False
-    """True for the dict of a module's children, which have the path of the module."""
+    """True for the dict of a module's children, which have the path of the module, and for that of the own dicts that a
+    `threading.local` has, one for each thread."""
     names: tuple[str, ...] = ()
     """Texts for the elements of a tuple that belongs to a function."""
 
@@ -163,7 +165,6 @@ class _Search:
         self._objects: list[Any] = []
         self._places: dict[int, int] = {}
         self._in_use = _ids_in_use()
-        self._locals: dict[int, int] | None = None
 
     def add(self, one: object) -> int:
         """Return the place of an object."""
@@ -231,17 +232,7 @@ class _Search:
             for number in {id(one) for one in gc.get_referents(holder)} & wanted.keys()
         ]
         holders.clear()
-        owners = ((place, self._owner_of_local(place)) for place in places if type(self._objects[place]) is dict)
-        return found + [(place, owner) for place, owner in owners if owner is not None]
-
-    def _owner_of_local(self, place: int) -> int | None:
-        """Return the place of the `threading.local` whose attributes in this thread a dict has: the collector cannot see it."""
-        if self._locals is None:
-            own = _names_of_thread()
-            # Where this thread has none yet, asking for them would run an `__init__`.
-            some = [one for one in alive(threading.local) if f"thread.local.{id(one):#x}" in own]
-            self._locals = {id(instance_dict(one)): self.add(one) for one in some}
-        return self._locals.get(id(self._objects[place]))
+        return found
 
     def _end(self, place: int, holder: int, height: int) -> _Path | None:
         """Return the path to an object where it ends at its holder; ``None`` where that is held by something itself."""
@@ -262,13 +253,13 @@ class _Search:
     def _below(self, path: _Path, holder: int, place: int) -> list[_Path]:
         """Return the paths to an object by way of its holder, to which there is a path."""
         one, value = self._objects[holder], self._objects[place]
+        if path.within:
+            return [replace(path, within=False)]
         if path.names:
             return [path.named(name) for name, held in zip(path.names, one, strict=False) if held is value]
         if path.before is not None:
             key = _key_of(one, value)
             return [path.item() if key is None else path.named(key)]
-        if path.within:
-            return [path.itself()]
         if issubclass(type(one), _CONTAINERS) or package_of(type(one)) in _OF_CONTAINERS:
             return [path.item()]
         return [_by_attribute(path, one, value)] if self._is_object(holder) else [path.itself()]
@@ -277,6 +268,8 @@ class _Search:
 def _by_attribute(path: _Path, owner: object, value: object) -> _Path:
     """Return the path to what an object with a path holds by an attribute, or in its own dict."""
     own, attributes = instance_dict(owner), path.attributes(owner)
+    if issubclass(type(owner), threading.local) and type(value) is dict:
+        return replace(attributes, within=True)
     if own is value:
         return attributes
     key = None if own is None else _key_of(own, value)
@@ -316,19 +309,10 @@ def _ids_in_use() -> set[int]:
     for running in sys._current_frames().values():  # noqa: SLF001 - the only way to other threads' frames
         frame: types.FrameType | None = running
         while frame is not None:
-            held = gc.get_referents(frame)
-            cells = [one for one in held if type(one) is types.CellType]
-            found.update(map(id, held), map(id, gc.get_referents(*cells)))
+            if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                found.update(map(id, variables_of(frame)))
             frame = frame.f_back
     return found
-
-
-def _names_of_thread() -> dict[str, object]:
-    """Return what Python keeps for this thread, by name: `threading.local` objects that it has used are among it."""
-    get = ctypes.pythonapi.PyThreadState_GetDict
-    get.restype = ctypes.c_void_p  # a borrowed reference, which ctypes would take for one of its own
-    address = get()
-    return {} if address is None else ctypes.cast(address, ctypes.py_object).value
 
 
 def _slot(member: types.MemberDescriptorType, owner: object) -> object:

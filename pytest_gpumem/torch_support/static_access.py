@@ -165,9 +165,12 @@ def _bound_to_a_partial(value: Any) -> list[object]:
 
 
 def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
-    if value.gi_frame is None:
-        return []
-    local = value.gi_frame.f_locals
+    return [] if value.gi_frame is None else variables_of(value.gi_frame)
+
+
+def variables_of(frame: types.FrameType) -> list[object]:
+    """Return the values of a function's local variables."""
+    local = frame.f_locals
     held = list(local.values())
     if is_a(local, dict):
         # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.

@@ -161,8 +161,11 @@ class Registered(metaclass=Meta):
 
 
 class Locals(threading.local):
+    made = []
+
     def __init__(self):
         self.entries = []
+        self.made.append(threading.current_thread().name)
 
 
 THREADS_OWN = Locals()
@@ -181,13 +184,13 @@ put = make()
 
 
 @functools.lru_cache
-def bounded(make):
-    return make()
+def bounded(one):
+    return [one]
 
 
 @functools.cache
-def unbounded(make):
-    return (make(),)
+def unbounded(one):
+    return (one,)
 
 
 def collect(one, into=[]):
@@ -219,8 +222,8 @@ WAYS = {
         "holdall.state.THREADS_OWN -> Locals.entries[...]",
     ),
     "a closure": (lambda package, one: package.put(one), "holdall.state.make.<locals>.cache[...]"),
-    "lru_cache": (lambda package, one: package.bounded(lambda: one), "lru_cache of holdall.state.bounded[...]"),
-    "cache": (lambda package, one: package.unbounded(lambda: one), "lru_cache of holdall.state.unbounded[...]"),
+    "lru_cache": (lambda package, one: package.bounded(one), "lru_cache of holdall.state.bounded[...]"),
+    "cache": (lambda package, one: package.unbounded(one), "lru_cache of holdall.state.unbounded[...]"),
     "a default": (lambda package, one: package.collect(one), "holdall.state.collect(into=...)[...]"),
     "a default by name": (
         lambda package, one: package.collect_by_name(one),
@@ -304,9 +307,9 @@ def test_of_many_tensors_some_are_looked_at(monkeypatch):
     assert holders_of({address(one) for one in REGISTRY["many"]}) == (f"{__name__}.REGISTRY[...]",)
 
 
-def test_what_another_thread_keeps_for_itself_is_not_blamed_on_anybody(package):
-    """The collector does not see it, and asking for it here would run an ``__init__``."""
-    stop, kept = threading.Event(), []
+def test_what_another_thread_keeps_for_itself_is_found_and_asked_for_nothing(package):
+    ready, stop = threading.Event(), threading.Event()
+    kept, made = [], package.Locals.made
 
     def work():
         package.THREADS_OWN.entries.append(torch.ones(20))
@@ -314,12 +317,13 @@ def test_what_another_thread_keeps_for_itself_is_not_blamed_on_anybody(package):
         ready.set()
         stop.wait()
 
-    ready = threading.Event()
     thread = threading.Thread(target=work)
     thread.start()
     ready.wait()
     try:
-        assert holders_of({*kept}) == ()
+        before = len(made)
+        assert holders_of({*kept}) == ("hold-all 1.2.3: holdall.state.THREADS_OWN -> Locals.entries[...]",)
+        assert len(made) == before
     finally:
         stop.set()
         thread.join()
