@@ -244,7 +244,9 @@ def test_it(gpumem):
     gpumem.load(lambda: gpumem.load(make).value)
 """
     result = run(project, source, failed=1)
-    result.stdout.fnmatch_lines(["E * pytest_gpumem.measurement.MeasuringError: gpumem.load() is called within gpumem.load()*"])
+    result.stdout.fnmatch_lines(
+        ["E * pytest_gpumem.measurement.MeasuringError: gpumem.load() is called within gpumem.load()*"]
+    )
 
 
 PLANTED = """

@@ -53,7 +53,8 @@ def module_of(kind: type) -> str:
 
 def package_of(kind: type) -> str:
     """Return the outermost package of a class's ``__module__``; empty where it has none."""
-    return module_of(kind).partition(".")[0]
+    module = _module_of.__get__(kind)
+    return module.partition(".")[0] if type(module) is str else ""
 
 
 def class_namespace(kind: type) -> dict[str, Any] | None:
