@@ -306,12 +306,14 @@ def _is_passed_over(holder: object) -> bool:
 def _ids_in_use() -> set[int]:
     """Return the ids of what running functions have in their variables."""
     found: set[int] = set()
-    for running in sys._current_frames().values():  # noqa: SLF001 - the only way to other threads' frames
-        frame: types.FrameType | None = running
-        while frame is not None:
-            if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                found.update(map(id, variables_of(frame)))
-            frame = frame.f_back
+    frames = [*sys._current_frames().values()]  # noqa: SLF001 - the only way to other threads' frames
+    while frames:
+        frame = frames.pop()
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            found.update(map(id, variables_of(frame)))
+        if frame.f_back is not None:
+            frames.append(frame.f_back)
+        del frame  # this function's own one would be a cycle, with all the frames that called it
     return found
 
 

@@ -7,12 +7,14 @@ import gc
 import importlib
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
 
 from pytest_gpumem.explain import holder_names
 from pytest_gpumem.explain.holders import HIGHEST, MOST_PATHS, MOST_TENSORS, holders_of
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 REGISTRY = {}
 
@@ -327,6 +329,16 @@ def test_what_another_thread_keeps_for_itself_is_found_and_asked_for_nothing(pac
     finally:
         stop.set()
         thread.join()
+
+
+def test_looking_keeps_nothing_alive_until_a_collection(package):
+    """The collector is off while steps are recorded: a frame in a variable of its own would keep all that they held."""
+    package.CACHE["a"] = package.Loader([torch.ones(22)])
+    kept = weakref.ref(package.CACHE["a"].data[0])
+    with cyclic_collector_off():
+        assert holders_of({address(package.CACHE["a"].data[0])})
+        package.CACHE.clear()
+        assert kept() is None
 
 
 def test_pytest_is_not_blamed_for_what_its_fixtures_have(request):
