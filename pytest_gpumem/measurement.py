@@ -95,14 +95,32 @@ class Environment(FrozenValue):
     slug: str
     device: str
     details: Mapping[str, str | int] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the installed packages whose code ran in the step, and of those that torch requires and whose release decides
+    memory, by name: ``{"transformers": "4.38.2"}``. Known where the step was explained."""
 
     def __post_init__(self) -> None:
         for name, value in self.details.items():
-            if name in ("slug", "device"):
+            if name in ("slug", "device", "packages"):
                 raise ValueError(f"environment: {name!r} is the device's own and cannot be added")
             if isinstance(value, bool) or not isinstance(value, (str, int)):
                 raise TypeError(f"environment: {name} is {value!r}, expected a string or a whole number")
-        self._freeze(details=dict(sorted(self.details.items())))
+        self._freeze(details=dict(sorted(self.details.items())), packages=dict(sorted(self.packages.items())))
+
+    @property
+    def releases(self) -> dict[str, str]:
+        """The versions of torch and of `packages`, by name."""
+        torch = {"torch": str(self.details["torch"])} if "torch" in self.details else {}
+        return {**torch, **self.packages}
+
+
+def changed_releases(then: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a clause for each package that both sides have in another version: ``"transformers 4.38.2, was 4.37.2"``.
+
+    A package that only one of them has is not among them: that code uses another one is a change of the code.
+    """
+    both = sorted(then.keys() & now.keys())
+    return tuple(f"{name} {now[name]}, was {then[name]}" for name in both if now[name] != then[name])
 
 
 def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:

@@ -19,9 +19,9 @@ from click.testing import CliRunner
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.processes import Stop
 from pytest_gpumem.ab.runs import Runner
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.processes import Stop
 from tests.ab.values import measured, measurement, run, unmeasured
 
 TELLING = """
@@ -442,7 +442,7 @@ def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(re
 
 
 def test_the_command_does_not_load_torch():
-    code = "import sys, pytest_gpumem.cli.main, pytest_gpumem.ab.compare_revisions, pytest_gpumem.reports.comparison_formats; "
+    code = "import sys, pytest_gpumem.cli.main, pytest_gpumem.ab.compare_variants, pytest_gpumem.reports.comparison_formats; "
     loaded = subprocess.run(
         [sys.executable, "-c", f"{code}print('torch' in sys.modules)"], capture_output=True, text=True, check=True
     )

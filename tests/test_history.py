@@ -50,6 +50,15 @@ def test_every_change_is_told_with_author_value_change_reason_and_subject(reposi
     assert "▔" in result.output
 
 
+def test_the_packages_that_came_with_a_change_are_told(repository):
+    old = Environment("h100", "NVIDIA H100", {"torch": "2.13.0"}, {"transformers": "4.37.2"})
+    new = Environment("h100", "NVIDIA H100", {"torch": "2.13.0"}, {"transformers": "4.38.2"})
+    repository.commit("begin", {"test_a": entry(10 * MB, device=old)})
+    repository.commit("upgrade", {"test_a": entry(15 * MB, device=new)})
+    told = "transformers 4.38.2, was 4.37.2"
+    assert rows(history("a.py::test_a"))[1] == ["Ada", "15.00 MB", "+50.0 %", told, "upgrade"]
+
+
 def test_a_renamed_file_is_followed(repository):
     repository.commit("begin", {"test_a": entry(10 * MB)}, file="old.py")
     repository.store({}, "old.py")

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.ab.processes import run
 from pytest_gpumem.git import GitError, Revision, git, git_environment, is_shallow
+from pytest_gpumem.processes import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_gpumem.ab.processes import Stop
+    from pytest_gpumem.processes import Stop
 
 
 Side = Literal["base", "head"]
@@ -39,6 +39,14 @@ class Checkout:
         top = Path(git(here, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
         return cls(top, here.resolve().relative_to(top))
 
+    @classmethod
+    def as_it_is(cls, here: Path) -> Checkout:
+        """Return the checkout that ``here`` is in, or ``here`` itself where there is no git repository."""
+        try:
+            return cls.around(here)
+        except GitError:
+            return cls(here.resolve(), Path())
+
     def revision(self, name: str) -> Revision:
         """Return the commit that ``name`` means. Raises `GitError`."""
         try:
@@ -55,6 +63,8 @@ class Checkout:
 
     def checkouts(self) -> list[Path]:
         """Return every folder in which this repository is checked out."""
+        if not (self.top / ".git").exists():
+            return [self.top]
         lines = git(self.top, "worktree", "list", "--porcelain").splitlines()
         found = [Path(line.removeprefix("worktree ")).resolve() for line in lines if line.startswith("worktree ")]
         return list(dict.fromkeys([self.top, *found]))
@@ -102,13 +112,13 @@ def _is_left(folder: Path) -> bool:
 
 @contextmanager
 def worktrees(
-    checkout: Checkout, revisions: Mapping[Side, Revision], folder: Path, stop: Stop
-) -> Iterator[tuple[dict[Side, Path], list[str]]]:
-    """Make worktrees of ``revisions`` in ``folder``, by side, and notes on them for the user.
+    checkout: Checkout, revisions: Mapping[str, Revision], folder: Path, stop: Stop
+) -> Iterator[tuple[dict[str, Path], list[str]]]:
+    """Make worktrees of ``revisions`` in ``folder``, by name, and notes on them for the user.
 
     They are detached: no branch, index or file of the checkout is touched. Raises `GitError` and `Stopped`.
     """
-    made: dict[Side, Path] = {}
+    made: dict[str, Path] = {}
     notes: list[str] = []
     try:
         for name, revision in revisions.items():

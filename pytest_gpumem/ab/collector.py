@@ -30,6 +30,7 @@ class Collector:
         self._home = home
         self._others = others
         self._outside_modules: dict[str, str] = {}
+        self._imported: set[str] = set()
         self._is_worker = False
 
     @pytest.hookimpl(tryfirst=True)
@@ -56,16 +57,19 @@ class Collector:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        self._outside_modules.update(getattr(node, "workeroutput", {}).get("gpumem_ab", {}))
+        told = getattr(node, "workeroutput", {}).get("gpumem_ab", {})
+        self._outside_modules.update(told.get("outside_modules", {}))
+        self._imported.update(told.get("imported", ()))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._outside_modules.update(outside_modules(self._home, self._others))
+        self._imported.update(name.partition(".")[0] for name in [*sys.modules])
+        told = {"outside_modules": self._outside_modules, "imported": sorted(self._imported)}
         if self._is_worker:
-            session.config.workeroutput["gpumem_ab"] = self._outside_modules  # type: ignore[attr-defined]
+            session.config.workeroutput["gpumem_ab"] = told  # type: ignore[attr-defined]
             return
-        root = str(session.config.rootpath)
-        self._write({"status": int(exitstatus), "root": root, "outside_modules": self._outside_modules})
+        self._write({"status": int(exitstatus), "root": str(session.config.rootpath), **told})
 
     def _write(self, line: dict[str, object]) -> None:
         # A line at a time: a process that is killed leaves what it had.

@@ -15,16 +15,17 @@ import pytest
 
 from pytest_gpumem.ab import collector
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.processes import run
 from pytest_gpumem.git import plain_environment
+from pytest_gpumem.processes import run
 from pytest_gpumem.reports.results import PROPERTY, Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from pytest_gpumem.ab.checkout import Checkout, Side
-    from pytest_gpumem.ab.processes import Stop
+    from pytest_gpumem.ab.checkout import Checkout
+    from pytest_gpumem.ab.variants import Ready
     from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.processes import Stop
 
 
 Key = tuple[str, str]
@@ -37,6 +38,8 @@ class Run:
 
     tests: Mapping[Key, TestVerdict]
     root: str
+    imported: frozenset[str] = frozenset()
+    """The first names of the modules that its processes had loaded when they ended."""
 
     @property
     def measured(self) -> int:
@@ -69,7 +72,8 @@ def run_of(lines: Iterable[str], status: int) -> Run:
             f"its pytest-gpumem is of another version, whose figures this one cannot read: {error!r}"
         ) from None
     verdicts = [result.verdict for result in results.all()]
-    return Run({(verdict.file, verdict.test): verdict for verdict in verdicts}, end["root"])
+    tests = {(verdict.file, verdict.test): verdict for verdict in verdicts}
+    return Run(tests, end["root"], frozenset(end["imported"]))
 
 
 def _read(lines: Iterable[str]) -> tuple[list[SimpleNamespace], dict[str, Any] | None]:
@@ -168,21 +172,20 @@ def _moved(entry: str, worktree: Path, checkout: Checkout) -> Path | None:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs pytest in worktrees, one run after another, each in a process of its own."""
+    """Runs pytest in checkouts, one run after another, each in a process of its own."""
 
     checkout: Checkout
-    worktrees: Mapping[Side, Path]
     arguments: Sequence[str]
     setup: str | None
     folder: Path
     """The folder of the files that runs write."""
     stop: Stop
     others: Sequence[Path]
-    """Other folders in which the repository is checked out."""
+    """Folders in which the repository is checked out, also those that are run."""
 
-    def take(self, side: Side, number: int, tick: Callable[[], None]) -> Run:
-        """Run a side once. Raises `RunFailed` and `Stopped`."""
-        worktree = self.worktrees[side]
+    def take(self, ready: Ready, number: int, tick: Callable[[], None], *, explained: bool = False) -> Run:
+        """Run a variant once; ``explained`` says whether each step is. Raises `RunFailed` and `Stopped`."""
+        worktree = ready.top
         here = worktree / self.checkout.folder
         if not here.is_dir():
             raise RunFailed(f"it has no folder {self.checkout.folder.as_posix()}")
@@ -200,7 +203,8 @@ class Runner:
         environment = self._environment(worktree, own / "plugin", lines)
         # Its own folder for what pytest keeps between runs: --last-failed must not make one run differ from the next.
         kept = ["-o", f"cache_dir={own / 'cache'}", f"--gpumem-store={own / 'store'}"]
-        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, *kept, *self.arguments]
+        kept += ["--gpumem-explain=always"] if explained else []
+        command = [str(ready.python), "-m", "pytest", "-p", PLUGIN, *kept, *self.arguments]
         status = run(command, folder=here, environment=environment, output=log, stop=self.stop, tick=tick)
         try:
             return run_of(lines.read_text(encoding="utf-8").splitlines() if lines.exists() else [], status)
@@ -213,7 +217,7 @@ class Runner:
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
-        others = [*self.others, *self.worktrees.values()]
+        others = self.others
         environment[collector.VARIABLE] = json.dumps(
             {"file": str(lines), "home": str(worktree), "others": [str(one) for one in others if one != worktree]}
         )

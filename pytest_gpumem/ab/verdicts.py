@@ -6,7 +6,8 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.baseline import Key
+from pytest_gpumem.gate.baseline import Budget, Key, baseline_of
+from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.ab.runs import Run
-    from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.git import Revision
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.metrics import Tolerance
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 def compare_runs(
     pairs: Sequence[tuple[Run, Run]],
-    base: Revision,
-    head: Revision,
+    base: str | Revision,
+    head: str | Revision,
     tolerance: float,
     tolerances: Mapping[str, Tolerance],
 ) -> Compared:
@@ -51,7 +52,8 @@ def compare_runs(
                 left_out.append(LeftOut(title, "not compared", found))
             else:
                 changes, notes = found
-                rows.append(ComparedRow(key, taken.heads[-1].environment.slug, title, changes, notes=notes))
+                slug = taken.heads[-1].environment.slug
+                rows.append(ComparedRow(key, slug, title, changes, notes=notes, verdict=taken.explained(tolerances)))
     return Compared(base, head, tuple(rows), tuple(left_out), pairs=len(pairs), tolerance=tolerance)
 
 
@@ -99,6 +101,13 @@ class _Taken:
     @property
     def pairs(self) -> list[tuple[Measurement, Measurement]]:
         return [(base, head) for base, head in self.runs if base is not None and head is not None]
+
+    def explained(self, tolerances: Mapping[str, Tolerance]) -> Verdict | None:
+        """Return the gate's verdict on the first pair, which was explained; ``None`` where a run did not take it."""
+        base, head = self.runs[0]
+        if base is None or head is None:
+            return None
+        return judge(head, Budget(), baseline_of(base, "", None), tolerances)
 
     def values(self, metric: str) -> dict[str, list[float]]:
         """Return the values of a metric that the runs of each side took."""

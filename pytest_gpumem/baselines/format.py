@@ -51,6 +51,7 @@ _COMPOSITION = ("composition", _COMPOSITION_PEAK, "phase", "other_phases", "reco
 _RUNS = ("step_times", "step_cycles")
 _BYTES = ("workspaces", "unused_before")
 _STEP_PEAKS = "step_peaks"
+_PACKAGES = "packages"
 _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
 _ON = "on "
 _ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
@@ -133,10 +134,10 @@ def render(entries: Mapping[Key, Baseline]) -> str:
     """Return the text of a file with these entries: sorted, the same for the same entries."""
     import tomli_w
 
-    environments: dict[str, dict[str, str | int]] = {}
+    environments: dict[str, dict[str, Any]] = {}
     tests: dict[str, dict[str, dict[str, Any]]] = {}
     for key, entry in sorted(entries.items()):
-        environment = {"device": entry.environment.device, "slug": entry.environment.slug, **entry.environment.details}
+        environment = _environment_table(entry.environment)
         name = _environment_name(environment)
         environments[name] = environment
         metrics = {metric: entry.metrics[metric] for metric in METRICS if metric in entry.metrics}
@@ -171,7 +172,12 @@ def render(entries: Mapping[Key, Baseline]) -> str:
     return tomli_w.dumps(document)
 
 
-def _environment_name(environment: Mapping[str, str | int]) -> str:
+def _environment_table(environment: Environment) -> dict[str, Any]:
+    packages = {_PACKAGES: dict(environment.packages)} if environment.packages else {}
+    return {"device": environment.device, "slug": environment.slug, **environment.details, **packages}
+
+
+def _environment_name(environment: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(repr(sorted(environment.items())).encode()).hexdigest()[:6]
     return f"torch-{environment.get('torch', 'unknown')}-{digest}"
 
@@ -186,8 +192,12 @@ def _environment(table: object, where: str, expected: str | None) -> Environment
             f"{where}.slug is {slug!r}, and the file lies in the folder of {expected!r}; restore the file from version "
             "control, or move it to where it belongs"
         )
+    packages = _table(values.pop(_PACKAGES, {}), f"{where}.{_PACKAGES}")
     return Environment(
-        slug, device, {name: _typed(value, (str, int), f"{where}.{name}") for name, value in values.items()}
+        slug,
+        device,
+        {name: _typed(value, (str, int), f"{where}.{name}") for name, value in values.items()},
+        {name: _typed(value, (str,), f"{where}.{_PACKAGES}.{name}") for name, value in packages.items()},
     )
 
 

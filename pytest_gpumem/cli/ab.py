@@ -1,41 +1,55 @@
-"""``gpumem ab``: two revisions of a project in turn on this machine, and whether one is slower or needs more memory."""
+"""``gpumem ab``: two revisions, or sets of requirements, on this machine, and whether one is slower or needs more memory."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.ab.compare_revisions import Ended, Plan, Progress, compare_revisions
-from pytest_gpumem.ab.processes import noted_signals
+from pytest_gpumem.ab.compare_variants import Ended, Plan, Progress, compare_variants
 from pytest_gpumem.ab.runs import refused
-from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed, renamed, screen, write_lines
-from pytest_gpumem.git import GitError
+from pytest_gpumem.ab.variants import Variant
+from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, renamed, screen, write_lines
+from pytest_gpumem.git import GitError, plain_environment
+from pytest_gpumem.processes import noted_signals
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
+from pytest_gpumem.requirements.environments import Environments, cache_folder
+from pytest_gpumem.requirements.errors import RequirementError
+from pytest_gpumem.requirements.requirement_set import requirement_set
 from pytest_gpumem.units import counted, parse_ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from pytest_gpumem.git import Revision
     from pytest_gpumem.reports.comparison import Compared
 
+    FC = TypeVar("FC", bound=Callable[..., Any] | click.Command)
 
-_PYTEST_ARGUMENTS = "pytest_gpumem.cli.ab"
+PYTEST_ARGUMENTS = "pytest_gpumem.cli.ab"
+_OF_FILES = ("-r", "--requirement")
 
 
-class _WithPytestArguments(click.Command):
+class WithPytestArguments(click.Command):
     """A command of which everything after ``--`` is for pytest."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         mine, pytests = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
-        ctx.meta[_PYTEST_ARGUMENTS] = pytests
-        return super().parse_args(ctx, mine)
+        ctx.meta[PYTEST_ARGUMENTS] = pytests
+        return super().parse_args(ctx, list(_with_files(mine)))
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- PYTEST_ARGS...]"]
+
+
+def _with_files(words: Sequence[str]) -> Iterator[str]:
+    """Yield words of a command line with ``-r`` and the file after it as one: ``--base-with -r old.txt``."""
+    left = iter(words)
+    for word in left:
+        yield f"{word} {next(left, '')}" if word in _OF_FILES else word
 
 
 _RENDERERS: dict[str, Callable[[Ended], str]] = {
@@ -54,9 +68,49 @@ def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[
     return files
 
 
-@click.command(cls=_WithPytestArguments)
-@click.argument("base")
-@click.argument("head", default="HEAD")
+def _with(side: str) -> Callable[[FC], FC]:
+    return click.option(
+        f"--{side}-with",
+        metavar="REQUIREMENT",
+        multiple=True,
+        help=f"Run {side.upper()} with this requirement ('transformers==4.38.2', '-r old.txt') above what is installed here. "
+        "May be repeated.",
+    )
+
+
+def _python(side: str) -> Callable[[FC], FC]:
+    return click.option(
+        f"--{side}-python",
+        metavar="PYTHON",
+        help=f"Run {side.upper()} with this Python, in an environment that has its requirements and this plugin only.",
+    )
+
+
+def with_pip_options(command: FC) -> FC:
+    """Add the option that limits what requirements bring along."""
+    return click.option(
+        "--constraint",
+        "constraints",
+        metavar="FILE",
+        multiple=True,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Limit what requirements bring along by this file, as pip's option does. May be repeated.",
+    )(command)
+
+
+def environments() -> Environments:
+    """Return the environments of the user's cache."""
+    return Environments(cache_folder(), plain_environment())
+
+
+@click.command(cls=WithPytestArguments)
+@click.argument("base", required=False)
+@click.argument("head", required=False)
+@_with("base")
+@_with("head")
+@_python("base")
+@_python("head")
+@with_pip_options
 @click.option(
     "--max-slowdown",
     default="1.5 %",
@@ -91,34 +145,55 @@ def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[
 def ab(
     context: click.Context,
     *,
-    base: str,
-    head: str,
+    base: str | None,
+    head: str | None,
+    base_with: tuple[str, ...],
+    head_with: tuple[str, ...],
+    base_python: str | None,
+    head_python: str | None,
+    constraints: tuple[Path, ...],
     max_slowdown: float,
     rounds: int,
     setup: str | None,
     files: tuple[Path, ...],
 ) -> None:
-    """Run two revisions in turn on this machine, and judge what changed in time and memory.
+    """Run two revisions, or two sets of requirements, on this machine, and judge what changed in time and memory.
 
     Checks BASE and HEAD out into temporary worktrees, runs pytest with PYTEST_ARGS in them in turn (base, head, head, base,
     ...), and judges by neighbouring runs what each measured test takes: step time by the ratio and its interval, bytes and
-    counts exactly. Only commits are compared; baselines are neither read nor written.
+    counts exactly. Where no time is taken each runs once. Of revisions only commits are compared; baselines are neither read
+    nor written.
+
+    With --base-with or --head-with and no revision, the checkout is run as it is. Requirements are installed above what is
+    installed here, which stays as it is, into environments that are kept (`gpumem cache`).
 
     \b
     Examples:
       gpumem ab main -- tests/test_gpt.py::test_train_step
       gpumem ab v1.0 v1.1 --setup "pip install --no-deps -e ." -- tests
+      gpumem ab --base-with "transformers==4.37.2" --head-with "transformers==4.38.2" -- tests/test_llama.py
+      gpumem ab --head-with "torch==2.15.*" -- --gpumem-device=emulated:h100 tests
 
     Exit status: 0 when nothing regressed, 1 when something did, or fails in HEAD only, 2 when nothing could be compared,
     130 when interrupted.
     """
-    arguments: list[str] = context.meta[_PYTEST_ARGUMENTS]
-    try:
-        checkout = Checkout.around(Path.cwd())
-        plan = Plan(checkout, checkout.revision(base), checkout.revision(head), arguments, setup, rounds, max_slowdown)
-        uncommitted = checkout.uncommitted()
-    except GitError as error:
-        raise InputError(*str(error).splitlines()) from None
+    arguments: list[str] = context.meta[PYTEST_ARGUMENTS]
+    with input_errors(GitError, RequirementError):
+        wanted = [
+            requirement_set(given, constraints, python) if given or python else None
+            for given, python in ((base_with, base_python), (head_with, head_python))
+        ]
+        if base is None and wanted == [None, None]:
+            raise click.UsageError("Missing argument 'BASE', or --base-with or --head-with.")
+        if base is None:
+            checkout, uncommitted = Checkout.as_it_is(Path.cwd()), 0
+            revisions: list[Revision | None] = [None, None]
+        else:
+            checkout = Checkout.around(Path.cwd())
+            revisions = [checkout.revision(base), checkout.revision(head or "HEAD")]
+            uncommitted = checkout.uncommitted()
+    variants = [Variant(*one) for one in zip(revisions, wanted, strict=True)]
+    plan = Plan(checkout, variants[0], variants[1], arguments, setup, rounds, max_slowdown)
     why_not = refused(arguments, checkout.top)
     if why_not is not None:
         raise click.UsageError(why_not)
@@ -128,7 +203,7 @@ def ab(
             f"{counted(uncommitted, 'file')} {are} changed and not committed: only commits are compared", err=True
         )
     with noted_signals() as stop:
-        ended = compare_revisions(plan, stop, Progress(sys.stderr, 2 * rounds))
+        ended = compare_variants(plan, environments(), stop, Progress(sys.stderr, 2 * rounds))
     if ended.report is not None:
         _print(ended, files)
     if setup is not None:

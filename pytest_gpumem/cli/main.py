@@ -13,6 +13,7 @@ from pytest_gpumem.units import nearest
 _COMMANDS = {
     "ab": "Run two revisions in turn here, and judge what changed.",
     "advise": "Find the config with which a model's step fits into a GPU.",
+    "cache": "List and clear the environments of requirements that were compared.",
     "comment": "Put a report into the pull request, as one comment.",
     "compare": "Compare figures that are there: reports, revisions, devices.",
     "doctor": "Tell what can be measured here, and how to get the rest.",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import sys
 import types
 from pathlib import PurePath
 from typing import Any
 
+from pytest_gpumem.requirements.installed import installed_file
 from pytest_gpumem.torch_support.reachability import NOT_THE_TESTS
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a, module_of
 
 LRU_CACHE: type[Any] = type(functools.lru_cache(lambda: None))
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 def is_excluded(module: str) -> bool:
@@ -33,13 +32,12 @@ def module_name(namespace: object) -> str | None:
 
 def module_text(namespace: dict[str, Any], name: str) -> str:
     """Return a module as a holder is named by it: ``"models"``, ``"accelerate 1.3.0: accelerate.state"``."""
-    return _of_release(_release(name, namespace), name)
+    return _of_release(_release(namespace), name)
 
 
 def class_text(kind: type) -> str:
     """Return a class as a holder is named by it: ``"Net"``, ``"accelerate 1.3.0: GradientState"``."""
-    module = module_of(kind)
-    return _of_release(_release(module, instance_dict(sys.modules.get(module)) or {}), class_name(kind))
+    return _of_release(_release(instance_dict(sys.modules.get(module_of(kind))) or {}), class_name(kind))
 
 
 def function_text(function: types.FunctionType, *, outer: bool = False, of: str = "") -> str:
@@ -56,7 +54,7 @@ def function_text(function: types.FunctionType, *, outer: bool = False, of: str 
     around, _, _ = qualname.rpartition(".<locals>.")
     text = (around or qualname) if outer else qualname
     module = module_name(function.__globals__)
-    release = None if module is None else _release(module, function.__globals__)
+    release = None if module is None else _release(function.__globals__)
     return f"{of}{text}" if release is None else f"{release}: {of}{module}.{text}"
 
 
@@ -72,30 +70,15 @@ def names_of_defaults(function: types.FunctionType) -> list[str]:
     return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])
 
 
-def _release(module: str, namespace: dict[str, Any]) -> str | None:
+def _release(namespace: dict[str, Any]) -> str | None:
+    """Return the package that the file of a module is of, with its version: ``"accelerate 1.3.0"``; ``None`` of others."""
     file = dict.get(namespace, "__file__")
-    return release_of(module.partition(".")[0], file) if type(file) is str else None
-
-
-@functools.cache
-def release_of(package: str, file: str) -> str | None:
-    """Return the distribution that a file of a package was installed by, with its version: ``"accelerate 1.3.0"``.
-
-    ``None`` for a file that is not installed.
-    """
-    if not any(folder in PurePath(file).parts for folder in _INSTALLED):
+    installed = installed_file(PurePath(file)) if type(file) is str else None
+    if installed is None:
         return None
-    try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        names = _distributions().get(package, ())
-    return f"{names[0]} {importlib.metadata.version(names[0])}" if names else package
-
-
-@functools.cache
-def _distributions() -> dict[str, list[str]]:
-    """Return the names of distributions by the packages that they install. It reads the files of all of them."""
-    return {package: sorted({*names}) for package, names in importlib.metadata.packages_distributions().items()}
+    package = installed.package
+    # A folder without a distribution is told by its name.
+    return installed.parts[0].removesuffix(".py") if package is None else f"{package.name} {package.version}"
 
 
 def _of_release(release: str | None, text: str) -> str:

@@ -7,11 +7,14 @@ import sysconfig
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.requirements.installed import installed_file
+
 if TYPE_CHECKING:
     import types
 
+    from pytest_gpumem.requirements.installed import Package
 
-_INSTALLED = ("site-packages", "dist-packages")
+
 # pytest, and packages that call test functions.
 _NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
 
@@ -25,8 +28,16 @@ class Site(NamedTuple):
     library: str = ""
 
 
+class _File(NamedTuple):
+    """A file as it is shown."""
+
+    shown: str
+    is_users: bool = True
+    package: Package | None = None
+
+
 class Sites:
-    """Finder of source locations. Paths are relative to ``root``, or from the folder that a library is installed in."""
+    """Finder of source locations. Paths are relative to ``root``; a library's begin with its package and version."""
 
     def __init__(self, root: Path) -> None:
         import torch
@@ -40,7 +51,9 @@ class Sites:
                 *(Path(str(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib")),
             )
         )
-        self._files: dict[str, tuple[bool, str] | None] = {}
+        self._files: dict[str, _File | None] = {}
+        self.packages: set[Package] = set()
+        """The installed packages whose code was on the way to a site. Whoever wants those of one step clears it before."""
 
     def here(self, depth: int = 1) -> Site:
         """Return the site of the caller, ``depth`` frames up."""
@@ -52,31 +65,30 @@ class Sites:
                 self._files[name] = self._file(name)
             file = self._files[name]
             if file is not None:
-                theirs, shown = file
-                if theirs:
-                    return Site(f"{shown}:{frame.f_lineno}", library)
-                library = library or f"{shown}:{frame.f_lineno}"
+                if file.is_users:
+                    return Site(f"{file.shown}:{frame.f_lineno}", library)
+                library = library or f"{file.shown}:{frame.f_lineno}"
+                if file.package is not None:
+                    self.packages.add(file.package)
             elif frame.f_code.co_name == _ENGINE:
                 # Code that runs in backward() was not called by its caller.
                 break
             frame = frame.f_back
         return Site("", library)
 
-    def _file(self, name: str) -> tuple[bool, str] | None:
-        """Return whether a file is the user's and how it is shown; ``None`` for one whose frames are skipped."""
+    def _file(self, name: str) -> _File | None:
+        """Return what is known of a file; ``None`` for one whose frames are skipped."""
         if name.startswith("<"):
             return None
         path = Path(name).resolve()
-        parts = path.parts
-        for folder in _INSTALLED:
-            if folder in parts:
-                within = parts[len(parts) - parts[::-1].index(folder) :]
-                if within[0] in _NOT_THE_USERS or str(path).startswith(self._skipped[:2]):
-                    return None
-                return False, "/".join(within)
+        installed = installed_file(path)
+        if installed is not None:
+            if installed.parts[0] in _NOT_THE_USERS or str(path).startswith(self._skipped[:2]):
+                return None
+            return _File(installed.shown, is_users=False, package=installed.package)
         if str(path).startswith(self._skipped):
             return None
         if path.is_relative_to(self._root):
-            return True, path.relative_to(self._root).as_posix()
+            return _File(path.relative_to(self._root).as_posix())
         # Somewhere else on this machine: a name that is the same on the next one.
-        return True, PurePath(*parts[-2:]).as_posix()
+        return _File(PurePath(*path.parts[-2:]).as_posix())

@@ -20,6 +20,7 @@ from pytest_gpumem.values.operator_counts import (
     summed,
     total,
 )
+from pytest_gpumem.values.source_lines import file_and_line, without_release
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -30,12 +31,11 @@ Key = Callable[[Tally], object]
 
 
 def _file_and_line(tally: Tally) -> tuple[str, int]:
-    file, _, number = (tally.place.library or tally.place.site).rpartition(":")
-    return file, int(number) if number.isascii() and number.isdecimal() and len(number) <= 18 else 0
+    return file_and_line(tally.place.library or tally.place.site)
 
 
 _SAME: tuple[Key, ...] = (
-    lambda tally: (tally.operator, tally.place),
+    lambda tally: (tally.operator, replace(tally.place, library=without_release(tally.place.library))),
     # Moved lines.
     lambda tally: (tally.operator, tally.place.module, _file_and_line(tally)[0]),
     # Of other layers, or of which is not known; renamed modules.

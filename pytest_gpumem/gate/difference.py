@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from pytest_gpumem.values.composition import REST, Composition, Row, RowText, each_layer, item_bits, joined
 from pytest_gpumem.values.layers import Numbers
 from pytest_gpumem.values.module_calls import no_longer
+from pytest_gpumem.values.source_lines import file_and_line, without_release
 
 if TYPE_CHECKING:
     from pytest_gpumem.values.module_calls import Calls
@@ -18,12 +19,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Key = Callable[[Row], object]
 
+
+def _of_no_layer(row: Row) -> Row:
+    """Return what tells a row from others that are of as many layers, bytes and tensors, in whichever release of a package."""
+    return replace(_of_no_release(row), nbytes=0, count=0, layers=())
+
+
+def _of_no_release(row: Row) -> Row:
+    return replace(row, library=without_release(row.library))
+
+
+def _file_and_line(row: Row) -> tuple[str, int]:
+    return file_and_line(row.library or row.site)
+
+
 _SAME: tuple[Key, ...] = (
-    lambda row: replace(row, nbytes=0, count=0, layers=()),
+    _of_no_layer,
     # Moved lines.
     lambda row: (row.category, row.module, row.operator, row.tensor),
     # Renamed modules.
-    lambda row: (row.category, row.operator, row.tensor, row.site, row.library),
+    lambda row: (row.category, row.operator, row.tensor, *_line(row)),
     lambda row: (row.category, row.operator, row.tensor),
     # The same by another operator (``x.softmax()`` and ``F.softmax(x)`` are one; ``a * b`` and ``torch.addcmul`` are not).
     lambda row: (row.category, row.module, row.tensor),
@@ -39,12 +54,12 @@ _MOVED: tuple[Key, ...] = (
 """Keys by which a row that is gone from its place is one that is new at another."""
 
 _GREW: tuple[Key, ...] = (
-    lambda row: replace(row, nbytes=0, count=0, layers=()),
+    _of_no_layer,
     lambda row: (row.category, row.module, row.operator, row.tensor),
     # Another dtype, or another shape, at the same place.
-    lambda row: (row.category, row.module, row.operator, row.shape, row.site, row.library),
+    lambda row: (row.category, row.module, row.operator, row.shape, *_line(row)),
     lambda row: (row.category, row.module, row.operator, row.shape),
-    lambda row: (row.category, row.module, row.operator, row.dtype, row.site, row.library),
+    lambda row: (row.category, row.module, row.operator, row.dtype, *_line(row)),
     lambda row: (row.category, row.module, row.operator, row.dtype),
     # What was freed early and is not any more.
     lambda row: (row.module, row.operator, row.tensor),
@@ -221,7 +236,8 @@ def _without_equal_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], li
 def _different_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[Row]]:
     """Return rows that differ in nothing but layers, bytes and counts without what both sides have."""
     (mine, all_mine), (theirs, all_theirs) = _by_layer(old), _by_layer(new)
-    same = {numbers for numbers, row in mine.items() if theirs.get(numbers) == row}
+    of_no_release = {numbers: _of_no_release(row) for numbers, row in theirs.items()}
+    same = {numbers for numbers, row in mine.items() if of_no_release.get(numbers) == _of_no_release(row)}
     mine, theirs = ({n: row for n, row in side.items() if n not in same} for side in (mine, theirs))
     all_mine, theirs = _taken_from(all_mine, theirs)
     all_theirs, mine = _taken_from(all_theirs, mine)
@@ -302,12 +318,7 @@ def _at_line(grown: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
 
 
 def _line(row: Row) -> tuple[str, str]:
-    return row.site, row.library
-
-
-def _file_and_line(row: Row) -> tuple[str, int]:
-    file, _, number = row.site.rpartition(":")
-    return (file, int(number)) if number.isdecimal() else (row.site, 0)
+    return row.site, without_release(row.library)
 
 
 def _identity(row: Row) -> tuple[str, str, str, str]:
@@ -433,7 +444,7 @@ def _appeared(new: Row, before: Composition, after: Composition) -> str:
     for row in after.rows:
         # At the same line: at another one of the module, what is as large may well be something else.
         beside = (row.module, row.category, row.tensor) == (new.module, new.category, new.tensor)
-        same_line = (row.site, row.library) == (new.site, new.library)
+        same_line = _line(row) == _line(new)
         if beside and same_line and row.operator != new.operator and row.operator in saved:
             return f"saved twice: {row.operator} saves {row.what} as well, as before"
     for row in alike:

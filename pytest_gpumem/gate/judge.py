@@ -11,7 +11,7 @@ from pytest_gpumem.gate.count_difference import changed_tallies
 from pytest_gpumem.gate.difference import difference_of_peaks
 from pytest_gpumem.gate.one_sided import not_measured, why_new
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
-from pytest_gpumem.gate.verdict import FAILING, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.gate.verdict import FAILING, UNKNOWN_RELEASE, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Measurement, largest
 from pytest_gpumem.metrics import METRICS, Kind, Metric, Tolerance
 from pytest_gpumem.units import format_bytes, format_bytes_change
@@ -74,8 +74,9 @@ def judge(
     elsewhere = baseline.elsewhere if isinstance(baseline, NoBaseline) else ()
     origin = None
     if entry is not None:
-        torch = str(entry.environment.details.get("torch", "?"))
-        origin = Origin(entry.recorded, entry.environment.device, torch, entry.commit, entry.reason)
+        environment = entry.environment
+        torch = str(environment.details.get("torch", UNKNOWN_RELEASE))
+        origin = Origin(entry.recorded, environment.device, torch, entry.commit, entry.reason, environment.packages)
     notes = _idle_limits(budget, measurement)
     if entry is not None and why_not is None:
         notes += not_measured(measurement, entry, tolerances)

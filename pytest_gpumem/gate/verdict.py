@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.gate.difference import Difference
-from pytest_gpumem.measurement import Measurement
+from pytest_gpumem.measurement import Measurement, changed_releases
 from pytest_gpumem.values.operator_counts import Tallies
 from pytest_gpumem.values.plain import KEY
 
@@ -77,6 +77,10 @@ class MetricVerdict:
         return self.budget is not None or self.outcome in COMPARED
 
 
+UNKNOWN_RELEASE = "?"
+"""Stands for the release of torch in the origin of a baseline that does not say it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The origin of a baseline."""
@@ -87,6 +91,8 @@ class Origin:
     commit: str | None = None
     reason: str | None = None
     """The reason why it was accepted, in one line; ``None`` where no reason was given."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """`Environment.packages` of the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,17 @@ class Verdict:
     @property
     def gated(self) -> bool:
         return any(metric.gated for metric in self.metrics)
+
+    @property
+    def changed_packages(self) -> tuple[str, ...]:
+        """A clause for torch and each package that is not the baseline's: ``"transformers 4.38.2, was 4.37.2"``."""
+        if self.origin is None:
+            return ()
+        then = {
+            **self.origin.packages,
+            **({} if self.origin.torch == UNKNOWN_RELEASE else {"torch": self.origin.torch}),
+        }
+        return changed_releases(then, self.measurement.environment.releases)
 
     def of(self, name: str) -> MetricVerdict | None:
         """Return the verdict on the metric called ``name``, or ``None`` if it was not measured."""
@@ -181,6 +198,8 @@ class TestVerdict:
     """The names of the measurements that it has baselines of on this device, and did not take."""
     accept: str | None = None
     """The command that accepts the change for which the gate failed it; ``None`` where there is none."""
+    bisect: str | None = None
+    """The command that finds which package did it; ``None`` where none differs from those of the baseline."""
     named_device: str | None = None
     """The device that its marker names; ``None`` where it is measured on that of the session."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pytest_gpumem.gate.baseline import Baseline, Budget, Key, baseline_of
 from pytest_gpumem.gate.judge import judge, tolerances_of_emulated
 from pytest_gpumem.gate.speed import OUTCOMES
-from pytest_gpumem.gate.verdict import COMPARED, MetricVerdict, Outcome, worst
+from pytest_gpumem.gate.verdict import COMPARED, MetricVerdict, Outcome, Verdict, worst
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.view import rows_of
@@ -86,6 +86,8 @@ class ComparedRow:
     reason: str | None = None
     notes: tuple[str, ...] = ()
     old_slug: str | None = None
+    verdict: Verdict | None = None
+    """The gate's verdict on what runs measured, with what changed in the composition of the peak."""
 
     @property
     def outcome(self) -> Outcome:

@@ -11,12 +11,16 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import Revision
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports import escaping
+from pytest_gpumem.reports.explanation import explanation_blocks
 from pytest_gpumem.reports.json_report import without_infinity
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
 from pytest_gpumem.reports.values import difference, shown, tolerated
 from pytest_gpumem.units import format_ratio
+from pytest_gpumem.values.plain import to_plain
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, StoredKey
     from pytest_gpumem.reports.layout import Line, Screen, Style
     from pytest_gpumem.units import UnitSystem
@@ -63,7 +67,7 @@ _COMPARE = _Form(
 _AB = _Form(
     "ab",
     ("test", "metric", "base", "head", "change", "interval", "verdict"),
-    ("file", "test", "name", "outcome", "metrics", "notes"),
+    ("file", "test", "name", "outcome", "metrics", "notes", "growth"),
     ("metric", "outcome", "base", "head", "ratio", "low", "high", "allowed", "reason"),
 )
 
@@ -83,7 +87,21 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
         *(Column(last, weight=0), Column(verdict, left=True)),
     )
     table: list[Line | str] = [*laid_out(Table(columns, tuple(rows)), screen), ""] if rows else []
+    for title, blocks in explanations(report, units):
+        table += [screen.legible(title), *("" if line is None else f"  {screen.legible(line)}" for line in blocks), ""]
     return [*table, *remarks(report), f"gpumem {form.command}: {accounting(report)}"]
+
+
+def explanations(report: Compared, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
+    """Yield each test that has regressed, and lines on why; ``None`` is an empty one."""
+    for row in report.rows:
+        worse = [one.metric for one in row.changes if one.outcome is Outcome.REGRESSED]
+        if row.verdict is None or not worse:
+            continue
+        packages = [f"packages: {', '.join(row.verdict.changed_packages)}"] if row.verdict.changed_packages else []
+        blocks = [*([packages] if packages else []), *explanation_blocks(row.verdict, worse, units)]
+        if blocks:
+            yield row.title, [line for block in blocks for line in (*block, None)][:-1]
 
 
 def remarks(report: Compared) -> list[str]:
@@ -131,6 +149,8 @@ def markdown(report: Compared, units: UnitSystem, *, finished: bool = True) -> s
     rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in _cells(report, units)]
     if rows:
         text += [escaping.table(list(form.header), rows, _LEFT), ""]
+    for title, found in explanations(report, units):
+        text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in found)), ""]
     text += [f"- {escaping.plain(remark)}" for remark in remarks(report)]
     return "\n".join(text).rstrip() + "\n"
 
@@ -213,6 +233,7 @@ def _plain_row(row: ComparedRow, form: _Form) -> dict[str, Any]:
         "outcome": row.outcome.value,
         "reason": row.reason,
         "notes": row.notes,
+        "growth": None if row.verdict is None else to_plain(row.verdict.difference),
         "metrics": [_plain_change(change, form) for change in row.changes],
     }
     return {key: plain[key] for key in form.of_test if key in plain}

@@ -33,10 +33,12 @@ def failure_text(
     units: UnitSystem,
     accept: str | None = None,
     memory: str = "Memory",
+    bisect: str | None = None,
 ) -> str:
     """Return why a test fails for the outcomes in ``failing``.
 
-    ``accept`` is the command of `accept_command`, ``memory`` what the memory of the device is called.
+    ``accept`` is the command of `accept_command`, ``bisect`` that of `bisect_command`, ``memory`` what the device's memory is
+    called.
     """
     missing = verdict.missing_text if Outcome.MISSING in failing else None
     legible = Screen().legible
@@ -63,6 +65,7 @@ def failure_text(
         one.outcome is Outcome.OVER_BUDGET for each in failed for one in each.metrics
     ):
         mending.append("  budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]")
+    mending += [f"  bisect:   {bisect}"] if bisect else []
     mending += [f"  accept:   {accept}"] if accept else []
     return "\n\n".join([*blocks, *(["\n".join(mending)] if mending else [])])
 
@@ -88,6 +91,18 @@ def accept_command(
     # Times that a baseline lacks, or has of another machine, only "all" replaces.
     mode = "new" if outcomes <= new and not any(one.metric == "step_time" for one in metrics) else "all"
     return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
+
+
+def bisect_command(
+    verdict: TestVerdict, failing: frozenset[Outcome], nodeid: str, options: Sequence[str] = ()
+) -> str | None:
+    """Return the command that finds which package did it, or ``None`` where none differs from those of the baseline."""
+    compared = {Outcome.REGRESSED, Outcome.UNCERTAIN} & failing
+    if not any(
+        one.changed_packages and any(each.outcome in compared for each in one.metrics) for one in verdict.verdicts
+    ):
+        return None
+    return " ".join(map(_quoted, ["gpumem", "bisect", "--packages", nodeid, *(["--", *options] if options else [])]))
 
 
 def prune_command(nodeid: str, options: Sequence[str]) -> str:
@@ -145,7 +160,8 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
         # Another workload is the first reason for whatever grew with it.
         workload = f"; another workload: {verdict.reason}" if verdict.reason else ""
         allowed = tolerated(first.metric, first.allowed, first.baseline, units)
-        return f"{_subject(first, memory, what)} {against}, allowed {allowed}{workload}"
+        packages = "".join(f"; {clause}" for clause in verdict.changed_packages)
+        return f"{_subject(first, memory, what)} {against}, allowed {allowed}{workload}{packages}"
     decided = decided_a_branch(verdict.measurement.notes)
     if first is None and decided is not None:
         return f"Not certain (required by --gpumem-strict): {decided}"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.history import Unreadable
 from pytest_gpumem.gate.baseline import Baseline
+from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Screen, Span, Table, cells, laid_out
 from pytest_gpumem.reports.values import moved, shown
@@ -73,7 +74,7 @@ OR_EARLIER = "(or earlier: this clone is shallow)"
 
 
 def _relevant(events: Sequence[Event], metric: str) -> list[Event]:
-    """Return the events in which the metric, the workload or the reason of its acceptance changed."""
+    """Return the events in which the metric, the workload, a package or the reason of its acceptance changed."""
     return [
         event
         for event in events
@@ -81,8 +82,17 @@ def _relevant(events: Sequence[Event], metric: str) -> list[Event]:
         or not isinstance(event.after, Baseline)
         or event.before.metrics.get(metric) != event.after.metrics.get(metric)
         or event.before.workload != event.after.workload
+        or _packages(event)
         or (event.after.reason is not None and event.before.reason != event.after.reason)
     ]
+
+
+def _packages(event: Event) -> tuple[str, ...]:
+    """Return a clause for torch and each package that this change of a baseline came with another version of."""
+    before, after = event.before, event.after
+    if not isinstance(before, Baseline) or not isinstance(after, Baseline):
+        return ()
+    return changed_releases(before.environment.releases, after.environment.releases)
 
 
 def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, screen: Screen) -> list[Line]:
@@ -96,10 +106,11 @@ def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, scree
         Column("author", left=True, least=_LEAST, weight=0),
         Column(METRICS[metric].title),
         Column("change"),
+        Column("packages", left=True, least=_LEAST),
         Column("reason", left=True, least=_LEAST),
         Column("subject", left=True, least=_LEAST, weight=2),
     )
-    always = [number for number, column in enumerate(columns) if column.title != "reason"]
+    always = [number for number, column in enumerate(columns) if column.title not in ("packages", "reason")]
     lines = laid_out(Table(columns, rows).without_empty(always), screen)
     values = [event.after.metrics.get(metric) if isinstance(event.after, Baseline) else None for event in relevant]
     plotted = plot(values, lambda value: shown(metric, value, units), screen)
@@ -120,11 +131,11 @@ def _row(event: Event, metric: str, units: UnitSystem, *, is_first: bool) -> Lin
         if commit.cut_off and event.before is None:
             author, subject = "", OR_EARLIER
     if isinstance(after, Unreadable):
-        return tuple(map(Span, (date, name, author, "unreadable", "", "", f"{subject}: {after.why}")))
+        return tuple(map(Span, (date, name, author, "unreadable", "", "", "", f"{subject}: {after.why}")))
     value = "" if after is None else shown(metric, after.metrics.get(metric), units) or "-"
     change, style = _change(event, metric, units, is_first=is_first)
     reason = after.reason if after is not None and after.reason is not None else ""
-    cells = (date, name, author, value, change, reason, subject)
+    cells = (date, name, author, value, change, ", ".join(_packages(event)), reason, subject)
     return tuple(Span(cell, style if number == 4 else None) for number, cell in enumerate(cells))
 
 

@@ -168,6 +168,8 @@ def _figures(row: ReportRow, units: UnitSystem) -> str:
             found.append("\n".join(f"- {plain(note)}" for note in dict.fromkeys(notes)))
         if one.origin is not None:
             found.append(f"Baseline: {plain(origin_line(one.origin, reason=True))}")
+    if row.bisect:
+        found.append(f"To find the package that did it:\n\n{block(row.bisect)}")
     if row.accept:
         found.append(f"To accept it:\n\n{block(row.accept)}")
     return "\n\n".join(found)

@@ -106,6 +106,8 @@ class ReportRow:
     """The reason why it failed: the whole text of the gate, or a sentence. Empty where it did not fail."""
     accept: str = ""
     """The command that accepts what failed."""
+    bisect: str = ""
+    """The command that finds which package did it."""
     notes: tuple[str, ...] = ()
     """Notes on the whole test, as clauses: why it was not measured, why it did not fail."""
     measured: tuple[ShownMeasurement, ...] = ()
@@ -184,6 +186,7 @@ def _row(result: TestResult, several: frozenset[str], update: UpdateMode | None)
         ),
         why_failed(result) if result.failed else "",
         verdict.accept or "",
+        verdict.bisect or "",
         tuple(_notes(result, update)),
         tuple(_measured(result, several, update)),
         result,

@@ -22,7 +22,7 @@ from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, Outcome,
 from pytest_gpumem.hookspecs import HookError, checked_tolerance
 from pytest_gpumem.metrics import METRICS, RealMetric, Tolerance
 from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.failure import accept_command, failure_text, prune_command
+from pytest_gpumem.reports.failure import accept_command, bisect_command, failure_text, prune_command
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.timing.comparison import is_undecided
 from pytest_gpumem.torch_support.static_access import reads_any
@@ -282,8 +282,9 @@ class Judging:
                 accept: str | None = prune_command(nodeid, options)
             else:
                 accept = accept_command(verdict, failing, words=words, options=options, rest=rest)
-            text = failure_text(verdict, failing, self.settings.units, accept, memory)
-            return replace(verdict, failure=text, accept=accept)
+            bisect = bisect_command(verdict, failing, nodeid, options)
+            text = failure_text(verdict, failing, self.settings.units, accept, memory, bisect)
+            return replace(verdict, failure=text, accept=accept, bisect=bisect)
         if not verdict.unmeasured and self.settings.time is not False and self.measured.has_fixture:
             idle = self._idle([one.measurement for one in verdict.verdicts])
             if idle is not None:

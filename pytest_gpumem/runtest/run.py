@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
+from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import largest_of, live_everywhere, read_once
 from pytest_gpumem.measurement import Measurement, MeasuringError, check_name
+from pytest_gpumem.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.runtest.explaining import call_again
 from pytest_gpumem.runtest.judging import NOT_TIMED
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.contract import BlockIds, Device
     from pytest_gpumem.explain.owners import TensorOwners
+    from pytest_gpumem.explain.sites import Sites
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.measure.context import MeasuringContext
     from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
@@ -192,13 +195,16 @@ class TestRun:
             step = prepared.time_again(step)
             judged = self.judging.judge(self._measurement_of(step, name))
         policy = self._policy
-        if self.context.sites is None:
+        sites = self.context.sites
+        if sites is None:
             return judged
+        sites.packages.clear()
         if explain is not False and consensus.any(policy.should_locate_counts(judged)):
             by_operator = prepared.locate(step).figures.counted.by_operator
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
         if consensus.any(policy.should_explain(judged) if explain is None else explain):
             judged = _explained(judged, prepared.explain(step, policy.device_to_explain(judged)))
+        judged = self._with_packages(judged, sites)
         consensus.release()  # what the step holds is freed next
         return judged
 
@@ -307,15 +313,27 @@ class TestRun:
             subject: Returns what to record on a device, one of `Device.everywhere`.
             explain: Whether it is explained; ``None`` where the verdict and the settings decide.
         """
-        policy = self._policy
-        if self.context.sites is None:
+        policy, sites = self._policy, self.context.sites
+        if sites is None:
             return judged
+        sites.packages.clear()
         if not self.device.consensus.any(policy.should_explain(judged) if explain is None else explain):
             return judged
         measurement, on = judged.measurement, policy.device_to_explain(judged)
         device = self.context.named(on)
         peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
-        return _explained(judged, self.context.explain(subject(device), Expected(peak, turnover=None), device))
+        explanation = self.context.explain(subject(device), Expected(peak, turnover=None), device)
+        return self._with_packages(_explained(judged, explanation), sites)
+
+    def _with_packages(self, judged: Judged, sites: Sites) -> Judged:
+        """Return the measurement with the releases of the packages whose code ran, as ``sites`` saw, and of the baseline's."""
+        names = {package.name for package in sites.packages}
+        if judged.measurement.explanation is not None:
+            names.update(needed_by_torch())
+        if isinstance(judged.baseline, Baseline):
+            names.update(judged.baseline.environment.packages)
+        environment = replace(judged.measurement.environment, packages=versions(names))
+        return judged.explained(replace(judged.measurement, environment=environment))
 
     def explain_call_out_of_memory(self, error: BaseException) -> None:
         """Run the call that ran out of memory once more, recorded, and report where it went."""

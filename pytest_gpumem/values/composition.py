@@ -12,6 +12,7 @@ from pytest_gpumem.units import counted, format_bytes, nearest
 from pytest_gpumem.values.layers import Layers, Numbers, apart, kinds_of, members, named
 from pytest_gpumem.values.module_calls import Calls, outermost
 from pytest_gpumem.values.plain import Form, FrozenValue
+from pytest_gpumem.values.source_lines import line_of
 from pytest_gpumem.values.timeline import OverTime
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class Row:
     site: str = ""
     """File and line of the innermost frame that is the user's own code (``model.py:88``); empty where there is none."""
     library: str = ""
-    """File and line of the model library's frame beneath it (``transformers/.../modeling_gpt2.py:123``), if there is one."""
+    """Package, file and line of the model library's frame beneath it, if there is one:
+    ``transformers 4.38.2: models/gpt2/modeling_gpt2.py:123``."""
     operator: str = ""
     """The operator that allocated (``_softmax``), or the node of the autograd graph in backward (``MulBackward0``)."""
     tensor: str = ""
@@ -118,13 +120,6 @@ class Row:
         """Return one line, for the store; `row_from_text` is the inverse."""
         parts = (self.category, self.path, self.operator, self.site, self.library, self.what, str(self.nbytes))
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
-
-
-def line_of(site: str, library: str) -> str:
-    """Return a line as a person reads it: the library's own, and from which of the user's lines it was reached."""
-    if library and site:
-        return f"{library} (from {site})"
-    return library or site
 
 
 def row_from_text(text: str) -> Row:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import format_count
-from pytest_gpumem.values.composition import line_of
 from pytest_gpumem.values.layers import apart, folded, kinds_of, members, named
 from pytest_gpumem.values.plain import Form
+from pytest_gpumem.values.source_lines import line_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ class OperatorSite:
     site: str = ""
     """File and line of the innermost frame that is the user's own code."""
     library: str = ""
-    """File and line of the model library's frame beneath it, if there is one."""
+    """Package, file and line of the model library's frame beneath it, if there is one."""
 
     @property
     def where(self) -> str:

@@ -8,9 +8,8 @@ import subprocess
 import pytest
 
 from pytest_gpumem.ab.checkout import Checkout, clear_leftovers, temporary_folder, worktrees
-from pytest_gpumem.ab.errors import Stopped
-from pytest_gpumem.ab.processes import Stop
 from pytest_gpumem.git import GitError
+from pytest_gpumem.processes import Stop, Stopped
 
 IDENTITY = ("-c", "user.name=Somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false")
 

@@ -10,8 +10,8 @@ import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.collector import outside_modules
-from pytest_gpumem.ab.processes import Stop
 from pytest_gpumem.ab.runs import Runner, python_path, refused
+from pytest_gpumem.processes import Stop
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import weakref
 import pytest
 import torch
 
-from pytest_gpumem.explain import holder_names
 from pytest_gpumem.explain.holders import HIGHEST, MOST_PATHS, MOST_TENSORS, holders_of
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
@@ -129,8 +128,6 @@ def package(tmp_path, monkeypatch):
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: hold-all\nVersion: 1.2.3\n", encoding="utf-8")
     (information / "top_level.txt").write_text("holdall\n", encoding="utf-8")
-    holder_names.release_of.cache_clear()
-    holder_names._distributions.cache_clear()
     monkeypatch.syspath_prepend(folder)
     yield importlib.import_module("holdall.state")
     for name in ("holdall", "holdall.state"):
@@ -344,3 +341,10 @@ def test_looking_keeps_nothing_alive_until_a_collection(package):
 def test_pytest_is_not_blamed_for_what_its_fixtures_have(request):
     request.node.stash_of_mine = [torch.ones(21)]
     assert holders_of({address(request.node.stash_of_mine[0])}) == ()
+
+
+def test_what_torch_caches_is_told_as_torchs():
+    module = torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(4, 4))
+    with torch.nn.utils.parametrize.cached():
+        kept = address(module.weight)
+        assert holders_of({kept}) == (f"torch {torch.__version__}: torch.nn.utils.parametrize._cache[...]",)

@@ -125,3 +125,46 @@ def test_who_called_backward_did_not_call_what_runs_in_it(code):
     weight.register_hook(scope["hook"])
     backward((weight * 2).sum())
     assert scope["seen"] == [Site("", "")]
+
+
+def install(code, name, version, modules=(), folder=INSTALLED):
+    """Install the metadata of a package beside its code, as pip does."""
+    info = code.root / folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    info.joinpath("top_level.txt").write_text("\n".join(modules))
+
+
+def test_a_line_of_an_installed_package_begins_with_its_name_and_release_and_has_no_path_of_the_environment(code):
+    install(code, "transformers", "4.38.2")
+    model = code.calling(f"{INSTALLED}/transformers/models/llama/modeling_llama.py")
+    assert code.calling("train.py")(partial(model, code.here)) == Site(
+        "train.py:2", "transformers 4.38.2: models/llama/modeling_llama.py:2"
+    )
+
+
+def test_a_package_that_is_called_otherwise_than_its_module_is_found_by_what_it_installed(code):
+    install(code, "scikit-image", "0.25.0", ["skimage"])
+    install(code, "single-file", "1.0", ["onefile"])
+    image, single = code.calling(f"{INSTALLED}/skimage/filters.py"), code.calling(f"{INSTALLED}/onefile.py")
+    assert code.calling("train.py")(partial(image, code.here)).library == "scikit-image 0.25.0: skimage/filters.py:2"
+    assert code.calling("train.py")(partial(single, code.here)).library == "single-file 1.0: onefile.py:2"
+
+
+def test_the_release_is_that_of_the_folder_which_the_code_lies_in(code):
+    """One environment may lie on top of another that has another release of the same package."""
+    above = "above/lib/python3.11/site-packages"
+    install(code, "transformers", "4.38.2", folder=above)
+    install(code, "transformers", "5.0.0")
+    model = code.calling(f"{above}/transformers/models/gpt.py")
+    assert code.calling("train.py")(partial(model, code.here)).library == "transformers 4.38.2: models/gpt.py:2"
+
+
+def test_every_package_on_the_way_is_noted_and_none_that_only_called_the_users_code(code):
+    for name in ("peft", "transformers", "trainers"):
+        install(code, name, "1.0")
+    model, adapter, trainer = (
+        code.calling(f"{INSTALLED}/{path}") for path in ("transformers/gpt.py", "peft/lora.py", "trainers/loop.py")
+    )
+    trainer(partial(code.calling("train.py"), partial(adapter, partial(model, code.here))))
+    assert {package.name for package in code.sites.packages} == {"peft", "transformers"}

@@ -48,6 +48,26 @@ WEIGHTS = row("h.*.mlp", "addmm", shape=(64, 256), site="model.py:20")
 PARAMETER = row("h.*.mlp", "", shape=(256, 64), category="parameter", site="model.py:5")
 
 
+def of_release(release: str, line: int, *, kept: bool = False) -> Composition:
+    """A model of a library: two lines of one module whose tensors are alike, of which ``kept`` has one tensor more."""
+    path = f"transformers {release}: models/llama/modeling_llama.py"
+    return made_of(
+        row(count=4 + kept, site="test.py:9", library=f"{path}:{line}"),
+        row(count=2, site="test.py:9", library=f"{path}:{line + 30}"),
+    )
+
+
+def test_equal_rows_of_two_releases_match_although_lines_moved():
+    assert difference(of_release("4.37.2", 300), of_release("4.38.2", 341)).changes == ()
+
+
+@pytest.mark.parametrize("line", [300, 307])
+def test_what_grew_between_two_releases_is_told_at_its_line_of_the_later_one(line):
+    (change,) = difference(of_release("4.37.2", 300), of_release("4.38.2", line, kept=True)).changes
+    assert change.after.library == f"transformers 4.38.2: models/llama/modeling_llama.py:{line}"
+    assert change.before.library == "transformers 4.37.2: models/llama/modeling_llama.py:300"
+
+
 def first(before: Composition, after: Composition) -> Change:
     return difference(before, after).changes[0]
 

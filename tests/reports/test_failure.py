@@ -19,7 +19,7 @@ from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.failure import accept_command, failure_text, measured_section
+from pytest_gpumem.reports.failure import accept_command, bisect_command, failure_text, measured_section
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.timing.comparison import Runs
 from pytest_gpumem.timing.intervals import LEVEL
@@ -67,6 +67,39 @@ def missing_text(test: TestVerdict) -> str:
 
 def literal(text: str) -> str:
     return textwrap.dedent(text).strip("\n")
+
+
+def test_a_package_of_another_release_than_the_baselines_is_told_first_and_how_to_find_out_whether_it_did_it():
+    now, then = (
+        Environment(H100.slug, H100.device, {"torch": torch}, {"transformers": release, "peft": "0.12.0"})
+        for torch, release in (("2.13.0", "4.38.2"), ("2.11.0", "4.37.2"))
+    )
+    one = measured(environment=now, peak_allocated=9 * GB)
+    verdict = judge(one, Budget(), stored(then, peak_allocated=8 * GB), DEFAULT_TOLERANCES)
+    test = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", (verdict,))
+    failing = frozenset({Outcome.REGRESSED})
+    command = bisect_command(test, failing, PATH, ["--gpumem-device=emulated:h100"])
+    text = failure_text(test, failing, "si", bisect=command)
+    assert text.splitlines()[0] == (
+        "Memory regressed: peak 9.00 GB, baseline 8.00 GB: +1.00 GB (+12.5 %), allowed +0.5 %; "
+        "torch 2.13.0, was 2.11.0; transformers 4.38.2, was 4.37.2"
+    )
+    told = f'  bisect:   gpumem bisect --packages "{PATH}" -- --gpumem-device=emulated:h100'
+    assert told in text.splitlines()
+
+
+def test_no_package_is_blamed_for_a_budget_or_where_none_differs():
+    environment = Environment(H100.slug, H100.device, {"torch": "2.11.0"}, {"transformers": "4.38.2"})
+    earlier = stored(environment, peak_allocated=8 * GB)
+    same = judge(measured(environment=environment, peak_allocated=9 * GB), Budget(), earlier, DEFAULT_TOLERANCES)
+    newer = Environment(H100.slug, H100.device, {"torch": "2.13.0"})
+    budget = Budget({"peak_allocated": GB})
+    over = judge(measured(environment=newer, peak_allocated=8 * GB), budget, earlier, DEFAULT_TOLERANCES)
+    for verdict in (same, over):
+        test = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", (verdict,))
+        failing = frozenset({Outcome.REGRESSED, Outcome.OVER_BUDGET})
+        assert bisect_command(test, failing, PATH) is None
+        assert "was" not in failure_text(test, failing, "si").splitlines()[0]
 
 
 def test_a_regression():

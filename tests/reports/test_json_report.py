@@ -236,6 +236,8 @@ def objects(schema):
 
 ADDED_SINCE = {
     "accept",
+    "bisect",
+    "packages",
     "named_device",
     "failed_in",
     "by_device",

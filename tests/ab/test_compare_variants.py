@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.ab.compare_revisions import is_settled, reports_in_turns
+from pytest_gpumem.ab.compare_variants import is_settled, reports_in_turns
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.gate.baseline import Key

@@ -13,8 +13,6 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ab.errors import Stopped
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
@@ -24,6 +22,14 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 3.0
 """Time for a process to end by itself before it is killed."""
+
+
+class Stopped(Exception):
+    """A signal asked for the end: ``signum``."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.signum = signum
 
 
 class Stop:

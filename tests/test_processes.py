@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.ab import processes
-from pytest_gpumem.ab.compare_revisions import Progress
-from pytest_gpumem.ab.errors import Stopped
-from pytest_gpumem.ab.processes import Stop, noted_signals
+from pytest_gpumem import processes
+from pytest_gpumem.ab.compare_variants import Progress
+from pytest_gpumem.processes import Stop, Stopped, noted_signals
 from tests.ab.values import BASE, measured, measurement, run
 
 # Tells its own number and its child's; neither ends by itself soon, and the child not when it is asked to.

@@ -1,4 +1,4 @@
-"""Compare two revisions: worktrees, runs in turns until enough has been seen, a report, and nothing left behind.
+"""Compare two variants: worktrees, environments, runs in turns until enough has been seen, a report, and nothing left behind.
 
 Runs are base, head, head, base, base, head, ...: what drifts on a machine (heat, load, clocks) then meets both sides alike,
 and neighbours make a pair.
@@ -6,21 +6,25 @@ and neighbours make a pair.
 
 from __future__ import annotations
 
+import itertools
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ab.checkout import BASE, HEAD, clear_leftovers, temporary_folder, worktrees
-from pytest_gpumem.ab.errors import RunFailed, Stopped
+from pytest_gpumem.ab.checkout import BASE, HEAD, clear_leftovers, temporary_folder
+from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Runner
+from pytest_gpumem.ab.variants import Variant, Workshop, why_unused
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings, read_table, settings_from_table
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import GitError
+from pytest_gpumem.processes import Stopped
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED
+from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.timing.comparison import FEWEST_PAIRS
 from pytest_gpumem.units import counted
 
@@ -29,10 +33,10 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from pytest_gpumem.ab.checkout import Checkout, Side
-    from pytest_gpumem.ab.processes import Stop
     from pytest_gpumem.ab.runs import Run
-    from pytest_gpumem.git import Revision
+    from pytest_gpumem.processes import Stop
     from pytest_gpumem.reports.comparison import Compared, ComparedChange
+    from pytest_gpumem.requirements.environments import Environments
     from pytest_gpumem.units import UnitSystem
 
 
@@ -53,8 +57,8 @@ class Progress:
         self._began = 0.0
         self._shown = ""
 
-    def begin(self, number: int, side: Side, revision: Revision) -> None:
-        self._run = f"{number}/{self._most} {side} {revision.short}"
+    def begin(self, number: int, side: Side, variant: Variant) -> None:
+        self._run = f"{number}/{self._most} {side} {variant.short}"
         self._began = time.monotonic()
         self.tick()
 
@@ -84,8 +88,8 @@ class Progress:
         self._stream.flush()
 
 
-PAIRS_WITHOUT_TIME = 2
-"""Bytes and counts repeat exactly; a second run of each side shows that they do."""
+PAIRS_WITHOUT_TIME = 1
+"""Bytes and counts repeat exactly: a step is run until they do."""
 
 
 def reports_in_turns(
@@ -141,8 +145,8 @@ class Plan:
     """A comparison that was asked for. ``tolerance`` is the tolerated slowdown, as a ratio."""
 
     checkout: Checkout
-    base: Revision
-    head: Revision
+    base: Variant
+    head: Variant
     arguments: Sequence[str]
     setup: str | None
     most_pairs: int
@@ -159,6 +163,29 @@ class Ended:
     why: str | None = None
 
 
+@contextmanager
+def set_up(
+    plan: Plan, environments: Environments, stop: Stop, say: Callable[[str], None]
+) -> Iterator[tuple[Runner, Workshop]]:
+    """Set up what runs variants and what makes them ready, in a temporary folder. Raises `GitError`."""
+    left = clear_leftovers(plan.checkout)
+    if left:
+        say(f"removed {counted(left, 'worktree')} of a comparison that was killed")
+    others = plan.checkout.checkouts()
+    with temporary_folder() as folder:
+        runner = Runner(plan.checkout, plan.arguments, plan.setup, folder, stop, [*others, folder])
+        emulated = is_emulated(plan.arguments, plan.checkout)
+        yield runner, Workshop(plan.checkout, environments, folder, stop, say, emulated)
+
+
+def is_emulated(arguments: Sequence[str], checkout: Checkout) -> bool:
+    """Return whether pytest's arguments, or else the settings of the checkout, name an emulated GPU."""
+    words = " ".join(arguments).replace("=", " ").split()
+    named = [word for option, word in itertools.pairwise(words) if option == "--gpumem-device"]
+    device = named[-1] if named else _settings_in(checkout.top / checkout.folder).device
+    return device is not None and device.startswith("emulated")
+
+
 def _settings_in(root: Path) -> Settings:
     """Return the settings of the project in head, by which bytes are judged and shown."""
     try:
@@ -169,41 +196,39 @@ def _settings_in(root: Path) -> Settings:
         return Settings()
 
 
-def compare_revisions(plan: Plan, stop: Stop, progress: Progress) -> Ended:
+def compare_variants(plan: Plan, environments: Environments, stop: Stop, progress: Progress) -> Ended:
     """Compare until all tests are decided, a run fails, or a signal is noted in ``stop``."""
     settings = Settings()
-    revisions = {BASE: plan.base, HEAD: plan.head}
+    variants: dict[str, Variant] = {BASE: plan.base, HEAD: plan.head}
     report: Compared | None = None
 
     def take(side: Side, number: int) -> Run:
-        progress.begin(number, side, revisions[side])
+        progress.begin(number, side, variants[side])
         try:
-            run = runner.take(side, number, progress.tick)
+            run = runner.take(ready[side], number, progress.tick, explained=number <= len(variants))
         except RunFailed as failure:
-            raise RunFailed(f"{side} {revisions[side]}: {failure}") from None
+            raise RunFailed(f"{side} {variants[side]}: {failure}") from None
         progress.end(run)
         return run
 
     def compare(pairs: Sequence[tuple[Run, Run]]) -> Compared:
         nonlocal settings
+        base, head = pairs[0]
         if len(pairs) == 1:
-            settings = _settings_in(Path(pairs[0][1].root))
-        return compare_runs(pairs, plan.base, plan.head, plan.tolerance, {**DEFAULT_TOLERANCES, **settings.tolerances})
+            settings = _settings_in(Path(head.root))
+            unused = why_unused(ready[BASE], ready[HEAD], base.imported | head.imported)
+            if unused is not None:
+                raise RunFailed(unused)
+        tolerances = {**DEFAULT_TOLERANCES, **settings.tolerances}
+        return compare_runs(pairs, plan.base.title, plan.head.title, plan.tolerance, tolerances)
 
     try:
         with ExitStack() as stack:
-            left = clear_leftovers(plan.checkout)
-            if left:
-                progress.say(f"removed {counted(left, 'worktree')} of a comparison that was killed")
-            others = plan.checkout.checkouts()
-            folder = stack.enter_context(temporary_folder())
-            made, notes = stack.enter_context(worktrees(plan.checkout, revisions, folder, stop))
-            for note in notes:
-                progress.say(note)
-            runner = Runner(plan.checkout, made, plan.arguments, plan.setup, folder, stop, others)
+            runner, workshop = stack.enter_context(set_up(plan, environments, stop, progress.say))
+            ready = stack.enter_context(workshop.ready(variants))
             for so_far in reports_in_turns(take, compare, plan.most_pairs):
                 report = so_far
-    except (RunFailed, GitError) as failure:
+    except (RunFailed, NotInstalled, GitError) as failure:
         return Ended(report, settings.units, NOTHING_COMPARED, str(failure))
     except Stopped as stopped:
         return Ended(report, settings.units, SIGNALLED + stopped.signum, "interrupted")

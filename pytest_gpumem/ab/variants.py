@@ -1,0 +1,136 @@
+"""What a run is of: a revision, or the checkout as it is, with the packages that are here or a set of requirements."""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.ab.checkout import worktrees
+from pytest_gpumem.requirements.errors import NotInstalled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from pytest_gpumem.ab.checkout import Checkout
+    from pytest_gpumem.git import Revision
+    from pytest_gpumem.processes import Stop
+    from pytest_gpumem.requirements.environments import Environments, VirtualEnvironment
+    from pytest_gpumem.requirements.requirement_set import RequirementSet
+
+
+AS_IT_IS = "what is here"
+"""The name of the checkout as it is with the packages that are installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the things to compare. ``revision`` is ``None`` for the checkout as it is, with what is not committed."""
+
+    revision: Revision | None = None
+    requirements: RequirementSet | None = None
+
+    @property
+    def short(self) -> str:
+        """A few words that tell it from others of its kind."""
+        words = [self.revision.short] if self.revision else []
+        return " with ".join([*words, *([str(self.requirements)] if self.requirements else [])]) or AS_IT_IS
+
+    @property
+    def title(self) -> str | Revision:
+        """What reports call it: a revision where it is nothing else."""
+        return self.revision if self.revision is not None and self.requirements is None else str(self)
+
+    def __str__(self) -> str:
+        words = [str(self.revision)] if self.revision else []
+        return " with ".join([*words, *([str(self.requirements)] if self.requirements else [])]) or AS_IT_IS
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A variant that can be run: its checkout, and its interpreter with the packages that are not those of this one."""
+
+    variant: Variant
+    top: Path
+    python: Path = field(default_factory=lambda: Path(sys.executable))
+    packages: Mapping[str, str] = field(default_factory=dict)
+    modules: frozenset[str] = frozenset()
+    """The modules of these packages, by their first names."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Makes variants ready: environments of their requirements, and worktrees of their revisions in ``folder``."""
+
+    checkout: Checkout
+    environments: Environments
+    folder: Path
+    stop: Stop
+    say: Callable[[str], None]
+    emulated: bool = False
+    """Whether the runs are on an emulated GPU, so that torch is installed without NVIDIA's libraries."""
+
+    def environment_of(self, wanted: RequirementSet) -> VirtualEnvironment:
+        """Return the environment of a set of requirements. Raises `NotInstalled` and `Stopped`."""
+        began = time.monotonic()
+        known = self.environments.find(wanted, emulated=self.emulated)
+        if known is not None:
+            return known
+        self.say(f"installing {wanted} ...")
+        try:
+            made = self.environments.make(wanted, self.stop, emulated=self.emulated)
+        except NotInstalled as error:
+            raise NotInstalled(f"{wanted} cannot be installed: {error}") from None
+        packages = ", ".join(f"{name} {version}" for name, version in made.packages.items())
+        told = packages or "nothing that is not here"
+        self.say(f"installed {wanted} in {time.monotonic() - began:.0f} s: {told}")
+        return made
+
+    @contextmanager
+    def ready(self, variants: Mapping[str, Variant]) -> Iterator[dict[str, Ready]]:
+        """Make variants ready, environments in parallel, for as long as the context lasts.
+
+        Raises `NotInstalled`, `GitError` and `Stopped`.
+        """
+        wanted = {one.requirements for one in variants.values() if one.requirements is not None}
+        with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as threads:
+            making = {threads.submit(self.environment_of, one): one for one in wanted}
+            made = {making[done]: done.result() for done in as_completed(making)}
+        revisions = {name: one.revision for name, one in variants.items() if one.revision is not None}
+        with worktrees(self.checkout, revisions, self.folder, self.stop) as (tops, notes):
+            for note in notes:
+                self.say(note)
+            yield {
+                name: _ready(
+                    one, tops.get(name, self.checkout.top), made[one.requirements] if one.requirements else None
+                )
+                for name, one in variants.items()
+            }
+
+
+def _ready(variant: Variant, top: Path, environment: VirtualEnvironment | None) -> Ready:
+    if environment is None:
+        return Ready(variant, top)
+    return Ready(variant, top, environment.python, environment.packages, environment.modules)
+
+
+def differing_packages(base: Ready, head: Ready) -> tuple[str, ...]:
+    """Return a clause for each package that is not the same in both: ``"six 1.16.0 and 1.17.0"``."""
+    names = sorted(base.packages.keys() | head.packages.keys())
+    pairs = ((name, base.packages.get(name, "as here"), head.packages.get(name, "as here")) for name in names)
+    return tuple(f"{name} {then} and {now}" for name, then, now in pairs if then != now)
+
+
+def why_unused(base: Ready, head: Ready, imported: frozenset[str]) -> str | None:
+    """Return why the runs cannot differ, as a sentence: none of the packages that differ was imported; or ``None``.
+
+    ``imported`` are the first names of the modules that either run had loaded.
+    """
+    differ = differing_packages(base, head)
+    if base.variant.revision != head.variant.revision or not differ or imported & (base.modules | head.modules):
+        return None
+    return f"the tests import nothing that differs ({', '.join(differ)}), so that there is nothing to compare"

@@ -1,0 +1,50 @@
+"""``gpumem cache``: the environments that `gpumem ab` and `gpumem bisect` have made, and their removal."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from pytest_gpumem.cli.ab import environments
+from pytest_gpumem.cli.streams import screen, write_lines
+from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
+from pytest_gpumem.units import counted, format_bytes
+
+
+@click.command()
+@click.option("--clear", is_flag=True, help="Remove all of them.")
+def cache(*, clear: bool) -> None:
+    """List the environments that sets of requirements were installed into, or remove them.
+
+    They are kept in the user's cache, each by what it holds, and used again by `gpumem ab` and `gpumem bisect`.
+
+    \b
+    Examples:
+      gpumem cache
+      gpumem cache --clear
+    """
+    kept = environments()
+    found = kept.kept()
+    sizes = [one.nbytes for one in found]
+    columns = (Column("requirements", left=True), Column("holds", left=True, weight=2), Column("made"), Column("size"))
+    rows = tuple(
+        tuple(
+            map(
+                Span,
+                (
+                    one.name,
+                    ", ".join(f"{name} {version}" for name, version in one.packages.items()),
+                    time.strftime("%Y-%m-%d", time.localtime(one.made)),
+                    format_bytes(nbytes),
+                ),
+            )
+        )
+        for one, nbytes in zip(found, sizes, strict=True)
+    )
+    if rows:
+        write_lines([*laid_out(Table(columns, rows), screen()), ""])
+    if clear:
+        kept.clear()
+    told = f"{counted(len(found), 'environment')}, {format_bytes(sum(sizes))}"
+    click.echo(f"gpumem cache: {'removed ' if clear else ''}{told}, in {kept.folder}")

@@ -1,0 +1,1 @@
+"""Sets of requirements, and virtual environments that hold them."""

@@ -1,0 +1,65 @@
+"""The releases of a package that an index has, as pip finds them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from packaging.version import InvalidVersion, Version
+
+from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.installers import reason_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_LISTED = re.compile(r"^Available versions: (.+)$", re.MULTILINE)
+
+
+def releases_of(package: str, environment: Mapping[str, str]) -> list[str]:
+    """Return all releases of a package for this Python, the oldest first. Raises `NotInstalled` where pip finds none."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--no-input",
+        "index",
+        "versions",
+        "--pre",
+        package,
+    ]
+    answer = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    listed = _LISTED.search(answer.stdout)
+    if answer.returncode or listed is None:
+        raise NotInstalled(
+            f"no releases of {package} were found: {reason_in(answer.stderr) or reason_in(answer.stdout) or 'pip told none'}"
+        )
+    return sorted((one.strip() for one in listed.group(1).split(",")), key=_version)
+
+
+def between(releases: Iterable[str], good: str, bad: str) -> list[str]:
+    """Return the releases from ``good`` to ``bad``, both included, without pre-releases other than these, in their order.
+
+    ``bad`` may be the earlier one: a release that mended something is found as well.
+    """
+    ends = {Version(good), Version(bad)}
+    low, high = min(ends), max(ends)
+    found = {
+        version
+        for one in releases
+        if (version := _version(one)) in ends or (low <= version <= high and not version.is_prerelease)
+    }
+    ordered = [str(version) for version in sorted(found | ends)]
+    return ordered if Version(good) == low else ordered[::-1]
+
+
+def _version(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return Version("0.dev0")
