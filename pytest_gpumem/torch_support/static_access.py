@@ -12,6 +12,7 @@ import collections
 import functools
 import gc
 import math
+import sys
 import types
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -169,11 +170,15 @@ def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
     return [] if value.gi_frame is None else variables_of(value.gi_frame)
 
 
+_REFERENCES_TO_LOCALS = 3
+"""Those of the frame, `variables_of` and `sys.getrefcount`: with more of them somebody has kept what ``locals()`` gave."""
+
+
 def variables_of(frame: types.FrameType) -> list[object]:
     """Return the values of a function's local variables."""
     local = frame.f_locals
     held = list(local.values())
-    if is_a(local, dict):
+    if is_a(local, dict) and sys.getrefcount(local) <= _REFERENCES_TO_LOCALS:
         # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.
         local.clear()
     return held

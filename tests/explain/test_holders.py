@@ -338,6 +338,15 @@ def test_looking_keeps_nothing_alive_until_a_collection(package):
         assert kept() is None
 
 
+def test_what_a_running_function_has_asked_for_stays_as_it_is():
+    """Until Python 3.12 a frame gives the same dict to all who ask for its variables."""
+    kept = [torch.ones(23)]
+    asked_for = locals()
+    assert holders_of({address(kept[0])})
+    assert asked_for["kept"] is kept
+    asked_for.clear()
+
+
 def test_pytest_is_not_blamed_for_what_its_fixtures_have(request):
     request.node.stash_of_mine = [torch.ones(21)]
     assert holders_of({address(request.node.stash_of_mine[0])}) == ()
