@@ -11,6 +11,8 @@ HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 LOADED = "path, device_map='cuda')" if HAS_ACCELERATE else "path).to('cuda')"
 """What transformers loads onto a GPU itself only with accelerate."""
 SOURCE = f"""
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -62,6 +64,20 @@ def test_state_dict(gpumem, tmp_path):
     assert (measured.loaded, measured.peak_allocated, measured.retained) == (bytes_of(model), bytes_of(model), 0)
 
 
+def test_threads(gpumem):
+    # As transformers loads with a device_map since 5.0.
+    def load():
+        with ThreadPoolExecutor(2) as pool:
+            parts = list(pool.map(lambda _: torch.ones(250_000, device="cuda"), range(4)))
+        return [*parts, parts[0].clone()]
+
+    measured = gpumem.load(load, explain=True).measurement
+    assert measured.loaded == measured.peak_allocated == measured.composition.total == 5_000_000
+    ours = [row for row in measured.composition.rows if row.operator == "clone"]
+    assert [row.nbytes for row in ours] == [1_000_000]
+    assert {{(row.operator, row.site) for row in measured.composition.rows if row not in ours}} == {{("", "")}}
+
+
 @pytest.mark.parametrize("warms_up", [False, True])
 def test_reserved(gpumem, warms_up):
     before = [torch.ones(30_000_000, device="cuda") for _ in range(2)]
@@ -85,7 +101,7 @@ def test_what_is_loaded_is_measured_and_what_is_planted_is_red_with_its_line(pro
     file.write_text(SOURCE, encoding="utf-8")
     done = processes.pytest("--gpumem-update=new", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 recorded, new" in done.stdout
+    assert "5 recorded, new" in done.stdout
     done = processes.pytest(
         "--gpumem-baseline", "test_it.py::test_model", "test_it.py::test_reserved", HF_HUB_OFFLINE="1"
     )
