@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from pytest_gpumem.explain.compose import (
 from pytest_gpumem.explain.cycles import collect_cycles
 from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
-from pytest_gpumem.explain.trace import Mark, Trace
+from pytest_gpumem.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
@@ -227,7 +227,8 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
         subject.register(tracker.owners)
         tracker.snapshot()
         try:
-            with tracker.watching():
+            # What lies in no span, as the storages that torch.load makes do, is left out of the profiler's tree for GPUs.
+            with tracker.watching(), phase(tracker, WHOLE_STEP) if subject.once else nullcontext():
                 result = subject.run(tracker)
         except Exception as raised:  # noqa: BLE001 - returned, and judged by the caller
             # Tracebacks would keep what the step held.

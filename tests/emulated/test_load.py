@@ -58,10 +58,11 @@ def test_model(gpumem, path):
 def test_state_dict(gpumem, tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    loading = gpumem.load(lambda: torch.load(tmp_path / "model.pt", map_location="cuda"))
+    loading = gpumem.load(lambda: torch.load(tmp_path / "model.pt", map_location="cuda"), explain=True)
     measured = loading.measurement
     assert {{tensor.device.type for tensor in loading.value.values()}} == {{"cuda"}}
     assert (measured.loaded, measured.peak_allocated, measured.retained) == (bytes_of(model), bytes_of(model), 0)
+    assert measured.composition.total == bytes_of(model)
 
 
 def test_threads(gpumem):
