@@ -36,7 +36,7 @@ from pytest_gpumem.torch_support.static_access import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 MOST_PATHS = 3
 MOST_TENSORS = 200
@@ -295,8 +295,11 @@ def _path_in_function(function: types.FunctionType, value: object) -> _Path | No
 def _is_passed_over(holder: object) -> bool:
     """Return whether what holds a holder does not matter: a running frame, what has been seen to be an end, or pytest's."""
     kind = type(holder)
+    if kind is types.FrameType:
+        # One that has ended is kept by the traceback of an exception, with its variables.
+        return any(frame is holder for frame in _running())
     return (
-        kind in (types.FrameType, types.ModuleType, types.FunctionType, LRU_CACHE)
+        kind in (types.ModuleType, types.FunctionType, LRU_CACHE)
         or issubclass(kind, type)
         or module_name(holder) is not None
         or is_excluded(module_of(kind))
@@ -306,15 +309,22 @@ def _is_passed_over(holder: object) -> bool:
 def _ids_in_use() -> set[int]:
     """Return the ids of what running functions have in their variables."""
     found: set[int] = set()
+    for frame in _running():
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            found.update(map(id, variables_of(frame)))
+        del frame  # this function's own one would be a cycle, with all the frames that called it
+    return found
+
+
+def _running() -> Iterator[types.FrameType]:
+    """Yield the frames of the functions that run, in all threads."""
     frames = [*sys._current_frames().values()]  # noqa: SLF001 - the only way to other threads' frames
     while frames:
         frame = frames.pop()
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            found.update(map(id, variables_of(frame)))
         if frame.f_back is not None:
             frames.append(frame.f_back)
-        del frame  # this function's own one would be a cycle, with all the frames that called it
-    return found
+        yield frame
+        del frame
 
 
 def _slot(member: types.MemberDescriptorType, owner: object) -> object:

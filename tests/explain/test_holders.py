@@ -328,6 +328,20 @@ def test_what_another_thread_keeps_for_itself_is_found_and_asked_for_nothing(pac
         thread.join()
 
 
+def test_an_exception_that_is_kept_is_told_for_the_variables_of_functions_that_it_left(monkeypatch):
+    def fails():
+        kept = torch.ones(24)
+        places.append(address(kept))
+        raise ValueError
+
+    places: list[int] = []
+    with pytest.raises(ValueError) as raised:
+        fails()
+    monkeypatch.setitem(REGISTRY, "last", raised.value)
+    del raised
+    assert holders_of({*places}) == (f"{__name__}.REGISTRY[...]",)
+
+
 def test_looking_keeps_nothing_alive_until_a_collection(package):
     """The collector is off while steps are recorded: a frame in a variable of its own would keep all that they held."""
     package.CACHE["a"] = package.Loader([torch.ones(22)])
