@@ -14,6 +14,7 @@ from pytest_gpumem.relations.estimate import Estimate, findings_of
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.relations.state import state_of
+from pytest_gpumem.runtest.loading import Loading, load
 from pytest_gpumem.runtest.stepping import MeasuredLoop
 from pytest_gpumem.step_config.config import StepConfig, as_config
 from pytest_gpumem.step_config.errors import ConfigError
@@ -136,7 +137,23 @@ class Gpumem:
         region = Region()
         with self._run.alone("track", name), self._run.tracked() as figures:
             yield region
-        region.ended = self._run.keep_figures(Workload("region"), figures(), name)
+        region.ended = self._run.keep(self._run.judge_figures(Workload("region"), figures(), name))
+
+    def load(self, factory: Callable[[], _T], *, name: str | None = None, explain: bool | None = None) -> Loading[_T]:
+        """Measure ``factory()``, which loads a model onto the device, and give what it returns::
+
+            loading = gpumem.load(lambda: Model.from_pretrained(path, device_map="cuda"))
+            assert loading.measurement.peak_allocated < 1.1 * loading.measurement.loaded
+            gpumem.infer_step(loading.value, batch)
+
+        It runs once, cold, with the allocator emptied before, as in a program; no time is taken. What ``factory`` holds belongs
+        to it; everything else that is live does not. ``explain``: whether it is run once more to tell what the peak is made of,
+        while the model of the first time is there; by default as ``--gpumem-explain`` says, and where the test reads it.
+        """
+        run = self._run
+        with run.alone("load", name):
+            value, judged = load(run, factory, name, explain=explain)
+        return Loading(value, run.keep(judged))
 
     def loop(
         self,

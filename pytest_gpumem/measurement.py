@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
 """The items that a step works on: counted in its batch, or given as a number."""
-_EXPLAINED = ("measure", "train_step", "infer_step", "loop")
+_EXPLAINED = ("measure", "train_step", "infer_step", "load", "loop")
 
 
 class MissingMetric(AttributeError):
@@ -60,7 +60,7 @@ class Workload:
     """The step that was run. Two measurements with different workloads are not comparable."""
 
     step: str
-    """``call``, ``region``, ``measure``, ``train_step``, ``infer_step`` or ``loop``."""
+    """``call``, ``region``, ``measure``, ``train_step``, ``infer_step``, ``load`` or ``loop``."""
     config: str | None = None
     """The step config's text, ``fp32`` for a plain step; ``None`` where the test runs its own code."""
     parameters: int | None = None
@@ -206,7 +206,7 @@ class Measurement(FrozenValue, MetricAttributes):
                 f"and {self.workload.step}(..., explain=True) for this step, unless --gpumem-explain=never"
                 if self.workload.step in _EXPLAINED
                 else f"the composition of {self.name!r} was not recorded, as of any {self.workload.step}; "
-                "gpumem.measure, train_step, infer_step and steps record it with explain=True"
+                "gpumem.measure, train_step, infer_step, load and loop record it with explain=True"
             )
         return self.explanation.peak
 

@@ -204,6 +204,9 @@ class MetricAttributes:
     retained = WholeMetric("retained", "bytes", _EXACT, shown="if nonzero", weight=4, budget="max_retained")
     """Bytes that outlived the step, or the call, and that its fixtures do not hold."""
 
+    loaded = WholeMetric("loaded", "bytes", _EXACT, shown="if nonzero", weight=4)
+    """Bytes that what a `load` gives holds: the model."""
+
     cyclic_garbage = WholeMetric("cyclic garbage", "bytes", _EXACT, shown="if nonzero", short="cycles", weight=3)
     """Bytes that only Python's cyclic collector freed afterwards."""
 

@@ -7,6 +7,7 @@ the requested sizes, and the times when blocks were really free: a block that an
 from __future__ import annotations
 
 from collections import deque
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.measurement import MeasuringError
@@ -24,21 +25,42 @@ _AT_ONCE_NS = 100_000
 
 
 class HistoryEntry(NamedTuple):
-    """An entry of the allocator's history, under torch's own name for what happened; ``nbytes`` as it was asked for."""
+    """An entry of the allocator's history, under torch's own name for what happened; ``nbytes`` as it was asked for.
+
+    An allocation that is ``apart`` was made by a thread that the program started, which the profiler does not see.
+    """
 
     time_ns: int
     action: str
     address: int
     nbytes: int
+    apart: bool = False
 
 
-def history_of(trace: Iterable[Mapping[str, Any]]) -> list[HistoryEntry]:
-    """Return what happened to blocks, of one of the ``device_traces`` of torch's snapshot; its segments are the cache's."""
+def history_of(trace: Iterable[Mapping[str, Any]], *, threads_apart: bool = False) -> list[HistoryEntry]:
+    """Return what happened to blocks, of one of the ``device_traces`` of torch's snapshot; its segments are the cache's.
+
+    With ``threads_apart`` the frames of allocations tell which were made by a `threading.Thread`.
+    """
     return [
-        HistoryEntry(int(entry["time_us"]) * 1000, entry["action"], entry.get("addr", NOWHERE), entry["size"])
+        HistoryEntry(
+            int(entry["time_us"]) * 1000,
+            entry["action"],
+            entry.get("addr", NOWHERE),
+            entry["size"],
+            apart=threads_apart and entry["action"] == ALLOCATED and _is_in_a_thread(entry.get("frames") or []),
+        )
         for entry in trace
         if entry["action"] in _USED_ACTIONS
     ]
+
+
+def _is_in_a_thread(frames: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the outermost of Python's frames is that in which any `threading.Thread` begins."""
+    return bool(frames) and (PurePath(frames[-1]["filename"]).name, frames[-1]["name"]) == (
+        "threading.py",
+        "_bootstrap",
+    )
 
 
 def numbered_by_thread(tokens: Iterable[Token], threads: Mapping[int, Threads]) -> list[Token]:
@@ -116,7 +138,7 @@ def with_requested_sizes(tokens: Sequence[Token], history: Sequence[HistoryEntry
     """Return ``tokens`` with requested sizes, and with each free where the block could be used again.
 
     Both have the same allocations in the same order. What only the history has stands between what both have, as near as
-    its clock shows: blocks that another stream used for longer, frees of threads that are not profiled, and allocations
+    its clock shows: blocks that another stream used for longer, what threads did that are not profiled, and allocations
     that failed (of 0 bytes, at `NOWHERE`). Raises `MeasuringError` when the two do not match.
     """
     join = _Join(tokens, history)
@@ -135,7 +157,7 @@ class _Join:
         self._seen = 0
         self._counts = (
             sum(isinstance(token, AllocationEvent) and token.nbytes > 0 for token in tokens),
-            sum(entry.action == ALLOCATED for entry in self._left),
+            sum(entry.action == ALLOCATED and not entry.apart for entry in self._left),
         )
 
     def follow(self, token: Token) -> None:
@@ -188,15 +210,15 @@ class _Join:
     @staticmethod
     def _is_alone(entry: HistoryEntry) -> bool:
         """Return whether only the history has it."""
-        return entry.action in (FREE, _RAN_OUT)
+        return entry.apart or entry.action in (FREE, _RAN_OUT)
 
     def _reach(self, action: str, address: int | None = None) -> HistoryEntry | None:
         """Return the next such entry, once the ones before it are emitted; ``None`` when an allocation, or the end, does."""
         while self._left:
             entry = self._left.popleft()
-            if entry.action == action and address in (None, entry.address):
+            if entry.action == action and address in (None, entry.address) and not entry.apart:
                 return entry
-            if entry.action == ALLOCATED:
+            if entry.action == ALLOCATED and not entry.apart:
                 self._left.appendleft(entry)
                 return None
             self._emit(entry)
@@ -208,6 +230,8 @@ class _Join:
             self._tokens.append(AllocationEvent(self._now, entry.address, -entry.nbytes))
         elif entry.action == _RAN_OUT:
             self._tokens.append(AllocationEvent(self._now, NOWHERE, 0))
+        elif entry.apart:
+            self._tokens.append(AllocationEvent(self._now, entry.address, entry.nbytes, apart=True))
 
     def _mismatch(self, what: str) -> MeasuringError:
         profiled, kept = self._counts

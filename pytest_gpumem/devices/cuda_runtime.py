@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -219,7 +220,10 @@ class TorchCuda:
                 yield region
                 self.synchronize()
             region.snapshot = cuda_snapshot()
-            region.history = history_of(region.snapshot["device_traces"][self._index][before.get(self._index, 0) :])
+            # Of one that the program started they look like those of the others.
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            entries = region.snapshot["device_traces"][self._index][before.get(self._index, 0) :]
+            region.history = history_of(entries, threads_apart=in_main_thread)
 
     @contextmanager
     def traced(self) -> Iterator[Mapping[int, Sequence[HistoryEntry]]]:

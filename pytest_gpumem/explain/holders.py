@@ -1,30 +1,66 @@
-"""Holders of tensors: the attribute, variable or element of a container that keeps each of them alive."""
+"""Holders of tensors: the module, class, function or object in use that keeps each of them alive, and by which attributes."""
 
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
+import threading
 import types
 from collections import Counter, deque
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.holder_names import (
+    LRU_CACHE,
+    class_text,
+    function_text,
+    is_excluded,
+    lru_cache_text,
+    module_name,
+    module_text,
+    names_of_defaults,
+)
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
-from pytest_gpumem.torch_support.reachability import NOT_THE_TESTS, alive, storage_of
-from pytest_gpumem.torch_support.static_access import class_name, instance_dict, package_of
+from pytest_gpumem.torch_support.private_api import MODULE_PARTS
+from pytest_gpumem.torch_support.reachability import alive, storage_of
+from pytest_gpumem.torch_support.static_access import (
+    class_name,
+    class_namespace,
+    instance_dict,
+    layout_of,
+    module_of,
+    package_of,
+    variables_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator, Sequence
 
 MOST_PATHS = 3
-_HIGHEST = 6
-"""The depth of nested containers that are looked through."""
+MOST_TENSORS = 200
+"""Tensors that are looked at, evenly among all. To find the referrers of 256 objects takes 0.4 s beside 390,000 others, and of
+one 0.06 s."""
+MOST_AT_ONCE = 200
+"""Objects whose referrers are looked for at each height."""
+HIGHEST = 16
+"""References that are followed from a tensor: accelerate's state is 7 above the tensors of a prepared `DataLoader`."""
+_LONGEST = 3
+"""Parts of a path that are all shown; of more, the first and the last one."""
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+_SEEN_THROUGH = ("builtins", "functools", "itertools", "operator", "weakref", "collections")
+"""Packages of classes whose attributes tell nothing: methods, iterators, `functools.partial`, `weakref.WeakKeyDictionary`."""
+_OF_CONTAINERS = ("weakref", "collections")
+"""Those of which an object's attributes are elements of a container, for whoever uses it."""
 
 
 def holders_of(addresses: Collection[int]) -> tuple[str, ...]:
     """Return what keeps the tensors whose memory lies at ``addresses`` alive: ``"Net.seen[...]"``.
 
     Returns:
-        At most `MOST_PATHS` paths, that of the most tensors first. None for memory that only a graph of gradients holds.
+        At most `MOST_PATHS` paths, that of the most tensors first; then a clause on tensors whose holder is too far away to be
+        found. None for memory that only a graph of gradients holds.
     """
     import torch
 
@@ -32,23 +68,16 @@ def holders_of(addresses: Collection[int]) -> tuple[str, ...]:
         return ()
     with everything_in_sight():
         tensors = [tensor for tensor in alive(torch.Tensor) if _address(tensor) in addresses]
-        held = _held(tensors)
+        some = tensors[:: -(-len(tensors) // MOST_TENSORS) or 1]
         tensors.clear()
-        counts = Counter(_Search(tensors, held).paths_of(held).values())
-        held.clear()
+        search = _Search()
+        found = search.paths_of([search.add(one) for one in some], ours=some)
+        some.clear()
+    counts = Counter(text for path in found.values() if (text := path.text()))
     ranked = sorted(counts, key=lambda path: (-counts[path], path))
-    return tuple(ranked[:MOST_PATHS])
-
-
-def _held(tensors: list[Any]) -> list[Any]:
-    """Return those of ``tensors`` that an object refers to: of a graph's tensors it is mostly none.
-
-    Python goes through all objects to find the referrers of one, or of any of many, which is faster than one after another.
-    """
-    referred = {
-        id(one) for holder in gc.get_referrers(*tensors) if holder is not tensors for one in gc.get_referents(holder)
-    }
-    return [tensor for tensor in tensors if id(tensor) in referred]
+    lost = sum(path.kind is _Kind.TOO_FAR for path in found.values())
+    clause = f"something more than {HIGHEST} references away ({lost} of {len(found)} tensors)"
+    return (*ranked[:MOST_PATHS], *([clause] if lost else []))
 
 
 def _address(tensor: Any) -> int | None:
@@ -56,127 +85,254 @@ def _address(tensor: Any) -> int | None:
     return None if storage is None else storage.data_ptr()
 
 
-class _Search:
-    """Search from objects up to holders with a name. ``ours`` are lists of the caller that refer to them.
+class _Kind(IntEnum):
+    """The way in which a path begins."""
 
-    Python goes through all objects to find the referrers of one, in much less time than for each of many after another: so
-    each level is searched for all at once.
+    ROOT = 0
+    """At a module, a class or a function."""
+    IN_USE = 1
+    """At an object that the running test, a fixture or the step that is measured has."""
+    NOWHERE = 2
+    """At an object that nothing with a name holds."""
+    TOO_FAR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """The path to an object: ``("Cache.entries[...]", "Loader.batch")``.
+
+    An object's own dict has the path of the object, with what tells the names in it.
     """
 
-    def __init__(self, *ours: list[Any]) -> None:
-        self._ours: list[Any] = [*ours]
-        """Containers of this search. They are kept: another object must not get the id of one."""
+    kind: _Kind
+    parts: tuple[str, ...] = ()
+    before: str | None = None
+    """Text before the name of what an object's own dict holds: ``"Net."``; ``None`` for what is no such dict."""
+    after: str = ""
+    of_module: bool = False
+    """True for the own dict of a `torch.nn.Module`."""
+    within: bool = False
+    """True for the dict of a module's children, which have the path of the module, and for that of the own dicts that a
+    `threading.local` has, one for each thread."""
+    names: tuple[str, ...] = ()
+    """Texts for the elements of a tuple that belongs to a function."""
 
-    def paths_of(self, values: list[Any], height: int = 0) -> dict[int, str]:
-        """Return the path to each value, by the value's id. Values without a named holder are left out."""
-        if not values or height > _HIGHEST:
-            return {}
-        holders = self._holders(values)
-        found = self._names(values, holders)
-        within = {
-            number: [one for one in ones if issubclass(type(one), _CONTAINERS)]
-            for number, ones in holders.items()
-            if number not in found
-        }
-        containers = list({id(one): one for ones in within.values() for one in ones}.values())
-        self._ours += within.values()
-        above = self.paths_of(containers, height + 1)
-        for number, ones in within.items():
-            path = next((above[id(one)] for one in ones if id(one) in above), None)
+    def rank(self, *, is_object: bool) -> tuple[object, ...]:
+        """Return a sort key: the shortest path comes first, whatever the order of objects in memory is."""
+        lost = self.kind >= _Kind.NOWHERE
+        # An object is told by its class; a container only by where it was found.
+        silent = not is_object and not (self.parts or self.before or self.names)
+        length = self.kind if lost else 0, len(self.parts) + (self.before is not None or bool(self.names))
+        return lost, silent, length, self.kind, sum(map(len, self.parts)), self.parts, self.before or "", self.names
+
+    def itself(self) -> _Path:
+        return _Path(self.kind, self.parts)
+
+    def item(self) -> _Path:
+        """Return the path to an element of what this one leads to."""
+        if not self.parts or self.parts[-1].endswith("[...]"):
+            return self.itself()
+        return _Path(self.kind, (*self.parts[:-1], f"{self.parts[-1]}[...]"))
+
+    def named(self, name: str) -> _Path:
+        """Return the path to what an object's own dict, which this one leads to, has under ``name``."""
+        if self.of_module and name == MODULE_PARTS["modules"]:
+            return _Path(self.kind, self.parts, within=True)
+        if self.of_module and name in MODULE_PARTS.values():
+            return _Path(self.kind, self.parts, before=self.before)
+        return _Path(self.kind, (*self.parts, f"{self.before}{name}{self.after}"))
+
+    def attributes(self, owner: object) -> _Path:
+        """Return the path to the own dict of an object that this one leads to."""
+        import torch
+
+        kind = type(owner)
+        return _Path(self.kind, self.parts, f"{class_name(kind)}.", of_module=issubclass(kind, torch.nn.Module))
+
+    def text(self) -> str:
+        shown = self.parts if len(self.parts) <= _LONGEST else (self.parts[0], "...", self.parts[-1])
+        return " -> ".join(shown)
+
+
+class _Search:
+    """Search from objects up to holders with a name, for all objects of one height at once.
+
+    Python goes through all objects to find the referrers of one, in much less time than for each of many after another.
+    Objects are known by their place in one list, so that a search finds no containers of its own.
+    """
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+        self._places: dict[int, int] = {}
+        self._in_use = _ids_in_use()
+
+    def add(self, one: object) -> int:
+        """Return the place of an object."""
+        place = self._places.setdefault(id(one), len(self._objects))
+        if place == len(self._objects):
+            self._objects.append(one)
+        return place
+
+    def paths_of(self, places: Sequence[int], height: int = 0, ours: object = None) -> dict[int, _Path]:
+        """Return the path to the object at each place. Those without a named holder are left out.
+
+        Args:
+            places: Places of objects, the most important first.
+            height: The number of references from a tensor to them.
+            ours: A container of the caller's that refers to them.
+        """
+        looked_at = places[:MOST_AT_ONCE] if height < HIGHEST else []
+        found: dict[int, list[_Path]] = {place: [] for place in looked_at}
+        found |= {place: [_Path(_Kind.TOO_FAR)] for place in places[len(looked_at) :]}
+        above: dict[int, list[int]] = {}
+        for place, holder in self._references(looked_at, ours):
+            path = self._end(place, holder, height)
             if path is not None:
-                found[number] = path if path.endswith("[...]") else f"{path}[...]"
+                found[place].append(path)
+            elif not _is_passed_over(self._objects[holder]):
+                above.setdefault(place, []).append(holder)
+        for place in places:
+            if height and self._is_object(place):
+                is_used = id(self._objects[place]) in self._in_use
+                found[place].append(_Path(_Kind.IN_USE if is_used else _Kind.NOWHERE))
+        open_ended = [place for place in above if not any(self._is_enough(path, place) for path in found[place])]
+        wanted = Counter(holder for place in open_ended for holder in above[place])
+        if wanted:
+            paths = self.paths_of(sorted(wanted, key=lambda one: (-wanted[one], one)), height + 1)
+            for place in open_ended:
+                for holder in above[place]:
+                    if holder in paths:
+                        found[place] += self._below(paths[holder], holder, place)
+        return {place: self._best(place, paths, height) for place, paths in found.items() if paths}
+
+    def _best(self, place: int, paths: list[_Path], height: int) -> _Path:
+        is_object = height > 0 and self._is_object(place)
+        return min(paths, key=lambda path: path.rank(is_object=is_object))
+
+    def _is_enough(self, path: _Path, place: int) -> bool:
+        return path.kind is _Kind.ROOT or (path.kind is _Kind.IN_USE and self._is_object(place))
+
+    def _is_object(self, place: int) -> bool:
+        """Return whether the object at a place is told by its class and attribute: no container and no part of Python."""
+        kind = type(self._objects[place])
+        return not issubclass(kind, _CONTAINERS) and package_of(kind) not in _SEEN_THROUGH
+
+    def _references(self, places: Sequence[int], ours: object) -> list[tuple[int, int]]:
+        """Return the places of objects, each with that of an object that refers to it."""
+        if not places:  # then all objects would be searched in vain
+            return []
+        objects = [self._objects[place] for place in places]
+        wanted = {id(one): place for one, place in zip(objects, places, strict=True)}
+        not_holders = {id(self._objects), id(objects), id(ours)}
+        holders = [one for one in gc.get_referrers(*objects) if id(one) not in not_holders]
+        objects.clear()
+        found = [
+            (wanted[number], self.add(holder))
+            for holder in holders
+            for number in {id(one) for one in gc.get_referents(holder)} & wanted.keys()
+        ]
+        holders.clear()
         return found
 
-    def _holders(self, values: list[Any]) -> dict[int, list[Any]]:
-        """Return the objects that refer to each of the values, by the value's id."""
-        self._ours.append(values)
-        ours = {id(self._ours), *map(id, self._ours)}
-        found: dict[int, list[Any]] = {id(value): [] for value in values}
-        # Without values, all objects would be searched in vain.
-        for holder in gc.get_referrers(*values) if values else ():
-            if id(holder) not in ours and not _is_excluded(holder):
-                for number in {id(referent) for referent in gc.get_referents(holder)} & found.keys():
-                    found[number].append(holder)
-        self._ours += found.values()
-        return found
+    def _end(self, place: int, holder: int, height: int) -> _Path | None:
+        """Return the path to an object where it ends at its holder; ``None`` where that is held by something itself."""
+        value, one = self._objects[place], self._objects[holder]
+        if type(one) is types.FunctionType:
+            return _path_in_function(one, value)
+        if type(one) is LRU_CACHE:
+            text = lru_cache_text(one)
+            return None if text is None else _Path(_Kind.ROOT, (f"{text}[...]",))
+        if issubclass(type(one), type):
+            return _Path(_Kind.ROOT, before=f"{class_text(one)}.") if class_namespace(one) is value else None
+        module = module_name(one)
+        if module is not None:
+            key = None if is_excluded(module) else _key_of(one, value)
+            return None if key is None else _Path(_Kind.ROOT, (f"{module_text(one, module)}.{key}",))
+        return _Path(_Kind.IN_USE) if height and is_excluded(module_of(type(one))) else None
 
-    def _names(self, values: list[Any], holders: dict[int, list[Any]]) -> dict[int, str]:
-        """Return the name that the first holder with one gives to each value, by the value's id."""
-        every = {id(one): one for ones in holders.values() for one in ones}
-        self._ours.append(every)
-        variables = self._variables([one for one in every.values() if type(one) is types.CellType])
-        of_names = {
-            id(one) for value in values for one in holders[id(value)] if type(one) is dict and _key_of(one, value)
-        }
-        owners = self._owners([every[number] for number in of_names])
-        found: dict[int, str] = {}
-        for value in values:
-            names = (_name(value, one, variables, owners) for one in holders[id(value)])
-            name = next((name for name in names if name is not None), None)
-            if name is not None:
-                found[id(value)] = name
-        return found
-
-    def _owners(self, namespaces: list[Any]) -> dict[int, str]:
-        """Return the module, class or object that each dict of names belongs to, by the id of the dict, where there is one."""
-        found: dict[int, str] = {}
-        for namespace in namespaces:
-            name = dict.get(namespace, "__name__")
-            if type(name) is str and dict.__contains__(namespace, "__builtins__"):
-                found[id(namespace)] = name  # a module, also one that is not in sys.modules
-        self._ours.append(namespaces)
-        for number, ones in self._holders(
-            [namespace for namespace in namespaces if id(namespace) not in found]
-        ).items():
-            for one in ones:
-                if not issubclass(type(one), _CONTAINERS) and id(instance_dict(one)) == number:
-                    found.setdefault(number, class_name(type(one)))
-        return found
-
-    def _variables(self, cells: list[Any]) -> dict[int, str]:
-        """Return the variable of each closure cell, with its function, by the cell's id."""
-        found: dict[int, str] = {}
-        closures = self._holders(cells)
-        tuples = list({id(one): one for ones in closures.values() for one in ones if type(one) is tuple}.values())
-        functions = self._holders(tuples)
-        for cell in cells:
-            for closure in closures[id(cell)]:
-                index = [one is cell for one in closure].index(True) if type(closure) is tuple else -1
-                for function in functions.get(id(closure), ()):
-                    if type(function) is types.FunctionType and function.__closure__ is closure:
-                        found.setdefault(
-                            id(cell), f"{_outer(function)}.<locals>.{function.__code__.co_freevars[index]}"
-                        )
-        return found
+    def _below(self, path: _Path, holder: int, place: int) -> list[_Path]:
+        """Return the paths to an object by way of its holder, to which there is a path."""
+        one, value = self._objects[holder], self._objects[place]
+        if path.within:
+            return [replace(path, within=False)]
+        if path.names:
+            return [path.named(name) for name, held in zip(path.names, one, strict=False) if held is value]
+        if path.before is not None:
+            key = _key_of(one, value)
+            return [path.item() if key is None else path.named(key)]
+        if issubclass(type(one), _CONTAINERS) or package_of(type(one)) in _OF_CONTAINERS:
+            return [path.item()]
+        return [_by_attribute(path, one, value)] if self._is_object(holder) else [path.itself()]
 
 
-def _name(value: object, holder: Any, variables: dict[int, str], owners: dict[int, str]) -> str | None:
-    """Return the name that a holder gives to a value; ``None`` where it has none."""
-    if type(holder) is dict:
-        key = _key_of(holder, value)
-        return f"{owners[id(holder)]}.{key}" if key is not None and id(holder) in owners else None
-    return variables.get(id(holder)) or _attribute(holder, value)
+def _by_attribute(path: _Path, owner: object, value: object) -> _Path:
+    """Return the path to what an object with a path holds by an attribute, or in its own dict."""
+    own, attributes = instance_dict(owner), path.attributes(owner)
+    if issubclass(type(owner), threading.local) and type(value) is dict:
+        return replace(attributes, within=True)
+    if own is value:
+        return attributes
+    key = None if own is None else _key_of(own, value)
+    if key is None:
+        key = next((one.__name__ for one in layout_of(type(owner)).members if _slot(one, owner) is value), None)
+    return path.itself() if key is None else attributes.named(key)
 
 
-def _attribute(holder: object, value: object) -> str | None:
-    """Return the name of an attribute of ``holder`` that lies in the object itself, without a dict."""
-    if issubclass(type(holder), (*_CONTAINERS, type, types.FunctionType, types.ModuleType, types.CellType)):
+def _path_in_function(function: types.FunctionType, value: object) -> _Path | None:
+    """Return the path to what a function holds: its closure, defaults and attributes."""
+    if value is function.__closure__:
+        around = function_text(function, outer=True)
+        names = tuple(f"{around}.<locals>.{name}" for name in function.__code__.co_freevars)
+        return _Path(_Kind.ROOT, before="", names=names)
+    text = function_text(function)
+    if value is function.__defaults__:
+        return _Path(_Kind.ROOT, before="", names=tuple(f"{text}({name}=...)" for name in names_of_defaults(function)))
+    if value is function.__kwdefaults__:
+        return _Path(_Kind.ROOT, before=f"{text}(", after="=...)")
+    return _Path(_Kind.ROOT, before=f"{text}.") if value is instance_dict(function) else None
+
+
+def _is_passed_over(holder: object) -> bool:
+    """Return whether what holds a holder does not matter: a running frame, what has been seen to be an end, or pytest's."""
+    kind = type(holder)
+    if kind is types.FrameType:
+        # One that has ended is kept by the traceback of an exception, with its variables.
+        return any(frame is holder for frame in _running())
+    return (
+        kind in (types.ModuleType, types.FunctionType, LRU_CACHE)
+        or issubclass(kind, type)
+        or module_name(holder) is not None
+        or is_excluded(module_of(kind))
+    )
+
+
+def _ids_in_use() -> set[int]:
+    """Return the ids of what running functions have in their variables."""
+    found: set[int] = set()
+    for frame in _running():
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            found.update(map(id, variables_of(frame)))
+        del frame  # this function's own one would be a cycle, with all the frames that called it
+    return found
+
+
+def _running() -> Iterator[types.FrameType]:
+    """Yield the frames of the functions that run, in all threads."""
+    frames = [*sys._current_frames().values()]  # noqa: SLF001 - the only way to other threads' frames
+    while frames:
+        frame = frames.pop()
+        if frame.f_back is not None:
+            frames.append(frame.f_back)
+        yield frame
+        del frame
+
+
+def _slot(member: types.MemberDescriptorType, owner: object) -> object:
+    try:
+        return member.__get__(owner)
+    except AttributeError:  # an empty slot
         return None
-    attributes = instance_dict(holder)
-    key = None if attributes is None else _key_of(attributes, value)
-    return None if key is None else f"{class_name(type(holder))}.{key}"
-
-
-def _is_excluded(holder: object) -> bool:
-    """Return whether a holder is a running frame, or pytest's or ours."""
-    return type(holder) is types.FrameType or package_of(type(holder)) in NOT_THE_TESTS
 
 
 def _key_of(names: dict[Any, Any], value: object) -> str | None:
     return next((key for key, one in dict.items(names) if one is value and type(key) is str), None)
-
-
-def _outer(function: types.FunctionType) -> str:
-    """Return the function that a closure's variables are of."""
-    outer, _, inner = function.__qualname__.rpartition(".<locals>.")
-    return outer or inner

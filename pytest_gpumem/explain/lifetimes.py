@@ -258,7 +258,7 @@ class _Reader:
 
     def _allocated(self, moment: int, event: AllocationEvent) -> Lifetime:
         around = SpanStack(self._lines)
-        for opened, span in self._open:
+        for opened, span in filter(self._is_phase, self._open) if event.apart else self._open:
             if span.kind == "operator":
                 around.operator_begins(opened, span)
             elif span.kind == "node":
@@ -282,6 +282,10 @@ class _Reader:
             recomputed=around.recomputed,
             mark=mark,
         )
+
+    def _is_phase(self, opened: tuple[int, Open]) -> bool:
+        _, span = opened
+        return span.kind == "mark" and self._trace.marks[span.mark].kind == "phase"
 
     def _node_mark(self, node: Open, own: Mark | None) -> Mark | None:
         """Return the mark around the operator that made a node, or the node's own where it runs Python code."""

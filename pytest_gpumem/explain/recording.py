@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from pytest_gpumem.explain.compose import (
 from pytest_gpumem.explain.cycles import collect_cycles
 from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
-from pytest_gpumem.explain.trace import Mark, Trace
+from pytest_gpumem.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
 from pytest_gpumem.torch_support.private_api import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
@@ -72,6 +73,8 @@ class Left:
 @dataclass(frozen=True)
 class Subject:
     """The step or call to record. ``run(tracker)`` runs it once; ``own`` gives the storages that it holds when it begins.
+
+    What ``run`` returns is kept until garbage has been collected, and is no part of what was left.
 
     ``own_bytes`` counts those that belong to it when it begins, also those that cannot be found one by one. The defaults are
     those of a step that repeats, whose owners are found while it runs.
@@ -217,14 +220,16 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
     tokens: list[Token] = []
     error: BaseException | None = None
     cycles: tuple[str, ...] = ()
+    result: object = None
     # The measured run has shown its warnings already.
     with warnings.catch_warnings(), device.recorded(tokens):
         warnings.simplefilter("ignore")
         subject.register(tracker.owners)
         tracker.snapshot()
         try:
-            with tracker.watching():
-                subject.run(tracker)
+            # What lies in no span, as the storages that torch.load makes do, is left out of the profiler's tree for GPUs.
+            with tracker.watching(), phase(tracker, WHOLE_STEP) if subject.once else nullcontext():
+                result = subject.run(tracker)
         except Exception as raised:  # noqa: BLE001 - returned, and judged by the caller
             # Tracebacks would keep what the step held.
             clear_frames(raised)
@@ -236,6 +241,11 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
             device.release_workspaces()
         with tracker.mark(Mark("rest", "garbage")):
             cycles = collect_cycles()
+        if result is not None:
+            # It was not left: whoever runs it has it.
+            with tracker.mark(Mark("rest", "result")):
+                result = None
+                gc.collect()
     device.restore_workspaces()
     trace = Trace(
         tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results

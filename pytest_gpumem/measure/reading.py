@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.devices.contract import highest
-from pytest_gpumem.torch_support.garbage_collector import collect_everything
+from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_gpumem.devices.contract import Device, Peak
 
@@ -40,6 +41,8 @@ class Figures:
     """Bytes that they held when it began: what the program's earlier steps have left there."""
     unused_before: int = 0
     """Bytes that were reserved and not used when it began, in segments that hold something."""
+    loaded: int | None = None
+    """Bytes that what it loaded holds; ``None`` of a region that is no `load`."""
 
     @property
     def own(self) -> int:
@@ -76,6 +79,8 @@ class Figures:
         if self.peak_reserved is not None:
             metrics["peak_reserved"] = self.peak_reserved
         metrics["retained"] = self.retained
+        if self.loaded is not None:
+            metrics["loaded"] = self.loaded
         metrics["cyclic_garbage"] = max(0, self.live_run - self.live_after)
         return metrics
 
@@ -206,6 +211,33 @@ class Reading:
             for one, figures in zip(devices, read, strict=True)
             if one is devices[0] or one.is_used
         }
+
+
+@contextmanager
+def read_once(
+    device: Device,
+    not_own: Sequence[int],
+    held: Callable[[], Sequence[int]],
+    before: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Iterator[Callable[[], ByDevice]]:
+    """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended.
+
+    Args:
+        device: Where it runs, at rest.
+        not_own: The bytes that are not its own, on each of `Device.everywhere`.
+        held: Returns the bytes that are kept on purpose now, on each device.
+        before: What ``held`` gave and what is live without workspaces, before it; read here by default.
+    """
+    held_before, live_before = (held(), None) if before is None else before
+    reading = Reading(device, not_own, live_before)
+    ended: list[ByDevice] = []
+    with cyclic_collector_off():
+        with device.transient_workspaces() as transient, device.window() as window:
+            yield lambda: ended[0]
+        reading.ended()
+        held_change = [now - then for now, then in zip(held(), held_before, strict=True)]
+        live_after = live_at_rest(device, [sum(pair) for pair in zip(reading.live_before, held_change, strict=True)])
+    ended.append(reading.figures(window.everywhere, live_after, {}, held_change, transient))
 
 
 def run_one_step(

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.measure.growth import grows
 from pytest_gpumem.measure.reading import live_everywhere
 from pytest_gpumem.measurement import MeasuringError
@@ -16,7 +17,7 @@ from pytest_gpumem.torch_support.static_access import tensor_property
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -54,11 +55,19 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
         # Only of tensors that live: an id is used again.
         old = {id(reference()) for reference in before}
         fresh = [tensor for number, tensor in _tensors(device).items() if number not in old]
-    raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), fresh))
+        holders = holders_of(blocks_of(fresh))
+    raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), fresh, holders))
 
 
-def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
-    """Return lines on the memory that ``steps`` steps kept: bytes of each, and the kinds of tensors, most bytes first."""
+def growth_text(kept: int, steps: int, tensors: list[torch.Tensor], holders: Sequence[str] = ()) -> str:
+    """Return lines on the memory that ``steps`` steps kept: bytes of each, the kinds of tensors, and what keeps them.
+
+    Args:
+        kept: Bytes that they kept.
+        steps: The number of steps.
+        tensors: What they kept. The kinds of the most bytes are shown.
+        holders: What keeps the tensors.
+    """
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     storages: set[int] = set()
@@ -78,6 +87,7 @@ def growth_text(kept: int, steps: int, tensors: list[torch.Tensor]) -> str:
     rest = kept - sum(sizes.values())
     if rest > 0:
         lines.append(f"  kept: {format_bytes(rest)} that no tensor in Python holds: saved in graphs of gradients, say")
+    lines += [f"  kept in: {holder}" for holder in holders]
     return "\n".join(lines)
 
 

@@ -285,7 +285,7 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
             result = yield
             ended = True
         if not run.measures_itself:
-            run.keep_figures(Workload("call"), figures())
+            run.keep(run.judge_figures(Workload("call"), figures()))
     except MeasuringError as error:
         if not ended:
             raise

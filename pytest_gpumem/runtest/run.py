@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
-from pytest_gpumem.measure.reading import Reading, largest_of, live_at_rest, live_everywhere, live_of_program
+from pytest_gpumem.measure.reading import largest_of, live_everywhere, read_once
 from pytest_gpumem.measurement import Measurement, MeasuringError, check_name
 from pytest_gpumem.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.runtest.explaining import call_again
 from pytest_gpumem.runtest.judging import NOT_TIMED
-from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off, everything_in_sight
-from pytest_gpumem.torch_support.reachability import alive, blocks_of
+from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.reachability import alive, blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import instance_dict
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
 from pytest_gpumem.values.rank import name_on, rank_in, without_rank
@@ -114,6 +114,13 @@ class TestRun:
         """Return the bytes that belong to the test now, on each of `Device.everywhere`."""
         return [one.own(self.item).total if one.device.is_used else 0 for one in self._ownership.everywhere]
 
+    def reached(self, values: Sequence[object]) -> list[int]:
+        """Return the bytes that can be reached from ``values`` or belong to the test, on each of `Device.everywhere`."""
+        tensors = list(reachable_tensors([*self._ownership.values(self.item), *values]))
+        return [
+            sum(blocks_of(tensors, one.torch_device).values()) if one.is_used else 0 for one in self.device.everywhere
+        ]
+
     def blocks_not_own(self) -> frozenset[int]:
         """Return the addresses of live tensors that are neither the test's nor its fixtures', as far as can be told."""
         import torch
@@ -162,28 +169,17 @@ class TestRun:
         The ``whole_call`` begins right after `begin_call`, whose readings are its own.
         """
         not_own = self.not_own
-        assert self._at_call is not None, "there are no bytes of others before the call"
-        held_before, live_before = self._at_call
-        device = self.device
         if not whole_call:
-            device.settle()
-            live_before, held_before = live_of_program(device), self._held()
-        reading = Reading(device, not_own, live_before)
-        ended: list[ByDevice] = []
-        with cyclic_collector_off():
-            with device.transient_workspaces() as transient, device.window() as window:
-                yield lambda: ended[0]
-            reading.ended()
-            held_change = [now - before for now, before in zip(self._held(), held_before, strict=True)]
-            live_after = live_at_rest(device, [sum(pair) for pair in zip(live_before, held_change, strict=True)])
-        ended.append(reading.figures(window.everywhere, live_after, {}, held_change, transient))
+            self.device.settle()
+        with read_once(self.device, not_own, self._held, self._at_call if whole_call else None) as figures:
+            yield figures
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
         """Measure a step. If memory runs out, report where it went."""
         try:
             return prepared.measure()
         except Exception as error:
-            self._explain_out_of_memory(error, prepared.subject)
+            self.explain_out_of_memory(error, prepared.subject)
             raise
 
     def judge(
@@ -227,8 +223,8 @@ class TestRun:
         self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
         return measurement
 
-    def keep_figures(self, workload: Workload, figures: ByDevice, name: str | None = None) -> Measurement:
-        """Judge and keep what `tracked` measured."""
+    def judge_figures(self, workload: Workload, figures: ByDevice, name: str | None = None) -> Judged:
+        """Judge what was measured once."""
         metrics = {device: one.memory_metrics() for device, one in figures.items()}
         measurement = self._new_measurement(
             workload,
@@ -238,7 +234,7 @@ class TestRun:
             unused_before=max(one.unused_before for one in figures.values()),
             by_device=self._by_device(metrics),
         )
-        return self.keep(self.judging.judge(measurement))
+        return self.judging.judge(measurement)
 
     def _by_device(self, metrics: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
         """Return the metrics of the devices on which a region had bytes of its own; none where only one can be used."""
@@ -304,19 +300,30 @@ class TestRun:
 
     def explain_call(self) -> None:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
-        sites = self.context.sites
-        if self.measures_itself or sites is None:
-            return
+        if not self.measures_itself:
+            self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject)
+
+    def explain_once(
+        self, judged: Judged, subject: Callable[[Device], Subject], *, explain: bool | None = None
+    ) -> Judged:
+        """Return what was measured once with its explanation, where it is to be explained: it is run once more, recorded.
+
+        Args:
+            judged: The measurement, with its verdict.
+            subject: Returns what to record on a device, one of `Device.everywhere`.
+            explain: Whether it is explained; ``None`` where the verdict and the settings decide.
+        """
+        policy, sites = self._policy, self.context.sites
+        if sites is None:
+            return judged
         sites.packages.clear()
-        if not self.device.consensus.any(self._policy.should_explain(self.judged[-1])):
-            return
-        measurement = self.judged[-1].measurement
-        on = self._policy.device_to_explain(self.judged[-1])
+        if not self.device.consensus.any(policy.should_explain(judged) if explain is None else explain):
+            return judged
+        measurement, on = judged.measurement, policy.device_to_explain(judged)
         device = self.context.named(on)
         peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
-        expected = Expected(peak, turnover=None)
-        explanation = self.context.explain(self._call_subject(device), expected, device)
-        self.judged[-1] = self._with_packages(_explained(self.judged[-1], explanation), sites)
+        explanation = self.context.explain(subject(device), Expected(peak, turnover=None), device)
+        return self._with_packages(_explained(judged, explanation), sites)
 
     def _with_packages(self, judged: Judged, sites: Sites) -> Judged:
         """Return the measurement with the releases of the packages whose code ran, as ``sites`` saw, and of the baseline's."""
@@ -331,9 +338,9 @@ class TestRun:
     def explain_call_out_of_memory(self, error: BaseException) -> None:
         """Run the call that ran out of memory once more, recorded, and report where it went."""
         if not self.measures_itself and self._at_call is not None:
-            self._explain_out_of_memory(error, self._call_subject)
+            self.explain_out_of_memory(error, self._call_subject)
 
-    def _explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
+    def explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
         """Report where memory went if ``error`` says that it ran out; the error stays as it is.
 
         ``subject`` is what to record on a device, one of `Device.everywhere`.

@@ -12,6 +12,7 @@ import collections
 import functools
 import gc
 import math
+import sys
 import types
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -45,10 +46,21 @@ def class_name(kind: type) -> str:
     return str(_qualname.__get__(kind)).rpartition("<locals>.")[2]
 
 
+def module_of(kind: type) -> str:
+    """Return a class's ``__module__``; empty where it has none."""
+    module = _module_of.__get__(kind)
+    return module if type(module) is str else ""
+
+
 def package_of(kind: type) -> str:
     """Return the outermost package of a class's ``__module__``; empty where it has none."""
     module = _module_of.__get__(kind)
     return module.partition(".")[0] if type(module) is str else ""
+
+
+def class_namespace(kind: type) -> dict[str, Any] | None:
+    """Return the dict that a class keeps its own attributes in, itself and not a view; ``None`` where it is not to be had."""
+    return next((one for one in gc.get_referents(_namespace.__get__(kind)) if type(one) is dict), None)
 
 
 def class_attribute(kind: type, name: str) -> Any:
@@ -155,11 +167,18 @@ def _bound_to_a_partial(value: Any) -> list[object]:
 
 
 def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
-    if value.gi_frame is None:
-        return []
-    local = value.gi_frame.f_locals
+    return [] if value.gi_frame is None else variables_of(value.gi_frame)
+
+
+_REFERENCES_TO_LOCALS = 3
+"""Those of the frame, `variables_of` and `sys.getrefcount`: with more of them somebody has kept what ``locals()`` gave."""
+
+
+def variables_of(frame: types.FrameType) -> list[object]:
+    """Return the values of a function's local variables."""
+    local = frame.f_locals
     held = list(local.values())
-    if is_a(local, dict):
+    if is_a(local, dict) and sys.getrefcount(local) <= _REFERENCES_TO_LOCALS:
         # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.
         local.clear()
     return held

@@ -16,11 +16,15 @@ NOWHERE = 0
 
 
 class AllocationEvent(NamedTuple):
-    """One allocation (``nbytes`` > 0) or free (``nbytes`` < 0) of a block of memory."""
+    """One allocation (``nbytes`` > 0) or free (``nbytes`` < 0) of a block of memory.
+
+    One that is ``apart`` is another thread's: the operators, nodes and calls around it have nothing to do with it.
+    """
 
     time_ns: int
     address: int
     nbytes: int
+    apart: bool = False
 
 
 class Open(NamedTuple):

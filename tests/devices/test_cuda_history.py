@@ -40,6 +40,11 @@ def alloc(time: int, address: int, nbytes: int) -> HistoryEntry:
     return HistoryEntry(time, "alloc", address, nbytes)
 
 
+def apart(time: int, address: int, nbytes: int) -> HistoryEntry:
+    """As the history tells of an allocation by a thread that the profiler does not see."""
+    return HistoryEntry(time, "alloc", address, nbytes, apart=True)
+
+
 def requested(time: int, address: int, nbytes: int) -> HistoryEntry:
     return HistoryEntry(time, "free_requested", address, nbytes)
 
@@ -192,15 +197,43 @@ def test_events_and_a_history_that_do_not_match_are_refused_with_where_they_part
     assert "another thread allocated meanwhile" in str(raised.value)
 
 
+# What threads do that the profiler does not see
+
+THREAD = [{"filename": "work.py", "name": "load"}, {"filename": "/usr/lib/threading.py", "name": "_bootstrap"}]
+
+
+def test_what_another_thread_allocates_stands_apart_in_the_order_of_the_history():
+    tokens = [Open(1, "operator", "aten::clone"), took(2, A, 8), Close(3), gave(8, B, 9), gave(9, A, 8)]
+    history = [apart(1, B, 9), alloc(2, A, 8), apart(2, C, 7), *freed(8, B, 9), *freed(9, A, 8)]
+    told = with_requested_sizes(tokens, history)
+    assert changes(told) == [(B, 9), (A, 8), (C, 7), (B, -9), (A, -8)]
+    assert [token.address for token in told if isinstance(token, AllocationEvent) and token.apart] == [B, C]
+
+
+def test_a_block_of_another_thread_is_not_taken_for_one_of_the_same_place_and_size():
+    history = [apart(1, A, 8), *freed(2, A, 8), alloc(3, A, 8)]
+    assert with_requested_sizes([took(3, A, 8)], history)[-1] == AllocationEvent(3, A, 8)
+
+
+def test_a_thread_is_told_by_its_first_frame_where_the_recording_is_in_none():
+    entry = {"action": "alloc", "addr": A, "size": 8, "stream": 0, "time_us": 1, "frames": THREAD}
+    others = [{**entry, "frames": THREAD[:1]}, {**entry, "frames": []}, {**entry, "action": "free_requested"}]
+    assert [one.apart for one in history_of([entry, *others], threads_apart=True)] == [True, False, False, False]
+    assert not any(one.apart for one in history_of([entry, *others]))
+
+
 # Anything that an allocator may do
+
+
+ACTIONS = ["take", "take apart", "give", "give late", "give unseen", "return", "open", "close"]
 
 
 @st.composite
 def programs(draw):
     """Tokens and history of a made-up run, and its live bytes after each change, in the allocator's order.
 
-    Blocks are taken, given back, kept longer by other streams, and freed by threads that are not profiled; the history's
-    clock goes wrong.
+    Blocks are taken, given back, kept longer by other streams, and taken and freed by threads that are not profiled; the
+    history's clock goes wrong.
     """
     tokens, history, live = [], [], []
     held, waiting, free = {}, {}, [A, B, C, 0xD000, 0xE000]
@@ -208,18 +241,16 @@ def programs(draw):
     ticks = draw(st.sampled_from([1, MS]))
     now = total = depth = 0
 
-    def happened(action, address, nbytes):
-        history.append(HistoryEntry(now + skew, action, address, nbytes))
+    def happened(action, address, nbytes, **kwargs):
+        history.append(HistoryEntry(now + skew, action, address, nbytes, **kwargs))
 
-    for action in draw(
-        st.lists(st.sampled_from(["take", "give", "give late", "give unseen", "return", "open", "close"]))
-    ):
+    for action in draw(st.lists(st.sampled_from(ACTIONS))):
         now += ticks
-        if action == "take" and free:
+        if action.startswith("take") and free:
             address = free.pop(draw(st.integers(0, len(free) - 1)))
             held[address] = nbytes = draw(st.integers(1, 2000))
-            tokens.append(took(now, address, nbytes))
-            happened("alloc", address, nbytes)
+            tokens += [took(now, address, nbytes)] if action == "take" else []
+            happened("alloc", address, nbytes, apart=action == "take apart")
             total += nbytes
             live.append(total)
         elif action.startswith("give") and held:
@@ -272,7 +303,7 @@ def test_what_is_joined_keeps_its_spans_and_where_things_were_allocated(program)
         return [
             (token.time_ns, token.address) if isinstance(token, AllocationEvent) else token
             for token in these
-            if not isinstance(token, AllocationEvent) or token.nbytes > 0
+            if not isinstance(token, AllocationEvent) or (token.nbytes > 0 and not token.apart)
         ]
 
     told = with_requested_sizes(tokens, history)

@@ -35,9 +35,9 @@ class Stream:
         """A token a microsecond, from a second on."""
         return 10**9 + 1000 * len(self.tokens)
 
-    def alloc(self, address: int, nbytes: int = 4) -> int:
+    def alloc(self, address: int, nbytes: int = 4, *, apart: bool = False) -> int:
         """The moment of the allocation."""
-        return self._add(AllocationEvent(self._now, address, nbytes))
+        return self._add(AllocationEvent(self._now, address, nbytes, apart))
 
     def free(self, address: int) -> int:
         """The moment of the free. How many bytes a free tells of is not looked at: not every source knows."""

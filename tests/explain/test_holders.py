@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import collections
 import gc
+import importlib
+import sys
+import threading
+import weakref
 
 import pytest
 import torch
 
-from pytest_gpumem.explain.holders import MOST_PATHS, holders_of
+from pytest_gpumem.explain.holders import HIGHEST, MOST_PATHS, MOST_TENSORS, holders_of
+from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 REGISTRY = {}
 
@@ -106,4 +111,263 @@ def test_a_dict_that_is_computed_is_not_asked():
 
     holder = Computed()
     holder.kept = [torch.ones(10)]
-    assert holders_of({address(holder.kept[0])}) == ()
+    assert holders_of({address(holder.kept[0])}) == ("Computed.kept[...]",)
+
+
+# What stays: modules, classes and functions, of a package or of the project
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package that keeps tensors in every way that there is."""
+    folder = tmp_path / "site-packages"
+    (folder / "holdall").mkdir(parents=True)
+    (folder / "holdall" / "__init__.py").write_text("", encoding="utf-8")
+    (folder / "holdall" / "state.py").write_text(KEEPING, encoding="utf-8")
+    information = folder / "hold_all-1.2.3.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: hold-all\nVersion: 1.2.3\n", encoding="utf-8")
+    (information / "top_level.txt").write_text("holdall\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("holdall.state")
+    for name in ("holdall", "holdall.state"):
+        del sys.modules[name]
+
+
+KEEPING = """
+import functools
+import threading
+import weakref
+
+CACHE = {}
+WEAKLY = weakref.WeakKeyDictionary()
+
+
+class State:
+    _shared_state = {}
+    nested = {"lists": [[]]}
+
+    def __init__(self):
+        self.__dict__ = self._shared_state
+
+
+class Meta(type):
+    made = []
+
+
+class Registered(metaclass=Meta):
+    pass
+
+
+class Locals(threading.local):
+    made = []
+
+    def __init__(self):
+        self.entries = []
+        self.made.append(threading.current_thread().name)
+
+
+THREADS_OWN = Locals()
+
+
+def make():
+    cache = {}
+
+    def put(one):
+        cache[0] = one
+
+    return put
+
+
+put = make()
+
+
+@functools.lru_cache
+def bounded(one):
+    return [one]
+
+
+@functools.cache
+def unbounded(one):
+    return (one,)
+
+
+def collect(one, into=[]):
+    into.append(one)
+
+
+def collect_by_name(one, *, into={}):
+    into[0] = one
+
+
+def count(one):
+    count.seen = one
+
+
+class Loader:
+    def __init__(self, data):
+        self.data = data
+"""
+
+WAYS = {
+    "a global": (lambda package, one: package.CACHE.update(a=[one]), "holdall.state.CACHE[...]"),
+    "a Borg": (lambda package, one: vars(package.State()).update(last=[one]), "State._shared_state[...]"),
+    "a class attribute": (lambda package, one: package.State.nested["lists"][0].append(one), "State.nested[...]"),
+    "a metaclass": (lambda package, one: package.Meta.made.append(one), "Meta.made[...]"),
+    "a class's own attribute": (lambda package, one: setattr(package.Registered, "last", one), "Registered.last"),
+    "a weak key": (lambda package, one: package.WEAKLY.update({package.State: one}), "holdall.state.WEAKLY[...]"),
+    "a thread's own": (
+        lambda package, one: package.THREADS_OWN.entries.append(one),
+        "holdall.state.THREADS_OWN -> Locals.entries[...]",
+    ),
+    "a closure": (lambda package, one: package.put(one), "holdall.state.make.<locals>.cache[...]"),
+    "lru_cache": (lambda package, one: package.bounded(one), "lru_cache of holdall.state.bounded[...]"),
+    "cache": (lambda package, one: package.unbounded(one), "lru_cache of holdall.state.unbounded[...]"),
+    "a default": (lambda package, one: package.collect(one), "holdall.state.collect(into=...)[...]"),
+    "a default by name": (
+        lambda package, one: package.collect_by_name(one),
+        "holdall.state.collect_by_name(into=...)[...]",
+    ),
+    "a function's attribute": (lambda package, one: package.count(one), "holdall.state.count.seen"),
+    "an object of its own": (
+        lambda package, one: package.CACHE.update(a=package.Loader([one])),
+        "holdall.state.CACHE[...] -> Loader.data[...]",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_package_keeps_is_told_with_its_release(package, way):
+    keep, name = WAYS[way]
+    kept = torch.ones(11)
+    keep(package, kept)
+    kept = address(kept)
+    assert holders_of({kept}) == (f"hold-all 1.2.3: {name}",)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["young", "frozen"])
+def test_an_object_that_is_in_use_is_told_by_its_class_also_where_a_package_has_it(package, frozen):
+    loader = package.CACHE["a"] = package.Loader([])
+    if frozen:
+        gc.freeze()
+    try:
+        loader.data.append(torch.ones(12))
+        assert holders_of({address(loader.data[0])}) == ("Loader.data[...]",)
+    finally:
+        gc.unfreeze()
+
+
+def test_a_model_is_one_object_and_its_parts_are_told_by_their_class():
+    model = torch.nn.Sequential(torch.nn.Sequential(Net()))
+    model[0][0].seen.append(torch.ones(13))
+    model[0][0].register_buffer("table", torch.ones(14))
+    assert holders_of({address(model[0][0].seen[0])}) == ("Net.seen[...]",)
+    assert holders_of({address(model[0][0].table)}) == ("Net.table",)
+
+
+def test_a_model_that_a_global_keeps_is_told_with_it(monkeypatch):
+    monkeypatch.setitem(REGISTRY, "models", [torch.nn.Sequential(torch.nn.Sequential(Net()))])
+    REGISTRY["models"][0][0][0].last = torch.ones(15)
+    kept = address(REGISTRY["models"][0][0][0].last)
+    assert holders_of({kept}) == (f"{__name__}.REGISTRY[...] -> Net.last",)
+
+
+def test_a_long_path_is_told_by_both_its_ends(monkeypatch):
+    class Link:
+        def __init__(self, held):
+            self.held = held
+
+    kept = torch.ones(16)
+    monkeypatch.setitem(REGISTRY, "chain", Link(Link(Link([kept]))))
+    kept = address(kept)
+    assert holders_of({kept}) == (f"{__name__}.REGISTRY[...] -> ... -> Link.held[...]",)
+
+
+def test_a_holder_that_is_too_far_away_is_said(monkeypatch):
+    kept = nest = torch.ones(17)
+    for _ in range(HIGHEST + 1):
+        nest = [nest]
+    monkeypatch.setitem(REGISTRY, "far", nest)
+    kept = address(kept)
+    assert holders_of({kept}) == (f"something more than {HIGHEST} references away (1 of 1 tensors)",)
+
+
+def test_the_shortest_path_wins_whichever_was_there_first(monkeypatch):
+    kept = torch.ones(18)
+    for name in ("long", "short", "longer"):
+        monkeypatch.setitem(REGISTRY, name, kept if name == "short" else Net())
+    REGISTRY["long"].last = REGISTRY["longer"].seen = kept
+    kept = address(kept)
+    assert holders_of({kept}) == (f"{__name__}.REGISTRY[...]",)
+
+
+def test_of_many_tensors_some_are_looked_at(monkeypatch):
+    monkeypatch.setitem(REGISTRY, "many", [torch.ones(19) for _ in range(5 * MOST_TENSORS)])
+    assert holders_of({address(one) for one in REGISTRY["many"]}) == (f"{__name__}.REGISTRY[...]",)
+
+
+def test_what_another_thread_keeps_for_itself_is_found_and_asked_for_nothing(package):
+    ready, stop = threading.Event(), threading.Event()
+    kept, made = [], package.Locals.made
+
+    def work():
+        package.THREADS_OWN.entries.append(torch.ones(20))
+        kept.append(address(package.THREADS_OWN.entries[0]))
+        ready.set()
+        stop.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait()
+    try:
+        before = len(made)
+        assert holders_of({*kept}) == ("hold-all 1.2.3: holdall.state.THREADS_OWN -> Locals.entries[...]",)
+        assert len(made) == before
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_an_exception_that_is_kept_is_told_for_the_variables_of_functions_that_it_left(monkeypatch):
+    def fails():
+        kept = torch.ones(24)
+        places.append(address(kept))
+        raise ValueError
+
+    places: list[int] = []
+    with pytest.raises(ValueError) as raised:
+        fails()
+    monkeypatch.setitem(REGISTRY, "last", raised.value)
+    del raised
+    assert holders_of({*places}) == (f"{__name__}.REGISTRY[...]",)
+
+
+def test_looking_keeps_nothing_alive_until_a_collection(package):
+    """The collector is off while steps are recorded: a frame in a variable of its own would keep all that they held."""
+    package.CACHE["a"] = package.Loader([torch.ones(22)])
+    kept = weakref.ref(package.CACHE["a"].data[0])
+    with cyclic_collector_off():
+        assert holders_of({address(package.CACHE["a"].data[0])})
+        package.CACHE.clear()
+        assert kept() is None
+
+
+def test_what_a_running_function_has_asked_for_stays_as_it_is():
+    """Until Python 3.12 a frame gives the same dict to all who ask for its variables."""
+    kept = [torch.ones(23)]
+    asked_for = locals()
+    assert holders_of({address(kept[0])})
+    assert asked_for["kept"] is kept
+    asked_for.clear()
+
+
+def test_pytest_is_not_blamed_for_what_its_fixtures_have(request):
+    request.node.stash_of_mine = [torch.ones(21)]
+    assert holders_of({address(request.node.stash_of_mine[0])}) == ()
+
+
+def test_what_torch_caches_is_told_as_torchs():
+    module = torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(4, 4))
+    with torch.nn.utils.parametrize.cached():
+        kept = address(module.weight)
+        assert holders_of({kept}) == (f"torch {torch.__version__}: torch.nn.utils.parametrize._cache[...]",)

@@ -59,6 +59,16 @@ def test_an_address_that_is_used_again_is_another_block():
     ]
 
 
+def test_what_another_thread_allocates_is_of_the_phase_and_of_nothing_else_that_runs():
+    stream = Stream()
+    with stream.mark("phase", "load"), stream.mark("call", "net", "test_it.py:3"), stream.operator("aten::clone"):
+        stream.alloc(1, 10)
+        stream.alloc(2, 20, apart=True)
+    own, other = stream.timeline().lifetimes
+    assert (own.phase, own.operator, own.mark and own.mark.site) == ("load", "aten::clone", "test_it.py:3")
+    assert (other.phase, other.operator, other.mark) == ("load", "", None)
+
+
 def test_of_what_was_there_before_only_the_steps_own_is_the_steps():
     stream = Stream(before={1: 100, 2: 200}, own={1})
     stream.alloc(3, 4)

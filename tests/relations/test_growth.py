@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ KB = 1000
 
 def tensor(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def here() -> str:
+    """The name of the test that calls this."""
+    return sys._getframe(1).f_code.co_name
 
 
 def grows(device, step, steps: int) -> str:
@@ -119,7 +125,9 @@ def test_a_leak_is_not_hidden_by_something_large_that_is_freed(device):
 def test_a_list_that_keeps_tensors_grows_by_those_of_the_second_half(device):
     kept = [tensor(7 * KB)]
     assert grows(device, lambda: kept.append(tensor(KB)), 10) == (
-        "memory grows: 1.00 kB a step, 5.00 kB in 5 steps\n  kept: 5 x uint8[1000], 5.00 kB"
+        "memory grows: 1.00 kB a step, 5.00 kB in 5 steps\n"
+        "  kept: 5 x uint8[1000], 5.00 kB\n"
+        f"  kept in: {here()}.<locals>.kept[...]"
     )
 
 
@@ -137,7 +145,8 @@ def test_a_list_that_keeps_losses_with_their_graph_grows(device):
         "memory grows: 2.40 kB a step, 12.02 kB in 5 steps\n"
         "  kept: 5 x float32[4, 100], 8.00 kB\n"
         "  kept: 5 x float32[4, 50], with the graph of its gradient, 4.00 kB\n"
-        "  kept: 5 x float32[], with the graph of its gradient, 20 B"
+        "  kept: 5 x float32[], with the graph of its gradient, 20 B\n"
+        f"  kept in: {here()}.<locals>.losses[...]"
     )
 
 
@@ -158,7 +167,10 @@ def test_views_of_one_storage_count_once(device):
         whole = tensor(KB)
         kept.extend([whole[:500], whole[500:]])
 
-    assert grows(device, step, 10).splitlines()[1:] == ["  kept: 5 x uint8[1000], 5.00 kB"]
+    assert grows(device, step, 10).splitlines()[1:] == [
+        "  kept: 5 x uint8[1000], 5.00 kB",
+        f"  kept in: {here()}.<locals>.kept[...]",
+    ]
 
 
 def test_objects_that_answer_for_others_are_not_asked(device):
@@ -169,7 +181,7 @@ def test_objects_that_answer_for_others_are_not_asked(device):
 
     kept: list[object] = []
     told = grows(device, lambda: kept.extend([Deprecated(), tensor(KB)]), 10)
-    assert told.splitlines()[1:] == ["  kept: 5 x uint8[1000], 5.00 kB"]
+    assert told.splitlines()[1:] == ["  kept: 5 x uint8[1000], 5.00 kB", f"  kept in: {here()}.<locals>.kept[...]"]
 
 
 def test_an_error_of_the_step_goes_up(device):
@@ -210,4 +222,63 @@ def test_grows(gpumem):
     )
     result = project.run()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E * AssertionError: memory grows: 1.00 kB a step, 2.00 kB in 2 steps"])
+    result.stdout.fnmatch_lines(
+        ["E * AssertionError: memory grows: 1.00 kB a step, 2.00 kB in 2 steps", "E * kept in: test_it.KEPT?...?"]
+    )
+
+
+PACKAGE = """
+class State:
+    _shared_state = {}
+
+    def __init__(self):
+        self.__dict__ = self._shared_state
+        self.__dict__.setdefault("loaders", [])
+
+
+class Loader:
+    def __init__(self, data):
+        self.data = data
+        State().loaders.append(self)
+"""
+"""Keeps what is prepared, as accelerate 1.3.0 does (huggingface/accelerate#3391)."""
+
+KEPT_BY_A_PACKAGE = """
+from holdall import Loader
+
+
+def step():
+    Loader([torch.empty(1000) for _ in range(4)])
+
+
+def test_asserted(gpumem):
+    gpumem.assert_no_growth(step, steps=4)
+
+
+def test_measured(gpumem):
+    gpumem.measure(step)
+
+
+@pytest.mark.gpumem(max_retained="1 kB")
+def test_marked():
+    step()
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "two workers"])
+def test_what_a_package_keeps_is_told_with_it_in_each_way_to_find_a_leak(project, workers):
+    project.settings("[[tool.gpumem.budget]]\ntests = '*'\nmax_retained = '1 kB'\n")
+    project.write(PACKAGE, "site-packages/holdall.py")
+    project.write("", "conftest.py")
+    (project.path / "conftest.py").write_text(
+        "import sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).parent / 'site-packages'))\n",
+        encoding="utf-8",
+    )
+    information = project.path / "site-packages" / "holdall-1.2.3.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: holdall\nVersion: 1.2.3\n", encoding="utf-8")
+    project.write(KEPT_BY_A_PACKAGE)
+    result = project.run(*workers, separate=True)
+    result.assert_outcomes(failed=3)
+    told = [line.removeprefix("E").strip() for line in result.outlines if "kept in: " in line]
+    assert told == ["kept in: holdall 1.2.3: State._shared_state[...] -> Loader.data[...]"] * 3

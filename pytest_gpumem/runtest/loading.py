@@ -1,0 +1,115 @@
+"""Loading of a model, measured once: its peak, what the model holds, and what is left beyond it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pytest_gpumem.explain.recording import Left, Subject
+from pytest_gpumem.measure.random_numbers import RandomNumbers
+from pytest_gpumem.measure.reading import live_everywhere, read_once
+from pytest_gpumem.measurement import Workload
+from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
+from pytest_gpumem.torch_support.static_access import class_name, is_a, parameters_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.explain.owners import TensorOwners
+    from pytest_gpumem.explain.tracker import Tracker
+    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.runtest.judging import Judged
+    from pytest_gpumem.runtest.run import TestRun
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Loading(Generic[T]):
+    """Result of `Gpumem.load`."""
+
+    value: T
+    """The object that was loaded."""
+    measurement: Measurement
+
+
+def load(run: TestRun, factory: Callable[[], T], name: str | None, *, explain: bool | None) -> tuple[T, Judged]:
+    """Return what ``factory`` gives, and the verdict on the memory that it took. Raises what ``factory`` raises."""
+    import torch
+
+    if not callable(factory):
+        raise TypeError(
+            f"gpumem.load measures a function that loads, and got {class_name(type(factory))}: "
+            "write gpumem.load(lambda: ...), so that it is loaded while it is measured"
+        )
+    device, random = run.device, RandomNumbers.now(run.device)
+    not_own = run.context.begin(factory)
+    again = _LoadedAgain(run, factory, random)
+    values: list[T] = []
+    try:
+        device.consensus.rest()
+        with read_once(device, not_own, lambda: run.reached([factory, *values])) as figures:
+            values.append(factory())
+    except Exception as error:
+        run.explain_out_of_memory(error, again.subject)
+        raise
+    (value,) = values
+    loaded = again.loaded(value)
+    by_device = {where: replace(one, loaded=loaded[where]) for where, one in figures().items()}
+    workload = Workload("load", parameters=parameters_of(value) if is_a(value, torch.nn.Module) else None)
+    judged = run.judge_figures(workload, by_device, name)
+    return value, run.explain_once(judged, again.subject, explain=explain)
+
+
+class _LoadedAgain:
+    """The loading as it is run once more, recorded, while what was loaded before is there."""
+
+    def __init__(self, run: TestRun, factory: Callable[[], object], random: RandomNumbers) -> None:
+        self._run = run
+        self._factory = factory
+        self._random = random
+        self._live_before = dict(zip(self._names(), live_everywhere(run.device), strict=True))
+        self._known_before = run.device.known()
+        self._loaded: dict[str, int] = {}
+        self._addresses: frozenset[int] = frozenset()
+
+    def _names(self) -> list[str]:
+        return [str(one.torch_device) for one in self._run.device.everywhere]
+
+    def loaded(self, value: object) -> dict[str, int]:
+        """Return the bytes that a loaded value holds, by device."""
+        tensors = list(reachable_tensors([value]))
+        devices = self._run.device.everywhere
+        blocks = [blocks_of(tensors, one.torch_device) if one.is_used else {} for one in devices]
+        self._addresses = frozenset(address for one in blocks for address in one)
+        self._loaded = {name: sum(one.values()) for name, one in zip(self._names(), blocks, strict=True)}
+        return self._loaded
+
+    def subject(self, device: Device) -> Subject:
+        """Return the loading as what is to be recorded on a device, one of `Device.everywhere`."""
+        name, context, factory = str(device.torch_device), self._run.context, self._factory
+
+        def run(tracker: Tracker) -> object:
+            value = factory()
+            tracker.owners.within(value)
+            return value
+
+        def left() -> Left:
+            gained = device.live() - self._live_before[name] - self._loaded.get(name, 0)
+            blocks = {address for address, _ in self._run.device.known() - self._known_before}
+            return Left(max(0, gained), frozenset(blocks - self._addresses))
+
+        def register(owners: TensorOwners) -> None:
+            owners.within(factory)
+            owners.inputs(factory)
+
+        return Subject(
+            run,
+            own=lambda: list(context.storages(factory, device)),
+            own_bytes=lambda: sum(blocks_of(reachable_tensors([factory]), device.torch_device).values()),
+            register=register,
+            prepare=self._random.restore,
+            left=left,
+            once=True,
+        )
