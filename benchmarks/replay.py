@@ -90,9 +90,9 @@ class Replay:
     @classmethod
     def read(cls, file: Path) -> Replay:
         """Read a TOML file. Raises `TypeError` where it lacks a key or has another one."""
-        keys = tomllib.loads(file.read_text(encoding="utf-8"))
-        lists = {key: tuple(keys.pop(key)) for key in ("good", "bad", "devices") if key in keys}
-        return cls(file.stem, **lists, **keys)
+        keys: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
+        lists: dict[str, Any] = {key: tuple(value) for key, value in keys.items() if isinstance(value, list)}
+        return cls(**{"name": file.stem, **keys, **lists})
 
     @property
     def test(self) -> Path:
@@ -211,7 +211,7 @@ def _sum_of_differences(control: Comparison) -> float | None:
     pairs = [(one["base"], one["head"]) for one in control.metrics.values()]
     if not pairs or control.status != 0:
         return None
-    return sum(abs((then or 0) - (now or 0)) for then, now in pairs)
+    return float(sum(abs((then or 0) - (now or 0)) for then, now in pairs))
 
 
 def _last_line(text: str) -> str:
