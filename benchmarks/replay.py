@@ -41,7 +41,7 @@ HERE = Path(__file__).parent / "replays"
 RESULTS = Path(__file__).parent / "results"
 RECORD, TABLE = "replays.jsonl", "replays.md"
 MOST_SECONDS = 540
-EXPLAINED_BY = {"flops": "more FLOPs", "operators": "more operators"}
+EXPLAINED_BY = {"flops": "more FLOPs", "growth": "kept by each step"}
 """The title of the table that explains a metric, where it is not `WHAT_GREW`."""
 WHAT_GREW = "what grew"
 PLACES = ("first", "second", "third", "fourth", "fifth")
@@ -74,7 +74,7 @@ class Replay:
     """A regression of a released package.
 
     ``good`` and ``bad`` are requirements, ``devices`` those that it can be seen on. ``line`` is what the report has to name:
-    the changed line, as far as one release determines it; empty where none of Python is to blame.
+    the changed line, or what keeps tensors that are kept; empty where nothing of Python is to blame.
     """
 
     name: str
@@ -149,11 +149,6 @@ class Comparison:
         """The metrics of the test, by name."""
         return {one["metric"]: one for test in self.report.get("tests", ()) for one in test["metrics"]}
 
-    @property
-    def broken(self) -> list[str]:
-        """Why tests fail on the second side only."""
-        return [one["reason"] for one in self.report.get("not_compared", ()) if one["broken"]]
-
     def explained_by(self, metric: str) -> list[str]:
         """Return the rows of the table that explains a metric."""
         _, _, table = self.text.partition(f"\n  {EXPLAINED_BY.get(metric, WHAT_GREW)} ")
@@ -190,20 +185,19 @@ def replayed(replay: Replay, device: str) -> Result:
     compared = compare(replay, replay.good, replay.bad, device)
     control = compare(replay, replay.good, replay.good, device)
     metric = compared.metrics.get(replay.metric, {})
-    rows = [*compared.broken, *compared.explained_by(replay.metric)]
-    worse = bool(compared.broken) or metric.get("outcome") == "regressed"
+    rows = compared.explained_by(replay.metric)
     return Result(
         replay.name,
         device,
         metric.get("base"),
         metric.get("head"),
-        compared.status == 1 and worse,
+        compared.status == 1 and metric.get("outcome") == "regressed",
         next((number for number, row in enumerate(rows) if replay.line in row), None) if replay.line else None,
         _sum_of_differences(control),
         round(compared.cpu_seconds, 1),
         f"{datetime.now(timezone.utc):%Y-%m-%d}",
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}",
-        "" if compared.metrics or compared.broken else _last_line(compared.error),
+        "" if compared.metrics else _last_line(compared.error),
     )
 
 
