@@ -33,7 +33,7 @@ SUITE = -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda size constraints lint docs \
-	release-check browser compiler screenshots clean
+	release-check replays browser compiler screenshots clean
 
 help:
 	@echo "make example   gate the example project against its committed baselines: on an emulated GPU where there can be one, else on the CPU"
@@ -43,6 +43,8 @@ help:
 	@echo "make emulated  run the tests on an emulated GPU, and gate the example project there (Linux on x86-64, a C compiler)"
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
+	@echo "make replays   compare releases of packages in which one needs more memory, on the CPU and an emulated GPU, by gpumem ab:"
+	@echo "               needs the package index, and 2 GB for their environments; ARGS='llama_mask' names some"
 	@echo "make lint      check format, style, types, which room imports which, and workflows"
 	@echo "make size      print lines by room, files of a training step, tests and seconds; THAN=folder: and the difference to another checkout"
 	@echo "make compiler  install a C compiler, which an emulated GPU needs, where there is none (Debian, as root)"
@@ -83,6 +85,11 @@ emulated: $(EMULATED_READY)
 	OMP_NUM_THREADS=1 $(EMULATED_VENV)/bin/gpumem emulate --quiet h100 -- \
 		$(EMULATED_VENV)/bin/python $(SUITE) tests/emulated tests/gpu -m "not thorough" $(ARGS)
 	$(MAKE) example-emulated EXAMPLE_EMULATED_VENV=$(EMULATED_VENV) ARGS=
+
+# Named ones: make replays ARGS='llama_mask workspaces'.
+replays: $(TEST_READY) $(EMULATED_READY)
+	$(BIN)/python benchmarks/replay.py --device cpu $(ARGS)
+	$(EMULATED_VENV)/bin/python benchmarks/replay.py --device emulated $(ARGS)
 
 # They install nothing. The table is made of what runs, also when a test has failed.
 gpu: cuda
