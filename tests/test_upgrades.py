@@ -300,9 +300,7 @@ def test_of_64_commits_at_most_eight_are_measured_and_one_killed_in_the_middle_g
     killed.wait()
     killed.stderr.close()
     until = time.monotonic() + 30
-    while running := subprocess.run(
-        ["pgrep", "-f", str(tmp_path / "gpumem-ab-")], capture_output=True, text=True
-    ).stdout:
+    while running := left_of(tmp_path):
         assert time.monotonic() < until, f"processes are left behind: {running}"
         time.sleep(0.2)
     result = gpumem(*FIND)
