@@ -332,6 +332,8 @@ class TestRun:
             names.update(needed_by_torch())
         if isinstance(judged.baseline, Baseline):
             names.update(judged.baseline.environment.packages)
+        if not names:
+            return judged
         environment = replace(judged.measurement.environment, packages=versions(names))
         return judged.explained(replace(judged.measurement, environment=environment))
 
