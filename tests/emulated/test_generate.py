@@ -132,12 +132,12 @@ model = {made}()
 before = held()
 cache = generate(model, **how).past_key_values
 kept = [one for layer in cache.layers for one in (layer.keys, layer.values)]
-model = None
-print(sum(one.nbytes for one in kept), {{one.device.type for one in kept}}, told())
+print(sum(one.nbytes for one in kept), held() - before, told())
 """
-    layers, batch, length, head_dim, itemsize = 2, 2, 12 if static else 11, 16, 4
+    layers, batch, length, head_dim, itemsize = 2, 2, 8 + 4 - 1, 16, 4
     nbytes = layers * 2 * batch * heads * length * head_dim * itemsize
-    assert on_gpu(MODELS + READS + source) == f"{nbytes} {{'cuda'}} [None]\n"
+    counters = layers * 8 if static else 0  # the length, in each layer
+    assert on_gpu(MODELS + READS + source) == f"{nbytes} {nbytes + counters} [None]\n"
 
 
 SESSION = """
@@ -163,10 +163,11 @@ def test_generation_is_gated_alone_as_in_a_suite_and_strictly_where_its_length_i
     )
     assert alone.returncode == 0, alone.stdout
     peaks = [
-        entry["metrics"]["peak_allocated"]
+        verdict["measurement"]["metrics"]["peak_allocated"]
         for name in ("all.json", "one.json")
-        for entry in json.loads((tmp_path / name).read_text(encoding="utf-8"))["tests"]
-        if entry["nodeid"].endswith("[4-True-gpt2]")
+        for result in json.loads((tmp_path / name).read_text(encoding="utf-8"))["results"]
+        if result["verdict"]["test"] == "test_generate[4-True-gpt2]"
+        for verdict in result["verdict"]["verdicts"]
     ]
     assert len(peaks) == 2
-    assert peaks[0] == peaks[1]
+    assert peaks[0] == peaks[1] > 0
