@@ -93,7 +93,9 @@ CHOICES = {
     "chosen(scores.masked_fill(of_one_row, -infinity))": None,
     "chosen(scores.masked_fill(masked, -infinity).masked_fill(scores < 1, -infinity))": None,  # may be all of them
     "chosen(scores.masked_fill(scores < 1, -infinity).masked_fill(masked, -infinity))": None,
+    "chosen(scores.masked_fill(masked | of_one_row.any(1, keepdim=True), -infinity))": None,  # one row has nothing left
     "drawn(scores.masked_fill(masked, -infinity) * -1)": None,
+    "chosen(scores.masked_fill(masked, -infinity)) * torch.tensor([1, 0]).cuda()": None,
     "chosen(scores.masked_fill(masked, -infinity) + scores.masked_fill(masked, infinity))": None,
     "chosen(scores.masked_fill(masked, -infinity)) + 1": None,
     "chosen(scores.masked_fill(masked, -infinity)) * 2": None,
