@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gpumem.emulation.libraries import BY_STEM
 from pytest_gpumem.host_values.collectives import SENDS_ONLY, complete
 from pytest_gpumem.host_values.constants import Constant, Constants, comparison_of_floats
+from pytest_gpumem.host_values.exclusions import Exclusions
 from pytest_gpumem.host_values.host_operators import (
     BIGGEST_COPY,
     Operator,
@@ -138,6 +139,7 @@ class HostValues(TorchDispatchMode):
         """The host's storages whose values are not known, by address."""
         self.lent = LentMemory()
         self.constants = Constants(self.is_unknown)
+        self.exclusions = Exclusions(self.is_unknown)
         self._has_left = False
         """True if an uncomputed value has ever been on the host."""
         self.values_read = 0
@@ -232,7 +234,7 @@ class HostValues(TorchDispatchMode):
         """Return whether all that an operator is given is known."""
         operator, tensors = call.operator, call.tensors
         given = tensors[1:] if operator.overwrites and tensors and tensors[0] is call.args[0] else tensors
-        known = self._knows(given)
+        known = self._knows(given) or (operator.name == "isin" and self.exclusions.decide(*call.args[:2]))
         if known and self._has_left and operator.name in ("_to_copy", "copy_"):
             # They may come from where they were not followed, such as a file.
             known = not any(tensor.device.type == "cpu" and _contains_unknown(tensor) for tensor in given)
@@ -260,6 +262,7 @@ class HostValues(TorchDispatchMode):
         changed = call.changed()
         outcome = [tensor for tensor in (*made, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         constant = None if known else self.constants.result(operator, args)
+        excluded = None if known else self.exclusions.result(operator, args)
         if constant is None:
             computed = self._compute(call, known, result, outcome)
             becomes_known = computed and known
@@ -276,6 +279,8 @@ class HostValues(TorchDispatchMode):
             # The rest of what is written in part is as it was.
             is_known = becomes_known and (whole or self._knows((tensor,)))
             self._note(tensor, is_known, constant if whole else None, has_values=computed)
+            if excluded is not None and whole and self.captured is None:
+                self.exclusions.note(tensor, excluded, has_values=computed)
             if constant is not None and is_small((tensor,)):
                 on_the_same_memory(tensor).fill_(constant.value)
         return result
@@ -374,6 +379,7 @@ class HostValues(TorchDispatchMode):
             self.captured[where] = StorageWeakRef(storage)
             known, constant = False, None
         self.constants.note(storage, constant)
+        self.exclusions.forget(where)
         if known:
             if len(self._known) > _MOST_NOTED:
                 self._known = {at: one for at, one in self._known.items() if not one.storage.expired()}
