@@ -57,7 +57,7 @@ class Choices:
     """Integers in one storage: each is true in memory, or was not computed."""
 
     excluded: frozenset[int]
-    """What one that was not computed cannot be; nor is it what stands for it in memory."""
+    """Values that one that was not computed cannot be, nor what stands for it in memory."""
     are_new: bool = False
     """True if nothing stands for them yet."""
 
