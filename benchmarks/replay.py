@@ -63,8 +63,9 @@ ABOUT = (
     "# Replayed regressions",
     "",
     "Written by `make replays`. Each row is a comparison by `gpumem ab` of two releases, of which the second needs more; the",
-    "link leads to the thread. *Changed line* is the place among the rows of the report, *control* what the figures of the",
-    "first release differ from those of its second run, in bytes and counts together.",
+    "link leads to the thread. *Changed line* is the place of the first row that names it, or what keeps tensors that are kept,",
+    "among the rows of the report; *control* is the sum of the differences, in bytes and counts, of the first release to itself.",
+    "On an emulated GPU convolutions ran without cuDNN: their workspaces are taken as 0.",
     "",
 )
 
@@ -74,7 +75,7 @@ class Replay:
     """A regression of a released package.
 
     ``good`` and ``bad`` are requirements, ``devices`` those that it can be seen on. ``line`` is what the report has to name:
-    the changed line, or what keeps tensors that are kept; empty where nothing of Python is to blame.
+    the changed line, or what keeps tensors that are kept; empty where the change is in C++.
     """
 
     name: str
@@ -230,7 +231,7 @@ def _cells(result: Result, replay: Replay) -> tuple[str, ...]:
         shown(replay.metric, result.before, "si") or "-",
         shown(replay.metric, result.after, "si") or "-",
         "yes" if result.caught else f"no{': ' if result.why_not else ''}{result.why_not}",
-        place if replay.line else "not Python's",
+        place if replay.line else "in C++",
         "-" if result.control is None else f"{result.control:.0f}",
         f"{result.cpu_seconds:.0f}",
     )
