@@ -243,7 +243,7 @@ def short_table(results: Iterable[Result], known: dict[str, Replay]) -> list[str
     rows = [("package", "releases", "device", "before → after", "changed line"), ("---",) * 5]
     for name in sorted(chosen):
         cells = dict(zip(HEADER, _cells(chosen[name], known[name]), strict=True))
-        line = known[name].line.rpartition(": ")[2]
+        line = known[name].line.rpartition(": ")[2].rstrip(":")
         named = {"first": line, "no": f"not named: {line}"}.get(cells["changed line"], cells["changed line"])
         grown = f"{cells['before']} → {cells['after']}" if chosen[name].caught else "missed"
         rows.append((cells["package"], cells["releases"], cells["device"], grown, named))

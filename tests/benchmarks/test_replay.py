@@ -72,3 +72,5 @@ def test_the_tables_of_the_readmes_are_those_of_the_record():
     assert table[0] in first
     shown = first[first.index(table[0]) :]
     assert {*shown[: shown.index("")]} <= {*table}
+    caught = {one.name for one in results if one.caught}
+    assert f"for {len(caught)} of [{len(known)} pairs of releases]" in "\n".join(first)
