@@ -44,7 +44,7 @@ help:
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
 	@echo "make replays   compare releases of packages in which one needs more memory, on the CPU and an emulated GPU, by gpumem ab:"
-	@echo "               needs the package index, and 2 GB for their environments; ARGS='llama_mask' names some"
+	@echo "               needs the package index, and 11 GB for their environments; ARGS=llama_mask runs one"
 	@echo "make lint      check format, style, types, which room imports which, and workflows"
 	@echo "make size      print lines by room, files of a training step, tests and seconds; THAN=folder: and the difference to another checkout"
 	@echo "make compiler  install a C compiler, which an emulated GPU needs, where there is none (Debian, as root)"

@@ -63,8 +63,9 @@ ABOUT = (
     "# Replayed regressions",
     "",
     "Written by `make replays`. Each row is a comparison by `gpumem ab` of two releases, of which the second needs more; the",
-    "link leads to the thread. *Changed line* is the place among the rows of the report, *control* what the figures of the",
-    "first release differ from those of its second run, in bytes and counts together.",
+    "link leads to the thread. *Changed line* is the place, among the rows of the report, of the first one that names it, or",
+    "that names what keeps tensors which are kept. *Control* is what the first release differs from itself, bytes and counts.",
+    "On an emulated GPU convolutions ran without cuDNN: their workspaces are taken as 0.",
     "",
 )
 
@@ -74,7 +75,7 @@ class Replay:
     """A regression of a released package.
 
     ``good`` and ``bad`` are requirements, ``devices`` those that it can be seen on. ``line`` is what the report has to name:
-    the changed line, or what keeps tensors that are kept; empty where nothing of Python is to blame.
+    the changed line, or what keeps tensors that are kept; empty where the change is in C++.
     """
 
     name: str
@@ -118,7 +119,7 @@ class Result:
 
     ``place`` is that of the first row which names the changed line among those that explain the regression, from 0.
     ``control`` is the sum of what bytes and counts of the better release differ from themselves; ``None`` if not compared.
-    ``why_not`` says why nothing could be compared.
+    ``why_not`` says why nothing could be compared, here or in the control.
     """
 
     name: str
@@ -197,7 +198,7 @@ def replayed(replay: Replay, device: str) -> Result:
         round(compared.cpu_seconds, 1),
         f"{datetime.now(timezone.utc):%Y-%m-%d}",
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}",
-        "" if compared.metrics else _last_line(compared.error),
+        next((_last_line(one.error) for one in (compared, control) if not one.metrics), ""),
     )
 
 
@@ -230,10 +231,30 @@ def _cells(result: Result, replay: Replay) -> tuple[str, ...]:
         shown(replay.metric, result.before, "si") or "-",
         shown(replay.metric, result.after, "si") or "-",
         "yes" if result.caught else f"no{': ' if result.why_not else ''}{result.why_not}",
-        place if replay.line else "not Python's",
+        place if replay.line else "in C++",
         "-" if result.control is None else f"{result.control:.0f}",
         f"{result.cpu_seconds:.0f}",
     )
+
+
+def short_table(results: Iterable[Result], known: dict[str, Replay]) -> list[str]:
+    """Return a row for each replay, of a GPU where there is one, for a page about more than replays."""
+    chosen = {one.name: one for one in sorted(results, key=lambda one: one.device != "cpu")}
+    rows = [("package", "releases", "device", "before → after", "changed line"), ("---",) * 5]
+    for name in sorted(chosen):
+        cells = dict(zip(HEADER, _cells(chosen[name], known[name]), strict=True))
+        line = known[name].line.rpartition(": ")[2].rstrip(":")
+        named = {"first": line, "no": f"not named: {line}"}.get(cells["changed line"], cells["changed line"])
+        grown = f"{cells['before']} → {cells['after']}" if chosen[name].caught else "missed"
+        rows.append((cells["package"], cells["releases"], cells["device"], grown, named))
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def recorded(folder: Path, known: dict[str, Replay]) -> list[Result]:
+    """Return the results of replays that there are, as they were last written."""
+    record = folder / RECORD
+    lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
+    return [one for one in (Result(**json.loads(line)) for line in lines) if one.name in known]
 
 
 def page(results: Sequence[Result], known: dict[str, Replay]) -> str:
@@ -251,13 +272,10 @@ def page(results: Sequence[Result], known: dict[str, Replay]) -> str:
 
 def write(new: Iterable[Result], folder: Path, known: dict[str, Replay]) -> None:
     """Write results beside earlier ones of other replays and devices, into the record and the page."""
-    record = folder / RECORD
-    earlier = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
-    read = [Result(**json.loads(line)) for line in earlier]
-    kept = {(one.name, one.device): one for one in (*read, *new) if one.name in known}
+    kept = {(one.name, one.device): one for one in (*recorded(folder, known), *new)}
     results = [kept[key] for key in sorted(kept)]
     folder.mkdir(parents=True, exist_ok=True)
-    record.write_text("".join(json.dumps(asdict(one)) + "\n" for one in results), encoding="utf-8")
+    (folder / RECORD).write_text("".join(json.dumps(asdict(one)) + "\n" for one in results), encoding="utf-8")
     (folder / TABLE).write_text(page(results, known), encoding="utf-8")
 
 

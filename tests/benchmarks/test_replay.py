@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import replay
@@ -11,6 +12,7 @@ import replay
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.requirements.requirement_set import requirement_set
 
+ROOT = Path(__file__).parents[2]
 KNOWN = replay.replays()
 DEVICES = ("cpu", "emulated:h100", "emulated:b200")
 
@@ -56,3 +58,19 @@ def test_a_regression_that_is_missed_is_shown_as_missed():
     missed = result(KNOWN[0].name, caught=False, place=None)
     assert "| no |" in replay.table([missed], known)[-1]
     assert "no: it was refused" in replay.table([replace(missed, why_not="it was refused")], known)[-1]
+
+
+def test_the_tables_of_the_readmes_are_those_of_the_record():
+    known = {one.name: one for one in KNOWN}
+    results = replay.recorded(replay.RESULTS, known)
+    assert {one.name for one in results} == {*known}
+    table = replay.short_table(results, known)
+    benchmarks, first = (
+        (folder / "README.md").read_text(encoding="utf-8").splitlines() for folder in (ROOT / "benchmarks", ROOT)
+    )
+    assert [line for line in benchmarks if line in table] == table
+    assert table[0] in first
+    shown = first[first.index(table[0]) :]
+    assert {*shown[: shown.index("")]} <= {*table}
+    caught = {one.name for one in results if one.caught}
+    assert f"for {len(caught)} of [{len(known)} pairs of releases]" in "\n".join(first)
