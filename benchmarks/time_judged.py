@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, cast
 
-from pytest_gpumem.ab.compare_revisions import order_of_pair, reports_in_turns
 from time_replay import Timed
 
 from pytest_gpumem.ab.checkout import BASE
+from pytest_gpumem.ab.compare_variants import order_of_pair, reports_in_turns
 from pytest_gpumem.ab.runs import Run as AbRun
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.cli.ab import ab

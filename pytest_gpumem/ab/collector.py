@@ -79,7 +79,9 @@ class Collector:
 
 def outside_modules(home: str, others: list[str]) -> dict[str, str]:
     """Return the modules loaded from ``others`` and not from ``home``, with their files, but for installed packages."""
-    site_folders = (*getattr(site, "getsitepackages", list)(), site.getusersitepackages())
+    # Those that lie beneath a virtual environment are on the path by a file of its own.
+    layers = (folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages"))
+    site_folders = (*getattr(site, "getsitepackages", list)(), site.getusersitepackages(), *layers)
     installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *site_folders)]
     # A virtual environment inside of the checkout is no part of it; one that contains the checkout says nothing of it.
     installed = [folder for folder in installed if any(_lies_in(folder, other) for other in others)]

@@ -38,7 +38,8 @@ def compare_runs(
         bases, heads = ([run.tests.get((file, test)) for run in side] for side in zip(*pairs, strict=True))
         reason = _why_not(bases, heads)
         if reason is not None:
-            broke = any(map(_figures, bases)) and _fails(heads) and not _fails(bases)
+            held = any(_figures(one) or (one is not None and one.relations > 0) for one in bases)
+            broke = held and _fails(heads) and not _fails(bases)
             left_out.append(LeftOut(f"{file}::{test}", "broken" if broke else "not compared", reason))
             continue
         runs = [(_figures(base), _figures(head)) for base, head in zip(bases, heads, strict=True)]

@@ -193,3 +193,9 @@ def test_the_closest_figures_are_within_both_ranges_and_equal_where_these_overla
 def test_figures_that_are_the_same_on_both_sides_never_differ(values):
     mine, theirs = closest(values, values)
     assert mine == theirs
+
+
+def test_a_relation_that_holds_in_base_only_is_broken():
+    base = TestVerdict("test_it.py", "test_a", relations=1)
+    (one,) = compared([pair(base, unmeasured("test_a", "the test itself failed", failed=True))]).left_out
+    assert one.word == "broken"
