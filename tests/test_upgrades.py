@@ -176,7 +176,7 @@ def test_what_cannot_be_compared_is_told_in_a_sentence_and_nothing_is_left(proje
 def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_skipped(project, index, tmp_path):
     for minor in range(9):
         release(index, f"1.{minor}", 10 * MB if minor < 7 else 12 * MB)
-    make_wheel(index, "tinymodels", "1.5", {"tinymodels/__init__.py": "raise ImportError('broken release')\n"})
+    make_wheel(index, "tinymodels", "1.4", {"tinymodels/__init__.py": "raise ImportError('broken release')\n"})
     ends = ["--good", "1.0", "--bad", "1.8"]
     result = gpumem("bisect", "--package", "tinymodels", *ends, "--report", "found.md", "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output

@@ -85,11 +85,16 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def clear_leftovers(checkout: Checkout) -> int:
-    """Remove the worktrees of killed comparisons, none of running ones, and return their number. Raises `GitError`."""
+    """Remove worktrees and folders of killed comparisons, none of running ones, and return the number of worktrees.
+
+    Raises `GitError`.
+    """
     left = [path for path in checkout.checkouts() if path.parent.name.startswith(_PREFIX) and _is_left(path.parent)]
     for path in left:
         _remove(checkout, path)
-    for folder in {path.parent for path in left}:
+    # One that was killed between two runs has left a folder without a worktree.
+    empty = (folder for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*") if _is_left(folder))
+    for folder in {*empty, *(path.parent for path in left)}:
         shutil.rmtree(folder, ignore_errors=True)
     return len(left)
 
