@@ -571,6 +571,24 @@ def test_a_session_that_breaks_off_is_said(repository):
     assert "not every test could be recorded" in done.output
 
 
+def test_a_session_that_a_signal_ends_is_said(repository):
+    kills = "import os\nimport signal\n\n\ndef test_ends():\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    repository({**FLAT, "test_more.py": kills})
+    done = init("--yes")
+    assert done.exit_code == 1
+    assert "the session was ended by SIGTERM, and recorded nothing" in done.output
+
+
+def test_the_summary_is_shown_where_many_tests_fail(repository):
+    fails = "import pytest\n\n\n@pytest.mark.parametrize('number', range(40))\ndef test_fails(number):\n    assert not 'this'\n"
+    repository({**FLAT, "test_more.py": fails})
+    done = init("--yes")
+    assert done.exit_code == 0
+    shown = done.output.splitlines()
+    assert "gpumem: 1 recorded, new" in shown
+    assert any(line.startswith("gpumem store: 1 baseline written (new)") for line in shown)
+
+
 # The workflow
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -60,6 +61,8 @@ _NONE = (
 )
 _END = 25
 """Lines that are shown of a session that recorded baselines."""
+_SUMMARY = ("gpumem:", "gpumem store:")
+"""What lines that are shown of it wherever they are begin with."""
 
 
 @click.command()
@@ -345,9 +348,21 @@ def _run(place: _Place, command: Sequence[str], environment: Mapping[str, str]) 
             errors="replace",
             check=False,
         )
-        write_lines(done.stdout.splitlines()[-_END:])
+        lines = done.stdout.splitlines()
+        # Behind the summary, pytest has a line for each test that failed.
+        write_lines([*(line for line in lines[:-_END] if line.startswith(_SUMMARY)), *lines[-_END:]])
+        if done.returncode < 0:
+            write_lines(["", f"the session was ended by {_name_of(-done.returncode)}, and recorded nothing"])
         results = read_report(report).results if report.exists() else ()
     return done.returncode, [one.verdict for one in results]
+
+
+def _name_of(number: int) -> str:
+    """Return the name of a signal, or its number where it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _leave_out(place: _Place, proposed: Proposal, found: FoundTests, verdicts: Sequence[TestVerdict]) -> set[str]:
