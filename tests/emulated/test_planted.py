@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import shutil
@@ -49,7 +50,7 @@ class Plant:
             spec = importlib.util.find_spec("transformers")
             source = (Path(spec.origin).parent / file).read_text(encoding="utf-8")
             found = [
-                f"transformers/{file}:{number}"
+                f"transformers {importlib.metadata.version('transformers')}: {file}:{number}"
                 for number, line in enumerate(source.splitlines(), 1)
                 if line.strip().startswith(text)
             ]
@@ -57,7 +58,8 @@ class Plant:
         return found
 
     def is_told_by(self, row: dict[str, str]) -> bool:
-        named = row["line"].replace("(from ", "").rstrip(")").split()
+        library, _, own = row["line"].partition(" (from ")
+        named = (library, own.rstrip(")"))
         return (
             fnmatchcase(row["module"], self.module)
             and not {*named}.isdisjoint(self.lines())
