@@ -62,7 +62,7 @@ _NONE = (
 _END = 25
 """Lines that are shown of a session that recorded baselines."""
 _SUMMARY = ("gpumem:", "gpumem store:")
-"""What lines that are shown of it wherever they are begin with."""
+"""Beginnings of the lines that are shown of it, wherever they are."""
 
 
 @click.command()
