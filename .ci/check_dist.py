@@ -26,7 +26,7 @@ PLACEHOLDERS = {
     r"(?i:until\s+the\s+first\s+release)": "this is the first release: leave it out",
     r"\] - unreleased": "the changelog's section has no date",
 }
-"""What must not be in a release, as regular expressions, and what to do about it. Words may stand on two lines."""
+"""Regular expressions of placeholders, and what to do about each in a release. Words may stand on two lines."""
 NAMES_THEM = (".ci/check_dist.py", "tests/test_check_dist.py")
 """The files of the project that are about placeholders."""
 

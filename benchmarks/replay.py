@@ -115,7 +115,7 @@ def replays() -> list[Replay]:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a replay on a device. ``before`` and ``after`` are in the metric's unit.
+    """Result of a replay on a device. ``before`` and ``after`` are in the metric's unit.
 
     ``place`` is that of the first row which names the changed line among those that explain the regression, from 0.
     ``control`` is the sum of what bytes and counts of the better release differ from themselves; ``None`` if not compared.
@@ -137,7 +137,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a run of ``gpumem ab`` gave."""
+    """Result of a run of ``gpumem ab``."""
 
     status: int
     report: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a page of the docs is made of."""
+"""Patterns of the headings and code blocks of a page of the docs."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import uv
 from click.testing import CliRunner
 
 from pytest_gpumem.cli.main import main
@@ -107,6 +108,24 @@ def test_two_releases_are_compared_and_kept_for_the_next_time(project, index, tm
     assert cleared.stdout.splitlines()[-1].startswith("gpumem cache: removed 2 environments, ")
     assert environments(tmp_path) == []
     assert gpumem("cache").stdout.startswith("gpumem cache: 0 environments, 0 B")
+
+
+def test_uv_installs_the_same_where_it_is_on_the_path(project, index, tmp_path, monkeypatch):
+    release(index, "1.0", 10 * MB)
+    release(index, "2.0", 12 * MB)
+    monkeypatch.setattr(installers, "find_uv", uv.find_uv_bin)
+    for name, value in {"UV_OFFLINE": "1", "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(index)}.items():
+        monkeypatch.setenv(name, value)
+    result = gpumem("ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels==2.0", "--", *PLAIN)
+    assert result.exit_code == 1, result.output
+    held = {json.loads(path.read_text())["packages"]["tinymodels"] for path in environments(tmp_path)}
+    assert held == {"1.0", "2.0"}
+    assert all((path.parent / "lock.txt").exists() for path in environments(tmp_path)), "uv has resolved it"
+    refused = gpumem("ab", "--head-with", "tinymodels==9.9", "--", *PLAIN)
+    assert refused.exit_code == 2
+    assert (
+        "tinymodels==9.9 cannot be installed: No solution found when resolving dependencies; Because" in refused.stderr
+    )
 
 
 def test_a_set_beside_what_is_installed_here_leaves_it_alone(project, index, tmp_path):
@@ -325,6 +344,37 @@ def test_several_commits_at_a_time_find_the_same(commits):
     result = gpumem("bisect", "--jobs", "2", *FIND[1:])
     assert result.exit_code == 0, result.output
     assert "did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %)" in result.stdout
+
+
+SLOWER = (
+    TELLING.replace("import tinymodels", "import shipped")
+    .replace(
+        '{"peak_allocated": tinymodels.PEAK})',
+        '{"peak_allocated": 10, "step_time": shipped.SECONDS}, times=Times((Sample(rounds),)))',
+    )
+    .replace(
+        "    measurement = ",
+        "    rounds = tuple(Round(shipped.SECONDS * factor) for factor in (1.0, 1.001, 0.999, 1.002, 0.998, 1.0))\n    measurement = ",
+    )
+    .replace("@pytest.fixture", "from pytest_gpumem.values.times import Round, Sample, Times\n\n\n@pytest.fixture", 1)
+)
+
+
+def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, monkeypatch):
+    made = Commits(tmp_path / "repository")
+    (made.path / "conftest.py").write_text(SLOWER, encoding="utf-8")
+    for number in range(4):
+        (made.path / "shipped.py").write_text(
+            f"SECONDS = {0.1 if number < 2 else 0.11}  # {number}\n", encoding="utf-8"
+        )
+        made.git("add", "--all")
+        made.git("commit", "--quiet", f"--message=change {number}")
+    monkeypatch.chdir(made.path)
+    result = gpumem("bisect", "--metric", "step_time", "--good", "HEAD~3", *FIND[3:])
+    assert result.exit_code == 0, result.output
+    culprit = made.git("rev-parse", "HEAD~1")[:9]
+    assert f"gpumem bisect: {culprit} change 2 (Ada, " in result.stdout
+    assert "did it: step time 100.00 ms to 110.00 ms (+10.0 %)" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 AS_IT_IS = "what is here"
 """The name of the checkout as it is with the packages that are installed."""
+_MOST_TOLD = 8
+"""Packages of a new environment that are told one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,7 @@ class Variant:
     @property
     def short(self) -> str:
         """A few words that tell it from others of its kind."""
-        words = [self.revision.short] if self.revision else []
-        return " with ".join([*words, *([str(self.requirements)] if self.requirements else [])]) or AS_IT_IS
+        return self._named(self.revision.short if self.revision else "")
 
     @property
     def title(self) -> str | Revision:
@@ -46,8 +47,10 @@ class Variant:
         return self.revision if self.revision is not None and self.requirements is None else str(self)
 
     def __str__(self) -> str:
-        words = [str(self.revision)] if self.revision else []
-        return " with ".join([*words, *([str(self.requirements)] if self.requirements else [])]) or AS_IT_IS
+        return self._named(str(self.revision) if self.revision else "")
+
+    def _named(self, revision: str) -> str:
+        return " with ".join(filter(None, [revision, str(self.requirements or "")])) or AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,9 @@ class Workshop:
             made = self.environments.make(wanted, self.stop, emulated=self.emulated)
         except NotInstalled as error:
             raise NotInstalled(f"{wanted} cannot be installed: {error}") from None
-        packages = ", ".join(f"{name} {version}" for name, version in made.packages.items())
-        told = packages or "nothing that is not here"
+        packages = [f"{name} {version}" for name, version in made.packages.items()]
+        more = [f"{len(packages) - _MOST_TOLD} more"] if len(packages) > _MOST_TOLD else []
+        told = ", ".join([*packages[:_MOST_TOLD], *more]) or "nothing that is not here"
         self.say(f"installed {wanted} in {time.monotonic() - began:.0f} s: {told}")
         return made
 

@@ -98,6 +98,11 @@ def with_pip_options(command: FC) -> FC:
     )(command)
 
 
+def max_slowdown_option(told: str) -> Callable[[FC], FC]:
+    """Return the option of the tolerated slowdown, whose help is what is ``told``."""
+    return click.option("--max-slowdown", default="1.5 %", show_default=True, callback=parsed(parse_ratio), help=told)
+
+
 def environments() -> Environments:
     """Return the environments of the user's cache."""
     return Environments(cache_folder(), plain_environment())
@@ -111,13 +116,7 @@ def environments() -> Environments:
 @_python("base")
 @_python("head")
 @with_pip_options
-@click.option(
-    "--max-slowdown",
-    default="1.5 %",
-    show_default=True,
-    callback=parsed(parse_ratio),
-    help="How much longer a step of HEAD may take.",
-)
+@max_slowdown_option("How much longer a step of HEAD may take.")
 @click.option(
     "--rounds",
     type=WholeNumber(min=4),

@@ -21,9 +21,9 @@ from pytest_gpumem.bisect.driver import JUDGED, TIMED, NothingFound, Search
 from pytest_gpumem.bisect.journal import Journal
 from pytest_gpumem.bisect.memory import most_jobs
 from pytest_gpumem.bisect.report import lines, markdown
-from pytest_gpumem.cli.ab import PYTEST_ARGUMENTS, WithPytestArguments, environments
+from pytest_gpumem.cli.ab import PYTEST_ARGUMENTS, WithPytestArguments, environments, max_slowdown_option
 from pytest_gpumem.cli.project import project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, screen, write_lines
 from pytest_gpumem.git import GitError, git, plain_environment
 from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.processes import Stopped, noted_signals
@@ -32,7 +32,7 @@ from pytest_gpumem.requirements.errors import NotInstalled, RequirementError
 from pytest_gpumem.requirements.installed import versions
 from pytest_gpumem.requirements.releases import releases_of
 from pytest_gpumem.requirements.requirement_set import requirement_set
-from pytest_gpumem.units import counted, parse_ratio
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -68,13 +68,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Run so many at a time, as far as memory allows.",
 )
-@click.option(
-    "--max-slowdown",
-    default="1.5 %",
-    show_default=True,
-    callback=parsed(parse_ratio),
-    help="How much longer a step may take, with --metric step_time.",
-)
+@max_slowdown_option("How much longer a step may take, with --metric step_time.")
 @click.option(
     "--slug", metavar="SLUG", help="With --packages: the baseline's device, by the name of its folder in the store."
 )

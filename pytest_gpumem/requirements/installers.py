@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _NVIDIA = re.compile(r"^(Requires-Dist: (?:cuda|nvidia)-[^;\n]*).*$", re.MULTILINE)
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 _ERROR = re.compile(r"^(?:ERROR|error):\s*(.+)$", re.MULTILINE)
-_CAUSE = re.compile(r"^\s*(?:\u2570\u2500\u25b6|\u00d7|\u251c\u2500\u25b6)\s*(.+)$", re.MULTILINE)
+_CAUSE = re.compile(r"^\s*(?:\u2570\u2500\u25b6|\u00d7|\u251c\u2500\u25b6|cause:)\s*(.+)$", re.MULTILINE)
 _VERSIONS = re.compile(r"\(from versions: ([^)]*)\)")
 _MOST_LINES, _MOST_RELEASES = 3, 3
 _PLUGIN = "pytest-gpumem"
@@ -149,7 +149,7 @@ def find_uv() -> str | None:
 
 def reason_in(output: str) -> str:
     """Return why pip or uv could not install, in its words: its errors, or else its last lines."""
-    found = list(dict.fromkeys([*_ERROR.findall(output), *_CAUSE.findall(output)]))
+    found = list(dict.fromkeys(line.rstrip(":") for line in [*_ERROR.findall(output), *_CAUSE.findall(output)]))
     lines = found or [line.strip() for line in output.splitlines() if line.strip()]
     return "; ".join(_VERSIONS.sub(_latest, line).rstrip(".") for line in lines[-_MOST_LINES:])
 

@@ -35,7 +35,7 @@ class RequirementSet:
     """The set as it was given: ``transformers==4.37.2``, ``-r old.txt``."""
 
     def __str__(self) -> str:
-        return self.name or f"Python {self.python}"
+        return " on ".join(filter(None, [self.name, self.python]))
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
@@ -49,13 +49,16 @@ class RequirementSet:
 
     @property
     def is_exact(self) -> bool:
-        """True if each requirement is of one release, so that the same packages are installed next year."""
-        return all(
+        """True if each requirement is of one release, so that the same packages are installed next year.
+
+        What lies at an address may be another thing by then.
+        """
+        editable = any(line.startswith(("-e", "--editable")) for line in self.lines)
+        return not editable and all(
             len(one.specifier) == 1
             and next(iter(one.specifier)).operator in ("==", "===")
             and not next(iter(one.specifier)).version.endswith("*")
             for one in self.requirements
-            if one.url is None
         )
 
 

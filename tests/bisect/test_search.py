@@ -12,7 +12,7 @@ from pytest_gpumem.bisect.search import bounds, next_ones
 
 
 def searched(count, first_bad, skipped=frozenset(), jobs=1):
-    """What is known in the end of a row, and how many rounds of runs that took."""
+    """Search a row, and return its bounds, the number of rounds of runs, and all that is known."""
     known = {0: "good", count - 1: "bad"}
     rounds = 0
     while wanted := next_ones(count, known, jobs):

@@ -9,7 +9,7 @@ import pytest
 
 HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 LOADED = "path, device_map='cuda')" if HAS_ACCELERATE else "path).to('cuda')"
-"""What transformers loads onto a GPU itself only with accelerate."""
+"""Installed accelerate, which transformers needs to load onto a GPU itself."""
 SOURCE = f"""
 from concurrent.futures import ThreadPoolExecutor
 

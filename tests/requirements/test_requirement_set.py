@@ -34,6 +34,7 @@ def test_requirements_and_files_of_them_are_one_set(tmp_path):
         (["a>=1"], False),
         (["a"], False),
         (["a==1.0", "b"], False),
+        (["a @ git+https://example.org/a.git@main"], False),
     ],
 )
 def test_only_releases_that_are_named_exactly_are_the_same_next_year(given, is_exact):
@@ -73,3 +74,15 @@ def test_the_reason_of_pip_is_its_errors_with_the_latest_releases_only():
     )
     assert reason_in(output) == "Could not find a version (from versions: ..., 3, 4, 5); No matching distribution"
     assert reason_in("one\n\ntwo\n") == "one; two"
+
+
+def test_the_reason_of_uv_has_its_cause_in_either_form():
+    plain = "error: No solution found when resolving dependencies\n  cause: Because there is no version of a==99.\n"
+    drawn = "  \u00d7 No solution found when resolving dependencies:\n  \u2570\u2500\u25b6 Because there is no version of a==99.\n"
+    for output in (plain, drawn):
+        assert reason_in(output).endswith("; Because there is no version of a==99")
+
+
+def test_a_set_with_a_python_of_its_own_is_named_with_it():
+    assert str(requirement_set(["a==1"], python="python3.12")) == "a==1 on python3.12"
+    assert str(requirement_set([], python="python3.12")) == "python3.12"
