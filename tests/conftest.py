@@ -85,10 +85,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_job_of_github() -> Iterator[None]:
-    """Under GitHub Actions, runs within a test are none of its jobs: they would annotate it, and write its summary."""
+def _no_job_of_a_ci() -> Iterator[None]:
+    """Runs within a test are no jobs of the CI that runs the suite.
+
+    Under GitHub Actions they would annotate it, and write its summary; where ``CI`` is set, pytest cuts no line short.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
+        for name in ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
             patch.delenv(name, raising=False)
         yield
 

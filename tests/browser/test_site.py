@@ -32,12 +32,18 @@ CUT_OFF = """[...document.querySelectorAll('.bd-article *')].filter((one) => {
 """How much of a page's text is beyond the window's edge, and not in something that scrolls by itself."""
 
 
+def is_hidden(path: Path) -> bool:
+    """Whether it lies in a hidden folder or is a hidden file: a tool's cache is no page."""
+    return any(part.startswith(".") for part in path.parts)
+
+
 def lacking(site: Path, docs: Path) -> str | None:
     """Why a site cannot stand for the pages: there is none, or they have changed since."""
     front = site / "index.html"
     if not front.exists():
         return "needs the site: `make docs` builds it"
-    newest = max((path for path in docs.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime)
+    files = [path for path in docs.rglob("*") if path.is_file() and not is_hidden(path.relative_to(docs))]
+    newest = max(files, key=lambda path: path.stat().st_mtime)
     if newest.stat().st_mtime > front.stat().st_mtime:
         return f"needs the site as it is now: {newest.relative_to(docs)} is newer, and `make docs` builds it again"
     return None
@@ -100,6 +106,10 @@ def test_a_site_that_is_older_than_its_pages_is_not_judged(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.utime(path, (seconds, seconds))
+    assert lacking(site, docs) is None
+    cached = docs / ".ruff_cache" / "1"
+    cached.parent.mkdir()
+    cached.touch()
     assert lacking(site, docs) is None
     os.utime(docs / "_static" / "site.css", (4, 4))
     assert "_static/site.css is newer" in lacking(site, docs)
