@@ -50,6 +50,7 @@ class Collector:
                 "when": report.when,
                 "outcome": report.outcome,
                 "xfail": hasattr(report, "wasxfail"),
+                "why": message_of(report),
                 # At teardown it is the same as in the call.
                 "verdict": payload if report.when != "teardown" else "",
             }
@@ -69,12 +70,20 @@ class Collector:
         if self._is_worker:
             session.config.workeroutput["gpumem_ab"] = told  # type: ignore[attr-defined]
             return
-        self._write({"status": int(exitstatus), "root": str(session.config.rootpath), **told})
+        root = os.path.relpath(os.path.realpath(session.config.rootpath), self._home)
+        self._write({"status": int(exitstatus), "root": root, **told})
 
     def _write(self, line: dict[str, object]) -> None:
         # A line at a time: a process that is killed leaves what it had.
         with Path(self._file).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def message_of(report: pytest.TestReport) -> str:
+    """Return the message of the exception that failed a test; empty where it has passed, or its report is of another form."""
+    if report.outcome != "failed":
+        return ""
+    return str(getattr(getattr(report.longrepr, "reprcrash", None), "message", ""))
 
 
 def outside_modules(home: str, others: list[str]) -> dict[str, str]:

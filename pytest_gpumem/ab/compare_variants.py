@@ -10,9 +10,9 @@ import itertools
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.ab.changed_code import ChangedCode, Code, with_changed_code
 from pytest_gpumem.ab.checkout import BASE, HEAD, clear_leftovers, temporary_folder
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Runner
@@ -30,6 +30,7 @@ from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
     from typing import TextIO
 
     from pytest_gpumem.ab.checkout import Checkout, Side
@@ -205,6 +206,7 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
     settings = Settings()
     variants: dict[str, Variant] = {BASE: plan.base, HEAD: plan.head}
     report: Compared | None = None
+    changed: ChangedCode | None = None
 
     def take(side: Side, number: int) -> Run:
         progress.begin(number, side, variants[side])
@@ -216,15 +218,18 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
         return run
 
     def compare(pairs: Sequence[tuple[Run, Run]]) -> Compared:
-        nonlocal settings
+        nonlocal settings, changed
         base, head = pairs[0]
         if len(pairs) == 1:
-            settings = settings_in(Path(head.root))
+            settings = settings_in(ready[HEAD].top / head.root)
             unused = why_unused(ready[BASE], ready[HEAD], base.imported | head.imported)
             if unused is not None:
                 raise RunFailed(unused)
+            changed = ChangedCode(Code.of(ready[BASE], base), Code.of(ready[HEAD], head))
+        assert changed is not None, "the first pair has been compared"
         tolerances = {**DEFAULT_TOLERANCES, **settings.tolerances}
-        return compare_runs(pairs, plan.base.title, plan.head.title, plan.tolerance, tolerances)
+        report = compare_runs(pairs, plan.base.title, plan.head.title, plan.tolerance, tolerances)
+        return with_changed_code(report, changed)
 
     try:
         with ExitStack() as stack:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -34,12 +34,14 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The measured tests of one run of a revision. ``root`` is pytest's root directory."""
+    """The measured tests of one run of a revision. ``root`` is pytest's root directory, from the folder of the checkout."""
 
     tests: Mapping[Key, TestVerdict]
     root: str
     imported: frozenset[str] = frozenset()
     """The first names of the modules that its processes had loaded when they ended."""
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """The message of the exception that failed a test, by the test's id."""
 
     @property
     def measured(self) -> int:
@@ -80,7 +82,8 @@ def run_of(lines: Iterable[str], status: int) -> Run:
         ) from None
     verdicts = [result.verdict for result in results.all()]
     tests = {(verdict.file, verdict.test): verdict for verdict in verdicts}
-    return Run(tests, end["root"], frozenset(end["imported"]))
+    errors = {report.nodeid: report.why for report in reports if report.why}
+    return Run(tests, end["root"], frozenset(end["imported"]), errors)
 
 
 def _read(lines: Iterable[str]) -> tuple[list[SimpleNamespace], dict[str, Any] | None]:
@@ -98,6 +101,7 @@ def _read(lines: Iterable[str]) -> tuple[list[SimpleNamespace], dict[str, Any] |
             nodeid=line["nodeid"],
             when=line["when"],
             outcome=line["outcome"],
+            why=line["why"],
             user_properties=[(PROPERTY, line["verdict"])],
         )
         if line["xfail"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab.checkout import worktrees
+from pytest_gpumem.requirements.environments import site_folders_here
 from pytest_gpumem.requirements.errors import NotInstalled
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Ready:
     packages: Mapping[str, str] = field(default_factory=dict)
     modules: frozenset[str] = frozenset()
     """The modules of these packages, by their first names."""
+    site_folders: tuple[Path, ...] = field(default_factory=lambda: tuple(site_folders_here()))
+    """The folders of installed packages that it sees, its own first."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Workshop:
 def _ready(variant: Variant, top: Path, environment: VirtualEnvironment | None) -> Ready:
     if environment is None:
         return Ready(variant, top)
-    return Ready(variant, top, environment.python, environment.packages, environment.modules)
+    return Ready(variant, top, environment.python, environment.packages, environment.modules, environment.site_folders)
 
 
 def differing_packages(base: Ready, head: Ready) -> tuple[str, ...]:

@@ -36,7 +36,8 @@ def compare_runs(
     left_out: list[LeftOut] = []
     for file, test in sorted({key for pair in pairs for run in pair for key in run.tests}):
         bases, heads = ([run.tests.get((file, test)) for run in side] for side in zip(*pairs, strict=True))
-        reason = _why_not(bases, heads)
+        errors = [_error(side, f"{file}::{test}") for side in zip(*pairs, strict=True)]
+        reason = _why_not(bases, heads, errors)
         if reason is not None:
             held = any(_figures(one) or (one is not None and one.relations > 0) for one in bases)
             broke = held and _fails(heads) and not _fails(bases)
@@ -65,24 +66,45 @@ def _figures(verdict: TestVerdict | None) -> dict[str, Measurement]:
     return {one.measurement.name: one.measurement for one in verdict.verdicts}
 
 
+def _error(runs: Sequence[Run], nodeid: str) -> str:
+    """Return the message of the first exception that failed a test in one of these runs; empty where none did."""
+    return next((run.errors[nodeid] for run in runs if nodeid in run.errors), "")
+
+
 def _fails(verdicts: Sequence[TestVerdict | None]) -> bool:
     """Return whether the test failed by itself in every run that had it."""
     ran = [verdict for verdict in verdicts if verdict is not None]
     return bool(ran) and all(verdict.failed_by_itself for verdict in ran)
 
 
-def _why_not(bases: Sequence[TestVerdict | None], heads: Sequence[TestVerdict | None]) -> str | None:
-    """Return why a test cannot be compared, as a clause; ``None`` when both sides measured it."""
+def _why_not(
+    bases: Sequence[TestVerdict | None], heads: Sequence[TestVerdict | None], errors: Sequence[str]
+) -> str | None:
+    """Return why a test cannot be compared, as a clause; ``None`` when both sides measured it.
+
+    ``errors`` are the messages of the exceptions that failed it in base and in head, empty where none did.
+    """
     reasons = {}
-    for side, verdicts, other in (("base", bases, "head"), ("head", heads, "base")):
+    for side, verdicts, other, error in (("base", bases, "head", errors[0]), ("head", heads, "base", errors[1])):
         ran = [verdict for verdict in verdicts if verdict is not None]
         if not ran:
             return f"it ran in {other} only"
         if not any(map(_figures, ran)):
-            reasons[side] = ran[-1].unmeasured or "it asserts relations only"
+            why = ran[-1].unmeasured or "it asserts relations only"
+            reasons[side] = f"{why} ({_in_a_line(error)})" if error and ran[-1].failed_by_itself else why
     if len(reasons) == 2 and reasons["base"] == reasons["head"]:
         return f"{reasons['head']}, in base and in head"
     return "; ".join(f"{reason}, in {side}" for side, reason in reasons.items()) or None
+
+
+_MOST_OF_A_MESSAGE = 400
+"""Characters of an exception's message that are shown."""
+
+
+def _in_a_line(message: str) -> str:
+    """Return the lines of an exception's message as one, without those that are empty, and cut where it is long."""
+    line = "; ".join(line.strip() for line in message.splitlines() if line.strip())
+    return line if len(line) <= _MOST_OF_A_MESSAGE else f"{line[:_MOST_OF_A_MESSAGE]} ..."
 
 
 @dataclass(frozen=True, slots=True)

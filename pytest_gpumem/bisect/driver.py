@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.ab.changed_code import ChangedCode, Code, with_changed_code
 from pytest_gpumem.ab.checkout import BASE, HEAD
 from pytest_gpumem.ab.compare_variants import reports_in_turns, settings_in
 from pytest_gpumem.ab.errors import RunFailed
@@ -99,7 +99,8 @@ class Search:
             self.say(f"going on with {counted(len(self._known), 'run')} of an earlier start")
         first, last = self.candidates[0], self.candidates[-1]
         good, bad = self._end(first), self._end(last)
-        self._settings = settings_in(Path(bad.root))
+        with self.workshop.ready({HEAD: last.variant}) as ready:
+            self._settings = settings_in(ready[HEAD].top / bad.root)
         ends = self._compared(first, last)
         metric = self.metric or _most_important(ends)
         self._check_ends(ends, metric, first, last, good, bad)
@@ -116,7 +117,7 @@ class Search:
         tried.append(Tried(last, "bad", _value(ends, metric, "new")))
         left = bounds(len(self.candidates), answers)
         between = tuple(self.candidates[left.good + 1 : left.bad])
-        step = self._compared(self.candidates[left.good], self.candidates[left.bad])
+        step = self._step(self.candidates[left.good], self.candidates[left.bad])
         names = [candidate.name for candidate in self.candidates]
         return Found(
             metric,
@@ -162,6 +163,13 @@ class Search:
             return self._in_turns(base, head)
         before, after = self._end(base), self._end(head)
         return self._report([(before, after)], base, head)
+
+    def _step(self, good: Candidate, bad: Candidate) -> Compared:
+        """Return the comparison of the last good one and the first bad one, which says what lines have changed."""
+        report = self._compared(good, bad)
+        with self.workshop.ready({BASE: good.variant, HEAD: bad.variant}) as ready:
+            before, after = (Code.of(ready[side], self._end(one)) for side, one in ((BASE, good), (HEAD, bad)))
+            return with_changed_code(report, ChangedCode(before, after))
 
     def _report(self, pairs: Sequence[tuple[Run, Run]], base: Candidate, head: Candidate) -> Compared:
         tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}

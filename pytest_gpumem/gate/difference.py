@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Key = Callable[[Row], object]
+CHANGED_LINE = "changed line"
+"""What the reason of an increase begins with whose line is not in both versions of the code."""
 
 
 def _of_no_layer(row: Row) -> Row:
@@ -107,7 +109,10 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The changes from ``before`` to ``after`` bytes, the largest increase first; they add up to the change exactly."""
+    """The changes from ``before`` to ``after`` bytes, the largest increase first; they add up to the change exactly.
+
+    Where both versions of the code are known, those at lines that have changed are before the others.
+    """
 
     before: int
     after: int
@@ -161,6 +166,28 @@ def difference_of_peaks(
     if there is not None:
         return replace(difference(before, there), moved=replace(moved, compared=before.phase))
     return difference(before, after)
+
+
+_LEAST_SHARE = 0.1
+"""Share of the increase from which on a row at a line that has changed is named before larger ones at lines that have not."""
+
+
+def with_changed_lines(difference: Difference, has_changed: Callable[[Row], bool]) -> Difference:
+    """Return a difference that says which increases are at lines that have changed, with these first.
+
+    What grew at a line that is as it was is a consequence of a change elsewhere.
+    """
+    changed = [
+        one._replace(reason="; ".join(filter(None, [CHANGED_LINE, one.reason])))
+        if one.nbytes > 0 and one.after is not None and has_changed(one.after)
+        else one
+        for one in difference.changes
+    ]
+
+    def rank(one: Change) -> bool:
+        return not (one.reason.startswith(CHANGED_LINE) and one.nbytes >= _LEAST_SHARE * difference.nbytes)
+
+    return replace(difference, changes=tuple(sorted(changed, key=rank)))
 
 
 def difference(before: Composition, after: Composition) -> Difference:

@@ -47,6 +47,13 @@ class VirtualEnvironment:
         return interpreter(self.folder)
 
     @property
+    def site_folders(self) -> tuple[Path, ...]:
+        """The folders of installed packages that it sees, its own first."""
+        own = [*self.folder.glob("lib*/python*/site-packages"), *self.folder.glob("Lib/site-packages")]
+        is_layer = any((one / _LAYER).exists() for one in own)
+        return (*own, *(site_folders_here() if is_layer else ()))
+
+    @property
     def nbytes(self) -> int:
         """The bytes of its files."""
         return sum(path.lstat().st_size for path in self.folder.rglob("*") if not path.is_symlink() and path.is_file())
@@ -146,7 +153,7 @@ class Environments:
 
 def _key(wanted: RequirementSet, *, emulated: bool) -> str:
     """Return the name of the folder of an environment, by what it holds and what it lies on."""
-    beneath = sorted(f"{name}=={version}" for folder in _folders_here() for name, version in _installed_in(folder))
+    beneath = sorted(f"{name}=={version}" for folder in site_folders_here() for name, version in _installed_in(folder))
     known = [
         wanted.python or [sys.executable, sys.version, *beneath],
         *wanted.lines,
@@ -157,7 +164,7 @@ def _key(wanted: RequirementSet, *, emulated: bool) -> str:
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
-def _folders_here() -> list[Path]:
+def site_folders_here() -> list[Path]:
     """Return the folders of installed packages of this interpreter that exist."""
     own = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     return [folder for folder in map(Path, own) if folder.is_dir()]
@@ -165,7 +172,7 @@ def _folders_here() -> list[Path]:
 
 def _layer() -> str:
     """Return the file by which an environment sees the packages of this one beneath its own, with their ``.pth`` files."""
-    return "".join(f"import site; site.addsitedir({str(folder)!r})\n" for folder in _folders_here())
+    return "".join(f"import site; site.addsitedir({str(folder)!r})\n" for folder in site_folders_here())
 
 
 def _site_folder(python: Path) -> Path:

@@ -20,6 +20,12 @@ def without_release(line: str) -> str:
     return _PACKAGE.sub(r"\1: ", line, count=1)
 
 
+def package_of(line: str) -> str:
+    """Return the package that a line is in; empty where it is in none."""
+    found = _PACKAGE.match(line)
+    return found.group(1) if found else ""
+
+
 def file_and_line(line: str) -> tuple[str, int]:
     """Return the file of a line, without the release of its package, and its number; 0 where it has none."""
     file, _, number = line.rpartition(":")

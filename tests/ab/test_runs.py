@@ -12,16 +12,16 @@ from pytest_gpumem.values.plain import to_plain
 from tests.ab.values import measured, measurement, unmeasured
 
 
-def line(verdict, when="call", outcome="passed", *, xfail=False):
+def line(verdict, when="call", outcome="passed", *, xfail=False, why=""):
     payload = json.dumps(to_plain(verdict)) if when != "teardown" else ""
     nodeid = f"{verdict.file}::{verdict.test}"
-    return json.dumps({"nodeid": nodeid, "when": when, "outcome": outcome, "xfail": xfail, "verdict": payload})
+    return json.dumps(
+        {"nodeid": nodeid, "when": when, "outcome": outcome, "xfail": xfail, "why": why, "verdict": payload}
+    )
 
 
 def end(status=0, outside_modules=()):
-    return json.dumps(
-        {"status": status, "root": "/root", "outside_modules": dict(outside_modules), "imported": ["torch"]}
-    )
+    return json.dumps({"status": status, "root": ".", "outside_modules": dict(outside_modules), "imported": ["torch"]})
 
 
 def test_a_run_has_the_verdicts_of_its_tests_with_their_times():
@@ -29,14 +29,15 @@ def test_a_run_has_the_verdicts_of_its_tests_with_their_times():
     run = run_of([line(verdict), line(verdict, "teardown"), end()], 0)
     assert run.tests == {("test_it.py", "test_a"): verdict}
     assert run.tests["test_it.py", "test_a"].verdicts[0].measurement.times.median == 0.25
-    assert (run.root, run.measured, run.imported) == ("/root", 1, frozenset({"torch"}))
+    assert (run.root, run.measured, run.imported) == (".", 1, frozenset({"torch"}))
 
 
 def test_tests_that_failed_are_in_a_run_and_do_not_count_as_measured():
     failed = unmeasured("test_a", "it failed by itself", failed=True)
-    run = run_of([line(failed, outcome="failed"), line(failed, "teardown"), end(1)], 1)
+    run = run_of([line(failed, outcome="failed", why="AssertionError: 1 kB"), line(failed, "teardown"), end(1)], 1)
     assert run.tests == {("test_it.py", "test_a"): failed}
     assert run.measured == 0
+    assert run.errors == {"test_it.py::test_a": "AssertionError: 1 kB"}
 
 
 def test_of_a_test_that_was_run_again_the_last_run_counts():
@@ -86,6 +87,13 @@ def test_code_of_another_checkout_is_told_with_what_mends_it():
 
 def test_figures_of_another_version_that_cannot_be_read_are_told_as_such():
     nodeid = "test_it.py::test_a"
-    told = {"nodeid": nodeid, "when": "call", "outcome": "passed", "xfail": False, "verdict": '{"file": "test_it.py"}'}
+    told = {
+        "nodeid": nodeid,
+        "when": "call",
+        "outcome": "passed",
+        "xfail": False,
+        "why": "",
+        "verdict": '{"file": "test_it.py"}',
+    }
     with pytest.raises(RunFailed, match="its pytest-gpumem is of another version"):
         run_of([json.dumps(told), end()], 0)
