@@ -9,6 +9,7 @@ import multiprocessing.util
 import os
 import pkgutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import pytest
 
 import pytest_gpumem
 from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.torch_support import garbage_collector
 from tests import preloaded
 from tests.heap import own_objects_out_of_sight
 
@@ -94,6 +96,21 @@ def _no_job_of_a_ci() -> Iterator[None]:
         for name in ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_device_left_open() -> Iterator[None]:
+    """Name the test that leaves a device open: imports behind it would keep nothing alive, in whichever test they are."""
+    before = _hooks_of_open_devices()
+    yield
+    left = _hooks_of_open_devices()[: -len(before) or None]
+    for hook in left:
+        sys.meta_path.remove(hook)
+    assert not left, "a device was opened and not closed"
+
+
+def _hooks_of_open_devices() -> list[Any]:
+    return [hook for hook in sys.meta_path if type(hook).__module__ == garbage_collector.__name__]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -340,6 +340,16 @@ def test_of_64_commits_at_most_eight_are_measured_and_one_killed_in_the_middle_g
     assert list(tmp_path.glob("gpumem-ab-*")) == []
 
 
+def test_the_tolerance_is_that_of_the_bad_commit(commits):
+    settings = '[tool.gpumem.tolerance]\npeak_allocated = "50 %"\n'
+    (commits.path / "pyproject.toml").write_text(settings, encoding="utf-8")
+    commits.commit(64, 12 * MB)
+    (commits.path / "pyproject.toml").unlink()
+    found = gpumem("bisect", "--good", "HEAD~30", "--bad", "main", "test_it.py::test_a", "--", *PLAIN)
+    assert found.exit_code == 2
+    assert "(peak allocated 10.00 MB and 12.00 MB): both ends are good, or both are bad" in found.stderr
+
+
 def test_several_commits_at_a_time_find_the_same(commits):
     result = gpumem("bisect", "--jobs", "2", *FIND[1:])
     assert result.exit_code == 0, result.output

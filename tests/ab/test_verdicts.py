@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,5 +199,17 @@ def test_figures_that_are_the_same_on_both_sides_never_differ(values):
 
 def test_a_relation_that_holds_in_base_only_is_broken():
     base = TestVerdict("test_it.py", "test_a", relations=1)
-    (one,) = compared([pair(base, unmeasured("test_a", "the test itself failed", failed=True))]).left_out
-    assert one.word == "broken"
+    failed = unmeasured("test_a", "the test itself failed", failed=True)
+    (one,) = compared([pair(base, failed)]).left_out
+    assert (one.word, one.reason) == ("broken", "it asserts relations only, in base; the test itself failed, in head")
+
+
+def test_what_is_broken_says_the_exception_in_one_line():
+    before, after = pair(measured("test_a", measurement()), unmeasured("test_a", "the test itself failed", failed=True))
+    message = "AssertionError: memory grows: 1 kB a step\n\n  kept in: State.seen\n"
+    (one,) = compared([(before, replace(after, errors={"test_it.py::test_a": message}))]).left_out
+    assert (
+        one.reason == "the test itself failed (AssertionError: memory grows: 1 kB a step; kept in: State.seen), in head"
+    )
+    (one,) = compared([(before, replace(after, errors={"test_it.py::test_a": "x" * 1000}))]).left_out
+    assert one.reason == f"the test itself failed ({'x' * 400} ...), in head"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.difference import Change, Difference, Moved, difference, difference_of_peaks
+from pytest_gpumem.gate.difference import Change, Difference, Moved, difference, difference_of_peaks, with_changed_lines
 from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Row, merged
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.plain import from_plain, to_plain
@@ -361,6 +361,23 @@ def test_of_changes_alike_the_one_at_the_line_that_grew_most_is_first():
     )
     after = made_of(*(replace(one, nbytes=3 * one.nbytes, count=3) for one in before.rows))
     assert [change.row.site for change in difference(before, after).changes] == ["z.py:2", "z.py:2", "model.py:10"]
+
+
+def test_changed_lines_are_first_unless_little_grew_there_and_the_changes_still_add_up():
+    sizes = {"kept.py:1": 1000, "changed.py:2": 400, "changed.py:3": 1}
+    added = [row(operator=f"op{n}", shape=(8 * size,), site=site) for n, (site, size) in enumerate(sizes.items())]
+    plain = difference(made_of(WEIGHTS), made_of(WEIGHTS, *added))
+    told = with_changed_lines(plain, lambda one: one.site.startswith("changed"))
+    assert [change.row.site for change in plain.changes] == [*sizes]
+    assert [change.row.site for change in told.changes] == ["changed.py:2", "kept.py:1", "changed.py:3"]
+    reasons = [change.reason for change in told.changes]
+    assert [one.startswith("changed line") for one in reasons] == [True, False, True]
+    assert sum(change.nbytes for change in told.changes) == plain.nbytes == told.nbytes
+
+
+def test_what_shrank_at_a_changed_line_is_no_reason():
+    shrunk = difference(made_of(WEIGHTS, row(count=2)), made_of(WEIGHTS, row(count=1)))
+    assert with_changed_lines(shrunk, lambda _: True) == shrunk
 
 
 def test_rows_that_matter_are_told_until_they_explain_most_of_the_growth():
