@@ -201,7 +201,10 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
     ends = ["--good", "1.0", "--bad", "1.8"]
     result = gpumem("bisect", "--package", "tinymodels", *ends, "--report", "found.md", "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
-    assert "gpumem bisect: 1.7 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.6\n" in result.stdout
+    assert (
+        "gpumem bisect: tinymodels 1.7 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.6\n"
+        in result.stdout
+    )
     assert ("skipped  ImportError: broken release" in result.stdout) is broken
     assert "to accept it: pytest test_it.py" in result.stdout
     # Both ends, and as many as halving eight steps takes; what is skipped comes on top, and leaves uneven halves.
@@ -258,7 +261,10 @@ def test_of_several_packages_the_one_that_did_it_is_found_and_then_its_release(p
     result = gpumem("bisect", "--packages", "--good", "old.txt", "--bad", "new.txt", "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
     assert "these differ: another 1.3, was 1.0; tinymodels 1.3, was 1.0; unrelated 1.3, was 1.0\n" in result.stderr
-    assert "gpumem bisect: 1.2 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.1\n" in result.stdout
+    assert (
+        "gpumem bisect: tinymodels 1.2 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.1\n"
+        in result.stdout
+    )
 
 
 class Commits:

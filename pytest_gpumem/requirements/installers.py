@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _NVIDIA = re.compile(r"^(Requires-Dist: (?:cuda|nvidia)-[^;\n]*).*$", re.MULTILINE)
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
+_AT_ADDRESS = re.compile(r"^[A-Za-z0-9._-]+ @ \S+", re.MULTILINE)
 _ERROR = re.compile(r"^(?:ERROR|error):\s*(.+)$", re.MULTILINE)
 _CAUSE = re.compile(r"^\s*(?:\u2570\u2500\u25b6|\u00d7|\u251c\u2500\u25b6|cause:)\s*(.+)$", re.MULTILINE)
 _VERSIONS = re.compile(r"\(from versions: ([^)]*)\)")
@@ -127,6 +128,8 @@ class Installer:
             for name, version in sorted(resolved.items())
             if name not in here or here[name].version != version
         ]
+        # What lies at an address is installed whatever its release is: that may be the one that is here.
+        others += _AT_ADDRESS.findall(lock.read_text(encoding="utf-8"))
         if others:
             self._run([uv, "pip", "install", "--python", str(self.python), "--no-deps", *others])
 
