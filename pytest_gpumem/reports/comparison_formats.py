@@ -108,9 +108,7 @@ def explanations(report: Compared, units: UnitSystem) -> Iterator[tuple[str, lis
 def remarks(report: Compared) -> list[str]:
     """Return sentences on single tests."""
     pairs = sorted({(row.old_slug, row.slug) for row in report.rows if row.old_slug is not None})
-    packages = "; ".join(map(str, report.packages))
     return [
-        *([f"packages: {packages}"] if packages else []),
         *(f"devices: {old} and {new}, of which one is emulated" for old, new in pairs),
         *(f"stale: {row.title}: {row.reason}" for row in report.rows if row.reason),
         *(
@@ -174,7 +172,9 @@ def _markdown(
         text += [escaping.table(list(form.header), rows, _LEFT), ""]
     for title, found in told:
         text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in found)), ""]
-    text += [f"- {escaping.plain(remark)}" for remark in remarks(report)]
+    # In a terminal it was said when they were installed.
+    packages = [f"packages: {'; '.join(map(str, report.packages))}"] if report.packages else []
+    text += [f"- {escaping.plain(remark)}" for remark in (*packages, *remarks(report))]
     return "\n".join(text).rstrip() + "\n"
 
 
