@@ -329,6 +329,10 @@ def test_the_recipe_of_the_page_names_the_branch_that_needs_more(job, github, tm
     installed(python, job.release("1.0", 10, "transformers"))
     branch = {"transformers/__init__.py": f"PEAK = {12 * MB}\n"}
     main = make_wheel(tmp_path / "main", "transformers", "1.1.dev0", branch)
+    # What the workflow takes out of torch's metadata.
+    metadata = packages_of(python) / "torch-2.13.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n", encoding="utf-8")
     job.environment |= {"REAL": str(python), "PYTEST_ADDOPTS": ARGUMENTS}
     job.write("conftest.py", TELLING.replace("tinymodels", "transformers"))
     job.write("requirements.txt", "torch==2.13.0\ntransformers==1.0\n")
