@@ -121,6 +121,18 @@ def test_uv_installs_the_same_where_it_is_on_the_path(project, index, tmp_path, 
     held = {json.loads(path.read_text())["packages"]["tinymodels"] for path in environments(tmp_path)}
     assert held == {"1.0", "2.0"}
     assert all((path.parent / "lock.txt").exists() for path in environments(tmp_path)), "uv has resolved it"
+    branch = make_wheel(index.parent / "branch", "tinymodels", "3.0", {"tinymodels/__init__.py": f"PEAK = {14 * MB}\n"})
+    command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", f"tinymodels @ {branch.as_uri()}"]
+    at_an_address = gpumem(*command, "--report", str(tmp_path / "ab.json"), "--", *PLAIN)
+    assert at_an_address.exit_code == 1, at_an_address.output
+    (moved,) = json.loads((tmp_path / "ab.json").read_text())["packages"]
+    assert moved == {
+        "name": "tinymodels",
+        "base": "1.0",
+        "head": "3.0",
+        "requested": True,
+        "url": branch.as_uri(),
+    }
     refused = gpumem("ab", "--head-with", "tinymodels==9.9", "--", *PLAIN)
     assert refused.exit_code == 2
     assert (
@@ -237,6 +249,39 @@ def test_ends_that_hold_nothing_to_find_are_told_in_a_sentence(project, index, g
     for minor, peak in enumerate((10, 10, 12)):
         release(index, f"1.{minor}", peak * MB)
     result = gpumem("bisect", "--package", "tinymodels", "--good", good, "--bad", bad, "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--from", "gone.json"], "'gone.json' does not exist"),
+        (["--from", "test_it.py"], "test_it.py: "),
+        (["--from", "ab.json", "test_it.py"], "--from names the test and both ends: leave TEST, --good, --bad and"),
+        ([], "Missing argument 'TEST...', or --from."),
+        (["--from", "ab.json", "--report", "found.txt"], "found.txt has to end with .json or .md"),
+    ],
+)
+def test_a_wrong_report_to_search_from_is_told_in_a_sentence(project, index, words, said):
+    (project / "ab.json").write_text(
+        json.dumps(
+            {
+                "not_compared": [],
+                "tests": [
+                    {
+                        "file": "test_it.py",
+                        "test": "test_a",
+                        "name": "call",
+                        "outcome": "regressed",
+                        "metrics": [{"metric": "peak_allocated", "outcome": "regressed"}],
+                    }
+                ],
+            }
+        ),
+        encoding="utf-8",
+    )
+    result = gpumem("bisect", *words)
     assert result.exit_code == 2, result.output
     assert said in result.stderr
 
