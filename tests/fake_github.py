@@ -1,4 +1,4 @@
-"""A GitHub of our own on this machine: one pull request's comments, as the REST API gives, takes and refuses them."""
+"""A GitHub of our own on this machine: one pull request's comments, and issues, as the REST API gives, takes and refuses them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 ME = "github-actions[bot]"
 REPOSITORY = "someone/project"
 NUMBER = 7
-COMMENTS = f"/repos/{REPOSITORY}/issues/{NUMBER}/comments"
+ISSUES = f"/repos/{REPOSITORY}/issues"
+COMMENTS = f"{ISSUES}/{NUMBER}/comments"
 TOKEN = "a-token"
 LIMIT = 65_536
+LONGEST_TITLE = 256
 
 
 @dataclass
@@ -27,6 +29,7 @@ class FakeGitHub:
 
     url: str
     comments: list[dict[str, Any]] = field(default_factory=list)
+    issues: list[dict[str, Any]] = field(default_factory=list)
     wrong: list[tuple[str, int, dict[str, str]]] = field(default_factory=list)
     after: bool = False
     read_only: bool = False
@@ -38,6 +41,14 @@ class FakeGitHub:
         number = 100 + len(self.comments)
         address = f"https://github.com/{REPOSITORY}/pull/{NUMBER}#issuecomment-{number}"
         self.comments.append({"id": number, "body": body, "user": {"login": login}, "html_url": address})
+        return number
+
+    def open(self, body: str, login: str = ME, title: str = "", **more: Any) -> int:
+        """Open an issue, and return its number."""
+        number = 20 + len(self.issues)
+        address = f"https://github.com/{REPOSITORY}/issues/{number}"
+        known = {"number": number, "title": title, "body": body, "state": "open", "user": {"login": login}}
+        self.issues.append({**known, "html_url": address, **more})
         return number
 
     @property
@@ -102,23 +113,35 @@ class _Handler(BaseHTTPRequestHandler):
     def carry_out(self, github: FakeGitHub, address: Any, content: Any) -> tuple[Any, ...]:
         if address.path == "/graphql":
             return 200, {"data": {"viewer": {"login": ME}}}
-        if self.command == "GET" and address.path == COMMENTS:
-            number = int(parse_qs(address.query).get("page", ["1"])[0])
-            last = max(-(-len(github.comments) // github.page), 1)
+        if self.command == "GET" and address.path in (COMMENTS, ISSUES):
+            asked = parse_qs(address.query)
+            listed = github.comments
+            if address.path == ISSUES:
+                listed = [one for one in github.issues if one["state"] == asked.get("state", ["open"])[0]]
+            number = int(asked.get("page", ["1"])[0])
+            last = max(-(-len(listed) // github.page), 1)
             links = [("prev", number - 1), ("next", number + 1), ("last", last)]
             link = ", ".join(
-                f'<{github.url}{COMMENTS}?per_page=100&page={page}>; rel="{rel}"'
+                f'<{github.url}{address.path}?per_page=100&page={page}>; rel="{rel}"'
                 for rel, page in links
                 if 1 <= page <= last and not (rel == "last" and number == last)
             )
-            return 200, github.comments[(number - 1) * github.page :][: github.page], {"Link": link} if link else {}
+            return 200, listed[(number - 1) * github.page :][: github.page], {"Link": link} if link else {}
         if github.read_only:
             return 403, {"message": "Resource not accessible by integration"}
-        return self.write(github, address, content["body"])
+        return self.write(github, address, content)
 
-    def write(self, github: FakeGitHub, address: Any, body: str) -> tuple[Any, ...]:
-        if len(body) > LIMIT:
+    def write(self, github: FakeGitHub, address: Any, content: dict[str, Any]) -> tuple[Any, ...]:
+        body = content.get("body", "")
+        if len(body) > LIMIT or len(content.get("title", "")) > LONGEST_TITLE:
             return 422, {"message": "Validation Failed"}
+        if self.command == "POST" and address.path == ISSUES:
+            github.open(**content)
+            return 201, github.issues[-1]
+        for issue in github.issues:
+            if (self.command, address.path) == ("PATCH", f"{ISSUES}/{issue['number']}"):
+                issue.update(content)
+                return 200, issue
         if self.command == "POST" and address.path == COMMENTS:
             github.add(body)
             return 201, github.comments[-1]

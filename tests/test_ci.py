@@ -224,12 +224,15 @@ def test_without_plotly_the_other_reports_are_made(runner):
 
 def test_reports_of_a_red_gate_are_uploaded_and_told_where_a_pull_request_wants_it():
     steps = read_yaml(ACTION.read_text(encoding="utf-8"))["runs"]["steps"]
-    upload, comment = (step for step in steps if "if" in step)
+    upload, bisect, comment, issue = conditional = [step for step in steps if "if" in step]
     assert upload["with"]["name"] == "${{ inputs.name }}"
-    for step in (upload, comment):
+    for step in conditional:
         assert step["continue-on-error"] is True
         assert {"!cancelled()", "steps.gate.outcome == 'success'"} <= set(step["if"].strip("${} ").split(" && "))
     assert comment["if"].endswith(" && inputs.comment == 'true' && github.event.pull_request.number }}")
+    for step in (bisect, issue):
+        assert step["if"].endswith(" && inputs.bisect == 'true' && !github.event.pull_request.number }}")
+    assert [step["name"] for step in steps if "GITHUB_TOKEN" in step.get("env", {})] == ["Comment", "Issue"]
 
 
 @pytest.mark.parametrize("name", ["arguments", "install"])

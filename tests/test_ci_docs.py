@@ -45,6 +45,8 @@ def blocks(page: Path) -> list[Block]:
 BLOCKS = [one for page in ("ci.md", "runner.md") for one in blocks(ROOT / "docs" / page)]
 START = [one for one in BLOCKS if one.section == "From nothing to a gate"]
 (GATE,) = (one for one in START if one.language == "yaml")
+(TOMORROW,) = (one for one in BLOCKS if one.title.endswith("tomorrow.yml"))
+"""That of tests/test_scheduled.py."""
 ACCEPT, HISTORY = (one for one in BLOCKS if one.title == "accept")
 ANOTHER_DEVICE = {
     "on the GPU": "git rm -r --quiet gpumem-baselines && git commit --quiet --message 'Another device'",
@@ -165,7 +167,7 @@ def test_an_empty_repository_gets_a_gate_that_a_regression_turns_red(reader, tmp
 def test_the_other_blocks_of_the_page_work_too(reader):
     reader.runner.values["inputs.reason"] = 'a "new" $(touch evil) batch'
     for one in BLOCKS:
-        if one in (*START, ACCEPT, HISTORY) or one.language == "toml":
+        if one in (*START, ACCEPT, HISTORY, TOMORROW) or one.language == "toml":
             continue
         reader.shell(ANOTHER_DEVICE.get(one.title, "true"))
         reader.follow(one)

@@ -121,6 +121,18 @@ def test_uv_installs_the_same_where_it_is_on_the_path(project, index, tmp_path, 
     held = {json.loads(path.read_text())["packages"]["tinymodels"] for path in environments(tmp_path)}
     assert held == {"1.0", "2.0"}
     assert all((path.parent / "lock.txt").exists() for path in environments(tmp_path)), "uv has resolved it"
+    branch = make_wheel(index.parent / "branch", "tinymodels", "3.0", {"tinymodels/__init__.py": f"PEAK = {14 * MB}\n"})
+    command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", f"tinymodels @ {branch.as_uri()}"]
+    at_an_address = gpumem(*command, "--report", str(tmp_path / "ab.json"), "--", *PLAIN)
+    assert at_an_address.exit_code == 1, at_an_address.output
+    (moved,) = json.loads((tmp_path / "ab.json").read_text())["packages"]
+    assert moved == {
+        "name": "tinymodels",
+        "base": "1.0",
+        "head": "3.0",
+        "requested": True,
+        "url": branch.as_uri(),
+    }
     refused = gpumem("ab", "--head-with", "tinymodels==9.9", "--", *PLAIN)
     assert refused.exit_code == 2
     assert (
@@ -201,7 +213,10 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
     ends = ["--good", "1.0", "--bad", "1.8"]
     result = gpumem("bisect", "--package", "tinymodels", *ends, "--report", "found.md", "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
-    assert "gpumem bisect: 1.7 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.6\n" in result.stdout
+    assert (
+        "gpumem bisect: tinymodels 1.7 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.6\n"
+        in result.stdout
+    )
     assert ("skipped  ImportError: broken release" in result.stdout) is broken
     assert "to accept it: pytest test_it.py" in result.stdout
     # Both ends, and as many as halving eight steps takes; what is skipped comes on top, and leaves uneven halves.
@@ -238,6 +253,39 @@ def test_ends_that_hold_nothing_to_find_are_told_in_a_sentence(project, index, g
     assert said in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--from", "gone.json"], "'gone.json' does not exist"),
+        (["--from", "test_it.py"], "test_it.py: "),
+        (["--from", "ab.json", "test_it.py"], "--from names the test and both ends: leave TEST, --good, --bad and"),
+        ([], "Missing argument 'TEST...', or --from."),
+        (["--from", "ab.json", "--report", "found.txt"], "found.txt has to end with .json or .md"),
+    ],
+)
+def test_a_wrong_report_to_search_from_is_told_in_a_sentence(project, index, words, said):
+    (project / "ab.json").write_text(
+        json.dumps(
+            {
+                "not_compared": [],
+                "tests": [
+                    {
+                        "file": "test_it.py",
+                        "test": "test_a",
+                        "name": "call",
+                        "outcome": "regressed",
+                        "metrics": [{"metric": "peak_allocated", "outcome": "regressed"}],
+                    }
+                ],
+            }
+        ),
+        encoding="utf-8",
+    )
+    result = gpumem("bisect", *words)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+
+
 def test_a_test_that_one_end_does_not_have_is_told(project, index):
     release(index, "1.0", 10 * MB)
     release(index, "1.1", 12 * MB)
@@ -258,7 +306,10 @@ def test_of_several_packages_the_one_that_did_it_is_found_and_then_its_release(p
     result = gpumem("bisect", "--packages", "--good", "old.txt", "--bad", "new.txt", "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
     assert "these differ: another 1.3, was 1.0; tinymodels 1.3, was 1.0; unrelated 1.3, was 1.0\n" in result.stderr
-    assert "gpumem bisect: 1.2 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.1\n" in result.stdout
+    assert (
+        "gpumem bisect: tinymodels 1.2 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.1\n"
+        in result.stdout
+    )
 
 
 class Commits:

@@ -40,7 +40,10 @@ def read_yaml(text: str) -> Any:
 
 @dataclass
 class Runner:
-    """A machine that runs steps in ``folder``. ``values`` are those of expressions, by name; ``log`` is what was printed."""
+    """A machine that runs steps in ``folder``, for a pull request unless ``values`` say otherwise.
+
+    ``values`` are those of expressions, by name; ``log`` is what was printed.
+    """
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -71,9 +74,11 @@ class Runner:
             "PLOTLY": "yes",
             "RUNNER_TEMP": str(self.temp),
             "GITHUB_ACTION_PATH": str(ACTION.parent),
+            "GITHUB_STEP_SUMMARY": str(self.temp / "summary.md"),
             **self.environment,
         }
-        self.values = {"runner.temp": str(self.temp), "github.token": "a-token", **self.values}
+        known = {"runner.temp": str(self.temp), "github.token": "a-token", "github.event.pull_request.number": "7"}
+        self.values = {**known, **self.values}
 
     def calls(self) -> list[list[str]]:
         """Each call of a Python, which comes first, with its arguments."""
@@ -89,12 +94,16 @@ class Runner:
         return self.run(plain["runs"]["steps"])
 
     def run(self, steps: list[Any]) -> bool:
-        """Tell whether all steps succeeded. Conditions are not looked at, and actions of others are left out."""
+        """Tell whether all steps succeeded; after one that did not, none runs. Actions of others are left out."""
         for step in steps:
+            if not self.holds(step.get("if", "")):
+                continue
             if step.get("uses", "").partition("@")[0].endswith("/.github/actions/gpumem"):
                 passed = self.run_action(**step.get("with", {}))
             else:
                 passed = "run" not in step or self._run(step)
+            if "id" in step:
+                self.values[f"steps.{step['id']}.outcome"] = "success" if passed else "failure"
             if not passed and step.get("continue-on-error") is not True:
                 return False
         return True
@@ -121,7 +130,22 @@ class Runner:
 
     def filled(self, text: object) -> str:
         """Return ``text`` with the values of its expressions, each of which is a name."""
-        return re.sub(r"\$\{\{ *([\w.-]+) *\}\}", lambda found: self.values.get(found[1], ""), str(text))
+        plain = str(text).lower() if isinstance(text, bool) else str(text)
+        return re.sub(r"\$\{\{ *([\w.-]+) *\}\}", lambda found: self.values.get(found[1], ""), plain)
+
+    def holds(self, condition: str) -> bool:
+        """Tell whether a condition holds, all of whose clauses have to: a name, ``!name``, or a name and what it is or is not."""
+        clauses = condition.removeprefix("${{").removesuffix("}}").split("&&")
+        return not condition or all(self._holds(clause.strip()) for clause in clauses)
+
+    def _holds(self, clause: str) -> bool:
+        if clause in ("!cancelled()", "always()"):
+            return True
+        found = re.fullmatch(r"(!?)([\w.-]+)(?: (==|!=) '([^']*)')?", clause)
+        assert found, f"no clause that is known here: {clause}"
+        negated, name, sign, wanted = found.groups()
+        value = self.values.get(name, "")
+        return (value == wanted) == (sign == "==") if sign else (not value) == bool(negated)
 
 
 def _outputs(text: str) -> dict[str, str]:

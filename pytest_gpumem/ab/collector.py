@@ -16,7 +16,7 @@ import pytest
 
 VARIABLE = "GPUMEM_AB_RUN"
 """The environment variable that says, as JSON, where to write (``file``), whose code is to run (``home``) and whose is not
-(``others``): folders without symbolic links."""
+(``others``): folders without symbolic links. ``only`` are the ids of the tests that run, all where it is empty."""
 PROPERTY = "gpumem"
 SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
 """Options of the plugin that are set to off, since ``[tool.gpumem]`` could switch them on."""
@@ -25,10 +25,11 @@ SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
 class Collector:
     """Keeps the reports of measured tests, and at the end the modules that are not the revision's."""
 
-    def __init__(self, file: str, home: str, others: list[str]) -> None:
+    def __init__(self, file: str, home: str, others: list[str], only: list[str]) -> None:
         self._file = file
         self._home = home
         self._others = others
+        self._only = frozenset(only)
         self._outside_modules: dict[str, str] = {}
         self._imported: set[str] = set()
         self._is_worker = False
@@ -39,6 +40,13 @@ class Collector:
         for option in SWITCHED_OFF:
             if hasattr(config.option, option):
                 setattr(config.option, option, False)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if not self._only:
+            return
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self._only])
+        items[:] = [item for item in items if item.nodeid in self._only]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab.changed_code import ChangedCode, Code, with_changed_code
 from pytest_gpumem.ab.checkout import BASE, HEAD, clear_leftovers, temporary_folder
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Runner
-from pytest_gpumem.ab.variants import Variant, Workshop, why_unused
+from pytest_gpumem.ab.variants import Variant, Workshop, changed_packages, why_unused
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings, read_table, settings_from_table
@@ -172,6 +172,7 @@ def set_up(
     environments: Environments,
     stop: Stop,
     say: Callable[[str], None],
+    only: Sequence[str] = (),
 ) -> Iterator[tuple[Runner, Workshop]]:
     """Set up what runs variants and what makes them ready, in a temporary folder. Raises `GitError`."""
     left = clear_leftovers(checkout)
@@ -179,7 +180,7 @@ def set_up(
         say(f"removed {counted(left, 'worktree')} of a comparison that was killed")
     others = checkout.checkouts()
     with temporary_folder() as folder:
-        runner = Runner(checkout, arguments, setup, folder, stop, [*others, folder])
+        runner = Runner(checkout, arguments, setup, folder, stop, [*others, folder], only)
         yield runner, Workshop(checkout, environments, folder, stop, say, is_emulated(arguments, checkout))
 
 
@@ -228,8 +229,9 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
             changed = ChangedCode(Code.of(ready[BASE], base), Code.of(ready[HEAD], head))
         assert changed is not None, "the first pair has been compared"
         tolerances = {**DEFAULT_TOLERANCES, **settings.tolerances}
-        report = compare_runs(pairs, plan.base.title, plan.head.title, plan.tolerance, tolerances)
-        return with_changed_code(report, changed)
+        found = compare_runs(pairs, plan.base.title, plan.head.title, plan.tolerance, tolerances)
+        found = replace(found, packages=changed_packages(ready[BASE], ready[HEAD]))
+        return with_changed_code(found, changed)
 
     try:
         with ExitStack() as stack:

@@ -137,6 +137,7 @@ def _outside_code(outside_modules: Mapping[str, str]) -> str:
 
 
 ABOUT_BASELINES = ("--gpumem-baseline", "--gpumem-update", "--gpumem-store", "--gpumem-strict")
+_WITH_VALUE = ("--gpumem-update", "--gpumem-store")
 PLUGIN = "gpumem_ab_collector"
 MOST_LINES = 25
 """Number of last lines that are shown of a run that failed."""
@@ -152,6 +153,21 @@ def refused(arguments: Sequence[str], checkout: Path) -> str | None:
         if path.is_absolute() and path.resolve().is_relative_to(checkout):
             return f"{argument} leads into the checkout, where only one of the revisions is: write the path relative to here"
     return None
+
+
+def without_baselines(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return pytest's arguments without those about baselines, and the store that they name."""
+    kept: list[str] = []
+    store = None
+    left = iter(arguments)
+    for argument in left:
+        option, sign, value = argument.partition("=")
+        if option not in ABOUT_BASELINES:
+            kept.append(argument)
+        elif option in _WITH_VALUE:
+            value = value if sign else next(left, "")
+            store = value if option == "--gpumem-store" else store
+    return kept, store
 
 
 def python_path(worktree: Path, checkout: Checkout, current: Sequence[str], inherited: str | None) -> str:
@@ -193,6 +209,8 @@ class Runner:
     stop: Stop
     others: Sequence[Path]
     """Folders in which the repository is checked out, also those that are run."""
+    only: Sequence[str] = ()
+    """The ids of the tests that run, of those that the arguments select; all where there are none."""
 
     def take(
         self, ready: Ready, number: int, tick: Callable[[], None], *, explained: bool = False
@@ -234,10 +252,9 @@ class Runner:
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
-        others = self.others
-        environment[collector.VARIABLE] = json.dumps(
-            {"file": str(lines), "home": str(worktree), "others": [str(one) for one in others if one != worktree]}
-        )
+        others = [str(one) for one in self.others if one != worktree]
+        told = {"file": str(lines), "home": str(worktree), "others": others, "only": list(self.only)}
+        environment[collector.VARIABLE] = json.dumps(told)
         return environment
 
 

@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packaging.utils import canonicalize_name
+
 from pytest_gpumem.ab.checkout import worktrees
+from pytest_gpumem.reports.comparison import ChangedPackage
 from pytest_gpumem.requirements.environments import site_folders_here
 from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.installed import versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -130,6 +134,24 @@ def differing_packages(base: Ready, head: Ready) -> tuple[str, ...]:
     names = sorted(base.packages.keys() | head.packages.keys())
     pairs = ((name, base.packages.get(name, "as here"), head.packages.get(name, "as here")) for name in names)
     return tuple(f"{name} {then} and {now}" for name, then, now in pairs if then != now)
+
+
+def changed_packages(base: Ready, head: Ready) -> tuple[ChangedPackage, ...]:
+    """Return the packages that are another release in ``head``, by normalized name; what neither set installed is the same."""
+    sides = [{str(canonicalize_name(name)): release for name, release in one.packages.items()} for one in (base, head)]
+    names = sorted(sides[0].keys() | sides[1].keys())
+    beneath = versions(names)
+    old, new = (
+        side if one.variant.requirements is not None and one.variant.requirements.python else {**beneath, **side}
+        for one, side in zip((base, head), sides, strict=True)
+    )
+    wanted = head.variant.requirements.requirements if head.variant.requirements is not None else ()
+    urls = {str(canonicalize_name(one.name)): one.url for one in wanted}
+    return tuple(
+        ChangedPackage(name, old.get(name), new.get(name), name in urls, urls.get(name))
+        for name in names
+        if old.get(name) != new.get(name) or urls.get(name)
+    )
 
 
 def why_unused(base: Ready, head: Ready, imported: frozenset[str]) -> str | None:

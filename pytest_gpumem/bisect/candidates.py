@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from pytest_gpumem.ab.variants import Variant
 from pytest_gpumem.git import GitError, Revision, git
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.ab.checkout import Checkout
 
 _FIELD = "\x1f"
+AT = "@ "
+"""The beginning of a release that lies at an address: ``"@ git+https://..."``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,13 @@ class Candidate:
     told: str = ""
     parents: int = 1
     """The number of a commit's parents: several of a merge."""
+    package: str = ""
+    """The package that it is a release of."""
+
+    @property
+    def title(self) -> str:
+        """The name with all that is known of it: ``transformers 4.38.2``."""
+        return " ".join(filter(None, [self.package, self.name, self.told]))
 
 
 def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: bool = True) -> list[Candidate]:
@@ -76,11 +86,20 @@ def releases(
 ) -> list[Candidate]:
     """Return the releases of ``package`` among those ``listed`` from ``good`` to ``bad``, both included.
 
-    ``beside`` are releases that other packages have in all of them.
+    What lies at an address, as ``"@ git+https://..."``, comes after all that are no pre-releases. ``beside`` are releases that
+    other packages have in all of them.
     """
+    if bad.startswith(AT):
+        found = [*between(listed, good, max([good, *listed], key=_final_version)), bad]
+    else:
+        found = between(listed, good, bad)
     return [
-        Candidate(Variant(None, _pinned({**(beside or {}), package: release}, f"{package}=={release}")), release)
-        for release in between(listed, good, bad)
+        Candidate(
+            Variant(None, _pinned({**(beside or {}), package: release}, _line(package, release))),
+            release.removeprefix(AT),
+            package=package,
+        )
+        for release in found
     ]
 
 
@@ -93,14 +112,31 @@ def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str]
     row = []
     for number in range(len(differ) + 1):
         pins = {**{name: good[name] for name in differ}, **{name: bad[name] for name in differ[:number]}}
-        changed = f"{differ[number - 1]} {bad[differ[number - 1]]}" if number else "all as they were"
+        changed = _words(differ[number - 1], bad[differ[number - 1]]) if number else "all as they were"
         row.append(Candidate(Variant(None, _pinned(pins, changed)), changed))
     return differ, row
 
 
 def _pinned(pins: Mapping[str, str], name: str) -> RequirementSet:
     # A local version, as of a build of torch for the CPU, is on no index.
-    return RequirementSet(tuple(f"{one}=={pins[one].partition('+')[0]}" for one in sorted(pins)), name=name)
+    return RequirementSet(tuple(_line(one, pins[one]) for one in sorted(pins)), name=name)
+
+
+def _line(package: str, release: str) -> str:
+    return f"{package} {release}" if release.startswith(AT) else f"{package}=={release.partition('+')[0]}"
+
+
+def _words(package: str, release: str) -> str:
+    return f"{package} {release.removeprefix(AT)}"
+
+
+def _final_version(release: str) -> Version:
+    """Return a release for comparison, in which one that is not final comes before all that are."""
+    try:
+        version = Version(release)
+    except InvalidVersion:
+        return Version("0.dev0")
+    return Version("0.dev0") if version.is_prerelease else version
 
 
 def pins_of(wanted: RequirementSet) -> dict[str, str]:

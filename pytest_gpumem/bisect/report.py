@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports import escaping
-from pytest_gpumem.reports.comparison_formats import explanations
+from pytest_gpumem.reports.comparison_formats import FORMAT, explanations
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
 from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
-    from pytest_gpumem.bisect.candidates import Candidate
     from pytest_gpumem.bisect.driver import Found
+    from pytest_gpumem.bisect.red_report import Red
     from pytest_gpumem.reports.comparison import Compared
     from pytest_gpumem.reports.layout import Line, Screen, Style
 
@@ -49,10 +50,12 @@ def lines(found: Found, screen: Screen) -> list[Line | str]:
     ]
 
 
-def markdown(found: Found) -> str:
-    """Return a section in GitHub's Markdown, for an issue or a job's summary."""
+def markdown(found: Found, red: Red | None = None) -> str:
+    """Return a section in GitHub's Markdown, for an issue or a job's summary; ``red`` is where the test is from."""
     units = found.settings.units
-    text = [f"### gpumem bisect: {escaping.plain(_named(found.bad))}", "", f"{escaping.plain(result(found))}.", ""]
+    text = [f"### gpumem bisect: {escaping.plain(culprit(found))}", "", f"{escaping.plain(result(found))}.", ""]
+    text += [f"- {escaping.plain(note)}" for note in ([] if red is None else red.notes)]
+    text += [""] if red is not None else []
     for title, blocks in explanations(found.step, units):
         text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in blocks)), ""]
     rows = [
@@ -69,19 +72,53 @@ def markdown(found: Found) -> str:
     return "\n".join(text).rstrip() + "\n"
 
 
+def to_json(found: Found, red: Red | None = None) -> str:
+    """Return the result as JSON, in the same units as the metric."""
+    then, now = _values(found.step, found.metric)
+    plain = {
+        "format": FORMAT,
+        "found": True,
+        "culprit": culprit(found),
+        "result": result(found),
+        "test": None if red is None else red.nodeid,
+        "metric": found.metric,
+        "good": then,
+        "bad": now,
+        "after": found.good.name,
+    }
+    return json.dumps(plain, indent=2) + "\n"
+
+
+def nothing_as_markdown(why: str) -> str:
+    """Return the Markdown of a bisection that found nothing, and ``why``: a sentence, and lines of a log."""
+    first, *log = why.strip().splitlines()
+    shown_log = ["", escaping.block("\n".join(log).strip("\n"))] if log else []
+    return "\n".join(["### gpumem bisect: nothing was found", "", f"{escaping.plain(first)}.", *shown_log]) + "\n"
+
+
+def nothing_as_json(why: str) -> str:
+    """Return the JSON of a bisection that found nothing, and ``why``."""
+    return json.dumps({"format": FORMAT, "found": False, "culprit": None, "why": why}, indent=2) + "\n"
+
+
 def result(found: Found) -> str:
-    """Return the change in a sentence: ``"4.38.0 did it: peak allocated 12.70 MB to 289.80 MB (+2181.9 %), after 4.37.2"``."""
+    """Return the change in a sentence: ``"transformers 4.38.0 did it: peak allocated 9.23 MB to 539.50 MB, after 4.37.2"``."""
     title = METRICS[found.metric].title
     then, now = _values(found.step, found.metric)
     ratio = f" ({format_ratio(now / then - 1)})" if then and now is not None else ""
     before, after = (shown(found.metric, value, found.settings.units) for value in (then, now))
     told = f"{title} {before} to {after}{ratio}"
     if found.skipped:
-        return (
-            f"one of {', '.join(one.name for one in (*found.skipped, found.bad))} did it: {told}, after {found.good.name}; "
-            "those between could not be judged"
-        )
-    return f"{_named(found.bad)} did it: {told}, after {found.good.name}"
+        return f"{culprit(found)} did it: {told}, after {found.good.name}; those between could not be judged"
+    return f"{culprit(found)} did it: {told}, after {found.good.name}"
+
+
+def culprit(found: Found) -> str:
+    """Return the change alone: ``"transformers 4.38.0"``, or that it is one of several that could not be told apart."""
+    if not found.skipped:
+        return found.bad.title
+    package = f"{found.bad.package} " if found.bad.package else ""
+    return f"one of {package}{', '.join(one.name for one in (*found.skipped, found.bad))}"
 
 
 def notes(found: Found) -> list[str]:
@@ -100,10 +137,6 @@ def notes(found: Found) -> list[str]:
             f"{found.bad.name} is a merge; to look at what it brought: --all --good {found.bad.name}^ --bad {found.bad.name}"
         )
     return told
-
-
-def _named(candidate: Candidate) -> str:
-    return f"{candidate.name} {candidate.told}" if candidate.told else candidate.name
 
 
 def _values(report: Compared, metric: str) -> tuple[float | None, float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,19 +16,26 @@ from pytest_gpumem.ab.variants import Variant
 from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, renamed, screen, write_lines
 from pytest_gpumem.git import GitError, plain_environment
 from pytest_gpumem.processes import noted_signals
-from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
+from pytest_gpumem.reports.comparison_formats import (
+    lines,
+    markdown,
+    nothing_as_json,
+    nothing_as_markdown,
+    to_json,
+)
 from pytest_gpumem.requirements.environments import Environments, cache_folder
 from pytest_gpumem.requirements.errors import RequirementError
 from pytest_gpumem.requirements.requirement_set import requirement_set
 from pytest_gpumem.units import counted, parse_ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.git import Revision
     from pytest_gpumem.reports.comparison import Compared
 
     FC = TypeVar("FC", bound=Callable[..., Any] | click.Command)
+    T = TypeVar("T")
 
 PYTEST_ARGUMENTS = "pytest_gpumem.cli.ab"
 _OF_FILES = ("-r", "--requirement")
@@ -52,11 +60,15 @@ def _with_files(words: Sequence[str]) -> Iterator[str]:
         yield f"{word} {next(left, '')}" if word in _OF_FILES else word
 
 
+_MOST_OF_MARKDOWN = 50_000
+"""Characters: something of a comment is left for what else is in it."""
 _RENDERERS: dict[str, Callable[[Ended], str]] = {
     ".json": lambda ended: to_json(_report_of(ended), finished=ended.why is None),
-    ".md": lambda ended: markdown(_report_of(ended), ended.units, finished=ended.why is None),
+    ".md": lambda ended: markdown(_report_of(ended), ended.units, finished=ended.why is None, most=_MOST_OF_MARKDOWN),
 }
 """The formats of `--report`, by suffix."""
+_OF_NOTHING: dict[str, Callable[[str], str]] = {".json": nothing_as_json, ".md": nothing_as_markdown}
+"""The same of a comparison that came to nothing."""
 
 
 def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -103,6 +115,19 @@ def max_slowdown_option(told: str) -> Callable[[FC], FC]:
     return click.option("--max-slowdown", default="1.5 %", show_default=True, callback=parsed(parse_ratio), help=told)
 
 
+def report_option(told: str) -> Callable[[FC], FC]:
+    """Return the option of the files for the result, whose help is what is ``told``."""
+    return click.option(
+        "--report",
+        "files",
+        metavar="FILE",
+        multiple=True,
+        type=click.Path(dir_okay=False, writable=True, path_type=Path),
+        callback=_reports,
+        help=told,
+    )
+
+
 def environments() -> Environments:
     """Return the environments of the user's cache."""
     return Environments(cache_folder(), plain_environment())
@@ -129,15 +154,7 @@ def environments() -> Environments:
     metavar="COMMAND",
     help="Run by the shell in a worktree before each run there, say 'pip install -e .'.",
 )
-@click.option(
-    "--report",
-    "files",
-    metavar="FILE",
-    multiple=True,
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=_reports,
-    help="Write the result there: .json for programs, .md for a comment. May be repeated.",
-)
+@report_option("Write the result there: .json for programs, .md for a comment. May be repeated.")
 @renamed("--json", "--report FILE.json")
 @renamed("--markdown", "--report FILE.md")
 @click.pass_context
@@ -177,7 +194,7 @@ def ab(
     130 when interrupted.
     """
     arguments: list[str] = context.meta[PYTEST_ARGUMENTS]
-    with input_errors(GitError, RequirementError):
+    with told_in(files, _OF_NOTHING), input_errors(GitError, RequirementError):
         wanted = [
             requirement_set(given, constraints, python) if given or python else None
             for given, python in ((base_with, base_python), (head_with, head_python))
@@ -191,11 +208,11 @@ def ab(
             checkout = Checkout.around(Path.cwd())
             revisions = [checkout.revision(base), checkout.revision(head or "HEAD")]
             uncommitted = checkout.uncommitted()
+        why_not = refused(arguments, checkout.top)
+        if why_not is not None:
+            raise click.UsageError(why_not)
     variants = [Variant(*one) for one in zip(revisions, wanted, strict=True)]
     plan = Plan(checkout, variants[0], variants[1], arguments, setup, rounds, max_slowdown)
-    why_not = refused(arguments, checkout.top)
-    if why_not is not None:
-        raise click.UsageError(why_not)
     if uncommitted:
         are = "is" if uncommitted == 1 else "are"
         click.echo(
@@ -205,6 +222,8 @@ def ab(
         ended = compare_variants(plan, environments(), stop, Progress(sys.stderr, 2 * rounds))
     if ended.report is not None:
         _print(ended, files)
+    elif ended.why is not None:
+        write_reports(files, _OF_NOTHING, ended.why)
     if setup is not None:
         click.echo(
             "--setup ran in worktrees that are gone now: what it installed may have to be installed again", err=True
@@ -221,8 +240,23 @@ def _report_of(ended: Ended) -> Compared:
 
 def _print(ended: Ended, files: Sequence[Path]) -> None:
     write_lines(lines(_report_of(ended), ended.units, screen()))
+    write_reports(files, _RENDERERS, ended)
+
+
+def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], str]], told: T) -> None:
+    """Write what is ``told`` into ``files``, by suffix. Raises `InputError`."""
     try:
         for file in files:
-            file.write_text(_RENDERERS[file.suffix](ended), encoding="utf-8")
+            file.write_text(renderers[file.suffix](told), encoding="utf-8")
     except OSError as error:
         raise InputError(f"the result could not be written: {error}") from None
+
+
+@contextmanager
+def told_in(files: Sequence[Path], renderers: Mapping[str, Callable[[str], str]]) -> Iterator[None]:
+    """Write the reason into ``files``, by suffix, where the command ends because of wrong input."""
+    try:
+        yield
+    except click.ClickException as error:
+        write_reports(files, renderers, error.format_message())
+        raise

@@ -13,20 +13,32 @@ from packaging.version import InvalidVersion, Version
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.compare_variants import SIGNALLED, set_up
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import refused
+from pytest_gpumem.ab.runs import refused, without_baselines
+from pytest_gpumem.baselines.history import events_of, file_changes, texts_of
 from pytest_gpumem.baselines.selecting import selected
+from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.bisect import candidates
-from pytest_gpumem.bisect.candidates import commits, pins_of, releases
+from pytest_gpumem.bisect.candidates import AT, commits, pins_of, releases
 from pytest_gpumem.bisect.driver import JUDGED, TIMED, NothingFound, Search
 from pytest_gpumem.bisect.journal import Journal
 from pytest_gpumem.bisect.memory import most_jobs
-from pytest_gpumem.bisect.report import lines, markdown
-from pytest_gpumem.cli.ab import PYTEST_ARGUMENTS, WithPytestArguments, environments, max_slowdown_option
-from pytest_gpumem.cli.project import project_settings, read_baselines, store_backend
+from pytest_gpumem.bisect.red_report import red_of
+from pytest_gpumem.bisect.report import lines, markdown, nothing_as_json, nothing_as_markdown, to_json
+from pytest_gpumem.cli.ab import (
+    PYTEST_ARGUMENTS,
+    WithPytestArguments,
+    environments,
+    max_slowdown_option,
+    report_option,
+    told_in,
+    write_reports,
+)
+from pytest_gpumem.cli.project import checkout_of, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, screen, write_lines
-from pytest_gpumem.git import GitError, git, plain_environment
+from pytest_gpumem.git import GitError, Revision, git, plain_environment
 from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.processes import Stopped, noted_signals
+from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.requirements.environments import cache_folder
 from pytest_gpumem.requirements.errors import NotInstalled, RequirementError
 from pytest_gpumem.requirements.installed import versions
@@ -39,10 +51,21 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.bisect.candidates import Candidate
     from pytest_gpumem.bisect.driver import Found
+    from pytest_gpumem.bisect.red_report import Red
+
+
+_OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
 
 
 @click.command(cls=WithPytestArguments)
-@click.argument("tests", nargs=-1, required=True, metavar="TEST...")
+@click.argument("tests", nargs=-1, metavar="TEST...")
+@click.option(
+    "--from",
+    "source",
+    metavar="REPORT",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Search for what made the first test regress in this JSON report, of 'gpumem ab' or of a session, in place of TEST.",
+)
 @click.option("--good", metavar="WHICH", help="The revision, release or lock file of which the test needs less.")
 @click.option("--bad", metavar="WHICH", help="The one of which it needs more; of revisions HEAD if it is left out.")
 @click.option("--package", metavar="NAME", help="Search in the releases of this package, from --good to --bad.")
@@ -75,18 +98,13 @@ if TYPE_CHECKING:
 @click.option(
     "--setup", metavar="COMMAND", help="Run by the shell in each checkout before its run, say 'pip install -e .'."
 )
-@click.option(
-    "--report",
-    "file",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Write the result there as Markdown, for an issue.",
-)
+@report_option("Write the result there: .json for programs, .md for an issue. May be repeated.")
 @click.pass_context
 def bisect(
     context: click.Context,
     *,
     tests: tuple[str, ...],
+    source: Path | None,
     good: str | None,
     bad: str | None,
     package: str | None,
@@ -97,7 +115,7 @@ def bisect(
     max_slowdown: float,
     slug: str | None,
     setup: str | None,
-    file: Path | None,
+    files: tuple[Path, ...],
 ) -> None:
     """Find the change that made a test need more: a commit, a package, or a release of one.
 
@@ -111,24 +129,29 @@ def bisect(
       gpumem bisect --package transformers --good 4.45.0 --bad 4.50.0 tests/test_llama.py
       gpumem bisect --packages tests/test_llama.py::test_train
       gpumem bisect --packages --good old.txt --bad new.txt tests/test_llama.py
+      gpumem bisect --from gpumem.json
 
     Exit status: 0 when the change was found, 2 when there is nothing to find or an end cannot be run, 130 when interrupted.
     """
-    _check_ends(good, bad, package, packages=packages)
-    of_code = package is None and not packages
     given: list[str] = context.meta[PYTEST_ARGUMENTS]
-    arguments = [*([] if metric == TIMED else ["--no-gpumem-time"]), *given, *tests]
-    with input_errors(GitError):
+    with told_in(files, _OF_NOTHING), input_errors(GitError, ReportError, NothingFound):
+        red = None if source is None else _red(source)
+        _check_ends(tests, good, bad, package, packages=packages, red=red)
+        of_code = package is None and not packages and red is None
         checkout = Checkout.around(Path.cwd()) if of_code else Checkout.as_it_is(Path.cwd())
-    why_not = refused(arguments, checkout.top)
-    if why_not is not None:
-        raise click.UsageError(why_not)
-
+        metric = metric or (red.metric if red is not None else None)
+        options, store = (given, None) if red is None else without_baselines(given)
+        arguments = [*([] if metric == TIMED else ["--no-gpumem-time"]), *options, *tests]
+        why_not = refused(arguments, checkout.top)
+        if why_not is not None:
+            raise click.UsageError(why_not)
+    only = () if red is None else (red.nodeid,)
     numbers = itertools.count(1)
 
     def search(row: Sequence[Candidate]) -> Found:
         _say(f"{counted(len(row), 'candidate')}, {row[0].name} to {row[-1].name}")
-        told = [str(checkout.top), "" if of_code else _state(checkout), arguments, setup, metric]
+        state = "" if row[0].variant.revision is not None else _state(checkout)
+        told = [str(checkout.top), state, arguments, setup, metric, *only]
         told += [str(one.variant.requirements and one.variant.requirements.lines) + one.name for one in row]
         journal = Journal.of(cache_folder().parent / "bisections", told)
         found = Search(
@@ -137,10 +160,12 @@ def bisect(
         journal.remove()
         return found
 
-    with noted_signals() as stop:
+    with told_in(files, _OF_NOTHING), noted_signals() as stop:
         try:
-            with set_up(checkout, arguments, setup, environments(), stop, _say) as (runner, workshop):
-                if of_code:
+            with set_up(checkout, arguments, setup, environments(), stop, _say, only) as (runner, workshop):
+                if red is not None:
+                    found = _of_red(red, search, checkout, store, first_parent=not everything)
+                elif of_code:
                     ends = checkout.revision(good or ""), checkout.revision(bad or "HEAD")
                     found = search(commits(checkout, *ends, first_parent=not everything))
                 elif package is not None:
@@ -153,14 +178,75 @@ def bisect(
             click.echo("interrupted: the same command goes on from here", err=True)
             context.exit(SIGNALLED + stopped.signum)
     write_lines(lines(found, screen()))
-    click.echo(f"to accept it: pytest {shlex.join([*tests, *given])} --gpumem-update=all")
-    if file is not None:
-        with input_errors(OSError):
-            file.write_text(markdown(found), encoding="utf-8")
+    accepted = [*tests, *given] if red is None else [red.nodeid, *options]
+    if red is None or red.gated:
+        click.echo(f"to accept it: pytest {shlex.join(accepted)} --gpumem-update=all")
+    write_reports(files, {".json": lambda one: to_json(one, red), ".md": lambda one: markdown(one, red)}, found)
 
 
-def _check_ends(good: str | None, bad: str | None, package: str | None, *, packages: bool) -> None:
-    """Raise ``click.UsageError`` where an end is missing that has to be named."""
+def _red(source: Path) -> Red:
+    """Return what a report has to search for. Raises `ReportError`, `NothingFound` and `InputError`."""
+    try:
+        return red_of(source.read_text(encoding="utf-8"), str(source))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{source} cannot be read: {error}") from None
+
+
+def _of_red(
+    red: Red,
+    search: Callable[[Sequence[Candidate]], Found],
+    checkout: Checkout,
+    store: str | None,
+    *,
+    first_parent: bool,
+) -> Found:
+    """Return what did it: of the packages that differ or, where none of them did, of the commits since the baseline."""
+    why_no_package = ""
+    if red.then or not red.gated:
+        try:
+            return _in_packages(search, dict(red.then), dict(red.now))
+        except (NothingFound, NotInstalled, RunFailed) as failure:
+            if not red.gated:
+                raise
+            why_no_package = f"; packages: {str(failure).splitlines()[0]}"
+    try:
+        row = commits(checkout, _accepted(red, store), checkout.revision("HEAD"), first_parent=first_parent)
+        return search(row)
+    except (GitError, InputError, NothingFound) as failure:
+        told = failure.format_message() if isinstance(failure, InputError) else str(failure)
+        raise NothingFound(f"{told}{why_no_package}") from None
+
+
+def _accepted(red: Red, store: str | None) -> Revision:
+    """Return the commit that accepted a test's baseline. Raises `NothingFound`, `GitError` and `InputError`."""
+    backend = store_backend(project_settings(store, emulates=False))
+    checkout, folder = checkout_of(backend)
+    path = path_of(red.slug, red.key.file)
+    changes = file_changes(checkout.top, path if folder == "." else f"{folder}/{path}")
+    events = events_of(changes, texts_of(checkout.top, changes), red.key)
+    commit = events[-1].commit if events else None
+    if commit is None:
+        raise NothingFound(f"the baseline of {red.key} is in no commit, so that it is not known since when it was good")
+    if commit.cut_off:
+        raise NothingFound(
+            f"this clone is shallow, so that it is not known which commit accepted the baseline of {red.key}: fetch its "
+            "history with `git fetch --unshallow`, or on GitHub Actions with fetch-depth: 0 for actions/checkout"
+        )
+    if commit.name == checkout.revision("HEAD").commit:
+        raise NothingFound(f"the last commit accepted the baseline of {red.key}, so that no commit after it did it")
+    return Revision(commit.name, commit.name)
+
+
+def _check_ends(
+    tests: Sequence[str], good: str | None, bad: str | None, package: str | None, *, packages: bool, red: Red | None
+) -> None:
+    """Raise ``click.UsageError`` where an end is missing that has to be named, or a report names both."""
+    if red is not None:
+        if tests or good or bad or package or packages:
+            raise click.UsageError("--from names the test and both ends: leave TEST, --good, --bad and --package out")
+        return
+    if not tests:
+        raise click.UsageError("Missing argument 'TEST...', or --from.")
     if package is not None and packages:
         raise click.UsageError("--package and --packages exclude each other")
     if good is None and not packages:
@@ -184,13 +270,22 @@ def _state(checkout: Checkout) -> str:
 def _releases(package: str, good: str, bad: str, beside: Mapping[str, str] | None = None) -> list[Candidate]:
     """Return the releases of a package that its index has from one to another."""
     for release in (good, bad):
+        if release.startswith(AT):
+            continue
         try:
             Version(release)
         except InvalidVersion:
             raise RequirementError(f"{release!r} is no release of {package}, like 4.38.2") from None
-    if Version(good) == Version(bad):
+    if not bad.startswith(AT) and Version(good) == Version(bad):
         raise RequirementError(f"--good and --bad are the same release of {package}: {good}")
-    return releases(package, releases_of(package, plain_environment()), good, bad, beside)
+    try:
+        listed = releases_of(package, plain_environment())
+    except NotInstalled:
+        if not bad.startswith(AT):
+            raise
+        # It may be on no index at all.
+        listed = []
+    return releases(package, listed, good, bad, beside)
 
 
 def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -> tuple[dict[str, str], dict[str, str]]:
@@ -231,4 +326,4 @@ def _in_packages(search: Callable[[Sequence[Candidate]], Found], then: dict[str,
 
 def _public(release: str) -> str:
     """Return a release without its local part, which is on no index: ``2.13.0`` of ``2.13.0+cpu``."""
-    return release.partition("+")[0]
+    return release if release.startswith(AT) else release.partition("+")[0]

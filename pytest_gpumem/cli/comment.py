@@ -1,10 +1,11 @@
-"""``gpumem comment``: a report as the one comment in a pull request that is kept up to date."""
+"""``gpumem comment``: reports as the one comment in a pull request, or as the one issue, that is kept up to date."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,8 +15,10 @@ from pytest_gpumem.github.comment import (
     GitHubError,
     NotAllowedError,
     PullRequest,
+    close_issue,
     pull_request_of_event,
     put_comment,
+    put_issue,
     room,
 )
 from pytest_gpumem.reports.errors import ReportError
@@ -23,6 +26,9 @@ from pytest_gpumem.reports.escaping import plain
 from pytest_gpumem.reports.github import is_github, notice_line
 from pytest_gpumem.reports.json_report import from_json
 from pytest_gpumem.reports.markdown import markdown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DEFAULT_NAME = "gpumem"
 _LONGEST_NAME = 100
@@ -47,45 +53,72 @@ def _name(text: str) -> str:
 
 
 @click.command()
-@click.argument("report", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument(
+    "reports",
+    metavar="REPORT...",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
 @click.option("--pull-request", type=WholeNumber(min=1), help="Its number; that of the workflow's event by default.")
 @click.option(
     "--repository",
     metavar="OWNER/NAME",
     envvar="GITHUB_REPOSITORY",
     callback=parsed(_repository),
-    help="Where the pull request is; GITHUB_REPOSITORY by default.",
+    help="Where the pull request or the issue is; GITHUB_REPOSITORY by default.",
 )
 @click.option(
     "--name",
     default=DEFAULT_NAME,
     show_default=True,
     callback=parsed(_name),
-    help="Which comment it is, where a pull request has several.",
+    help="Which comment or issue it is, where there are several.",
 )
+@click.option(
+    "--issue",
+    type=click.Choice(("open", "closed")),
+    help="Put it into an issue instead: open one or change it, or, when all is well, close it where there is one.",
+)
+@click.option("--title", metavar="TEXT", default="the gate is red", show_default=True, help="What the issue is called.")
 @click.option("--link", metavar="URL", default="", callback=parsed(_address), help="Where the whole report is.")
-def comment(*, report: Path, pull_request: int | None, repository: str | None, name: str, link: str) -> None:
-    """Put a report into the pull request, as one comment that later runs change.
+def comment(
+    *,
+    reports: tuple[Path, ...],
+    pull_request: int | None,
+    repository: str | None,
+    name: str,
+    issue: str | None,
+    title: str,
+    link: str,
+) -> None:
+    """Put a report into the pull request, as one comment that later runs change, or into an issue.
 
     REPORT is what pytest --gpumem-report=FILE wrote: JSON, of which the most important fits in, or Markdown, taken as it is.
+    Several stand one beneath another.
     The comment is found again by its name and by who wrote it. GITHUB_TOKEN is the token, with the permission
     pull-requests: write. In a job of GitHub Actions nothing else has to be said:
 
     \b
         gpumem comment gpumem-report/gpumem.json
 
+    With --issue, for a job that runs for no pull request, it is an issue of that name, and the permission is issues: write.
+
     A token that may only read, which is what pull requests from forks get, is no failure, and neither is a job that runs for
     no pull request: both are said.
 
-    Exit status: 0 when the comment is there, or must not be, 1 when GitHub could not be told, 2 for wrong input or usage.
+    Exit status: 0 when the comment or issue is there, or must not be, 1 when GitHub could not be told, 2 for wrong input or
+    usage.
     """
     token = os.environ.get("GITHUB_TOKEN")
     if not token:
         raise InputError("GITHUB_TOKEN is not set; in a workflow: env: {GITHUB_TOKEN: '${{ github.token }}'}")
     if repository is None:
         raise InputError("which repository is not known: give --repository OWNER/NAME")
-    number = pull_request or _number_of_event()
-    if number is None:
+    if issue is not None and pull_request is not None:
+        raise click.UsageError("--issue and --pull-request exclude each other")
+    number = None if issue is not None else pull_request or _number_of_event()
+    if number is None and issue is None:
         _print("there is no comment, since this job runs for no pull request")
         return
     api = Api(
@@ -93,37 +126,54 @@ def comment(*, report: Path, pull_request: int | None, repository: str | None, n
         os.environ.get("GITHUB_API_URL", "https://api.github.com"),
         os.environ.get("GITHUB_GRAPHQL_URL", "https://api.github.com/graphql"),
     )
+    where = None if number is None else PullRequest(repository, number)
     try:
-        is_new, address = put_comment(api, PullRequest(repository, number), name, _body(report, name, link))
+        if issue == "closed":
+            closed = close_issue(api, repository, name)
+            click.echo(f"closed {closed}" if closed else "there is no open issue to close")
+            return
+        body = _body(reports, name, link)
+        if where is None:
+            is_new, address = put_issue(api, repository, name, f"{name}: {title}", body)
+        else:
+            is_new, address = put_comment(api, where, name, body)
     except NotAllowedError as error:
         _print(
             "there is no comment, since the token may not write one, as for pull requests from forks; otherwise give the "
             f"job the permission pull-requests: write ({error})"
+            if where is not None
+            else "no issue was written, since the token may not write one: give the job the permission issues: write "
+            f"({error})"
         )
     except GitHubError as error:
-        raise click.ClickException(f"the comment could not be put: {error}") from None
+        what = "issue" if where is None else "comment"
+        raise click.ClickException(f"the {what} could not be put: {error}") from None
     else:
         click.echo(f"{'made' if is_new else 'changed'} {address}")
 
 
-def _body(file: Path, name: str, link: str) -> str:
-    """Return the comment without its marker. Raises `InputError`."""
+def _body(files: Sequence[Path], name: str, link: str) -> str:
+    """Return the text without its marker. Raises `InputError`."""
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
     beneath = f"\n[The whole report]({link})\n" if link else ""
-    most = room(name) - len(above) - len(beneath)
-    try:
-        text = file.read_text(encoding="utf-8")
-        body = markdown(from_json(text, str(file)), most=most) if file.suffix == ".json" else text
-    except ReportError as error:
-        raise InputError(str(error)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
-    if len(body) > most:
-        raise InputError(
-            f"{file} has {len(body):,} characters, and a comment has room for {most:,}: give the report as JSON, of which "
-            "the most important is taken"
-        )
-    return f"{above}{body}{beneath}"
+    left = room(name) - len(above) - len(beneath) - (len(files) - 1)
+    texts: dict[Path, str] = {}
+    # Of JSON there is as much as the others leave room for.
+    for file in sorted(files, key=lambda one: one.suffix == ".json"):
+        try:
+            text = file.read_text(encoding="utf-8")
+            texts[file] = markdown(from_json(text, str(file)), most=left) if file.suffix == ".json" else text
+        except ReportError as error:
+            raise InputError(str(error)) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{file} cannot be read: {error}") from None
+        if len(texts[file]) > left:
+            raise InputError(
+                f"{file} has {len(texts[file]):,} characters, and a comment has room for {left:,}: give the report as JSON, "
+                "of which the most important is taken"
+            )
+        left -= len(texts[file])
+    return f"{above}{chr(10).join(texts[file] for file in files)}{beneath}"
 
 
 def _number_of_event() -> int | None:

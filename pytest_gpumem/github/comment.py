@@ -1,4 +1,4 @@
-"""One comment in a pull request that is kept up to date, through GitHub's REST and GraphQL API."""
+"""One comment in a pull request, or one issue, that is kept up to date, through GitHub's REST and GraphQL API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from http.client import HTTPMessage
     from pathlib import Path
 
-
+T = TypeVar("T")
 _SECONDS = 30
 """The time in seconds that an answer may take."""
 _VERSION = "2022-11-28"
@@ -153,6 +153,8 @@ def _next_page(link: str) -> str | None:
 _WAITS = (1.0, 3.0, 9.0)
 """Seconds before each of the further tries."""
 _LONGEST_WAIT = 60.0
+MOST_OF_A_TITLE = 256
+"""Characters of an issue's title; with more it is refused: ``title is too long (maximum is 256 characters)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +212,55 @@ def put_comment(
     Raises:
         GitHubError: GitHub refused it, or is not available.
     """
-    # Half of a surrogate pair is no text, and GitHub would refuse all of it.
-    text = f"{marker(name)}\n{body}".encode(errors="backslashreplace").decode()
+    return _persistently(lambda: _put(api, where, marker(name), _marked(name, body)), sleep)
+
+
+def put_issue(
+    api: Api, repository: str, name: str, title: str, body: str, *, sleep: Callable[[float], None] = time.sleep
+) -> tuple[bool, str]:
+    """Change the open issue called ``name``, or open it where there is none; as `put_comment`."""
+    content = {"title": _text(title)[:MOST_OF_A_TITLE], "body": _marked(name, body)}
+
+    def put() -> tuple[bool, str]:
+        mine = _find_issue(api, repository, marker(name))
+        if mine is None:
+            answer, _ = api.request("POST", f"/repos/{repository}/issues", content)
+        else:
+            answer, _ = api.request("PATCH", f"/repos/{repository}/issues/{mine}", content)
+        return mine is None, _address(answer)
+
+    return _persistently(put, sleep)
+
+
+def close_issue(api: Api, repository: str, name: str, *, sleep: Callable[[float], None] = time.sleep) -> str | None:
+    """Close the open issue called ``name``, and return its address; ``None`` where there is none. Raises `GitHubError`."""
+
+    def close() -> str | None:
+        mine = _find_issue(api, repository, marker(name))
+        if mine is None:
+            return None
+        closed = {"state": "closed", "state_reason": "completed"}
+        return _address(api.request("PATCH", f"/repos/{repository}/issues/{mine}", closed)[0])
+
+    return _persistently(close, sleep)
+
+
+def _persistently(put: Callable[[], T], sleep: Callable[[float], None]) -> T:
     for wait in _WAITS:
         try:
-            return _put(api, where, marker(name), text)
+            return put()
         except UnavailableError as error:
             sleep(min(error.after or wait, _LONGEST_WAIT))
-    return _put(api, where, marker(name), text)
+    return put()
+
+
+def _marked(name: str, body: str) -> str:
+    return _text(f"{marker(name)}\n{body}")
+
+
+def _text(text: str) -> str:
+    # Half of a surrogate pair is no text, and GitHub would refuse all of it.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _put(api: Api, where: PullRequest, first_line: str, text: str) -> tuple[bool, str]:
@@ -226,20 +269,36 @@ def _put(api: Api, where: PullRequest, first_line: str, text: str) -> tuple[bool
         answer, _ = api.request("POST", where.comments, {"body": text})
     else:
         answer, _ = api.request("PATCH", f"/repos/{where.repository}/issues/comments/{mine}", {"body": text})
+    return mine is None, _address(answer)
+
+
+def _address(answer: Any) -> str:
     try:
-        return mine is None, str(answer["html_url"])
+        return str(answer["html_url"])
     except (KeyError, TypeError):
-        raise GitHubError("GitHub took the comment, and does not say where it is") from None
+        raise GitHubError("GitHub took the text, and does not say where it is") from None
 
 
 def _find(api: Api, where: PullRequest, first_line: str) -> int | None:
     """Return the oldest comment of the token's owner that begins with the marker. Others may quote it."""
+    mine = _first_of_mine(api, f"{where.comments}?per_page=100", first_line)
+    return None if mine is None else int(mine["id"])
+
+
+def _find_issue(api: Api, repository: str, first_line: str) -> int | None:
+    """Return the number of the oldest open issue of the token's owner that begins with the marker."""
+    asked = "state=open&sort=created&direction=asc&per_page=100"
+    mine = _first_of_mine(api, f"/repos/{repository}/issues?{asked}", first_line)
+    return None if mine is None else int(mine["number"])
+
+
+def _first_of_mine(api: Api, path: str, first_line: str) -> Any:
     login: str | None = None
-    for comment in api.pages(f"{where.comments}?per_page=100"):
-        if not str(comment.get("body", "")).startswith(first_line):
+    for one in api.pages(path):
+        # The list of issues has pull requests, too.
+        if "pull_request" in one or not str(one.get("body", "")).startswith(first_line):
             continue
         login = login or api.login()
-        author = (comment.get("user") or {}).get("login")
-        if author == login:
-            return int(comment["id"])
+        if (one.get("user") or {}).get("login") == login:
+            return one
     return None

@@ -136,6 +136,22 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangedPackage:
+    """A package of which two sets of requirements hold different releases; ``None`` where a side lacks it."""
+
+    name: str
+    old: str | None
+    new: str | None
+    requested: bool = False
+    """True if the new side's requirements name it; else it was brought along."""
+    url: str | None = None
+    """The address that the new one was installed from, where it was not an index."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.new or 'none'}, was {self.old or 'not installed'}"
+
+
+@dataclass(frozen=True, slots=True)
 class Compared:
     """The comparison of two sides, sorted by test.
 
@@ -151,6 +167,8 @@ class Compared:
     """The number of pairs of runs, of revisions that ran in turns; ``None`` where figures of two sides were read."""
     tolerance: float = 0.0
     """The tolerated slowdown of revisions that ran in turns, as a ratio."""
+    packages: tuple[ChangedPackage, ...] = ()
+    """The packages that differ between two sets of requirements."""
 
     @property
     def speeds(self) -> dict[Key, ComparedChange]:

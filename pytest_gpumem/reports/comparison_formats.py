@@ -11,6 +11,7 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import Revision
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports import escaping
+from pytest_gpumem.reports.comparison import NOTHING_COMPARED
 from pytest_gpumem.reports.explanation import explanation_blocks
 from pytest_gpumem.reports.json_report import without_infinity
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
@@ -140,18 +141,40 @@ def accounting(report: Compared) -> str:
     return f"{counted};{times} {pairs}, {sides}, slowdown tolerated {format_ratio(report.tolerance).lstrip('+')}"
 
 
-def markdown(report: Compared, units: UnitSystem, *, finished: bool = True) -> str:
-    """Return a section in GitHub's Markdown, for a comment or a job's summary."""
+def markdown(report: Compared, units: UnitSystem, *, finished: bool = True, most: int | None = None) -> str:
+    """Return a section in GitHub's Markdown, for a comment or a job's summary.
+
+    Of more than ``most`` characters the explanations are left out, the last ones first, and then rows of the table.
+    """
+    told = list(explanations(report, units))
+    cells = _cells(report, units)
+    shown_rows = len(cells)
+    text = _markdown(report, cells, told, finished=finished)
+    while most is not None and len(text) > most and (told or shown_rows):
+        if told:
+            told.pop()
+        else:
+            shown_rows //= 2
+        text = _markdown(report, cells[:shown_rows], told, finished=finished)
+        text += "\nThere is not room for all of it here.\n"
+    return text if most is None else text[:most]
+
+
+def _markdown(
+    report: Compared, cells_of_rows: list[Cells], told: list[tuple[str, list[str | None]]], *, finished: bool
+) -> str:
     form = _form(report)
     title = f"### gpumem {form.command}: {escaping.plain(str(report.old))} and {escaping.plain(str(report.new))}"
     text = [title, "", *([] if finished else ["Not finished: this is what was known when it ended.", ""])]
     text += [f"{escaping.plain(accounting(report))}.", ""]
-    rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in _cells(report, units)]
+    rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in cells_of_rows]
     if rows:
         text += [escaping.table(list(form.header), rows, _LEFT), ""]
-    for title, found in explanations(report, units):
+    for title, found in told:
         text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in found)), ""]
-    text += [f"- {escaping.plain(remark)}" for remark in remarks(report)]
+    # In a terminal it was said when they were installed.
+    packages = [f"packages: {'; '.join(map(str, report.packages))}"] if report.packages else []
+    text += [f"- {escaping.plain(remark)}" for remark in (*packages, *remarks(report))]
     return "\n".join(text).rstrip() + "\n"
 
 
@@ -201,7 +224,20 @@ def to_json(report: Compared, *, finished: bool = True) -> str:
             {"test": one.title, "reason": one.reason, "broken": one.word == "broken"} for one in report.left_out
         ]
         in_turns = {"pairs": report.pairs, "max_slowdown": report.tolerance}
-        plain = {"finished": finished, **known, **in_turns, "tests": tests, "not_compared": not_compared}
+        packages = [
+            {"name": one.name, "base": one.old, "head": one.new, "requested": one.requested, "url": one.url}
+            for one in report.packages
+        ]
+        plain = {
+            "finished": finished,
+            "accounting": f"gpumem ab: {accounting(report)}",
+            "passed": finished and report.exit_status == 0,
+            **known,
+            **in_turns,
+            "packages": packages,
+            "tests": tests,
+            "not_compared": not_compared,
+        }
     else:
         measured = [
             (one, {**_plain_key(one.stored_key), "peak_allocated": one.peak})
@@ -220,6 +256,19 @@ def to_json(report: Compared, *, finished: bool = True) -> str:
             "failed": [{"file": one.file, "test": one.test, "reason": one.why} for one in report.failed],
         }
     return json.dumps(without_infinity({"format": FORMAT, **plain}), indent=2, allow_nan=False) + "\n"
+
+
+def nothing_as_json(why: str) -> str:
+    """Return the JSON of a comparison that came to nothing, and ``why``."""
+    plain = {"finished": False, "accounting": "", "passed": False, "exit_status": NOTHING_COMPARED}
+    return json.dumps({"format": FORMAT, **plain, "why": why, "tests": [], "not_compared": []}, indent=2) + "\n"
+
+
+def nothing_as_markdown(why: str) -> str:
+    """Return the Markdown of a comparison that came to nothing, and ``why``: a sentence, and lines of a log."""
+    first, *log = why.strip().splitlines()
+    shown_log = ["", escaping.block("\n".join(log).strip("\n"))] if log else []
+    return "\n".join(["### gpumem ab: nothing was compared", "", f"{escaping.plain(first)}.", *shown_log]) + "\n"
 
 
 def _plain_side(side: str | Revision) -> str | dict[str, str]:

@@ -1,8 +1,8 @@
 """Installing a set of requirements with uv or pip into an environment that lies on top of this one.
 
-What this environment has stays as it is: packages that satisfy the requirements are used from here, and only those that do not
-are installed above them, so that two environments differ in nothing that was not asked for. pip sees both layers by itself. uv
-looks at the upper one only, so that it is asked what the whole would be, and installs what is another release than here.
+What this environment has stays as it is. A package that is named gets the newest release that fits, and what it requires is
+used from here where that satisfies it, so that two environments differ in nothing that was not asked for. pip sees both layers
+by itself. uv looks at the upper one only, so that it is asked what the whole would be, and installs what is another release.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _NVIDIA = re.compile(r"^(Requires-Dist: (?:cuda|nvidia)-[^;\n]*).*$", re.MULTILINE)
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
+_AT_ADDRESS = re.compile(r"^[A-Za-z0-9._-]+ @ \S+", re.MULTILINE)
 _ERROR = re.compile(r"^(?:ERROR|error):\s*(.+)$", re.MULTILINE)
 _CAUSE = re.compile(r"^\s*(?:\u2570\u2500\u25b6|\u00d7|\u251c\u2500\u25b6|cause:)\s*(.+)$", re.MULTILINE)
 _VERSIONS = re.compile(r"\(from versions: ([^)]*)\)")
@@ -58,16 +59,21 @@ class Installer:
         lines = list(wanted.lines)
         torch = next((one for one in wanted.requirements if canonicalize_name(one.name) == "torch"), None)
         if emulated and torch is not None:
-            self._install_torch_alone(str(torch.specifier))
-            lines = [line for line in lines if not re.match(r"torch\b(?!-)", line, re.IGNORECASE)] + ["torch"]
+            self._install_torch_alone(f" @ {torch.url}" if torch.url else str(torch.specifier))
+            lines = [line for line in lines if not re.match(r"torch\b(?!-)", line, re.IGNORECASE)]
         given = self.folder / "requirements.txt"
         given.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         limits = self.folder / "constraints.txt"
         limits.write_text("".join(f"{line}\n" for line in wanted.constraints), encoding="utf-8")
         limited = ["--constraint", str(limits)] if wanted.constraints else []
         uv = find_uv()
-        if uv is None or (emulated and torch is not None):
-            self._run([*self._pip, "install", *limited, "--requirement", str(given)])
+        # What is named is the newest release that fits, also where an older one that is here would fit.
+        if emulated and torch is not None:
+            if lines:
+                self._run([*self._pip, "install", "--upgrade", *limited, "--requirement", str(given)])
+            self._run([*self._pip, "install", *limited, "torch"])
+        elif uv is None:
+            self._run([*self._pip, "install", "--upgrade", *limited, "--requirement", str(given)])
         elif layered:
             self._install_what_differs(uv, given, limited)
         else:
@@ -94,7 +100,7 @@ class Installer:
         # Three signs take no local version, as of a build for the CPU.
         exact = re.fullmatch(r"={2,3}([^*,]+)", specifier)
         wanted = f"torch==={exact.group(1).partition('+')[0]}" if exact else f"torch{specifier}"
-        self._run([*self._pip, "install", "--no-deps", wanted])
+        self._run([*self._pip, "install", "--upgrade", "--no-deps", wanted])
         for metadata in self.folder.rglob("torch-*.dist-info/METADATA"):
             text = metadata.read_text(encoding="utf-8")
             metadata.write_text(_NVIDIA.sub(r'\1; extra == "nvidia"', text), encoding="utf-8")
@@ -117,8 +123,9 @@ class Installer:
             "".join(f"{name}=={one.version}\n" for name, one in sorted(here.items()) if name not in local),
             encoding="utf-8",
         )
+        named = [f"--upgrade-package={name}" for name in sorted(asked)]
         compile_ = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python", str(self.python)]
-        self._run([*compile_, *limited, "--override", str(left_alone), "--output-file", str(lock), str(given)])
+        self._run([*compile_, *named, *limited, "--override", str(left_alone), "--output-file", str(lock), str(given)])
         resolved = {
             canonicalize_name(name): version for name, version in _PINNED.findall(lock.read_text(encoding="utf-8"))
         }
@@ -127,6 +134,8 @@ class Installer:
             for name, version in sorted(resolved.items())
             if name not in here or here[name].version != version
         ]
+        # What lies at an address is installed whatever its release is: that may be the one that is here.
+        others += _AT_ADDRESS.findall(lock.read_text(encoding="utf-8"))
         if others:
             self._run([uv, "pip", "install", "--python", str(self.python), "--no-deps", *others])
 

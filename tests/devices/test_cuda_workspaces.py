@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
 import pytest
 
 from pytest_gpumem.devices.cuda import CudaDevice
 from pytest_gpumem.devices.cuda_history import HistoryEntry
 from pytest_gpumem.devices.cuda_workspaces import transient_in_peak
 from tests.silent_cuda import SilentCuda
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SIZE = 33_554_432
 THIS, BACKWARD, ANOTHER = "this thread", "autograd's", "another"
@@ -57,10 +63,18 @@ class Blas(SilentCuda):
         ]
 
 
-def opened(blas: Blas) -> CudaDevice:
-    device = CudaDevice(blas)
-    device.open()
-    return device
+@pytest.fixture
+def opened() -> Iterator[Callable[[Blas], CudaDevice]]:
+    """Opens a device, which is closed at the end."""
+    with ExitStack() as stack:
+
+        def opened(blas: Blas) -> CudaDevice:
+            device = CudaDevice(blas)
+            device.open()
+            stack.callback(device.close)
+            return device
+
+        yield opened
 
 
 @pytest.mark.parametrize(
@@ -72,7 +86,7 @@ def opened(blas: Blas) -> CudaDevice:
         pytest.param([(BACKWARD, 7), (THIS, 0), (THIS, 7)], id="streams"),
     ],
 )
-def test_those_that_are_counted_are_there_afterwards(kept):
+def test_those_that_are_counted_are_there_afterwards(opened, kept):
     device = opened(blas := Blas(*kept))
     window = device.open_window()
     live = device.live()
@@ -81,7 +95,7 @@ def test_those_that_are_counted_are_there_afterwards(kept):
     assert (device.live(), device.close_window(window).allocated) == (live, live)
 
 
-def test_they_are_counted_again_only_where_live_bytes_have_changed():
+def test_they_are_counted_again_only_where_live_bytes_have_changed(opened):
     device = opened(blas := Blas((THIS, 0)))
     assert device.workspaces() == (SIZE,)
     cleared = blas.cleared
@@ -92,7 +106,7 @@ def test_they_are_counted_again_only_where_live_bytes_have_changed():
     assert blas.cleared == cleared + 1
 
 
-def test_one_of_another_thread_stays_once_a_step_has_made_it_again():
+def test_one_of_another_thread_stays_once_a_step_has_made_it_again(opened):
     device = opened(blas := Blas((THIS, 0), (ANOTHER, 0)))
     assert device.workspaces() == (2 * SIZE,)
     # Backward's is made for it, as nobody can tell them apart; the step makes its own.
@@ -102,7 +116,7 @@ def test_one_of_another_thread_stays_once_a_step_has_made_it_again():
     assert blas.cleared == cleared
 
 
-def test_those_that_were_released_are_made_again_as_they_were_counted():
+def test_those_that_were_released_are_made_again_as_they_were_counted(opened):
     device = opened(blas := Blas((THIS, 0), (BACKWARD, 0)))
     device.workspaces()
     device.release_workspaces()

@@ -252,6 +252,44 @@ def test_what_github_refuses_is_an_error(run, github):
     assert "422 not now" in done.output
 
 
+def test_an_issue_is_opened_changed_and_closed_by_its_name_and_another_one_follows(run, github):
+    github.add(f"{MINE}\na comment")
+    for login, body in (("somebody", f"{MINE}\nold"), (ME, f"> {MINE}"), (ME, f"{marker('other')}\nold")):
+        github.open(body, login)
+    github.open(f"{MINE}\na pull request", pull_request={"url": "..."})
+    opened = run("gpumem.md", "--issue", "open", "--title", "transformers 4.38.0 did it", "--link", "https://a.b/c")
+    assert opened.output == f"made {github.issues[-1]['html_url']}\n"
+    assert github.issues[-1]["title"] == "gpumem: transformers 4.38.0 did it"
+    assert github.issues[-1]["body"] == f"{MINE}\n**all is well**\n\n[The whole report](https://a.b/c)\n"
+    changed = run("gpumem.json", "gpumem.md", "--issue", "open", "--title", "x" * 300)
+    assert changed.output == f"changed {github.issues[-1]['html_url']}\n"
+    assert len(github.issues[-1]["title"]) == 256
+    assert github.issues[-1]["body"].index("gated nothing") < github.issues[-1]["body"].index("all is well")
+    assert run("gpumem.md", "--issue", "closed").output == f"closed {github.issues[-1]['html_url']}\n"
+    assert [one["state"] for one in github.issues] == [*["open"] * 4, "closed"]
+    assert run("gpumem.md", "--issue", "closed").output == "there is no open issue to close\n"
+    assert run("gpumem.md", "--issue", "open").output.startswith("made ")
+    assert len(github.comments) == 1
+
+
+@pytest.mark.parametrize("state", ["open", "closed"])
+def test_a_token_that_may_write_no_issue_fails_nothing_and_is_said(run, github, state):
+    github.open(f"{MINE}\nold")
+    github.read_only = True
+    done = run("gpumem.md", "--issue", state)
+    assert done.exit_code == 0
+    assert done.output.startswith(
+        "gpumem: no issue was written, since the token may not write one: give the job the permission"
+    )
+
+
+def test_an_issue_that_github_refuses_is_an_error(run, github):
+    github.wrong = [("POST", 410, {})]
+    done = run("gpumem.md", "--issue", "open")
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: the issue could not be put: POST ")
+
+
 WRONG = {
     "no token": (["gpumem.md"], "GITHUB_TOKEN", "GITHUB_TOKEN is not set"),
     "no repository": (["gpumem.md"], "GITHUB_REPOSITORY", "give --repository OWNER/NAME"),
@@ -260,6 +298,8 @@ WRONG = {
     "a name that is a text": (["gpumem.md", f"--name={'x' * 101}"], "", "has 101 characters"),
     "a link that is none": (["gpumem.md", "--link=javascript:alert(1)"], "", "is not a web address"),
     "a file that is no report": (["event.json"], "", "event.json"),
+    "an issue in a pull request": (["gpumem.md", "--issue=open", "--pull-request=7"], "", "exclude each other"),
+    "neither open nor closed": (["gpumem.md", "--issue=gone"], "", "'gone' is not one of 'open', 'closed'"),
     "a file that is not there": (["gone.json"], "", "'gone.json' does not exist"),
 }
 

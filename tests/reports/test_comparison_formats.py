@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.git import Revision
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of
+from pytest_gpumem.reports.comparison import ChangedPackage, Compared, ComparedChange, ComparedRow, LeftOut, changes_of
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 from pytest_gpumem.reports.layout import Screen, text_of
 from pytest_gpumem.timing.intervals import Interval
@@ -156,6 +157,23 @@ def test_markdown_says_when_it_was_not_finished():
     unfinished = markdown(report(row("test_a", SLOWER)), "si", finished=False)
     assert "Not finished" in unfinished
     assert "Not finished" not in markdown(report(row("test_a", SLOWER)), "si", finished=True)
+
+
+def test_markdown_has_as_much_as_there_is_room_for_and_says_so():
+    many = report(*(row(f"test_{number}", GROWN) for number in range(100)))
+    whole, part = markdown(many, "si"), markdown(many, "si", most=3_000)
+    assert len(part) <= 3_000 < len(whole)
+    assert part.startswith(whole[:1_000])
+    assert part.endswith("\nThere is not room for all of it here.\n")
+    assert markdown(many, "si", most=len(whole)) == whole
+
+
+def test_packages_are_told_in_markdown_and_json():
+    moved = ChangedPackage("torch", "2.13.0", "2.15.0", requested=True)
+    compared = replace(report(row("test_a", GROWN)), packages=(moved, ChangedPackage("extra", None, "1.0")))
+    assert "- packages: torch 2.15.0, was 2.13.0; extra 1.0, was not installed\n" in markdown(compared, "si")
+    told = json.loads(to_json(compared))["packages"]
+    assert told[0] == {"name": "torch", "base": "2.13.0", "head": "2.15.0", "requested": True, "url": None}
 
 
 def test_json_has_every_figure_and_everything_that_was_left_out():

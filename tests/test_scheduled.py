@@ -1,0 +1,348 @@
+"""The action in a scheduled job: the suite against another release of a dependency, and what did it, told in an issue.
+
+The packages are wheels that pip finds in a folder, and what the test measures is what the package says (`TELLING`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.github.comment import marker
+from tests.fake_github import FakeGitHub, fake_github
+from tests.packages_here import make_wheel
+from tests.test_ci_docs import TOMORROW, job_of, on_the_cpu
+from tests.test_upgrades import MB, PLAIN, TELLING
+from tests.workflows import ROOT, Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ARGUMENTS = " ".join(PLAIN)
+CULPRIT = "tinymodels 1.2 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.1"
+
+
+@pytest.fixture
+def github() -> Iterator[FakeGitHub]:
+    with fake_github() as made:
+        yield made
+
+
+class Job(Runner):
+    """A runner of a scheduled job, and the folder of wheels in which its pip looks."""
+
+    def __init__(self, folder: Path, github: FakeGitHub) -> None:
+        self.index = folder / "wheels"
+        environment = {
+            **github.environment(),
+            "PYTHONPATH": str(ROOT),
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.index),
+            "PIP_CONFIG_FILE": os.devnull,
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "TMPDIR": str(folder / "temp"),
+            "GITHUB_ACTIONS": "true",
+            "HOME": str(folder),
+            **{f"GIT_{who}_{what}": "reader" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+        }
+        # Only the step that has the token in its own environment is to have it.
+        del environment["GITHUB_TOKEN"]
+        super().__init__(folder / "project", environment, {"github.event.pull_request.number": ""})
+        self.index.mkdir()
+        self.write("conftest.py", TELLING)
+        self.write("test_it.py", "def test_a(): ...\ndef test_b(): ...\n")
+        self.release("1.0", 10)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text, encoding="utf-8")
+
+    def release(self, version: str, megabytes: int, name: str = "tinymodels") -> Path:
+        return make_wheel(self.index, name, version, {f"{name}/__init__.py": f"PEAK = {megabytes * MB}\n"})
+
+    @property
+    def summary(self) -> str:
+        return (self.temp / "summary.md").read_text(encoding="utf-8")
+
+    def output(self, name: str) -> str:
+        """An output of the action."""
+        step = "bisect" if name == "culprit" else "gate"
+        return self.values.get(f"steps.{step}.outputs.{name}", "")
+
+    def errors(self) -> list[str]:
+        return [line for line in self.log.splitlines() if line.startswith("::error")]
+
+
+def environment_of(folder: Path) -> Path:
+    """Make an environment on top of the suite's, and return its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    # The package of this checkout, whatever an editable install leads to.
+    beneath = f"{ROOT}\nimport site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    (packages_of(python) / "beneath.pth").write_text(beneath, encoding="utf-8")
+    return python
+
+
+def packages_of(python: Path) -> Path:
+    asked = [str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
+
+
+def installed(python: Path, wheel: Path) -> None:
+    """Install a wheel in place of other releases of its package."""
+    packages = packages_of(python)
+    for earlier in packages.glob(f"{wheel.name.partition('-')[0]}*"):
+        shutil.rmtree(earlier)
+    zipfile.ZipFile(wheel).extractall(packages)
+
+
+@pytest.fixture(scope="module")
+def pinned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment on top of the suite's, in which release 1.0 of the packages is installed."""
+    folder = tmp_path_factory.mktemp("pinned")
+    python = environment_of(folder / "environment")
+    for name in ("tinymodels", "unrelated"):
+        installed(python, make_wheel(folder, name, "1.0", {f"{name}/__init__.py": f"PEAK = {10 * MB}\n"}))
+    return python
+
+
+@pytest.fixture
+def job(tmp_path: Path, github: FakeGitHub, pinned: Path) -> Job:
+    made = Job(tmp_path, github)
+    made.environment["REAL"] = str(pinned)
+    return made
+
+
+def test_a_release_that_needs_more_is_red_and_the_issue_names_it_until_a_run_is_green(job, github):
+    for minor, peak in ((1, 10), (2, 12), (3, 12)):
+        job.release(f"1.{minor}", peak)
+    nightly = {"against": "tinymodels==1.*", "bisect": "true", "arguments": ARGUMENTS, "name": "tomorrow"}
+    assert not job.run_action(**nightly)
+    assert job.output("passed") == "false"
+    assert job.output("accounting").startswith(
+        "gpumem ab: 2 compared, 2 regressed; 1 pair of runs, base what is here, head tiny"
+    )
+    assert job.output("culprit") == CULPRIT
+    culprit, red = job.errors()
+    assert culprit == f"::error title=gpumem bisect::{CULPRIT.replace('%', '%25')}"
+    assert "the gate did not pass: gpumem ab ended with exit code 1" in red
+    (issue,) = github.issues
+    assert issue["title"] == f"tomorrow: {CULPRIT}"
+    assert issue["body"].startswith(marker("tomorrow"))
+    for told in ("tinymodels 1.3, was 1.0", "### gpumem bisect: tinymodels 1.2", "1 other test regressed, too"):
+        assert told in issue["body"].replace("\\", "")
+    assert "### gpumem ab: " in job.summary
+    assert "### gpumem bisect: tinymodels 1.2" in job.summary
+    assert github.comments == []
+    report = json.loads((job.folder / "gpumem-report" / "gpumem.json").read_text())
+    assert report["packages"] == [{"name": "tinymodels", "base": "1.0", "head": "1.3", "requested": True, "url": None}]
+
+    job.release("1.4", 10)
+    job.log = ""
+    assert job.run_action(**nightly), job.log
+    assert (job.output("passed"), job.errors()) == ("true", [])
+    assert issue["state"] == "closed"
+    job.release("1.5", 14)
+    assert not job.run_action(**nightly)
+    assert [one["state"] for one in github.issues] == ["closed", "open"]
+
+
+def test_of_several_requirements_the_one_that_did_it_is_named(job, github):
+    for minor in (1, 2):
+        job.release(f"1.{minor}", 10 * minor)
+        job.release(f"1.{minor}", 0, "unrelated")
+    assert not job.run_action(against="unrelated<2\n\n  tinymodels==1.*\n", bisect="true", arguments=ARGUMENTS)
+    assert job.output("culprit").startswith("tinymodels 1.2 did it: ")
+
+
+def test_what_lies_at_an_address_did_it_where_no_release_before_it_did(job, github):
+    job.release("1.1", 10)
+    elsewhere = make_wheel(
+        job.folder.parent / "main", "tinymodels", "2.0.dev0", {"tinymodels/__init__.py": "PEAK = 2 * 10**7"}
+    )
+    assert not job.run_action(against=f"tinymodels @ {elsewhere.as_uri()}", bisect="true", arguments=ARGUMENTS)
+    assert job.output("culprit").startswith(f"tinymodels {elsewhere.as_uri()} did it: ")
+    assert "after 1.1" in job.output("culprit")
+
+
+@pytest.mark.parametrize(
+    ("against", "why"),
+    [
+        ("tinymodels==9.9", "says: tinymodels==9.9 cannot be installed: "),
+        ("tinymodels=2", "says: 'tinymodels=2' is no requirement, like 'transformers==4.38.2'"),
+        ("tinymodels==1.0 unrelated==1.0", "says: 'tinymodels==1.0 unrelated==1.0' is no requirement"),
+        ("-r gone.txt", "says: gone.txt cannot be read: No such file or directory"),
+        ("unrelated==1.1", "says: the tests import nothing that differs (unrelated as here and 1.1)"),
+        (" ", "says: Missing argument 'BASE', or --base-with or --head-with."),
+    ],
+)
+def test_what_cannot_be_compared_is_red_and_says_why_in_a_sentence(job, github, against, why):
+    job.release("1.1", 10, "unrelated")
+    assert not job.run_action(against=against, bisect="true", arguments=ARGUMENTS)
+    assert job.output("passed") == "false"
+    nothing, red = job.errors()
+    assert red.startswith(f"::error title=gpumem::nothing was gated: gpumem ab ended with exit code 2, and {why}")
+    assert nothing.startswith("::error title=gpumem bisect::bisect found nothing: no test in ")
+    assert job.output("culprit") == ""
+    (issue,) = github.issues
+    assert issue["title"] == "gpumem: a run is red"
+    assert "nothing was compared" in issue["body"]
+
+
+def test_a_test_that_breaks_is_red_and_named_though_no_figure_can_be_searched_for(job, github):
+    job.release("1.1", 0)
+    failed = 'TestVerdict(file, test, unmeasured="it failed by itself", failed_by_itself=True)'
+    measured = "TestVerdict(file, test, (Verdict(measurement, ()),))"
+    job.write("conftest.py", TELLING.replace(measured, f"{measured} if tinymodels.PEAK else {failed}"))
+    assert not job.run_action(against="tinymodels==1.*", bisect="true", arguments=ARGUMENTS)
+    nothing, red = job.errors()
+    assert "gpumem ab: 0 compared, 2 broken" in red
+    assert "regressed, so that there is nothing to search for; test_it.py::test_a: " in nothing
+
+
+def test_without_the_permission_the_run_is_as_red_and_says_that_there_is_no_issue(job, github):
+    github.read_only = True
+    job.release("1.1", 12)
+    assert not job.run_action(against="tinymodels==1.*", bisect="true", arguments=ARGUMENTS)
+    assert "::notice title=gpumem::no issue was written, since the token may not write one: give the job" in job.log
+    assert job.output("culprit").startswith("tinymodels 1.1 did it: ")
+    assert github.issues == []
+
+
+@pytest.mark.parametrize("inputs", [{}, {"bisect": "true", "comment": "false"}])
+def test_there_is_an_issue_only_where_it_is_asked_for(job, github, inputs):
+    job.release("1.1", 12)
+    assert not job.run_action(against="tinymodels==1.*", arguments=ARGUMENTS, **inputs)
+    assert github.requests == []
+    assert bool(job.output("culprit")) == bool(inputs)
+
+
+def test_the_tests_do_not_get_the_token_and_nothing_in_the_requirements_is_run(job, github):
+    job.release("1.1", 12)
+    told = "open('{}', 'a').write(str('GITHUB_TOKEN' in __import__('os').environ))\n".format(job.temp / "seen")
+    job.write("test_it.py", f"{told}def test_a(): ...\n")
+    job.run_action(
+        against="tinymodels==1.*\n$(touch evil)\n`touch evil`; touch evil", bisect="true", arguments=ARGUMENTS
+    )
+    job.run_action(against="tinymodels==1.*", bisect="true", arguments=ARGUMENTS)
+    assert {*(job.temp / "seen").read_text().replace("False", "no ").split()} == {"no"}
+    assert not list(job.folder.rglob("evil"))
+
+
+def test_in_a_pull_request_the_comparison_is_its_comment_and_nothing_is_searched_for(job, github):
+    job.values["github.event.pull_request.number"] = "7"
+    event = job.temp / "event.json"
+    event.write_text(json.dumps({"pull_request": {"number": 7}}))
+    job.environment["GITHUB_EVENT_PATH"] = str(event)
+    job.release("1.1", 12)
+    assert not job.run_action(against="tinymodels==1.*", bisect="true", arguments=ARGUMENTS)
+    (comment,) = github.comments
+    assert "### gpumem ab: " in comment["body"]
+    assert (github.issues, job.output("culprit")) == ([], "")
+
+
+# A gate
+
+MODEL = """\
+import torch
+import tinymodels
+
+
+def test_step(gpumem):
+    weight = torch.ones(1000, {width}, requires_grad=True)
+    gpumem.measure(lambda: tinymodels.run(weight).sum().backward())
+"""
+RUNS = "def run(weight):\n    return (weight * {factor}).exp(){more}\n"
+GATE = {"arguments": "--gpumem-device=cpu --no-gpumem-time --gpumem-strict", "bisect": "true"}
+
+
+@pytest.fixture
+def gate(tmp_path: Path, github: FakeGitHub) -> Job:
+    """A repository whose gate is green: a baseline, the commit that accepted it, and a package that it was taken with."""
+    job = Job(tmp_path, github)
+    python = environment_of(tmp_path / "pinned")
+    job.environment["REAL"] = str(python)
+    job.environment["PYTEST_ADDOPTS"] = "-p no:randomly -p no:hypothesispytest -p no:cacheprovider"
+    (job.folder / "conftest.py").unlink()
+    for minor in range(4):
+        code = RUNS.format(factor=minor, more=".exp()" if minor > 1 else "")
+        make_wheel(job.index, "tinymodels", f"1.{minor}", {"tinymodels/__init__.py": code})
+    installed(python, job.index / "tinymodels-1.0-py3-none-any.whl")
+    (job.folder / "test_it.py").unlink()
+    commit(job, "git init --quiet --initial-branch=main", 100)
+    commit(job, f"python -m pytest --gpumem-update=new {GATE['arguments'].rpartition(' ')[0]}", 100)
+    return job
+
+
+def commit(job: Job, before: str, width: int) -> None:
+    """Commit the project with a step of this width."""
+    job.write("test_model.py", MODEL.format(width=width))
+    script = f"{before}\ngit add --all\ngit commit --quiet --allow-empty --message='width {width}'"
+    assert job.run([{"run": script}]), job.log
+
+
+def test_the_commit_since_the_baseline_that_made_a_gate_red_is_named(gate, github):
+    for width in (100, 100, 130, 130):
+        commit(gate, "true", width)
+    gate.log = ""
+    assert not gate.run_action(**GATE)
+    assert re.fullmatch(
+        r"[0-9a-f]{9} width 130 \(reader, [\d-]+\) did it: peak allocated .* \(\+\d.*\), after [0-9a-f]{9}",
+        gate.output("culprit"),
+    ), gate.log
+    (issue,) = github.issues
+    assert "width 130" in issue["title"]
+    assert "1 regressed" in issue["body"]
+
+    # As actions/checkout leaves it without fetch-depth: 0.
+    gate.run([{"run": "git clone --quiet --depth=1 file://$PWD ../shallow"}])
+    (gate.folder / ".git").rename(gate.folder.parent / "whole.git")
+    (gate.folder.parent / "shallow" / ".git").rename(gate.folder / ".git")
+    assert not gate.run_action(**GATE)
+    assert (
+        "::error title=gpumem bisect::bisect found nothing: this clone is shallow, so that it is not known" in gate.log
+    )
+    assert "fetch-depth: 0" in gate.log
+    assert gate.output("culprit") == ""
+
+
+def test_the_release_that_made_a_gate_red_is_named(gate):
+    installed(Path(gate.environment["REAL"]), gate.index / "tinymodels-1.3-py3-none-any.whl")
+    assert not gate.run_action(**GATE)
+    assert gate.output("culprit").startswith("tinymodels 1.2 did it: "), gate.log
+
+
+# The page
+
+
+def test_the_recipe_of_the_page_names_the_branch_that_needs_more(job, github, tmp_path):
+    python = environment_of(tmp_path / "runner")
+    installed(python, job.release("1.0", 10, "transformers"))
+    branch = {"transformers/__init__.py": f"PEAK = {12 * MB}\n"}
+    main = make_wheel(tmp_path / "main", "transformers", "1.1.dev0", branch)
+    # What the workflow takes out of torch's metadata.
+    metadata = packages_of(python) / "torch-2.13.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n", encoding="utf-8")
+    job.environment |= {"REAL": str(python), "PYTEST_ADDOPTS": ARGUMENTS}
+    job.write("conftest.py", TELLING.replace("tinymodels", "transformers"))
+    job.write("requirements.txt", "torch==2.13.0\ntransformers==1.0\n")
+    workflow = on_the_cpu(TOMORROW.text)
+    address = "git+https://github.com/huggingface/transformers@main"
+    assert workflow.count(address) == 1
+    job.write("tomorrow.yml", workflow.replace(address, main.as_uri()))
+    assert not job.run(job_of(job.folder / "tomorrow.yml")["steps"])
+    (issue,) = github.issues
+    assert issue["title"].startswith(
+        f"tomorrow: transformers {main.as_uri()} did it: peak allocated 10.00 MB to 12.00 MB"
+    )
+    assert job.output("culprit") in issue["title"]
