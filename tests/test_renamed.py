@@ -61,6 +61,23 @@ def test_a_method_of_the_fixture(project):
 
 
 @pytest.mark.parametrize(
+    ("call", "now"),
+    [
+        ("train_step(model, x, checkpoint='blocks')", 'it is a part of the step config: config="checkpoint=blocks"'),
+        ("infer_step(model, x, precision='bf16')", 'it is a part of the step config: config="bf16"'),
+        ("estimate(model, x, accumulate=2)", 'it is a part of the step config: config="accumulate=2"'),
+        ("train_step(model, x, losses=None)", "did you mean 'loss'?"),
+    ],
+)
+def test_a_part_of_the_step_config_that_is_given_as_an_argument(project, call, now):
+    project.write(f"def test_it(gpumem):\n    model, x = torch.nn.Linear(2, 2), torch.ones(2, 2)\n    gpumem.{call}\n")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    name = call.rpartition(", ")[2].partition("=")[0]
+    assert f"TypeError: gpumem.{call.partition('(')[0]}() has no argument '{name}'; {now}" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
     ("command", "now"),
     [
         (["show", "--device", "cpu"], "--slug"),
