@@ -154,9 +154,9 @@ def test_the_sections_and_options_of_the_reference_can_be_read_on_a_wide_screen(
     page = visit("reference.html")
     assert page.evaluate("document.querySelectorAll('.bd-sidebar-secondary li').length") > 40
     assert page.evaluate(IN_THE_LIST) == 0
-    # In one line: what is about 20 pixels high.
+    # In one line, which is about 20 pixels high, but at spaces.
     heights = page.evaluate(
-        "[...document.querySelectorAll('#options td:first-child code')].map((one) => one.offsetHeight)"
+        "[...document.querySelectorAll('#options td:first-child code .pre')].map((one) => one.getBoundingClientRect().height)"
     )
     assert len(heights) > 10
     assert max(heights) < 30
