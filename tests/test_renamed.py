@@ -100,6 +100,14 @@ def test_an_option_of_a_command(command, now):
     assert old not in CliRunner().invoke(main, [command[0], "--help"]).output.replace(now, "").split()
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("old", "now"), renamed.OPTIONS.items())
+def test_an_option_of_pytest_at_a_script(old, now, before):
+    result = CliRunner().invoke(main, ["run", *([old, __file__] if before else [__file__, old])])
+    assert result.exit_code == 2
+    assert f"no such option: {old}; it is called {now!r} now" in result.output
+
+
 def test_a_flag_of_the_settings_is_switched_off_where_it_is_typed(project):
     project.settings("[tool.gpumem]\nstrict = true\nbaseline = true\n")
     project.write(MEASURED)
