@@ -424,11 +424,11 @@ def test_a_script_with_arguments_and_one_that_keeps_its_outputs(project):
     path = project.path / "train.py"
     project.settings('[tool.gpumem]\ndevice = "cpu"\ntime = false\n')
     path.write_text(SCRIPT.replace("outputs.append(output.detach())", "pass"), encoding="utf-8")
-    done = project.gpumem(*shlex.split(SMALL)[1:])
+    _, run, *small = shlex.split(SMALL)
+    done = project.gpumem(run, "--gpumem-update=new", *small)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert project.gpumem("run", "train.py", "--gpumem-update=new").returncode == 0
     path.write_text(SCRIPT.replace("output.detach()", "output"), encoding="utf-8")
-    done = project.gpumem("run", "train.py", "--gpumem-baseline")
+    done = project.gpumem(run, "--gpumem-baseline", *small)
     assert done.returncode == 1
     assert follows(SCRIPT_FAILURE, done.stdout.splitlines())
 
