@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -16,14 +17,15 @@ from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.relations.state import state_of
 from pytest_gpumem.runtest.loading import Loading, load
 from pytest_gpumem.runtest.stepping import MeasuredLoop
-from pytest_gpumem.step_config.config import StepConfig, as_config
+from pytest_gpumem.step_config.config import AXES, StepConfig, as_config
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.function import prepared_function
 from pytest_gpumem.steps.inference import prepared_infer_step
 from pytest_gpumem.steps.train_step import prepared_train_step
+from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
     import torch
@@ -195,6 +197,7 @@ class Gpumem:
         items: float | str | None = None,
         name: str | None = None,
         explain: bool | None = None,
+        **unknown: NoReturn,
     ) -> Measurement:
         """Measure forward + backward + optimizer of a model, in training mode.
 
@@ -212,6 +215,7 @@ class Gpumem:
         Raises `ConfigError` for a config that cannot be read or has nothing to act on, ``ValueError`` or ``TypeError`` when
         model, batch, loss and optimizer do not make a step. What the device cannot run (TF32 on a CPU) skips the test.
         """
+        _check_words("train_step", unknown)
         run, parsed = self._run, as_config(config)
         with (
             run.alone("train_step", name),
@@ -233,12 +237,14 @@ class Gpumem:
         items: float | str | None = None,
         name: str | None = None,
         explain: bool | None = None,
+        **unknown: NoReturn,
     ) -> Measurement:
         """Measure one forward pass under ``torch.inference_mode``, in evaluation mode. Arguments as for `train_step`.
 
         With ``cache=on`` in the config: a prompt (the batch without its last token) and the token after it, with a
         key/value cache; with ``weights=int8``: int8 weights.
         """
+        _check_words("infer_step", unknown)
         run, parsed = self._run, as_config(config)
         with (
             run.alone("infer_step", name),
@@ -258,6 +264,7 @@ class Gpumem:
         loss: Loss | None = None,
         optimizer: OptimizerOrFactory | None = None,
         name: str | None = None,
+        **unknown: NoReturn,
     ) -> Estimate:
         """Measure a training step, and set what it holds beside what it must hold by formula.
 
@@ -265,6 +272,7 @@ class Gpumem:
         of what was measured. ``print()`` shows the table. A state that is more than 2 % off its formula is pointed out: in
         ``findings``, and at the end of the run. Arguments as for `train_step`.
         """
+        _check_words("estimate", unknown)
         run, parsed = self._run, as_config(config)
         with (
             run.alone("estimate", name),
@@ -325,6 +333,17 @@ class Gpumem:
             yield
         except CannotRun as error:
             self._refuse(str(error))
+
+
+def _check_words(method: str, unknown: Mapping[str, object]) -> None:
+    """Raise ``TypeError`` for keyword arguments that a method does not have; those that a step config has are told as one."""
+    for name, value in unknown.items():
+        if name in AXES:
+            word = value if name == "precision" else f"{name}={value}"
+            why = f'it is a part of the step config: config="{word}"'
+        else:
+            why = nearest(name, [*inspect.signature(getattr(Gpumem, method)).parameters][1:-1])
+        raise TypeError(f"gpumem.{method}() has no argument {name!r}; {why}")
 
 
 def _both(config: StepConfig | str) -> StepConfig:

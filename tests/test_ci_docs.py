@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.fake_github import NUMBER, FakeGitHub, fake_github
-from tests.pages import FENCE, HEADING
+from tests.pages import Block, blocks_of
 from tests.test_ci import faults, valid
 from tests.workflows import ROOT, Runner, read_yaml
 
@@ -27,22 +27,7 @@ FUSED = "return x + self.mlp(self.norm(x))"
 KEEPS_A_COPY = "return x + self.mlp(self.norm(x).double().exp().log().float())"
 
 
-class Block(NamedTuple):
-    section: str
-    language: str
-    title: str
-    text: str
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [
-        Block(HEADING.findall(FENCE.sub("", text[: found.start()]))[-1], found[1], found[2] or "", found[3])
-        for found in FENCE.finditer(text)
-    ]
-
-
-BLOCKS = [one for page in ("ci.md", "runner.md") for one in blocks(ROOT / "docs" / page)]
+BLOCKS = [one for page in ("docs/ci.md", "docs/runner.md") for one in blocks_of(page)]
 START = [one for one in BLOCKS if one.section == "From nothing to a gate"]
 (GATE,) = (one for one in START if one.language == "yaml")
 (TOMORROW,) = (one for one in BLOCKS if one.title.endswith("tomorrow.yml"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +13,14 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from pytest_gpumem.baselines.format import parse
+from pytest_gpumem.cli.main import main
 from pytest_gpumem.values.composition import MOST_KEPT
 from tests import preloaded
 from tests.heap import hide_what_is_loaded
+from tests.pages import COMPARED, FENCE, blocks_of, command, follows, output, read
 
 EXAMPLE = Path(__file__).parents[1] / "example_project"
 SECONDS = 240
@@ -60,6 +64,32 @@ BREAKS_CHECKPOINTING = {
     ),
 }
 """What is replaced in the GPT, by what, the test that fails for it, and what it says."""
+KEEPS_ITS_SCORES = next(
+    re.sub("^(?=.)", "        ", found["text"], flags=re.MULTILINE)
+    for found in FENCE.finditer((EXAMPLE / "README.md").read_text(encoding="utf-8"))
+    if "masked_fill" in found["text"]
+)
+"""The attention of *See it fail*."""
+IN_README, IN_GUIDE, IN_TABLE = (
+    output(page, first)
+    for page, first in (
+        ("README.md", "_______________________________ test_train_step"),
+        ("docs/guide/read-a-failure.md", "_______________________________ test_train_step"),
+        ("docs/guide/verdicts.md", "tests/test_gpt.py::TestGenerate"),
+    )
+)
+WHAT_GREW = next(one for one in blocks_of("docs/guide/read-a-failure.md") if one.text.startswith("  what grew "))
+COMPARED.add(WHAT_GREW)
+ADVISE, ADVICE = command("docs/guide/fits.md", "gpumem advise"), output("docs/guide/fits.md", "config  ")
+SHOW = command("docs/guide/baselines.md", "gpumem show")
+EXPORT = command("docs/guide/figures-elsewhere.md", "gpumem export bencher")
+MATRICES = [
+    output(page, "tests/test_gpt_configs.py::test_matrix ") for page in ("docs/guide/matrix.md", "docs/reference.md")
+]
+GREEN, EXPORTED = (
+    output("docs/guide/verdicts.md", "gpumem: 21 gated"),
+    output("docs/guide/figures-elsewhere.md", "$ pytest"),
+)
 SOME = ("-k", "test_gpt.py and not learns or test_evaluation or test_matrix[fp32")
 """Tests of each kind, for runs that need not be of all: these are most of what the suite spends on the project."""
 CHECKPOINTING = ("", ",checkpoint=ops", ",checkpoint=blocks")
@@ -68,6 +98,12 @@ SLOW = "amp-bf16-ckpt or checkpointing_saves_memory or sharded"
 """Four tests in bfloat16 that take most of a minute without AVX-512, where oneDNN also takes less memory for them."""
 GATED, MEASURED = (21, 22) if HAS_AVX512 else (17, 17)
 """Tests and measurements of the project that are gated here."""
+OF_THE_PAGES = pytest.mark.skipif(
+    not HAS_AVX512
+    or platform.machine() != COMMITTED_FOR
+    or f"torch {torch.__version__.partition('+')[0]}." not in read("docs/index.md"),
+    reason="the output in the pages is of another CPU or release of torch",
+)
 REVERSES = """
 import pytest
 
@@ -85,6 +121,7 @@ class Run:
     code: int
     output: str
     report: ElementTree.Element
+    json: str
 
     @property
     def figures(self) -> dict[str, dict[str, int]]:
@@ -124,8 +161,10 @@ class Example:
 
     def run(self, *arguments: str, tests: str = "example_project") -> Run:
         report = self.folder.parent / "report.xml"
+        as_json = self.folder.parent / "report.json"
         report.unlink(missing_ok=True)
-        command = ["-m", "pytest", tests, "--gpumem-device=cpu", f"--junitxml={report}", *arguments]
+        command = ["-m", "pytest", tests, "--gpumem-device=cpu", f"--junitxml={report}", f"--gpumem-report={as_json}"]
+        command += arguments
         ours = ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "COLUMNS")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         # Where a plugin of a test's own lies.
@@ -137,7 +176,7 @@ class Example:
         )
         output = done.stdout + done.stderr
         assert report.exists(), output
-        return Run(done.returncode, output, ElementTree.parse(report).getroot())
+        return Run(done.returncode, output, ElementTree.parse(report).getroot(), as_json.read_text(encoding="utf-8"))
 
     def copy(self, folder: Path) -> Example:
         kept_out = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".lock")
@@ -266,6 +305,64 @@ def test_a_broken_model_fails_its_relation(recorded, tmp_path, line, fault, test
     assert run.accounting == "0 gated, 1 failed by itself"
 
 
+@pytest.fixture(scope="module")
+def sees_it_fail(committed, tmp_path_factory):
+    """A copy with the attention of *See it fail*, gated in one process; the lines of its output without the device."""
+    example = committed.copy(tmp_path_factory.mktemp("fails"))
+    example.plant(FUSED, KEEPS_ITS_SCORES)
+
+    def run(tests: str) -> list[str]:
+        done = example.run("--gpumem-baseline", "--no-gpumem-time", "-p", "no:randomly", tests=tests)
+        assert done.code == 1, done.output
+        return done.output.replace(" --gpumem-device=cpu", "").splitlines()
+
+    return run
+
+
+@OF_THE_PAGES
+def test_attention_that_keeps_its_scores_fails_as_the_pages_show(sees_it_fail):
+    said = sees_it_fail("example_project/tests/test_gpt.py::test_train_step")
+    for block in (IN_README, IN_GUIDE, WHAT_GREW):
+        assert follows(block, said), block
+
+
+@OF_THE_PAGES
+@pytest.mark.thorough
+def test_all_tests_that_fail_by_it_are_those_of_the_page(sees_it_fail):
+    assert follows(IN_TABLE, sees_it_fail("example_project/tests/test_gpt.py"))
+
+
+@OF_THE_PAGES
+@pytest.mark.thorough
+def test_the_advice_for_the_project_is_that_of_the_page(committed, tmp_path):
+    example = committed.copy(tmp_path)
+    done = preloaded.run("-m", "pytest_gpumem.cli.main", *shlex.split(ADVISE)[1:], cwd=example.folder)
+    assert done.returncode == 0, done.stderr
+    shown, said = (
+        [re.sub(r" +[\d.]+ ms.*", "", line) for line in lines] for lines in (ADVICE.printed, done.stdout.splitlines())
+    )
+    assert [line for line in shown if line not in said] == []
+
+
+def test_the_baselines_of_a_file_are_shown(monkeypatch):
+    monkeypatch.chdir(EXAMPLE)
+    done = CliRunner().invoke(main, shlex.split(SHOW)[1:])
+    assert done.exit_code == 0
+    assert "tests/test_gpt.py::test_train_step" in done.output
+    assert "test_convnet" not in done.output
+
+
+@OF_THE_PAGES
+def test_what_a_green_gate_says_and_exports_is_that_of_the_pages(reversed_run, tmp_path, monkeypatch):
+    assert follows(GREEN, reversed_run.output.splitlines())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.json").write_text(reversed_run.json, encoding="utf-8")
+    done = CliRunner().invoke(main, shlex.split(EXPORT)[1:])
+    assert done.exit_code == 0
+    assert done.output.splitlines() == EXPORTED.printed
+    assert (tmp_path / "bencher.json").exists()
+
+
 def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(reversed_run):
     run = reversed_run
     configs = [f"{precision}{ckpt}" for precision in ("fp32", "amp-bf16") for ckpt in CHECKPOINTING]
@@ -279,6 +376,10 @@ def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(reversed_run):
     }
     for line, config in zip(table[1:], configs[1:], strict=True):
         assert f"+{(1 - peaks[config] / peaks['fp32']) * 100:.1f} %" in line
+    if HAS_AVX512:
+        bytes_of = [line.split()[:5] for line in table]
+        for shown in MATRICES:
+            assert [line.split()[:5] for line in shown.printed[2:-1]] == bytes_of[1:]
 
 
 def _failed(case: ElementTree.Element) -> str:

@@ -16,6 +16,7 @@ from pytest_gpumem.cli.main import main
 from pytest_gpumem.config.settings import KEYS, matches_test
 from pytest_gpumem.doctor import looking
 from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
+from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
 from pytest_gpumem.init.workflow import RUNNERS, has_all, template, workflow
 from tests.test_ci import faults, valid
@@ -329,6 +330,12 @@ def test_a_file_of_tests_that_cannot_be_parsed_is_named(repository, name):
         ("conftest.py", "collect_ignore = []\ncollect_ignore.append('old')\n"),
         ("conftest.py", "collect_ignore_glob = ['ol*/test_*.py']\n"),
         ("old/conftest.py", "collect_ignore = ['test_model.py']\n"),
+        ("pytest.ini", "[pytest]\naddopts = -q --ignore=old\n"),
+        ("pytest.ini", "[pytest]\naddopts =\n    # the rest\n    --ignore ./old/test_model.py\n    -p no:other\n"),
+        ("tox.ini", "[pytest]\naddopts = --ignore-glob='ol*/test_*'\n"),
+        ("setup.cfg", "[tool:pytest]\naddopts = --ignore-glob=o?d\n"),
+        ("pyproject.toml", "[tool.pytest.ini_options]\naddopts = '--ignore=old'\n"),
+        ("pyproject.toml", "[tool.pytest.ini_options]\naddopts = ['-q', '--ignore', 'old']\n"),
     ],
 )
 def test_tests_are_those_that_the_settings_of_the_project_let_pytest_collect(repository, name, text):
@@ -339,6 +346,26 @@ def test_tests_are_those_that_the_settings_of_the_project_let_pytest_collect(rep
     assert '+    "old/test_model.py",' not in output
     repository({name: "\n" if name.endswith(".py") else text.partition("\n")[0] + "\n"})
     assert '+    "old/test_model.py",' in init("--dry-run").output
+
+
+@pytest.mark.parametrize("addopts", ["--ignore 'old", "--ignore", "-k 'not old'", "--ignored=old"])
+def test_options_that_ignore_no_file_change_nothing(addopts):
+    assert ignored_by(addopts_of("pytest.ini", f"[pytest]\naddopts = {addopts}\n"), ".") == []
+
+
+def test_paths_of_options_count_from_the_folder_that_pytest_is_started_in():
+    words = addopts_of("pytest.ini", "[pytest]\naddopts = --ignore=a --ignore=../[b] --ignore-glob=c*\n")
+    assert ignored_by(words, "pkg") == ["pkg/a", "[[]b]", "pkg/c*"]
+
+
+def test_a_file_that_is_ignored_under_a_condition_is_counted_and_said(repository):
+    condition = "import sys\n\ncollect_ignore = []\nif sys.version_info < (3, 11):\n    collect_ignore.append('test_model.py')\n"
+    repository({**FLAT, "conftest.py": condition})
+    output = init("--dry-run").output
+    assert '+    "test_model.py",' in output
+    assert "test_model.py is ignored by a conftest.py under a condition" in output
+    repository({"conftest.py": condition.replace("test_model", "test_data")})
+    assert "under a condition" not in init("--dry-run").output
 
 
 def test_a_folder_below_the_root_is_set_up_alone(repository, monkeypatch):

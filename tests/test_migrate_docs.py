@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from tests import preloaded
-from tests.pages import FENCE
-from tests.test_docs import ROOT, read
+from tests.pages import FENCE, ROOT, read
 
 if TYPE_CHECKING:
     import subprocess

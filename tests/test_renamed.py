@@ -61,6 +61,23 @@ def test_a_method_of_the_fixture(project):
 
 
 @pytest.mark.parametrize(
+    ("call", "now"),
+    [
+        ("train_step(model, x, checkpoint='blocks')", 'it is a part of the step config: config="checkpoint=blocks"'),
+        ("infer_step(model, x, precision='bf16')", 'it is a part of the step config: config="bf16"'),
+        ("estimate(model, x, accumulate=2)", 'it is a part of the step config: config="accumulate=2"'),
+        ("train_step(model, x, losses=None)", "did you mean 'loss'?"),
+    ],
+)
+def test_a_part_of_the_step_config_that_is_given_as_an_argument(project, call, now):
+    project.write(f"def test_it(gpumem):\n    model, x = torch.nn.Linear(2, 2), torch.ones(2, 2)\n    gpumem.{call}\n")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    name = call.rpartition(", ")[2].partition("=")[0]
+    assert f"TypeError: gpumem.{call.partition('(')[0]}() has no argument '{name}'; {now}" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
     ("command", "now"),
     [
         (["show", "--device", "cpu"], "--slug"),
@@ -81,6 +98,14 @@ def test_an_option_of_a_command(command, now):
     old = next(word for word in command if word.startswith("--"))
     assert f"Error: {old} is called {now} now" in result.output
     assert old not in CliRunner().invoke(main, [command[0], "--help"]).output.replace(now, "").split()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("old", "now"), renamed.OPTIONS.items())
+def test_an_option_of_pytest_at_a_script(old, now, before):
+    result = CliRunner().invoke(main, ["run", *([old, __file__] if before else [__file__, old])])
+    assert result.exit_code == 2
+    assert f"no such option: {old}; it is called {now!r} now" in result.output
 
 
 def test_a_flag_of_the_settings_is_switched_off_where_it_is_typed(project):

@@ -22,6 +22,7 @@ from pytest_gpumem.config.settings import DEFAULT_STORE
 from pytest_gpumem.devices.registry import BUILT_IN
 from pytest_gpumem.doctor import looking
 from pytest_gpumem.git import GitError
+from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.found_tests import Names, find_tests
 from pytest_gpumem.init.installing import REQUIREMENTS_FILES
 from pytest_gpumem.init.patterns import patterns_of
@@ -95,7 +96,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     place = _place()
     sources = sources_of(_texts(place.root))
     found = find_tests(sources, place.names)
-    write_lines([f"{place.root / place.tests}: {counts(found)}", *_not_read(sources, place.names)])
+    write_lines([f"{place.root / place.tests}: {counts(found)}", *_not_read(sources, place.names), *_not_known(found)])
     if not any(one.runs_model or one.is_measured for one in found.tests):
         write_lines([_NONE])
         sys.exit(1)
@@ -135,6 +136,15 @@ def _not_read(sources: Sources, names: Names) -> Iterator[str]:
             )
 
 
+def _not_known(found: FoundTests) -> Iterator[str]:
+    """Yield a sentence for each file that pytest may not collect."""
+    for path in found.perhaps_ignored:
+        yield (
+            f"{path} is ignored by a conftest.py under a condition, which only running it would tell: its tests are counted. "
+            f"Where they are never collected, take them out of {MARK_KEY}"
+        )
+
+
 class _Place(NamedTuple):
     """The project around this folder: pytest's root directory, what it collects, and where its repository begins."""
 
@@ -152,7 +162,9 @@ def _place() -> _Place:
         tests = Path.cwd().relative_to(root).as_posix() if Path.cwd().is_relative_to(root) else "."
         # As pytest does: in a folder below the root directory, it collects what is there.
         folders = config.getini("testpaths") if tests == "." else [tests]
-        return root, replace(names, folders=folders, not_entered=config.getini("norecursedirs")), tests
+        words = addopts_of(config.inipath.name, _text(config.inipath) or "") if config.inipath is not None else ()
+        more = {"not_entered": config.getini("norecursedirs"), "ignored": ignored_by(words, tests)}
+        return root, replace(names, folders=folders, **more), tests
 
     root, names, tests = read_config(read)
     try:

@@ -45,6 +45,21 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     return value
 
 
+def _check_option(word: str) -> None:
+    """Raise the error for an option of the plugin that there is not, with the one that it may be."""
+    if word.startswith("--gpumem-"):
+        known = [option.flag for option in OPTIONS]
+        raise click.UsageError(f"no such option: {word}; {hint(word.partition('=')[0], renamed.OPTIONS, known)}")
+
+
+class _ScriptPath(click.Path):
+    """The path of a script; an unknown option stands in its place where one is typed before it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        _check_option(str(value))
+        return super().convert(value, param, ctx)
+
+
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
 @click.option(
     "--steps",
@@ -61,7 +76,7 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
     callback=_name,
     help="What the run is called: train.py::run in the store. Runs with other arguments need names of their own.",
 )
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("script", type=_ScriptPath(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[--] [ARGUMENTS]...")
 def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **options: Any) -> None:
     """Measure the training steps of an ordinary script, and judge them as those of a test.
@@ -79,10 +94,8 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     Exit status: 0 when it was measured and is not worse than it should be, 1 when it is, or the script fails, or cannot be
     measured, 2 for wrong usage, 130 when interrupted.
     """
-    unknown = next((word for word in arguments if word.startswith("--gpumem-")), None)
-    if unknown is not None:
-        known = [option.flag for option in OPTIONS]
-        raise click.UsageError(f"no such option: {unknown}; {hint(unknown.partition('=')[0], renamed.OPTIONS, known)}")
+    for word in arguments:
+        _check_option(word)
     path = script.resolve()
     given = _as_typed(options)
     chosen = [*([f"--steps={steps}"] if steps != STEPS else []), *([f"--as={name}"] if name != "run" else [])]

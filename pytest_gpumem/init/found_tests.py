@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, FIXTURE, MARKER
 from pytest_gpumem.init.running import Models, Runs, Scope, mentions_gpu, parameters
-from pytest_gpumem.init.sources import Function
+from pytest_gpumem.init.sources import Function, statements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +29,8 @@ class Names:
     """Patterns of the files and folders that tests are looked for in, from the root directory; empty for everywhere."""
     not_entered: Sequence[str] = ()
     """Patterns of names of folders that are not entered."""
+    ignored: Sequence[str] = ()
+    """Patterns of files and folders that are not collected, from the root directory."""
 
     def has_file(self, path: str) -> bool:
         """Return whether tests are collected from the file at ``path``."""
@@ -36,7 +38,9 @@ class Names:
         above = [one.as_posix() for one in (file, *file.parents)]
         below = not self.folders or any(fnmatch.filter(above, PurePosixPath(one).as_posix()) for one in self.folders)
         entered = not any(fnmatch.filter(file.parts[:-1], one) for one in self.not_entered)
-        return below and entered and any(fnmatch.fnmatch(path if "/" in one else file.name, one) for one in self.files)
+        if not below or not entered or any(fnmatch.filter(above, one) for one in self.ignored):
+            return False
+        return any(fnmatch.fnmatch(path if "/" in one else file.name, one) for one in self.files)
 
     @staticmethod
     def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -67,6 +71,8 @@ class FoundTests:
 
     tests: tuple[FoundTest, ...]
     on_gpu: bool = False
+    perhaps_ignored: tuple[str, ...] = ()
+    """Files with tests that run models which a conftest.py ignores under a condition."""
 
 
 def find_tests(sources: Sources, names: Names) -> FoundTests:
@@ -80,17 +86,22 @@ def find_tests(sources: Sources, names: Names) -> FoundTests:
     shared = {conftest.path for path in concerned for conftest in sources.conftests_of(path)}
     trees = [sources.files[path].tree for path in sorted(concerned | shared)]
     uses_fixture = any(one.is_measured for one in found)
-    return FoundTests(tuple(found), on_gpu=uses_fixture or mentions_gpu(trees))
+    perhaps = (path for path in sorted(concerned) if is_ignored(path, sources, under_condition=True))
+    return FoundTests(tuple(found), uses_fixture or mentions_gpu(trees), tuple(perhaps))
 
 
-def is_ignored(path: str, sources: Sources) -> bool:
-    """Return whether a conftest.py says that pytest is not to collect a file, or a folder that it is in."""
+def is_ignored(path: str, sources: Sources, *, under_condition: bool = False) -> bool:
+    """Return whether a conftest.py says that pytest is not to collect a file, or a folder that it is in.
+
+    A condition is not evaluated: what stands behind an ``if`` or ``try`` counts only if that is asked for.
+    """
     file = PurePosixPath(path)
     for conftest in sources.conftests_of(path):
         folder = PurePosixPath(conftest.path).parent
         above = [one.as_posix() for one in (file, *file.parents) if one.is_relative_to(folder)]
         for name, matches in (("collect_ignore", _equal), ("collect_ignore_glob", fnmatch.filter)):
-            if any(matches(above, (folder / one).as_posix()) for one in _texts_in(name, conftest.tree.body)):
+            body = [*statements(conftest.tree.body)] if under_condition else conftest.tree.body
+            if any(matches(above, (folder / one).as_posix()) for one in _texts_in(name, body)):
                 return True
     return False
 
@@ -100,7 +111,7 @@ def _equal(paths: Sequence[str], path: str) -> list[str]:
 
 
 def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the texts that a module gives a list of this name, whatever else is in it; not those under a condition."""
+    """Yield the texts that statements give a list of this name, whatever else is in it."""
     for one in body:
         targets: Sequence[ast.expr] = ()
         if isinstance(one, ast.Assign):

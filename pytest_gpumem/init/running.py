@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.init.sources import SourceFile, Sources
 
 _STEPS = {"backward", "generate", "forward"}
+_OF_TRAINERS = {"fit", "train", "validate", "test", "predict", "evaluate"}
+"""Methods that run a model, of Lightning's ``Trainer`` and that of transformers."""
 _KEEPS_A_MODULE = {
     "to",
     "cuda",
@@ -399,10 +401,16 @@ def _runs_itself(node: ast.AST, file: SourceFile, models: Models, modules: froze
 
 
 def _is_step(called: ast.expr) -> bool:
-    """Return whether what is called is a method that runs a model by its name: ``loss.backward``, ``optimizer.step``."""
+    """Return whether what is called is a method that runs a model by its name.
+
+    ``loss.backward``, ``optimizer.step``, ``trainer.fit`` or ``Trainer(max_steps=4).train``.
+    """
     if not isinstance(called, ast.Attribute):
         return False
-    return called.attr in _STEPS or (called.attr == "step" and "opt" in ast.unparse(called.value).lower())
+    if called.attr in _STEPS:
+        return True
+    owner = ast.unparse(called.value).lower()
+    return (called.attr == "step" and "opt" in owner) or (called.attr in _OF_TRAINERS and "trainer" in owner)
 
 
 def mentions_gpu(trees: Iterable[ast.AST]) -> bool:

@@ -28,12 +28,12 @@ class SourceFile:
     @cached_property
     def functions(self) -> Mapping[str, Function]:
         """The functions of the module, by name."""
-        return {one.name: one for one in _statements(self.tree.body) if isinstance(one, Function)}
+        return {one.name: one for one in statements(self.tree.body) if isinstance(one, Function)}
 
     @cached_property
     def classes(self) -> Mapping[str, ast.ClassDef]:
         """The classes of the module, by name."""
-        return {one.name: one for one in _statements(self.tree.body) if isinstance(one, ast.ClassDef)}
+        return {one.name: one for one in statements(self.tree.body) if isinstance(one, ast.ClassDef)}
 
     @cached_property
     def owners(self) -> Mapping[Function, ast.ClassDef]:
@@ -178,12 +178,12 @@ def sources_of(texts: Mapping[str, str]) -> Sources:
     return Sources(found, not_parsed)
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, those behind ``if`` and ``try`` included."""
+def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a body, those behind ``if`` and ``try`` included."""
     for one in body:
         yield one
         if isinstance(one, ast.If | ast.Try | ast.With):
-            yield from _statements(one.body)
-            yield from _statements(getattr(one, "orelse", []))
+            yield from statements(one.body)
+            yield from statements(getattr(one, "orelse", []))
             for handler in getattr(one, "handlers", []):
-                yield from _statements(handler.body)
+                yield from statements(handler.body)

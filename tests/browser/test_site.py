@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.browser.conftest import Watched
-from tests.test_docs import ROOT
+from tests.pages import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +30,11 @@ CUT_OFF = """[...document.querySelectorAll('.bd-article *')].filter((one) => {
     return one.getBoundingClientRect().right > innerWidth;
 }).length"""
 """How much of a page's text is beyond the window's edge, and not in something that scrolls by itself."""
+
+
+IN_THE_LIST = """[...document.querySelectorAll('.bd-sidebar-secondary li *')]
+    .filter((one) => one.getBoundingClientRect().right > innerWidth).length"""
+"""How much of the list of a page's sections is beyond the window's edge."""
 
 
 def is_hidden(path: Path) -> bool:
@@ -143,3 +148,15 @@ def test_a_word_is_found_and_its_page_opens(visit):
     found = page.locator("#search-results li a", has_text="Which of my tests leak?").first
     found.click()
     assert page.locator("h1").first.inner_text().startswith("Which of my tests leak?")
+
+
+def test_the_sections_and_options_of_the_reference_can_be_read_on_a_wide_screen(visit):
+    page = visit("reference.html")
+    assert page.evaluate("document.querySelectorAll('.bd-sidebar-secondary li').length") > 40
+    assert page.evaluate(IN_THE_LIST) == 0
+    # In one line, which is about 20 pixels high, but at spaces.
+    heights = page.evaluate(
+        "[...document.querySelectorAll('#options td:first-child code .pre')].map((one) => one.getBoundingClientRect().height)"
+    )
+    assert len(heights) > 10
+    assert max(heights) < 30

@@ -14,6 +14,7 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verd
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import PROPERTY, Results, TestResult, accounting, nothing_gated
 from pytest_gpumem.values.plain import to_plain
+from tests.pages import output
 
 unhurried = settings(deadline=None)
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
@@ -179,6 +180,16 @@ def test_a_failure_without_a_verdict_is_that_of_the_measured_test_it_is_of():
 
 
 # Accounting
+
+
+IN_REFERENCE = output("docs/reference.md", "gpumem: 12 gated")
+
+
+def test_the_line_in_the_reference_is_that_of_such_tests():
+    foreign = verdict_of(Outcome.FOREIGN, elsewhere=("NVIDIA A100-SXM4-80GB",))
+    judged = [Outcome.OVER_BUDGET, Outcome.REGRESSED, *[Outcome.IMPROVED] * 2, *[Outcome.NEW] * 3]
+    line = accounting(results(*[OK] * 8, *map(verdict_of, judged), foreign, FAILED))
+    assert IN_REFERENCE.text == f"{line}\n"
 
 
 def test_one_line_accounts_for_every_class_of_tests():

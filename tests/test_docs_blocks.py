@@ -1,0 +1,248 @@
+"""Every block of the pages is executed, or compared with a run, or has its reason here why it is not."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections import Counter
+
+import click
+import pytest
+
+from pytest_gpumem.cli.main import main
+from tests.emulated import test_commands_of_the_docs as emulated
+from tests.jobs import run_job
+from tests.pages import COMPARED, RUN, SHELL, SITE, Block, blocks, blocks_of, read
+from tests.test_ci import valid
+from tests.test_ci_docs import BLOCKS as OF_CI
+from tests.workflows import read_yaml
+
+for _name in ("reports.test_results", "test_docs_output", "test_example_project"):
+    importlib.import_module(f"tests.{_name}")  # they note what they run, and compare
+SHOWN_PAGES = ["README.md", *SITE]
+BLOCKS = [one for page in SHOWN_PAGES for one in blocks_of(page)]
+FOLLOWED = ("docs/ci.md", "docs/runner.md", "docs/migrate/")
+"""Pages of which each command is run by a test of the page: tests/test_ci_docs.py, tests/test_migrate_docs.py."""
+MINUTES = "starts pytest a dozen times, which takes minutes; tests/test_ab.py"
+INDEX = "needs a package index"
+ENVIRONMENT = "makes an environment from a package index; tests/test_install.py"
+WORKERS = "starts workers that load torch; tests/test_workers.py, tests/test_packing.py"
+NOT_RUN = {
+    "gpumem ab main --max-slowdown": MINUTES,
+    "gpumem ab main --setup": MINUTES,
+    "gpumem ab --base-with": INDEX,
+    "gpumem bisect --package transformers": INDEX,
+    "gpumem bisect --good v1.2": "runs pytest in eight processes; tests/bisect",
+    "pip install": INDEX,
+    "python -m venv": INDEX,
+    "python3 -m venv emulated": ENVIRONMENT,
+    "sed -i -E": ENVIRONMENT,
+    "pytest --gpumem-store=s3://": "needs a bucket; tests/baselines has one that is served here",
+    "pytest -n": WORKERS,
+    "torchrun --nproc-per-node=4": "starts four ranks; tests/ranks, and one rank of its test below",
+    "tensorboard --logdir": "serves until it is stopped",
+    "gpumem doctor": "tells of this machine; tests/test_doctor.py",
+}
+"""Why a command that begins so is not run by the suite. It is parsed all the same, where it is of pytest or of gpumem."""
+EMULATED = "of an emulated GPU; tests/emulated"
+A_TIME = "a time of one machine; tests/test_time_gate.py"
+NOT_COMPARED = {
+    ("docs/architecture.md", "options + [tool.gpumem]"): "a diagram",
+    ("docs/guide/fits.md", "needs 15.25 GB"): EMULATED,
+    ("docs/guide/leaks.md", "  kept in: accelerate 1.3.0"): INDEX,
+    ("docs/guide/pull-request.md", "test  "): MINUTES,
+    ("docs/guide/several-gpus.md", "GPU memory regressed: peak on cuda:0"): "two GPUs; tests/emulated/test_devices.py",
+    ("docs/guide/several-gpus.md", "FAILED tests/distributed"): "four ranks; tests/ranks/test_verdict.py",
+    ("docs/guide/time.md", "Time regressed: step time 45.90 ms"): A_TIME,
+    ("docs/guide/time.md", "Time regressed: step time 124.31 ms"): A_TIME,
+    ("docs/guide/time.md", "uncertain: other processes used"): A_TIME,
+    ("docs/guide/time.md", "gpumem store: 0 baselines written"): A_TIME,
+    ("docs/guide/time.md", "gpumem: of 2 timed steps"): A_TIME,
+    ("docs/guide/which-change.md", "test  "): INDEX,
+    ("docs/guide/which-change.md", "tried  "): INDEX,
+    ("docs/guide/which-change.md", "Memory regressed: peak 288.85 MB"): INDEX,
+    ("docs/reference.md", "$ gpumem doctor"): "tells of this machine; tests/test_doctor.py",
+    ("docs/reference.md", "$ gpumem fit"): EMULATED,
+}
+"""Why a block of output with a line that begins so is not compared with a run."""
+
+
+def in_table(block: Block) -> bool:
+    return any(page == block.page and f"\n{first}" in f"\n{block.text}" for page, first in NOT_COMPARED)
+
+
+def is_synopsis(block: Block) -> bool:
+    name = block.section.removeprefix("gpumem ")
+    return block.page == "docs/reference.md" and block.language == "text" and block.text.startswith(f"gpumem {name} ")
+
+
+def is_run(block: Block, said: str) -> bool:
+    """Whether a test runs a command of a block, or a table has the reason why none does."""
+    on_emulated = said in emulated.commands(block.page)
+    return (
+        (block.page, said) in RUN
+        or on_emulated
+        or block.page.startswith(FOLLOWED)
+        or said.startswith((*NOT_RUN, "git add "))
+    )
+
+
+def is_shown(block: Block) -> bool:
+    """Whether a block is executed or compared, or has its reason. What `blocks` gives to a test by language is."""
+    if block.language in SHELL:
+        compared = not block.printed or block.language == "sh" or block in COMPARED or in_table(block)
+        return compared and all(is_run(block, said) for said in block.commands)
+    if block.language == "text":
+        return block in COMPARED or block in OF_CI or in_table(block) or is_synopsis(block)
+    if block.language == "diff":
+        return block in COMPARED
+    if block.language == "json":
+        return block.page.startswith("docs/migrate/") and block.title is not None
+    # By tests/test_docs.py; the tests below; tests/test_ci_docs.py and the one below; tests/test_docs.py.
+    return block.language in ("toml", "python", "yaml", "{toctree}")
+
+
+def test_every_block_of_the_pages_is_executed_or_compared_or_has_its_reason():
+    assert [f"{one}: {one.text.splitlines()[0]}" for one in BLOCKS if not is_shown(one)] == []
+
+
+def test_no_block_is_hidden_from_the_pattern_of_blocks():
+    for page in SHOWN_PAGES:
+        fences = re.findall(r"^ *```", read(page), flags=re.MULTILINE)
+        assert len(fences) == 2 * len(blocks_of(page)), page
+
+
+def test_each_reason_is_of_a_block_that_there_is():
+    said = {(one.page, line) for one in BLOCKS if one.language in SHELL for line in one.commands}
+    assert {begin for begin in NOT_RUN if not any(line.startswith(begin) for _, line in said)} == set()
+    used = [key for key in NOT_COMPARED for one in BLOCKS if one.page == key[0] and f"\n{key[1]}" in f"\n{one.text}"]
+    assert Counter(used) == Counter(NOT_COMPARED.keys())
+    assert [one for one in COMPARED if in_table(one)] == []
+    assert said >= RUN
+
+
+def of_pytest(line: str) -> list[str] | None:
+    """The arguments of pytest in a command, if it runs it."""
+    found = re.search(r"(?:^|[;&] (?:do )?|-m |- run: )pytest (.*?)(?:; done| \|\| true)?$", line)
+    return None if found is None else shlex.split(found[1].replace("...", "tests"))
+
+
+TYPED = sorted(
+    {
+        line.strip()
+        for one in BLOCKS
+        if one.language in (*SHELL, "yaml")
+        for line in (one.commands if one.language in SHELL else one.text.splitlines())
+        if of_pytest(line.strip()) is not None
+    }
+)
+OF_OTHERS = {"--splits": 2, "--group": 4}
+"""Options of plugins that are not here, and how many words they are."""
+
+
+@pytest.mark.parametrize("line", TYPED)
+def test_every_command_of_pytest_in_the_pages_is_one_that_it_takes(line, pytester):
+    words = of_pytest(line.replace("emulated:h100", "cpu"))  # which is emulated as soon as it is parsed
+    for option, length in OF_OTHERS.items():
+        if option in words:
+            at = words.index(option)
+            del words[at : at + length]
+    options = [word for word in words if word.startswith("--gpumem-")]
+    config = pytester.parseconfig("-p", "no:randomly", *words)
+    given = {name.removeprefix("--").partition("=")[0].replace("-", "_") for name in options}
+    assert all(getattr(config.option, name.removeprefix("no_"), None) is not None for name in given)
+
+
+@pytest.mark.parametrize("block", [one for one in blocks("text") if is_synopsis(one)], ids=lambda one: one.section)
+def test_a_synopsis_in_the_reference_has_options_that_there_are(block):
+    name = block.section.removeprefix("gpumem ")
+    found = main.get_command(click.Context(main), name)
+    assert found is not None
+    options = [one for one in found.params if isinstance(one, click.Option) and not one.hidden]  # not a renamed one
+    if isinstance(found, click.Group):
+        context = click.Context(found)
+        each = [found.get_command(context, sub) for sub in found.list_commands(context)]
+        options = [one for sub in each for one in sub.params if isinstance(one, click.Option)]
+    there = {name for one in options for name in (*one.opts, *one.secondary_opts)}
+    said = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", block.text)) - {"--gpumem-"}
+    assert said <= there
+
+
+# YAML that is a part of a workflow
+
+
+@pytest.mark.parametrize(
+    "block",
+    [one for one in blocks("yaml") if one.page in SHOWN_PAGES and not one.page.startswith(FOLLOWED)],
+    ids=str,
+)
+def test_parts_of_workflows_are_valid_in_one(block, tmp_path):
+    text = "\n".join(line for line in block.text.splitlines())
+    indented = re.sub(r"^", "      ", re.sub(r"^      ", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+    if block.text.startswith("jobs:"):
+        whole = f"on: push\n{text}\n"
+    elif "steps:" in text:
+        whole = f"on: push\njobs:\n  it:\n{text}\n"
+    else:
+        whole = f"on: push\njobs:\n  it:\n    runs-on: ubuntu-latest\n    steps:\n{indented}\n"
+    file = tmp_path / "workflow.yml"
+    file.write_text(whole, encoding="utf-8")
+    valid("github-workflows", file)
+    assert [step for job in read_yaml(whole)["jobs"].values() for step in job["steps"]]
+
+
+# Python that is no whole file
+
+
+MODEL = """
+import pytest
+import torch
+from torch import nn
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+Llama70B = GPT
+batch = torch.ones(16, 64)
+
+
+def token_batch(*_):
+    return batch
+
+
+def next_token_loss(output, _):
+    return output
+
+
+"""
+FRAGMENTS = [one for one in blocks("python") if one.page in SHOWN_PAGES and not one.title]
+IN_A_TEST = "def test_it(gpumem):\n"
+
+
+@pytest.mark.parametrize("block", FRAGMENTS, ids=lambda one: f"{one}: {one.text.splitlines()[-1].strip()[:30]}")
+def test_python_that_is_no_whole_file_runs_with_what_it_names(project, block):
+    text = block.text
+    if text.startswith("gpumem."):
+        text = IN_A_TEST + re.sub(r"^", "    ", text, flags=re.MULTILINE)
+    elif "def test_" not in text:
+        text += "\n\ndef test_it(gpumem):\n    make, batch, loss = make_gpt()\n    gpumem.train_step(make, batch, loss=loss)\n"
+    project.write(MODEL + text)
+    if "init_process_group" in text:
+        job = run_job(project.path, 1, "--gpumem-update=new", "--no-gpumem-time")
+        assert job.status == 0, job.output
+        assert list(project.stored()), job.output
+    else:
+        result = project.run("--gpumem-update=new", "-k", "not 64 and not 512")
+        result.assert_outcomes(**{name: number for name, number in result.parseoutcomes().items() if name != "failed"})
+        assert "passed" in result.parseoutcomes()
+        assert project.stored()
