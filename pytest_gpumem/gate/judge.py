@@ -112,7 +112,7 @@ def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
     if after != before:
         beside = f"went from {format_bytes(before)} to {format_bytes(after)} ({format_bytes_change(after - before)})"
     # What runs once makes workspaces that are kept as it goes, some after its peak.
-    beside = "" if measurement.workload.step in ("call", "region") else f"; what is beside them {beside}"
+    beside = "" if measurement.workload.step in ("call", "load", "region") else f"; what is beside them {beside}"
     note = (
         f"workspaces of cuBLAS are {format_bytes(measurement.workspaces)} of the peak with torch {now}, and were "
         f"{format_bytes(baseline.workspaces)} with torch {then}: that part of its change is the release's own{beside}"
@@ -340,7 +340,8 @@ def _of_steps(measurement: Measurement, baseline: Baseline) -> str | None:
     now, then = (spread(peaks) if len(peaks) > 1 else None for peaks in (_peaks_in(measurement), _peaks_in(baseline)))
     if now is None and then is None:
         return None
-    return f"peaks {f'differ from step to step: {now}' if now else 'of all steps are alike'}; in the baseline {then or 'alike'}"
+    here = f"peaks differ from step to step: {now}" if now else "peaks of all steps are alike"
+    return f"{here}; in the baseline {then or 'they are alike'}"
 
 
 def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Baseline) -> str | None:

@@ -365,7 +365,8 @@ def test_the_free_of_a_block_that_nobody_counted_has_its_place_in_a_recording(ad
     assert told[0] == (first.data_ptr(), KB)
     assert told[-1] == (second.data_ptr(), 2 * KB)
     assert {address for address, nbytes in told[1:-1] if nbytes < 0} == set(addresses)
-    assert len(told) == len(addresses) + 2, "no mark of ours is left among them"
+    # torch tells of a free again where it remembers a block of before at this address; marks of ours are told of never.
+    assert {nbytes for _, nbytes in told[1:-1]} <= {-1, -100 * KB, -70 * KB, -40 * KB}
 
 
 def test_a_recorded_stretch_that_raises_is_told_and_counted_all_the_same(device):

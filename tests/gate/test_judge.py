@@ -478,7 +478,7 @@ def test_how_steps_differ_is_told_with_the_verdict():
         "in the baseline between 1.00 GB and 3.00 GB in 3 steps, median 2.00 GB"
     )
     spike = judged(of_steps(1, 3, 1), stored_steps(1, 1))
-    assert spike.of("peak_allocated").reason.endswith(" in 3 steps, median 1.00 GB; in the baseline alike")
+    assert spike.of("peak_allocated").reason.endswith(" in 3 steps, median 1.00 GB; in the baseline they are alike")
     chance = judged(of_steps(3.3, 1, 2), stored_steps(1, 3, 2))
     assert chance.of("peak_allocated").reason.endswith(
         ": by chance, unless a fixed seed makes each step the same in each run"
