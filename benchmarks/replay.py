@@ -44,6 +44,7 @@ MOST_SECONDS = 540
 EXPLAINED_BY = {"flops": "more FLOPs", "growth": "kept by each step"}
 """The title of the table that explains a metric, where it is not `WHAT_GREW`."""
 WHAT_GREW = "what grew"
+KEPT_IN = "kept in: "
 PLACES = ("first", "second", "third", "fourth", "fifth")
 HEADER = (
     "package",
@@ -63,8 +64,9 @@ ABOUT = (
     "# Replayed regressions",
     "",
     "Written by `make replays`. Each row is a comparison by `gpumem ab` of two releases, of which the second needs more; the",
-    "link leads to the thread. *Changed line* is the place, among the rows of the report, of the first one that names it, or",
-    "that names what keeps tensors which are kept. *Control* is what the first release differs from itself, bytes and counts.",
+    "link leads to the thread. *Changed line* is the place, among the rows of the report, of the first one that names it; of",
+    "tensors that are kept, among the lines that say by what. *Control* is what the first release differs from itself, bytes and",
+    "counts.",
     "On an emulated GPU convolutions ran without cuDNN: their workspaces are taken as 0.",
     "",
 )
@@ -151,9 +153,10 @@ class Comparison:
         return {one["metric"]: one for test in self.report.get("tests", ()) for one in test["metrics"]}
 
     def explained_by(self, metric: str) -> list[str]:
-        """Return the rows of the table that explains a metric."""
+        """Return the rows of the table that explains a metric, or, of tensors that are kept, the lines that say by what."""
         _, _, table = self.text.partition(f"\n  {EXPLAINED_BY.get(metric, WHAT_GREW)} ")
-        return table.partition("\n\n")[0].splitlines()[1:]
+        rows = [row.strip() for row in table.partition("\n\n")[0].splitlines()[1:]]
+        return [row for row in rows if row.startswith(KEPT_IN)] or rows
 
 
 def compare(replay: Replay, base: Sequence[str], head: Sequence[str], device: str) -> Comparison:

@@ -30,7 +30,7 @@ KEEPS_A_COPY = "return x + self.mlp(self.norm(x).double().exp().log().float())"
 BLOCKS = [one for page in ("docs/ci.md", "docs/runner.md") for one in blocks_of(page)]
 START = [one for one in BLOCKS if one.section == "From nothing to a gate"]
 (GATE,) = (one for one in START if one.language == "yaml")
-(TOMORROW,) = (one for one in BLOCKS if one.title.endswith("tomorrow.yml"))
+(TOMORROW,) = (one for one in BLOCKS if (one.title or "").endswith("tomorrow.yml"))
 """That of tests/test_scheduled.py."""
 ACCEPT, HISTORY = (one for one in BLOCKS if one.title == "accept")
 ANOTHER_DEVICE = {

@@ -1,4 +1,4 @@
-"""Which of the lines that explain a difference are not in both variants: what did not change is a consequence at most."""
+"""Code of two variants, and the rows of their difference whose lines have changed: what has not is a consequence at most."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _File:
 
 @dataclass(frozen=True)
 class ChangedCode:
-    """The lines of ``new`` that are not in ``old``."""
+    """Lines of ``new`` that are not in ``old``."""
 
     old: Code
     new: Code

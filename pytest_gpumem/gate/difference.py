@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Key = Callable[[Row], object]
 CHANGED_LINE = "changed line"
-"""What the reason of an increase begins with whose line is not in both versions of the code."""
+"""Beginning of the reason of an increase whose line is not in both versions of the code."""
 
 
 def _of_no_layer(row: Row) -> Row:
