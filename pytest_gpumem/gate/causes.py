@@ -158,12 +158,15 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
     """Return the causes of what grew in tests: the same in whichever order these are."""
     all_of_them = (one for test in tests for verdict in test.verdicts for one in _growths(test.nodeid, verdict))
     growths = _of_inner_modules(sorted(all_of_them, key=lambda one: one.growth))
-    groups = _joined(_chosen(growths), growths)
-    shares = [_shares(one, groups) for one in growths]
-    found = [
-        _cause_at(places, [(one, mine[number]) for one, mine in zip(growths, shares, strict=True) if mine[number]])
-        for number, places in enumerate(groups)
-    ]
+    first_of = _joined(_chosen(growths), growths)
+    shares: dict[_Place, list[tuple[_Explained, float]]] = defaultdict(list)
+    for one in growths:
+        for first, amount in _shares(one, first_of).items():
+            shares[first].append((one, amount))
+    places_of: dict[_Place, list[_Place]] = defaultdict(list)
+    for place, first in first_of.items():
+        places_of[first].append(place)
+    found = [_cause_at(places, shares[first]) for first, places in places_of.items() if first in shares]
     for kind in ("packages", "budget"):
         explained = {share.growth for cause in found for share in cause.shares}
         found += _other_causes(kind, [one for one in growths if one.growth not in explained])
@@ -324,38 +327,45 @@ def _chosen(growths: Sequence[_Explained]) -> list[_Place]:
     return chosen
 
 
-def _joined(chosen: Sequence[_Place], growths: Sequence[_Explained]) -> list[list[_Place]]:
-    """Return the places in groups: lines of one module in one file are one cause where they explain the same tests.
+def _joined(chosen: Sequence[_Place], growths: Sequence[_Explained]) -> dict[_Place, _Place]:
+    """Return the first place of the cause of each: lines of one module in one file are one where they explain the same tests.
 
-    A later one may explain fewer tests than the first of its group.
+    A later one may explain fewer tests than the first.
     """
-    tests = {place: {one.growth.test for one in growths if one.at(place) > 0} for place in chosen}
-    groups: list[list[_Place]] = []
+    tests: dict[_Place, set[str]] = {place: set() for place in chosen}
+    for one in growths:
+        for place in one.parts:
+            if place in tests and one.at(place) > 0:
+                tests[place].add(one.growth.test)
+    firsts: dict[tuple[str, str], list[_Place]] = defaultdict(list)
+    first_of = {}
     for place in chosen:
-        for group in groups:
-            first = group[0]
-            same = place.module == first.module and _file(place) == _file(first) != ""
-            if same and tests[place] <= tests[first]:
-                group.append(place)
-                break
-        else:
-            groups.append([place])
-    return groups
+        earlier = firsts[_file(place), place.module]
+        first_of[place] = next((one for one in earlier if _file(place) and tests[place] <= tests[one]), place)
+        if first_of[place] == place:
+            earlier.append(place)
+    return first_of
 
 
 def _file(place: _Place) -> str:
     return file_and_line(place.line)[0] if place.line else ""
 
 
-def _shares(one: _Explained, groups: Sequence[Sequence[_Place]]) -> list[float]:
-    """Return the share of each group in a growth. Where something else has shrunk, they are less than what there is more."""
-    more = [sum(one.at(place) for place in places) for places in groups]
-    every, amount = sum(more), one.growth.amount
+def _shares(one: _Explained, first_of: Mapping[_Place, _Place]) -> dict[_Place, float]:
+    """Return the share of each cause in a growth, by its first place.
+
+    Where something else has shrunk, shares are less than what there is more.
+    """
+    more: dict[_Place, float] = {}
+    for place in one.parts:
+        if place in first_of and one.at(place) > 0:
+            more[first_of[place]] = more.get(first_of[place], 0) + one.at(place)
+    every, amount = sum(more.values()), one.growth.amount
     if every <= amount:
         return more
-    shares: list[float] = [amount * part // every for part in more]
-    shares[more.index(max(more))] += amount - sum(shares)
-    return shares
+    shares = {first: amount * part // every for first, part in more.items()}
+    shares[max(more, key=lambda first: (more[first], first))] += amount - sum(shares.values())
+    return {first: share for first, share in shares.items() if share}
 
 
 def _cause_at(places: Sequence[_Place], mine: Sequence[tuple[_Explained, float]]) -> Cause:
