@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.baselines.selecting import unused_line
 from pytest_gpumem.gate.verdict import CHANGED, FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.causes import HEADER, cause_cells, cause_notes, causes_in
 from pytest_gpumem.reports.escaping import block, code, code_in_table, details, html_code, plain, table
 from pytest_gpumem.reports.explanation import explained, grown_counts
 from pytest_gpumem.reports.layout import without_empty
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.reports.causes import CausesOf
     from pytest_gpumem.reports.explanation import PartTable
     from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.reports.session_report import SessionReport
@@ -53,6 +55,7 @@ class _Part:
 (
     _HEAD,
     _PROBLEM,
+    _CAUSES,
     _FAILED,
     _NOT_RUN,
     _DETAILS,
@@ -63,7 +66,7 @@ class _Part:
     _ENVIRONMENT,
     _MATRIX,
     _ALL,
-) = range(12)
+) = range(13)
 _MANY = {
     _PROBLEM: "problems",
     _FAILED: "tests that failed",
@@ -115,11 +118,7 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     for file, tests in groupby(report.not_run, key=lambda test: test[0]):
         ids = ", ".join(code(f"{file}::{test}") for _, test in tests)
         yield _Part(_NOT_RUN, "the tests that did not finish", f"- Did not finish: {ids}")
-    for row in [row for row in rows if row.status.fails]:
-        yield _Part(_FAILED, "a test that failed", f"❌ {code(row.title)}  \n{plain(row.headline)}")
-        figures = _figures(row, units)
-        if figures:
-            yield _Part(_DETAILS, "a test's details", details("What was measured", figures))
+    yield from _failed(report, [row for row in rows if row.status.fails])
     others = [row for row in rows if not row.status.fails]
     changed = _changed_table([one for row in others for one in row.measured], units)
     if changed:
@@ -248,6 +247,29 @@ def _part_table(of: PartTable) -> str:
     numbers = range(1, 1 + len(of.figures))
     found = table(header, rows, tuple(number for number in range(len(header)) if number not in numbers))
     return f"{found}\n\n{plain(of.note)}" if of.note else found
+
+
+def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]:
+    """Yield the causes of what grew, where there are several tests, and each test that failed."""
+    found, units = causes_in(report), report.terms.units
+    if found.tell:
+        yield _Part(_CAUSES, "the causes", f"#### Causes\n\n{_causes_table(found, units)}")
+    for row in rows:
+        yield _Part(_FAILED, "a test that failed", f"❌ {code(row.title)}  \n{plain(row.headline)}")
+        figures = _figures(row, units)
+        if figures:
+            yield _Part(_DETAILS, "a test's details", details("What was measured", figures))
+
+
+def _causes_table(found: CausesOf, units: UnitSystem) -> str:
+    rows = [
+        [*map(code_in_table, cells[:1]), *map(plain, cells[1:4]), *map(code_in_table, cells[4:])]
+        for cells in cause_cells(found, units)
+    ]
+    header, rows = without_empty(HEADER, rows, range(4))
+    notes = [f"- {plain(note)}" for note in cause_notes(found, units)]
+    text = table(list(header), rows, (0, *range(4, len(header))))
+    return "\n".join([text, "", *notes]) if notes else text
 
 
 def _changed_table(measured: Iterable[ShownMeasurement], units: UnitSystem) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.reports.causes import MOST_CAUSES, cause_notes, cause_table, causes_in
 from pytest_gpumem.reports.explanation import composition_table, part_layout
 from pytest_gpumem.reports.layout import Column, Line, Span, Style, Table, laid_out
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
@@ -154,6 +155,10 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     measured = measured_in(report.results, report.terms.update)
     chosen = measured if everything else [] if quiet else to_be_shown(measured, gating=report.terms.baseline)
     pieces: list[Piece] = []
+    found = causes_in(report)
+    if found.tell and not quiet:
+        most = None if everything else MOST_CAUSES
+        pieces += [cause_table(found, units, most), *map(_line, cause_notes(found, units, most)), NOTHING]
     if chosen:
         pieces.append(summary_table(chosen, units, everything=everything))
         pieces += [_line(text, "aside") for text in not_shown(measured, chosen)]
