@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.gate.causes import LEAST, Causes, causes_of
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.layout import Column, Span, Table
+from pytest_gpumem.reports import escaping
+from pytest_gpumem.reports.layout import Column, Span, Table, without_empty
 from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.reports.view import headline
 from pytest_gpumem.units import counted
@@ -125,6 +126,22 @@ def cause_table(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
     return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(4))
 
 
+def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
+    """Return the causes as a table in GitHub's Markdown, and what else is known of them as a list."""
+    rows = [
+        [
+            escaping.code_in_table(cells[0]),
+            *map(escaping.plain, cells[1:4]),
+            *(escaping.code_in_table(cell) if cell else "" for cell in cells[4:]),
+        ]
+        for cells in cause_cells(found, units)
+    ]
+    header, rows = without_empty(HEADER, rows, range(4))
+    notes = [f"- {escaping.plain(note)}" for note in cause_notes(found, units)]
+    text = escaping.table(list(header), rows, (0, *range(4, len(header))))
+    return "\n".join([text, "", *notes]) if notes else text
+
+
 MOST_NAMED = 2
 """Causes that the short text of a test names."""
 
@@ -137,25 +154,31 @@ def short_failure(test: TestVerdict, told_at: Sequence[tuple[Cause, str]], units
         told_at: Its causes, each with the id of the test whose text has told it.
         units: How bytes are shown.
     """
-    lines = [headline(test.failure or "")]
+    accept = [f"  accept:   {test.accept}"] if test.accept else []
+    causes = [f"  {line}" for line in cause_lines(test.nodeid, told_at, units)]
+    return "\n".join([headline(test.failure or ""), *causes, *accept, "  -vv shows all of it"])
+
+
+def cause_lines(test: str, told_at: Sequence[tuple[Cause, str]], units: UnitSystem) -> list[str]:
+    """Return a line for each of the first causes of a test, with the id of the test that tells it in full."""
+    lines = []
     for cause, where in told_at[:MOST_NAMED]:
-        share = max((one for one in cause.shares if one.growth.test == test.nodeid), key=lambda one: one.amount)
-        lines.append(
-            f"  cause:    {name_of(cause, units)}: {difference(share.growth.metric, share.amount, units)}, as in {where}"
-        )
-    if len(told_at) > MOST_NAMED:
-        lines.append(f"            and {counted(len(told_at) - MOST_NAMED, 'other')}")
-    lines += [f"  accept:   {test.accept}"] if test.accept else []
-    return "\n".join([*lines, "  -vv shows all of it"])
+        share = max((one for one in cause.shares if one.growth.test == test), key=lambda one: one.amount)
+        grown = difference(share.growth.metric, share.amount, units)
+        lines.append(f"cause:    {name_of(cause, units)}: {grown}, as in {where}")
+    more = len(told_at) - MOST_NAMED
+    return [*lines, *([f"          and {counted(more, 'other')}"] if more > 0 else [])]
 
 
 def explained_by_causes(found: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
-    """Return the causes of those tests that have no other reason to fail and grew by nothing that is not explained, by test."""
+    """Return the causes of those tests that lines of code explain and that have no other reason to fail, by test."""
     of_test: dict[str, list[Cause]] = {}
+    unexplained = {share.growth.test for share in found.unexplained}
     for cause in found.causes:
+        if cause.kind != "line":
+            unexplained.update(cause.tests)
         for test in cause.tests:
             of_test.setdefault(test, []).append(cause)
-    unexplained = {share.growth.test for share in found.unexplained}
     return {
         test.nodeid: of_test[test.nodeid]
         for test in tests
@@ -163,21 +186,27 @@ def explained_by_causes(found: Causes, tests: Iterable[TestVerdict]) -> dict[str
     }
 
 
+def told_before(found: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
+    """Return the tests that need not be told in full, since earlier ones tell their causes, each with the id of that test."""
+    explained = explained_by_causes(found, tests)
+    told: dict[Cause, str] = {}
+    short = {}
+    for test in tests:
+        causes = explained.get(test.nodeid, [])
+        if causes and all(cause in told for cause in causes):
+            short[test.nodeid] = [(cause, told[cause]) for cause in causes]
+            continue
+        for cause in found.of(test.nodeid):
+            mine = [one for one in cause.shares if one.growth.test == test.nodeid]
+            if any(one.amount >= LEAST * one.growth.amount for one in mine):
+                told.setdefault(cause, test.nodeid)
+    return short
+
+
 def short_failures(found: Causes, failed: Sequence[TestVerdict], units: UnitSystem) -> dict[str, str]:
     """Return the short texts of those tests whose causes an earlier one of ``failed`` tells in full, by test."""
-    explained = explained_by_causes(found, failed)
-    told: dict[Cause, str] = {}
-    texts = {}
-    for verdict in failed:
-        causes = explained.get(verdict.nodeid, [])
-        if causes and all(cause in told for cause in causes):
-            texts[verdict.nodeid] = short_failure(verdict, [(cause, told[cause]) for cause in causes], units)
-            continue
-        for cause in found.of(verdict.nodeid):
-            mine = [one for one in cause.shares if one.growth.test == verdict.nodeid]
-            if any(one.amount >= LEAST * one.growth.amount for one in mine):
-                told.setdefault(cause, verdict.nodeid)
-    return texts
+    before = told_before(found, failed)
+    return {test.nodeid: short_failure(test, before[test.nodeid], units) for test in failed if test.nodeid in before}
 
 
 def plain_causes(found: CausesOf) -> dict[str, Any]:

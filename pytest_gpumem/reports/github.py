@@ -50,7 +50,11 @@ def annotation_lines(report: SessionReport, folder: str = "") -> list[str]:
     failed = [row for row in failed if row.title not in told]
     errors = [
         *(_line("error", "gpumem", problem) for problem in report.problems),
-        *(_of_a_cause(cause, found, report, folder) for cause in (found.causes.causes if found.tell else ())),
+        *(
+            _of_a_cause(cause, found, report, folder)
+            for cause in (found.causes.causes if told else ())
+            if cause.kind == "line"
+        ),
         *(_of_a_test("error", row, row.why, folder) for row in failed),
     ]
     warnings = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.baselines.selecting import unused_line
 from pytest_gpumem.gate.verdict import CHANGED, FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.causes import HEADER, cause_cells, cause_notes, causes_in
+from pytest_gpumem.reports.causes import causes_in, causes_in_markdown
 from pytest_gpumem.reports.escaping import block, code, code_in_table, details, html_code, plain, table
 from pytest_gpumem.reports.explanation import explained, grown_counts
 from pytest_gpumem.reports.layout import without_empty
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.measurement import Environment
-    from pytest_gpumem.reports.causes import CausesOf
     from pytest_gpumem.reports.explanation import PartTable
     from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.reports.session_report import SessionReport
@@ -253,23 +252,12 @@ def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]
     """Yield the causes of what grew, where there are several tests, and each test that failed."""
     found, units = causes_in(report), report.terms.units
     if found.tell:
-        yield _Part(_CAUSES, "the causes", f"#### Causes\n\n{_causes_table(found, units)}")
+        yield _Part(_CAUSES, "the causes", f"#### Causes\n\n{causes_in_markdown(found, units)}")
     for row in rows:
         yield _Part(_FAILED, "a test that failed", f"❌ {code(row.title)}  \n{plain(row.headline)}")
         figures = _figures(row, units)
         if figures:
             yield _Part(_DETAILS, "a test's details", details("What was measured", figures))
-
-
-def _causes_table(found: CausesOf, units: UnitSystem) -> str:
-    rows = [
-        [*map(code_in_table, cells[:1]), *map(plain, cells[1:4]), *map(code_in_table, cells[4:])]
-        for cells in cause_cells(found, units)
-    ]
-    header, rows = without_empty(HEADER, rows, range(4))
-    notes = [f"- {plain(note)}" for note in cause_notes(found, units)]
-    text = table(list(header), rows, (0, *range(4, len(header))))
-    return "\n".join([text, "", *notes]) if notes else text
 
 
 def _changed_table(measured: Iterable[ShownMeasurement], units: UnitSystem) -> str:

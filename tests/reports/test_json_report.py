@@ -235,6 +235,8 @@ def objects(schema):
 
 
 ADDED_SINCE = {
+    "causes",
+    "not_explained",
     "accept",
     "bisect",
     "packages",
