@@ -540,7 +540,7 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, monkeypatch):
 )
 def test_commits_that_hold_nothing_to_find_are_told_in_a_sentence(commits, words, said):
     commits.git("checkout", "--quiet", "-b", "beside", "HEAD~62")
-    commits.commit(2, 10 * MB)
+    commits.commit(99, 10 * MB)
     commits.git("checkout", "--quiet", "main")
     result = gpumem("bisect", *words, *FIND[5:])
     assert result.exit_code == 2, result.output
