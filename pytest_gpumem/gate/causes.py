@@ -186,12 +186,14 @@ def _order(cause: Cause) -> tuple[object, ...]:
 
 
 def _growths(test: str, verdict: Verdict) -> Iterator[_Explained]:
-    """Yield what grew in a measurement: bytes that are kept, the peak, garbage; else work; else time."""
+    """Yield what grew in a measurement: bytes that are kept, the peak, garbage, and syncs; else other work; else time."""
     worse = {one.metric: one for one in verdict.metrics if one.outcome in WORSE and _amount(one) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
     memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
     explanation = verdict.measurement.explanation
-    for name in _one_of_each(memory) or work[:1] or names[:1]:
+    # More operators are what memory grows by; who reads a value may do so anywhere.
+    syncs = [name for name in work if name == "syncs"]
+    for name in [*_one_of_each(memory), *syncs] or work[:1] or names[:1]:
         one = worse[name]
         kept = name in _KEPT and explanation is not None
         no_more = one.baseline is None or one.value <= one.baseline

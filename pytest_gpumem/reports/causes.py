@@ -1,20 +1,20 @@
-"""Causes of what grew in a session, as every format shows them, and the short text of a test whose causes were told. Pure."""
+"""Causes of what grew in a session, as every format shows them. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_gpumem.gate.causes import LEAST, Causes, causes_of
+from pytest_gpumem.gate.causes import Causes, causes_of
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports import escaping
 from pytest_gpumem.reports.layout import Column, Span, Table, without_empty
 from pytest_gpumem.reports.values import difference, shown
-from pytest_gpumem.reports.view import headline
 from pytest_gpumem.units import counted
+from pytest_gpumem.values.rank import in_words, rank_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_gpumem.gate.causes import Cause
     from pytest_gpumem.gate.verdict import TestVerdict
@@ -23,7 +23,25 @@ if TYPE_CHECKING:
 
 MOST_CAUSES = 10
 """Causes that are shown unless all are asked for."""
-HEADER = ("cause", "tests", "in all", "most", "module", "operator", "tensors", "first test")
+
+
+class CauseCells(NamedTuple):
+    """What a table shows of a cause, as texts, or the table's header."""
+
+    name: str = "cause"
+    tests: str = "tests"
+    total: str = "in all"
+    largest: str = "most"
+    metric: str = "metric"
+    module: str = "module"
+    operator: str = "operator"
+    tensors: str = "tensors"
+    first: str = "first test"
+
+
+HEADER = CauseCells()
+_ALWAYS = range(5)
+"""Columns that stay where no cause has anything in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +81,15 @@ def name_of(cause: Cause, units: UnitSystem) -> str:
     return cause.lines[0] if cause.lines else cause.module
 
 
-def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[tuple[str, ...]]:
-    """Return a row of texts for each cause, under `HEADER`."""
+def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
+    """Return what a table shows of each cause."""
     return [
-        (
+        CauseCells(
             name_of(cause, units),
             f"{len(cause.tests)} of {found.measured}",
             difference(cause.metric, cause.total, units),
             difference(cause.metric, cause.largest.amount, units),
+            METRICS[cause.metric].title,
             cause.module if cause.lines else "",
             cause.operator,
             cause.what if cause.kind == "line" else "",
@@ -89,6 +108,7 @@ def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
             *([f"also {', '.join(cause.lines[1:])}"] if len(cause.lines) > 1 else []),
             *([cause.reason] if cause.reason else []),
             *(f"kept in: {holder}" for holder in cause.holders),
+            *_ranks(cause),
             *([f"packages: {', '.join(cause.packages)}"] if cause.packages and cause.kind == "line" else []),
         ]
         lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
@@ -102,6 +122,15 @@ def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
     return lines
 
 
+def _ranks(cause: Cause) -> Iterator[str]:
+    """Yield on which ranks of a distributed job it is, unless on all of them."""
+    found = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
+    for world in sorted({rank.world for rank in found}):
+        numbers = sorted(rank.number for rank in found if rank.world == world)
+        if len(numbers) < world:
+            yield f"only on {in_words(numbers)} of {world}"
+
+
 def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
     metrics = dict.fromkeys(share.growth.metric for share in shares)
     return ", ".join(
@@ -113,100 +142,34 @@ def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
 def cause_table(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
     """Return the causes for a terminal, of which a narrow one leaves out columns from the right."""
     columns = (
-        Column(HEADER[0], left=True, least=24),
-        Column(HEADER[1]),
-        Column(HEADER[2]),
-        Column(HEADER[3], weight=3),
-        Column(HEADER[4], left=True, weight=4),
-        Column(HEADER[5], left=True, weight=2),
-        Column(HEADER[6], left=True, weight=0),
-        Column(HEADER[7], left=True, weight=1),
+        Column(HEADER.name, left=True, least=24),
+        Column(HEADER.tests),
+        Column(HEADER.total),
+        Column(HEADER.largest, weight=3),
+        Column(HEADER.metric, left=True, weight=5),
+        Column(HEADER.module, left=True, weight=4),
+        Column(HEADER.operator, left=True, weight=2),
+        Column(HEADER.tensors, left=True, weight=0),
+        Column(HEADER.first, left=True, weight=1),
     )
     rows = cause_cells(found, units, most)
-    return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(4))
+    return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(_ALWAYS)
 
 
 def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
     """Return the causes as a table in GitHub's Markdown, and what else is known of them as a list."""
     rows = [
         [
-            escaping.code_in_table(cells[0]),
-            *map(escaping.plain, cells[1:4]),
-            *(escaping.code_in_table(cell) if cell else "" for cell in cells[4:]),
+            escaping.code_in_table(cells.name),
+            *map(escaping.plain, cells[1:5]),
+            *(escaping.code_in_table(cell) if cell else "" for cell in cells[5:]),
         ]
         for cells in cause_cells(found, units)
     ]
-    header, rows = without_empty(HEADER, rows, range(4))
+    header, rows = without_empty(HEADER, rows, _ALWAYS)
     notes = [f"- {escaping.plain(note)}" for note in cause_notes(found, units)]
     text = escaping.table(list(header), rows, (0, *range(4, len(header))))
     return "\n".join([text, "", *notes]) if notes else text
-
-
-MOST_NAMED = 2
-"""Causes that the short text of a test names."""
-
-
-def short_failure(test: TestVerdict, told_at: Sequence[tuple[Cause, str]], units: UnitSystem) -> str:
-    """Return the text of a test whose causes were told in full before, in at most six lines.
-
-    Args:
-        test: The verdict that failed it.
-        told_at: Its causes, each with the id of the test whose text has told it.
-        units: How bytes are shown.
-    """
-    accept = [f"  accept:   {test.accept}"] if test.accept else []
-    causes = [f"  {line}" for line in cause_lines(test.nodeid, told_at, units)]
-    return "\n".join([headline(test.failure or ""), *causes, *accept, "  -vv shows all of it"])
-
-
-def cause_lines(test: str, told_at: Sequence[tuple[Cause, str]], units: UnitSystem) -> list[str]:
-    """Return a line for each of the first causes of a test, with the id of the test that tells it in full."""
-    lines = []
-    for cause, where in told_at[:MOST_NAMED]:
-        share = max((one for one in cause.shares if one.growth.test == test), key=lambda one: one.amount)
-        grown = difference(share.growth.metric, share.amount, units)
-        lines.append(f"cause:    {name_of(cause, units)}: {grown}, as in {where}")
-    more = len(told_at) - MOST_NAMED
-    return [*lines, *([f"          and {counted(more, 'other')}"] if more > 0 else [])]
-
-
-def explained_by_causes(found: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
-    """Return the causes of those tests that lines of code explain and that have no other reason to fail, by test."""
-    of_test: dict[str, list[Cause]] = {}
-    unexplained = {share.growth.test for share in found.unexplained}
-    for cause in found.causes:
-        if cause.kind != "line":
-            unexplained.update(cause.tests)
-        for test in cause.tests:
-            of_test.setdefault(test, []).append(cause)
-    return {
-        test.nodeid: of_test[test.nodeid]
-        for test in tests
-        if test.nodeid in of_test.keys() - unexplained and not test.missing and not test.failed_by_itself
-    }
-
-
-def told_before(found: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
-    """Return the tests that need not be told in full, since earlier ones tell their causes, each with the id of that test."""
-    explained = explained_by_causes(found, tests)
-    told: dict[Cause, str] = {}
-    short = {}
-    for test in tests:
-        causes = explained.get(test.nodeid, [])
-        if causes and all(cause in told for cause in causes):
-            short[test.nodeid] = [(cause, told[cause]) for cause in causes]
-            continue
-        for cause in found.of(test.nodeid):
-            mine = [one for one in cause.shares if one.growth.test == test.nodeid]
-            if any(one.amount >= LEAST * one.growth.amount for one in mine):
-                told.setdefault(cause, test.nodeid)
-    return short
-
-
-def short_failures(found: Causes, failed: Sequence[TestVerdict], units: UnitSystem) -> dict[str, str]:
-    """Return the short texts of those tests whose causes an earlier one of ``failed`` tells in full, by test."""
-    before = told_before(found, failed)
-    return {test.nodeid: short_failure(test, before[test.nodeid], units) for test in failed if test.nodeid in before}
 
 
 def plain_causes(found: CausesOf) -> dict[str, Any]:

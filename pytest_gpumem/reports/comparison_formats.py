@@ -14,17 +14,16 @@ from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports import escaping
 from pytest_gpumem.reports.causes import (
     CausesOf,
-    cause_lines,
     cause_notes,
     cause_table,
     causes_in_markdown,
     plain_causes,
-    told_before,
 )
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED
 from pytest_gpumem.reports.explanation import explanation_blocks
 from pytest_gpumem.reports.json_report import without_infinity
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
+from pytest_gpumem.reports.told_causes import cause_lines, told_before
 from pytest_gpumem.reports.values import difference, shown, tolerated
 from pytest_gpumem.units import format_ratio
 from pytest_gpumem.values.plain import to_plain

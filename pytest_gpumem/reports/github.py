@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.causes import causes_in, explained_by_causes, name_of
+from pytest_gpumem.reports.causes import causes_in, name_of
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_SUMMARY, markdown
+from pytest_gpumem.reports.told_causes import explained_by_causes
 from pytest_gpumem.reports.values import difference
 from pytest_gpumem.reports.view import rows_of
 from pytest_gpumem.values.source_lines import file_and_line, package_of
@@ -40,22 +41,18 @@ def is_github(environment: Mapping[str, str]) -> bool:
 def annotation_lines(report: SessionReport, folder: str = "") -> list[str]:
     """Return lines that the runner turns into annotations, errors before warnings, the most serious first.
 
-    Errors are what makes the session red, warnings what is uncertain or has no effect. Tests that grew by the same causes have
-    an annotation for each cause, at its line. Of more than `MOST_ANNOTATIONS` of a
-    kind, the last counts the others. ``folder`` is the root directory as seen from the repository's root.
+    Errors are what makes the session red, warnings what is uncertain or has no effect. Tests that fail by the same causes have
+    an annotation for each cause, at its line. Of more than `MOST_ANNOTATIONS` of a kind, the last counts the others. ``folder``
+    is the root directory as seen from the repository's root.
     """
     failed = sorted((row for row in rows_of(report) if row.status.fails), key=_seriousness, reverse=True)
     found = causes_in(report)
     told = explained_by_causes(found.causes, (one.verdict for one in report.results)) if found.tell else {}
-    failed = [row for row in failed if row.title not in told]
+    causes = {cause: None for row in failed for cause in told.get(row.title, ())}
     errors = [
         *(_line("error", "gpumem", problem) for problem in report.problems),
-        *(
-            _of_a_cause(cause, found, report, folder)
-            for cause in (found.causes.causes if told else ())
-            if cause.kind == "line"
-        ),
-        *(_of_a_test("error", row, row.why, folder) for row in failed),
+        *(_of_a_cause(cause, found, report, folder) for cause in found.causes.causes if cause in causes),
+        *(_of_a_test("error", row, row.why, folder) for row in failed if row.title not in told),
     ]
     warnings = [
         *(_line("warning", "gpumem", idle) for idle in report.selection.idle_budgets),

@@ -20,13 +20,14 @@ from pytest_gpumem import __version__
 from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.git import commit_of
-from pytest_gpumem.reports.causes import causes_in, short_failures
+from pytest_gpumem.reports.causes import causes_in
 from pytest_gpumem.reports.formats import ReportFiles
 from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.results import Results, TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
+from pytest_gpumem.reports.told_causes import short_failures
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.packing import Packed
 from pytest_gpumem.session.store_at_end import StoreAtEnd
@@ -170,10 +171,15 @@ class Controller:
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None or self.report is None or self._config.get_verbosity() > 1:
             return
-        reports = {report.nodeid: report for report in reporter.stats.get("failed", ())}
         verdicts = {result.verdict.nodeid: result.verdict for result in self.report.results if result.verdict.failure}
+        # A subtest's failure has the id of its test.
+        reports = {
+            report.nodeid: report
+            for report in reporter.stats.get("failed", ())
+            if report.nodeid in verdicts and headline(verdicts[report.nodeid].failure or "") in report.longreprtext
+        }
         # In the order in which they are shown.
-        failed = [verdicts[nodeid] for nodeid in reports if nodeid in verdicts]
+        failed = [verdicts[nodeid] for nodeid in reports]
         texts = short_failures(causes_in(self.report).causes, failed, self._settings.units)
         for nodeid, text in texts.items():
             reports[nodeid].longrepr = ShortFailure(text)

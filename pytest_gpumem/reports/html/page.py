@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_gpumem.gate.verdict import Verdict
-    from pytest_gpumem.reports.causes import CausesOf
+    from pytest_gpumem.reports.causes import CauseCells, CausesOf
     from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import ReportRow, Status
@@ -89,8 +89,7 @@ class TestRow:
 class CauseView:
     """A cause: its figures, its tests with their anchors, and the chart of the one that grew most by it."""
 
-    cells: tuple[str, ...]
-    """What it is, in how many tests, all of it, the most of a test, the module, the operator and the tensors."""
+    cells: CauseCells
     anchor: str
     tests: tuple[tuple[str, str], ...]
     chart: dict[str, Any] | None
@@ -212,7 +211,9 @@ def _causes(found: CausesOf, tests: Sequence[TestRow], units: UnitSystem) -> Ite
     for cause, cells in zip(found.causes.causes, cause_cells(found, units, None), strict=True):
         most = cause.largest.growth
         named = tuple((test, anchors.get(test, "")) for test in cause.tests)
-        yield CauseView(cells[:7], anchor_of(f"cause {cells[0]}"), named, charts.get((most.test, most.name)))
+        yield CauseView(
+            cells, anchor_of(f"cause {cells.name} {cells.module}"), named, charts.get((most.test, most.name))
+        )
 
 
 def _row(row: ReportRow, units: UnitSystem) -> TestRow:
