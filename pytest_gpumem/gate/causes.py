@@ -38,6 +38,7 @@ class Growth:
     """The test's id."""
     name: str
     metric: str
+    device: str
     amount: float = field(compare=False)
 
 
@@ -109,7 +110,7 @@ class Causes:
 
     @property
     def unexplained(self) -> tuple[Share, ...]:
-        """What is not explained of growth that has no cause, or not enough of it."""
+        """Shares that no cause explains, of growth that has no cause, or not enough of it."""
         return tuple(share for share in self.not_explained if share.amount > (1 - ENOUGH) * share.growth.amount)
 
 
@@ -190,7 +191,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[_Explained]:
     worse = {one.metric: one for one in verdict.metrics if one.outcome in WORSE and _amount(one) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
     memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
-    explanation = verdict.measurement.explanation
+    measurement, explanation = verdict.measurement, verdict.measurement.explanation
     # More operators are what memory grows by; who reads a value may do so anywhere.
     syncs = [name for name in work if name == "syncs"]
     for name in [*_one_of_each(memory), *syncs] or work[:1] or names[:1]:
@@ -198,7 +199,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[_Explained]:
         kept = name in _KEPT and explanation is not None
         no_more = one.baseline is None or one.value <= one.baseline
         yield _Explained(
-            Growth(test, verdict.measurement.name, name, _amount(one)),
+            Growth(test, measurement.name, name, measurement.environment.device, _amount(one)),
             _parts(verdict, name),
             explanation.holders if kept and explanation is not None else (),
             verdict.changed_packages,

@@ -26,7 +26,7 @@ MOST_CAUSES = 10
 
 
 class CauseCells(NamedTuple):
-    """What a table shows of a cause, as texts, or the table's header."""
+    """Cells of a cause in a table, as texts; without any, the table's header."""
 
     name: str = "cause"
     tests: str = "tests"
@@ -68,7 +68,7 @@ def causes_in(report: SessionReport) -> CausesOf:
 
 
 def _measured(tests: Iterable[TestVerdict]) -> int:
-    return sum(bool(test.verdicts) and not test.unmeasured for test in tests)
+    return sum(not test.unmeasured for test in tests)
 
 
 def name_of(cause: Cause, units: UnitSystem) -> str:
@@ -177,7 +177,13 @@ def plain_causes(found: CausesOf) -> dict[str, Any]:
 
     def shares(some: Iterable[Any]) -> list[dict[str, Any]]:
         return [
-            {"test": one.growth.test, "name": one.growth.name, "metric": one.growth.metric, "amount": one.amount}
+            {
+                "test": one.growth.test,
+                "name": one.growth.name,
+                "metric": one.growth.metric,
+                "device": one.growth.device,
+                "amount": one.amount,
+            }
             for one in some
         ]
 

@@ -15,6 +15,7 @@ from pytest_gpumem.reports.summary import (
     LEAST_NAME,
     STYLES,
     device_lines,
+    first_remarks,
     not_shown,
     notes,
     reasons,
@@ -23,6 +24,7 @@ from pytest_gpumem.reports.summary import (
     ungated_times,
     unstored_times,
 )
+from pytest_gpumem.reports.told_causes import explained_by_causes
 from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.reports.view import measured_in, rows_of
 from pytest_gpumem.units import format_bytes
@@ -153,9 +155,10 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     """
     quiet, everything, units = verbosity < 0, verbosity > 0, report.terms.units
     measured = measured_in(report.results, report.terms.update)
-    chosen = measured if everything else [] if quiet else to_be_shown(measured, gating=report.terms.baseline)
-    pieces: list[Piece] = []
     found = causes_in(report)
+    explained = explained_by_causes(found.causes, (one.verdict for one in report.results)) if found.tell else ()
+    chosen = measured if everything else [] if quiet else to_be_shown(measured, explained, gating=report.terms.baseline)
+    pieces: list[Piece] = []
     if found.tell and not quiet:
         most = None if everything else MOST_CAUSES
         pieces += [cause_table(found, units, most), *map(_line, cause_notes(found, units, most)), NOTHING]
@@ -165,7 +168,8 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += map(_line, device_lines(chosen, units))
     if not quiet:
         compared = (one.verdict for one in report.results if one.verdict.verdicts)
-        pieces += map(_line, [*reasons(compared), *notes(measured)])
+        remarks = [*reasons(compared), *notes(measured)]
+        pieces += map(_line, remarks if everything else first_remarks(remarks))
         pieces += [NOTHING] if pieces else []
         ranks = peaks_by_rank(report.results)
         pieces += [_ranks(ranks, units), NOTHING] if ranks else []

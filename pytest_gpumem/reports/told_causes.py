@@ -51,20 +51,18 @@ def cause_lines(test: str, told_at: Sequence[tuple[Cause, str]], units: UnitSyst
 def explained_by_causes(found: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
     """Return the causes of those tests that lines of code explain and that have no other reason to fail, by test."""
     of_test: dict[str, list[Cause]] = {}
-    unexplained = {share.growth.test for share in found.unexplained}
+    others = {share.growth.test for share in found.unexplained}
     for cause in found.causes:
         if cause.kind != "line":
-            unexplained.update(cause.tests)
+            others.update(cause.tests)
         for test in cause.tests:
             of_test.setdefault(test, []).append(cause)
-    return {
-        test.nodeid: of_test[test.nodeid]
-        for test in tests
-        if test.nodeid in of_test.keys() - unexplained
-        and not test.missing
-        and not test.failed_by_itself
-        and not _has_more(test, of_test[test.nodeid])
+    mine = [test for test in tests if test.nodeid in of_test]
+    # A test has a verdict for each device that shards measured it on.
+    others |= {
+        test.nodeid for test in mine if test.missing or test.failed_by_itself or _has_more(test, of_test[test.nodeid])
     }
+    return {test.nodeid: of_test[test.nodeid] for test in mine if test.nodeid not in others}
 
 
 def _has_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:

@@ -87,11 +87,13 @@ class TestRow:
 
 @dataclass(frozen=True, slots=True)
 class CauseView:
-    """A cause: its figures, its tests with their anchors, and the chart of the one that grew most by it."""
+    """A cause: its figures, and its tests with their anchors."""
 
     cells: CauseCells
     anchor: str
     tests: tuple[tuple[str, str], ...]
+    most: str
+    """The test that grew most by it, with its chart."""
     chart: dict[str, Any] | None
 
 
@@ -202,18 +204,18 @@ def page_of(report: SessionReport) -> Page:
 
 
 def _causes(found: CausesOf, tests: Sequence[TestRow], units: UnitSystem) -> Iterator[CauseView]:
-    anchors = {row.of.title: row.anchor for row in tests}
-    charts = {
-        (row.of.title, one.verdict.measurement.name): panel.over_time
-        for row in tests
-        for one, panel in zip(row.of.measured, row.panels, strict=True)
-    }
+    anchors: dict[str, str] = {}
+    charts = {}
+    for row in tests:
+        for one, panel in zip(row.of.measured, row.panels, strict=True):
+            measurement = one.verdict.measurement
+            anchors.setdefault(one.test.nodeid, row.anchor)
+            charts[one.test.nodeid, measurement.name, measurement.environment.device] = panel.over_time
     for cause, cells in zip(found.causes.causes, cause_cells(found, units, None), strict=True):
         most = cause.largest.growth
         named = tuple((test, anchors.get(test, "")) for test in cause.tests)
-        yield CauseView(
-            cells, anchor_of(f"cause {cells.name} {cells.module}"), named, charts.get((most.test, most.name))
-        )
+        chart = charts.get((most.test, most.name, most.device))
+        yield CauseView(cells, anchor_of(f"cause {cells.name} {cells.module}"), named, most.test, chart)
 
 
 def _row(row: ReportRow, units: UnitSystem) -> TestRow:
