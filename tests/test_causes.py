@@ -177,3 +177,68 @@ def test_markdown_and_annotations_have_a_cause_at_its_line(planted, monkeypatch)
     text = markdown(report)
     assert text.index("#### Causes") < text.index("❌ `test_it.py::test_depth[1]`")
     assert "| `model.py:8` | 4 of 5 |" in text
+
+
+@pytest.mark.parametrize("how", ["compare", "compare markdown"])
+def test_two_reports_compared_have_the_causes_before_single_tests(planted, how):
+    planted.gate("--gpumem-report=old.json", "--gpumem-explain=always")
+    planted.plant(SCORES)
+    planted.gate("--gpumem-report=new.json", "--gpumem-explain=always")
+    arguments = ["--format=markdown"] if how == "compare markdown" else []
+    done = planted.project.gpumem("compare", "old.json", "new.json", *arguments)
+    assert done.returncode == 1
+    if arguments:
+        assert "| `model.py:8` | 4 of 5 |" in done.stdout
+        return
+    lines = done.stdout.splitlines()
+    table = next(n for n, line in enumerate(lines) if line.startswith("cause "))
+    assert lines[table + 1].startswith("model.py:8  4 of 5")
+    assert sum("what grew" in line for line in lines[table:]) == 1
+    assert sum("as in test_it.py::test_depth[1]" in line for line in lines[table:]) == 3
+
+
+FIXTURE = """\
+@pytest.fixture
+def batch():
+    return torch.ones(4, SIZE, 32)
+"""
+WITH_FIXTURE = """\
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_mean(gpumem, batch, n):
+    gpumem.measure(lambda: batch.mean())
+    gpumem.train_step(lambda: torch.nn.Linear(32, n), batch, loss=lambda out, _: out.sum())
+"""
+
+
+def test_a_fixture_that_grew_in_three_tests_is_one_cause(project):
+    project.write(FIXTURE.replace("SIZE", "1024"), "conftest.py")
+    project.write(WITH_FIXTURE)
+    project.run("--gpumem-update=new").assert_outcomes(passed=3)
+    project.write(FIXTURE.replace("SIZE", "8192"), "conftest.py")
+    project.run("--gpumem-baseline", "--gpumem-report=report.json").assert_outcomes(failed=3)
+    (cause,) = json.loads((project.path / "report.json").read_text(encoding="utf-8"))["causes"]
+    assert (cause["lines"], cause["category"], len(cause["tests"])) == ([], "input", 3)
+    assert (cause["tensors"], cause["reason"]) == (
+        "1 x float32[4, 8192, 32]",
+        "was float32[4, 1024, 32], now float32[4, 8192, 32]",
+    )
+
+
+SUBTESTS = """\
+def test_parts(gpumem, subtests):
+    with subtests.test("own"):
+        raise ValueError("a fault of its own")
+    gpumem.infer_step(lambda: Model(2).eval(), torch.ones(4, 128, 32))
+"""
+
+
+def test_a_failure_of_its_own_is_never_shortened(planted):
+    planted.plant(SCORES)
+    planted.project.write(
+        TESTS.replace(
+            "def test_other", f"def test_kept(gpumem):\n    assert 0, 'broken'\n\n\n{SUBTESTS}\n\ndef test_other"
+        )
+    )
+    output = "\n".join(planted.gate().outlines)
+    assert "ValueError: a fault of its own" in output
+    assert "AssertionError: broken" in output

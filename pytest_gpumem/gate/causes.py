@@ -54,8 +54,8 @@ class Share:
 class Cause:
     """Something that explains growth of one or several tests.
 
-    ``lines`` are of one module, those that explain most first. They are empty for what is known by its module alone, and where
-    it is packages whose releases differ, or a budget.
+    ``lines`` are of one module, those that explain most first. They are empty for what is known by its module alone, or by its
+    category, and where it is packages whose releases differ, or a budget.
     """
 
     kind: Literal["line", "packages", "budget"]
@@ -64,6 +64,7 @@ class Cause:
     operator: str
     what: str
     """The tensors, or of a budget its metric and limit."""
+    category: str
     reason: str
     shares: tuple[Share, ...]
     holders: tuple[str, ...] = ()
@@ -115,10 +116,11 @@ class Causes:
 
 
 class _Place(NamedTuple):
-    """A line without the release of its package, and a module."""
+    """A line without the release of its package, and a module; of tensors made before the step, their category."""
 
     line: str
     module: str
+    category: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ class _Part:
     module: str
     operator: str
     what: str
+    category: str = ""
     reason: str = ""
 
     def __add__(self, other: _Part) -> _Part:
@@ -257,11 +260,12 @@ def _summed(parts: Iterable[tuple[_Place, _Part] | None]) -> dict[_Place, _Part]
 
 
 def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[_Place, _Part] | None:
-    """Return the place of a row, and the row as a part; ``None`` where neither its line nor its module is known."""
-    place = _Place(without_release(row.library or row.site), row.module)
-    if row.operator == REST or not any(place):
+    """Return the place of a row, and the row as a part; ``None`` for the sum of small rows."""
+    line = row.library or row.site
+    if row.operator == REST:
         return None
-    return place, _Part(nbytes, nbytes, row.library or row.site, row.path, row.operator, row.what, reason)
+    place = _Place(without_release(line), row.module, "" if line or row.module else row.category)
+    return place, _Part(nbytes, nbytes, line, row.path, row.operator, row.what, row.category, reason)
 
 
 def _of_tally(tally: Tally) -> tuple[_Place, _Part]:
@@ -277,12 +281,20 @@ def _of_inner_modules(growths: Sequence[_Explained]) -> list[_Explained]:
     for one in growths:
         for place in one.parts:
             modules[place.line].add(place.module)
-    inner: dict[_Place, _Place] = {}
+    inner: dict[tuple[str, str], str] = {}
     for line, names in modules.items():
         for name in names:
             ends = {part for part in _ends(name) if line and part in names}
-            inner[_Place(line, name)] = _Place(line, min(ends, key=len, default=name))
-    return [replace(one, parts=_summed((inner[place], part) for place, part in one.parts.items())) for one in growths]
+            inner[line, name] = min(ends, key=len, default=name)
+    return [
+        replace(
+            one,
+            parts=_summed(
+                (place._replace(module=inner[place.line, place.module]), part) for place, part in one.parts.items()
+            ),
+        )
+        for one in growths
+    ]
 
 
 def _ends(module: str) -> Iterator[str]:
@@ -387,6 +399,7 @@ def _cause_at(places: Sequence[_Place], mine: Sequence[tuple[_Explained, float]]
         shown.module,
         shown.operator,
         shown.what,
+        shown.category,
         shown.reason,
         tuple(Share(one.growth, share) for one, share in mine),
         tuple(dict.fromkeys(holder for one in explained for holder in one.holders)),
@@ -409,4 +422,4 @@ def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[_Explai
             groups[f"{one.growth.metric} {one.budget}", ()].append(one)
     for (what, packages), mine in groups.items():
         shares = tuple(Share(one.growth, one.growth.amount) for one in mine)
-        yield Cause(kind, (), "", "", what, "", shares, packages=packages)
+        yield Cause(kind, (), "", "", what, "", "", shares, packages=packages)

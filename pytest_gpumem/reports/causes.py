@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_gpumem.gate.causes import Causes, causes_of
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports import escaping
+from pytest_gpumem.reports.explanation import PLURALS
 from pytest_gpumem.reports.layout import Column, Span, Table, without_empty
 from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.units import counted
@@ -72,13 +73,13 @@ def _measured(tests: Iterable[TestVerdict]) -> int:
 
 
 def name_of(cause: Cause, units: UnitSystem) -> str:
-    """Return what a cause is, in a few words: its line, or else its module, the packages that differ, or the budget."""
+    """Return what a cause is, in a few words: its line, or else its module or category, the packages, or the budget."""
     if cause.kind == "packages":
         return "; ".join(cause.packages)
     if cause.kind == "budget":
         metric, _, limit = cause.what.partition(" ")
         return f"budget of {METRICS[metric].title}: {shown(metric, float(limit), units)}"
-    return cause.lines[0] if cause.lines else cause.module
+    return cause.lines[0] if cause.lines else cause.module or PLURALS.get(cause.category, cause.category)
 
 
 def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
@@ -193,6 +194,7 @@ def plain_causes(found: CausesOf) -> dict[str, Any]:
                 "kind": cause.kind,
                 "lines": list(cause.lines),
                 "module": cause.module,
+                "category": cause.category,
                 "operator": cause.operator,
                 "tensors": cause.what,
                 "reason": cause.reason,
