@@ -104,7 +104,10 @@ def _check_readable(changes: Changes, store: Store) -> None:
     entries = {one: found for one, found in there.items() if isinstance(found, Baseline)} | dict(changes.entries)
     text = render(entries)
     text.encode()
-    if parse(text, key.file, slug).keys() != entries.keys():
+    read = parse(text, key.file, slug)
+    if {one: set(found.by_device) for one, found in read.items()} != {
+        one: set(found.by_device) for one, found in entries.items()
+    }:
         raise FormatError("an entry is called as a part of another one is")
 
 

@@ -96,7 +96,7 @@ def accept(
         there.check()
         candidates = candidates_of(results, report.terms, there, source, forced=force_commit)
     write_lines(_on_the_session(report))
-    asks = not tests and sys.stdin.isatty() and sys.stdout.isatty()
+    asks = not tests and _is_terminal()
     changing = [one for one in candidates if one.changes_store and (one.is_noticed or not asks)]
     try:
         accepted = _accepted_by_a_person(changing, settings.units) if asks else changing
@@ -114,6 +114,10 @@ def accept(
         click.echo(f"warning: {why}", err=True)
     write_lines([_accounting(candidates, accepted, changing, [why for _, why in refused])])
     sys.exit(1 if refused else 0)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _source(report: SessionReport, reason: str | None, backend: Backend, *, force: bool) -> Source:
