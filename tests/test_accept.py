@@ -642,3 +642,18 @@ def test_an_entry_cannot_take_the_place_of_the_part_of_another_one(tmp_path):
     other["measurement"] |= {"name": "text on cuda:1", "by_device": {}}
     plain["results"][0]["verdict"]["verdicts"].append(other)
     assert "called as a part of another one" in write(plain, tmp_path).refused.why
+
+
+# The report
+
+
+def test_what_is_kept_to_be_accepted_leaves_a_report_below_twice_its_size(project, monkeypatch):
+    project.write(BEFORE)
+    project.run("--gpumem-update=new", "-k", "not loop and not several")
+    project.write(AFTER)
+    gated(project, "-k", "not loop and not several", report="now.json")
+    never = "pytest_gpumem.config.settings.Settings.may_be_accepted_later"
+    monkeypatch.setattr(never, property(lambda settings: False))
+    gated(project, "-k", "not loop and not several", report="then.json")
+    then, now = ((project.path / name).stat().st_size for name in ("then.json", "now.json"))
+    assert then < now < 2 * then
