@@ -65,8 +65,8 @@ ABOUT = (
     "",
     "Written by `make replays`. Each row is a comparison by `gpumem ab` of two releases, of which the second needs more; the",
     "link leads to the thread. *Changed line* is the place, among the rows of the report, of the first one that names it; of",
-    "tensors that are kept, among the lines that say by what. *Control* is what the first release differs from itself, bytes and",
-    "counts.",
+    "tensors that are kept, among the lines that say by what. *Control* is what the first release differs from itself, bytes",
+    "and counts.",
     "On an emulated GPU convolutions ran without cuDNN: their workspaces are taken as 0.",
     "",
 )

@@ -6,6 +6,7 @@ load torch; one test is measured indeed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from click.testing import CliRunner
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Runner, Taken
-from pytest_gpumem.ab.variants import Ready, Variant
+from pytest_gpumem.ab.variants import ProvisionedVariant, Variant
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stop
 from tests.ab.values import measured, measurement, run, unmeasured
@@ -341,10 +342,12 @@ def runs(repository, monkeypatch):
     repository.commit("before")
 
     def answer(base, head, ends=None):
-        def take(self, ready, number, tick, *, explained=False):
-            if number == (ends or (0, None))[0]:
+        numbers = itertools.count(1)
+
+        def take(self, provided, tick, *, explained=False):
+            if next(numbers) == (ends or (0, None))[0]:
                 raise ends[1]
-            side = "base" if ready.variant.revision.name == "before" else "head"
+            side = "base" if provided.variant.revision.name == "before" else "head"
             return Taken((), 0), run(side, *(base if side == "base" else head), root=str(repository.path))
 
         monkeypatch.setattr(Runner, "take", take)
@@ -434,7 +437,7 @@ def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(re
     repository.commit("before", seconds=0.25)
     folder = repository.path.parent / "runs"
     runner = Runner(Checkout.around(repository.path), PLAIN, None, folder, Stop(), ())
-    _, taken = runner.take(Ready(Variant(), repository.path), 1, lambda: None)
+    _, taken = runner.take(ProvisionedVariant(Variant(), repository.path))
     (verdict,) = taken.tests.values()
     (one,) = verdict.verdicts
     assert one.measurement.peak_allocated == 10_000_000

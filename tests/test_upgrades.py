@@ -85,6 +85,11 @@ def environments(tmp_path):
     return sorted((tmp_path / "cache" / "pytest-gpumem" / "environments").glob("*/environment.json"))
 
 
+def kept_runs(tmp_path):
+    """The folders of the runs that bisections have left for the next start."""
+    return sorted((tmp_path / "cache" / "pytest-gpumem" / "bisections").glob("*"))
+
+
 def test_two_releases_are_compared_and_kept_for_the_next_time(project, index, tmp_path):
     release(index, "1.0", 10 * MB)
     release(index, "2.0", 12 * MB)
@@ -133,6 +138,12 @@ def test_uv_installs_the_same_where_it_is_on_the_path(project, index, tmp_path, 
         "requested": True,
         "url": branch.as_uri(),
     }
+    release(index.parent / "elsewhere", "4.0", 12 * MB)
+    (project / "newer.txt").write_text(
+        f"--find-links {index.parent / 'elsewhere'}\ntinymodels==4.0\n", encoding="utf-8"
+    )
+    with_an_option = gpumem("ab", "--base-with", "tinymodels==1.0", "--head-with", "-r newer.txt", "--", *PLAIN)
+    assert with_an_option.exit_code == 1, with_an_option.output
     refused = gpumem("ab", "--head-with", "tinymodels==9.9", "--", *PLAIN)
     assert refused.exit_code == 2
     assert (
@@ -222,9 +233,7 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
     # Both ends, and as many as halving eight steps takes; what is skipped comes on top, and leaves uneven halves.
     assert len(environments(tmp_path)) <= 2 + 3 + 2 * broken
     assert "| `1.7` | 12.00 MB | bad |" in (project / "found.md").read_text(encoding="utf-8")
-    assert not (tmp_path / "cache" / "pytest-gpumem" / "bisections").exists() or not any(
-        (tmp_path / "cache" / "pytest-gpumem" / "bisections").iterdir()
-    )
+    assert kept_runs(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -245,12 +254,77 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
         ("main", "1.0", "'main' is no release of tinymodels, like 4.38.2"),
     ],
 )
-def test_ends_that_hold_nothing_to_find_are_told_in_a_sentence(project, index, good, bad, said):
+def test_ends_that_hold_nothing_to_find_are_told_in_a_sentence(project, index, tmp_path, good, bad, said):
     for minor, peak in enumerate((10, 10, 12)):
         release(index, f"1.{minor}", peak * MB)
     result = gpumem("bisect", "--package", "tinymodels", "--good", good, "--bad", bad, "test_it.py", "--", *PLAIN)
     assert result.exit_code == 2, result.output
     assert said in result.stderr
+    assert kept_runs(tmp_path) == []
+
+
+def test_a_release_that_mended_it_is_named_where_the_bad_one_is_earlier(project, index):
+    for minor in range(4):
+        release(index, f"1.{minor}", (12 if minor < 2 else 10) * MB)
+    ends = ["--good", "1.3", "--bad", "1.0"]
+    result = gpumem("bisect", "--package", "tinymodels", *ends, "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    assert (
+        "gpumem bisect: tinymodels 1.2 mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after 1.1\n"
+        in result.stdout
+    )
+
+
+def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_much_less(project, index):
+    (project / "conftest.py").write_text(
+        TELLING.replace("tinymodels.PEAK", "tinymodels.PEAKS[request.node.name]"), encoding="utf-8"
+    )
+    (project / "test_it.py").write_text("def test_a(): ...\ndef test_b(): ...\n", encoding="utf-8")
+    for version, a, b in (("1.0", 10, 50), ("1.1", 12, 20)):
+        text = f"PEAKS = {{'test_a': {a * MB}, 'test_b': {b * MB}}}\n"
+        make_wheel(index, "tinymodels", version, {"tinymodels/__init__.py": text})
+    ends = ["--good", "1.0", "--bad", "1.1"]
+    result = gpumem("bisect", "--package", "tinymodels", *ends, "test_it.py", "--", *PLAIN)
+    assert "tinymodels 1.1 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.0\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ab", "--head-with", "tinymodels==1.0"],
+        ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.1", "test_it.py"],
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, tmp_path, monkeypatch, command):
+    release(index, "1.0", 10 * MB)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    result = gpumem(*command, "--", *PLAIN)
+    assert result.exit_code == 2, result.output
+    folder = tmp_path / "file" / "pytest-gpumem" / "environments"
+    assert f"tinymodels==1.0 cannot be installed: {folder} cannot be written: Not a directory\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        ("/bin/true", "/bin/true cannot be installed: /bin/true is no Python: it made no virtual environment"),
+        ("/nowhere/python", "/nowhere/python cannot be run: No such file or directory"),
+    ],
+)
+def test_a_python_that_is_none_is_told_in_a_sentence(project, index, python, said):
+    result = gpumem("ab", "--head-python", python, "--", *PLAIN)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+
+
+def test_runs_of_an_interrupted_bisection_go_with_the_environments(project, tmp_path):
+    kept = tmp_path / "cache" / "pytest-gpumem" / "bisections" / "1234"
+    kept.mkdir(parents=True)
+    assert gpumem("cache").exit_code == 0
+    assert kept_runs(tmp_path) == [kept]
+    assert gpumem("cache", "--clear").exit_code == 0
+    assert kept_runs(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -292,7 +366,7 @@ def test_a_test_that_one_end_does_not_have_is_told(project, index):
     ends = ["--package", "tinymodels", "--good", "1.0", "--bad", "1.1"]
     result = gpumem("bisect", *ends, "test_it.py::test_gone", "--", *PLAIN)
     assert result.exit_code == 2
-    assert "1.0 cannot be measured: " in result.stderr
+    assert "Error: 1.0 cannot be measured: not found: test_it.py::test_gone\n" in result.stderr
 
 
 def test_of_several_packages_the_one_that_did_it_is_found_and_then_its_release(project, index):
@@ -401,6 +475,17 @@ def test_the_tolerance_is_that_of_the_bad_commit(commits):
     assert "(peak allocated 10.00 MB and 12.00 MB): both ends are good, or both are bad" in found.stderr
 
 
+def test_the_commit_that_mended_it_is_named_and_what_is_not_committed_is_left_out(commits):
+    commits.commit(64, 10 * MB)
+    (commits.path / "shipped.py").write_text(f"PEAK = {12 * MB}\n", encoding="utf-8")
+    result = gpumem("bisect", "--good", "main", "--bad", "HEAD~10", *FIND[5:])
+    assert result.exit_code == 0, result.output
+    assert "1 file is changed and not committed: only commits are compared\n" in result.stderr
+    mended = commits.git("rev-parse", "HEAD")[:9]
+    assert f"gpumem bisect: {mended} change 64 (Ada, " in result.stdout
+    assert "mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after " in result.stdout
+
+
 def test_several_commits_at_a_time_find_the_same(commits):
     result = gpumem("bisect", "--jobs", "2", *FIND[1:])
     assert result.exit_code == 0, result.output
@@ -442,7 +527,10 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, monkeypatch):
     ("words", "said"),
     [
         (["--good", "main", "--bad", "main"], "are the same commit"),
-        (["--good", "main", "--bad", "HEAD~5"], "is no ancestor of"),
+        (["--good", "main", "--bad", "HEAD~5"], "both ends are good, or both are bad"),
+        (["--good", "HEAD~63", "--bad", "beside"], "(peak allocated 10.00 MB and 10.00 MB)"),
+        (["--good", "main", "--bad", "beside"], "is no ancestor of beside"),
+        (["--good", "HEAD~63", "--bad", "beside", "--metric", "flops"], "no test has FLOPs on both sides"),
         (["--good", "nowhere"], "there is no revision 'nowhere'"),
         (["--bad", "main"], "Missing option '--good'"),
         (["--good", "HEAD~63", "--bad", "HEAD~50"], "both ends are good, or both are bad"),
@@ -451,6 +539,9 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, monkeypatch):
     ],
 )
 def test_commits_that_hold_nothing_to_find_are_told_in_a_sentence(commits, words, said):
+    commits.git("checkout", "--quiet", "-b", "beside", "HEAD~62")
+    commits.commit(99, 10 * MB)
+    commits.git("checkout", "--quiet", "main")
     result = gpumem("bisect", *words, *FIND[5:])
     assert result.exit_code == 2, result.output
     assert said in result.stderr

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_gpumem.ab.runs import Run
-    from pytest_gpumem.ab.variants import Ready
+    from pytest_gpumem.ab.variants import ProvisionedVariant
     from pytest_gpumem.reports.comparison import Compared, ComparedRow
     from pytest_gpumem.values.composition import Row
 
@@ -29,9 +29,9 @@ class Code:
     packages: Sequence[Path] = ()
 
     @classmethod
-    def of(cls, ready: Ready, run: Run) -> Code:
+    def of(cls, variant: ProvisionedVariant, run: Run) -> Code:
         """Return the code of a variant that has run."""
-        return cls(ready.top / run.root, ready.site_folders)
+        return cls(variant.top / run.root, variant.site_folders)
 
     def lines(self, line: str) -> list[str] | None:
         """Return the lines of the file that a row's ``line`` is in; ``None`` where it is not found, or cannot be read."""

@@ -16,7 +16,7 @@ from pytest_gpumem.ab.changed_code import ChangedCode, Code, with_changed_code
 from pytest_gpumem.ab.checkout import BASE, HEAD, clear_leftovers, temporary_folder
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Runner
-from pytest_gpumem.ab.variants import Variant, Workshop, changed_packages, why_unused
+from pytest_gpumem.ab.variants import Provisioner, Variant, changed_packages, why_unused
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings, read_table, settings_from_table
@@ -173,15 +173,15 @@ def set_up(
     stop: Stop,
     say: Callable[[str], None],
     only: Sequence[str] = (),
-) -> Iterator[tuple[Runner, Workshop]]:
-    """Set up what runs variants and what makes them ready, in a temporary folder. Raises `GitError`."""
+) -> Iterator[tuple[Runner, Provisioner]]:
+    """Set up what runs variants and what provides them, in a temporary folder. Raises `GitError`."""
     left = clear_leftovers(checkout)
     if left:
         say(f"removed {counted(left, 'worktree')} of a comparison that was killed")
     others = checkout.checkouts()
     with temporary_folder() as folder:
         runner = Runner(checkout, arguments, setup, folder, stop, [*others, folder], only)
-        yield runner, Workshop(checkout, environments, folder, stop, say, is_emulated(arguments, checkout))
+        yield runner, Provisioner(checkout, environments, folder, stop, say, is_emulated(arguments, checkout))
 
 
 def is_emulated(arguments: Sequence[str], checkout: Checkout) -> bool:
@@ -212,7 +212,7 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
     def take(side: Side, number: int) -> Run:
         progress.begin(number, side, variants[side])
         try:
-            _, run = runner.take(ready[side], number, progress.tick, explained=number <= len(variants))
+            _, run = runner.take(provided[side], progress.tick, explained=number <= len(variants))
         except RunFailed as failure:
             raise RunFailed(f"{side} {variants[side]}: {failure}") from None
         progress.end(run)
@@ -222,23 +222,23 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
         nonlocal settings, changed
         base, head = pairs[0]
         if len(pairs) == 1:
-            settings = settings_in(ready[HEAD].top / head.root)
-            unused = why_unused(ready[BASE], ready[HEAD], base.imported | head.imported)
+            settings = settings_in(provided[HEAD].top / head.root)
+            unused = why_unused(provided[BASE], provided[HEAD], base.imported | head.imported)
             if unused is not None:
                 raise RunFailed(unused)
-            changed = ChangedCode(Code.of(ready[BASE], base), Code.of(ready[HEAD], head))
+            changed = ChangedCode(Code.of(provided[BASE], base), Code.of(provided[HEAD], head))
         assert changed is not None, "the first pair has been compared"
         tolerances = {**DEFAULT_TOLERANCES, **settings.tolerances}
         found = compare_runs(pairs, plan.base.title, plan.head.title, plan.tolerance, tolerances)
-        found = replace(found, packages=changed_packages(ready[BASE], ready[HEAD]))
+        found = replace(found, packages=changed_packages(provided[BASE], provided[HEAD]))
         return with_changed_code(found, changed)
 
     try:
         with ExitStack() as stack:
-            runner, workshop = stack.enter_context(
+            runner, provisioner = stack.enter_context(
                 set_up(plan.checkout, plan.arguments, plan.setup, environments, stop, progress.say)
             )
-            ready = stack.enter_context(workshop.ready(variants))
+            provided = stack.enter_context(provisioner.provide(variants))
             for so_far in reports_in_turns(take, compare, plan.most_pairs):
                 report = so_far
     except (RunFailed, NotInstalled, GitError) as failure:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -20,10 +22,10 @@ from pytest_gpumem.processes import run
 from pytest_gpumem.reports.results import PROPERTY, Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.ab.checkout import Checkout
-    from pytest_gpumem.ab.variants import Ready
+    from pytest_gpumem.ab.variants import ProvisionedVariant
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.processes import Stop
 
@@ -211,19 +213,21 @@ class Runner:
     """Folders in which the repository is checked out, also those that are run."""
     only: Sequence[str] = ()
     """The ids of the tests that run, of those that the arguments select; all where there are none."""
+    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    """Numbers of runs, which name their folders; runs in threads of their own share it."""
 
     def take(
-        self, ready: Ready, number: int, tick: Callable[[], None], *, explained: bool = False
+        self, variant: ProvisionedVariant, tick: Callable[[], None] = lambda: None, *, explained: bool = False
     ) -> tuple[Taken, Run]:
         """Run a variant once, and return what it wrote and what that says. Raises `RunFailed` and `Stopped`.
 
         ``explained`` says whether each step is.
         """
-        worktree = ready.top
+        worktree = variant.top
         here = worktree / self.checkout.folder
         if not here.is_dir():
             raise RunFailed(f"it has no folder {self.checkout.folder.as_posix()}")
-        own = self.folder / f"run-{number}"
+        own = self.folder / f"run-{next(self._numbers)}"
         (own / "plugin").mkdir(parents=True)
         shutil.copyfile(collector.__file__, own / "plugin" / f"{PLUGIN}.py")
         lines, log = own / "lines.jsonl", own / "log.txt"
@@ -232,19 +236,19 @@ class Runner:
                 self.setup, folder=here, environment=plain_environment(), output=log, stop=self.stop, tick=tick
             )
             if status:
-                raise RunFailed(f"--setup ended with exit status {status}{_last_lines(log)}")
+                raise RunFailed(f"--setup ended with exit status {status}{_last_lines(log, worktree)}")
         # Only now: --setup may have made the folders that it is to look in.
         environment = self._environment(worktree, own / "plugin", lines)
         # Its own folder for what pytest keeps between runs: --last-failed must not make one run differ from the next.
         kept = ["-o", f"cache_dir={own / 'cache'}", f"--gpumem-store={own / 'store'}"]
         kept += ["--gpumem-explain=always"] if explained else []
-        command = [str(ready.python), "-m", "pytest", "-p", PLUGIN, *kept, *self.arguments]
+        command = [str(variant.python), "-m", "pytest", "-p", PLUGIN, *kept, *self.arguments]
         status = run(command, folder=here, environment=environment, output=log, stop=self.stop, tick=tick)
         taken = Taken(tuple(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else (), status)
         try:
             return taken, run_of(taken.lines, status)
         except RunFailed as failure:
-            raise RunFailed(f"{failure}{_last_lines(log)}") from None
+            raise RunFailed(f"{failure}{_last_lines(log, worktree)}") from None
 
     def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
         environment = plain_environment()
@@ -258,6 +262,8 @@ class Runner:
         return environment
 
 
-def _last_lines(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() if log.exists() else []
+def _last_lines(log: Path, worktree: Path) -> str:
+    """Return the last lines of a log, with paths in the worktree as relative ones, since it is gone when they are read."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = text.replace(f"{worktree}{os.sep}", "").rstrip().splitlines()
     return "".join(f"\n  {line}" for line in ["", *lines[-MOST_LINES:]]) if lines else ""

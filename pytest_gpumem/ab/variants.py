@@ -59,7 +59,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ProvisionedVariant:
     """A variant that can be run: its checkout, and its interpreter with the packages that are not those of this one."""
 
     variant: Variant
@@ -73,8 +73,8 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """Makes variants ready: environments of their requirements, and worktrees of their revisions in ``folder``."""
+class Provisioner:
+    """Provides what variants need to be run: environments of requirements, and worktrees of revisions in ``folder``."""
 
     checkout: Checkout
     environments: Environments
@@ -102,8 +102,8 @@ class Workshop:
         return made
 
     @contextmanager
-    def ready(self, variants: Mapping[str, Variant]) -> Iterator[dict[str, Ready]]:
-        """Make variants ready, environments in parallel, for as long as the context lasts.
+    def provide(self, variants: Mapping[str, Variant]) -> Iterator[dict[str, ProvisionedVariant]]:
+        """Provide variants, with environments made in parallel, for as long as the context lasts.
 
         Raises `NotInstalled`, `GitError` and `Stopped`.
         """
@@ -116,27 +116,29 @@ class Workshop:
             for note in notes:
                 self.say(note)
             yield {
-                name: _ready(
+                name: _provisioned(
                     one, tops.get(name, self.checkout.top), made[one.requirements] if one.requirements else None
                 )
                 for name, one in variants.items()
             }
 
 
-def _ready(variant: Variant, top: Path, environment: VirtualEnvironment | None) -> Ready:
+def _provisioned(variant: Variant, top: Path, environment: VirtualEnvironment | None) -> ProvisionedVariant:
     if environment is None:
-        return Ready(variant, top)
-    return Ready(variant, top, environment.python, environment.packages, environment.modules, environment.site_folders)
+        return ProvisionedVariant(variant, top)
+    return ProvisionedVariant(
+        variant, top, environment.python, environment.packages, environment.modules, environment.site_folders
+    )
 
 
-def differing_packages(base: Ready, head: Ready) -> tuple[str, ...]:
+def differing_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tuple[str, ...]:
     """Return a clause for each package that is not the same in both: ``"six 1.16.0 and 1.17.0"``."""
     names = sorted(base.packages.keys() | head.packages.keys())
     pairs = ((name, base.packages.get(name, "as here"), head.packages.get(name, "as here")) for name in names)
     return tuple(f"{name} {then} and {now}" for name, then, now in pairs if then != now)
 
 
-def changed_packages(base: Ready, head: Ready) -> tuple[ChangedPackage, ...]:
+def changed_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tuple[ChangedPackage, ...]:
     """Return the packages that are another release in ``head``, by normalized name; what neither set installed is the same."""
     sides = [{str(canonicalize_name(name)): release for name, release in one.packages.items()} for one in (base, head)]
     names = sorted(sides[0].keys() | sides[1].keys())
@@ -154,7 +156,7 @@ def changed_packages(base: Ready, head: Ready) -> tuple[ChangedPackage, ...]:
     )
 
 
-def why_unused(base: Ready, head: Ready, imported: frozenset[str]) -> str | None:
+def why_unused(base: ProvisionedVariant, head: ProvisionedVariant, imported: frozenset[str]) -> str | None:
     """Return why the runs cannot differ, as a sentence: none of the packages that differ was imported; or ``None``.
 
     ``imported`` are the first names of the modules that either run had loaded.

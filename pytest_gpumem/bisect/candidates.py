@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
@@ -35,6 +35,8 @@ class Candidate:
     """The number of a commit's parents: several of a merge."""
     package: str = ""
     """The package that it is a release of."""
+    backwards: bool = False
+    """True if its row leads back in time, from a good one to an earlier bad one: something between mended it."""
 
     @property
     def title(self) -> str:
@@ -43,35 +45,49 @@ class Candidate:
 
 
 def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: bool = True) -> list[Candidate]:
-    """Return the commits from ``good`` to ``bad``, both included, the oldest first.
+    """Return the commits from ``good`` to ``bad``, both included.
 
     Args:
         checkout: The checkout.
-        good: The revision that all later ones come after.
-        bad: The last one.
+        good: The first one.
+        bad: The last one. It may be the earlier one: a commit that mended something is found as well.
         first_parent: Whether a merge stands for all that it brought.
 
     Raises:
-        GitError: ``good`` is no ancestor of ``bad``, or both are the same commit.
+        GitError: Neither is an ancestor of the other, or both are the same commit.
     """
     if good.commit == bad.commit:
         raise GitError(f"{good} and {bad} are the same commit")
-    try:
-        git(checkout.top, "merge-base", "--is-ancestor", good.commit, bad.commit)
-    except GitError:
-        raise GitError(
-            f"{good} is no ancestor of {bad}: name a commit that {bad.name} comes from, say {_common(checkout.top, good, bad)}"
-        ) from None
+    if _is_ancestor(checkout.top, good, bad):
+        return _history(checkout.top, good, bad, first_parent=first_parent)
+    if _is_ancestor(checkout.top, bad, good):
+        row = _history(checkout.top, bad, good, first_parent=first_parent)
+        return [replace(one, backwards=True) for one in reversed(row)]
+    raise GitError(
+        f"{good} is no ancestor of {bad}: name a commit that {bad.name} comes from, say {_common(checkout.top, good, bad)}"
+    )
+
+
+def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) -> list[Candidate]:
+    """Return the commits from one to a later one, both included, the oldest first."""
     listed = ["--first-parent"] if first_parent else ["--topo-order"]
     form = f"--format=%H{_FIELD}%P{_FIELD}%s{_FIELD}%an{_FIELD}%as"
-    lines = git(checkout.top, "log", "--reverse", *listed, form, f"{good.commit}..{bad.commit}").splitlines()
-    lines = [git(checkout.top, "log", "-1", form, good.commit).strip("\n"), *lines]
+    lines = git(top, "log", "--reverse", *listed, form, f"{first.commit}..{last.commit}").splitlines()
+    lines = [git(top, "log", "-1", form, first.commit).strip("\n"), *lines]
     found = []
     for line in lines:
         commit, parents, subject, author, day = line.split(_FIELD)
-        named = {good.commit: good, bad.commit: bad}.get(commit, Revision(commit, commit))
+        named = {first.commit: first, last.commit: last}.get(commit, Revision(commit, commit))
         found.append(Candidate(Variant(named), commit[:9], f"{subject} ({author}, {day})", len(parents.split())))
     return found
+
+
+def _is_ancestor(top: Path, earlier: Revision, later: Revision) -> bool:
+    try:
+        git(top, "merge-base", "--is-ancestor", earlier.commit, later.commit)
+    except GitError:
+        return False
+    return True
 
 
 def _common(top: Path, good: Revision, bad: Revision) -> str:
@@ -93,11 +109,13 @@ def releases(
         found = [*between(listed, good, max([good, *listed], key=_final_version)), bad]
     else:
         found = between(listed, good, bad)
+    backwards = not bad.startswith(AT) and Version(good) > Version(bad)
     return [
         Candidate(
             Variant(None, _pinned({**(beside or {}), package: release}, _line(package, release))),
             release.removeprefix(AT),
             package=package,
+            backwards=backwards,
         )
         for release in found
     ]

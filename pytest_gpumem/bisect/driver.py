@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ab.changed_code import ChangedCode, Code, with_changed_code
@@ -25,11 +24,11 @@ from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from pytest_gpumem.ab.checkout import Side
     from pytest_gpumem.ab.runs import Run, Runner
-    from pytest_gpumem.ab.variants import Workshop
+    from pytest_gpumem.ab.variants import Provisioner
     from pytest_gpumem.bisect.candidates import Candidate
     from pytest_gpumem.bisect.journal import Journal
     from pytest_gpumem.bisect.search import Answer
@@ -38,6 +37,12 @@ if TYPE_CHECKING:
 TIMED = "step_time"
 JUDGED = (*(name for name, metric in METRICS.items() if metric.tolerance is not None and metric.unit in WHOLE), TIMED)
 """The metrics by which candidates can be told apart."""
+_MOST_PAIRS = 8
+"""Pairs of runs that a time is judged by at most."""
+
+
+_ERROR = re.compile(r"(?:E\s+|ERROR: )(.+)")
+"""An exception, or pytest's own error: ``"ERROR: not found: test_it.py::test_gone"``."""
 
 
 class NothingFound(Exception):
@@ -76,15 +81,14 @@ class Search:
 
     candidates: Sequence[Candidate]
     runner: Runner
-    workshop: Workshop
+    provisioner: Provisioner
     journal: Journal
-    say: Callable[[str], None]
     metric: str | None = None
+    """The metric to judge by; ``None`` for the most important one that is worse in the last candidate."""
     jobs: int = 1
+    """The number of runs at a time."""
     max_slowdown: float = 0.015
-    most_pairs: int = 8
-    numbers: Iterator[int] = field(default_factory=partial(count, 1))
-    """Numbers of runs, which name their folders: shared by searches that have one runner."""
+    """The tolerated slowdown, as a ratio."""
     _known: dict[str, Run | str] = field(default_factory=dict)
     """Runs of candidates by name, or why there is none."""
     _settings: Settings = field(default_factory=Settings)
@@ -96,29 +100,19 @@ class Search:
         """
         self._known = dict(self.journal.runs())
         if self._known:
-            self.say(f"going on with {counted(len(self._known), 'run')} of an earlier start")
+            self.provisioner.say(f"going on with {counted(len(self._known), 'run')} of an earlier start")
         first, last = self.candidates[0], self.candidates[-1]
         good, bad = self._end(first), self._end(last)
-        with self.workshop.ready({HEAD: last.variant}) as ready:
-            self._settings = settings_in(ready[HEAD].top / bad.root)
+        with self.provisioner.provide({HEAD: last.variant}) as provided:
+            self._settings = settings_in(provided[HEAD].top / bad.root)
         ends = self._compared(first, last)
         metric = self.metric or _most_important(ends)
         self._check_ends(ends, metric, first, last, good, bad)
         assert metric is not None, "it has been checked"
-        answers: dict[int, Answer] = {0: "good", len(self.candidates) - 1: "bad"}
-        tried = [Tried(first, "good", _value(ends, metric, "old"))]
-        jobs = 1 if metric == TIMED else self.jobs
-        while wanted := next_ones(len(self.candidates), answers, jobs):
-            with ThreadPoolExecutor(max_workers=len(wanted)) as threads:
-                done = list(threads.map(lambda at: self._judge(self.candidates[at], first, metric), wanted))
-            for at, one in zip(wanted, done, strict=True):
-                answers[at] = one.answer
-                tried.append(one)
-        tried.append(Tried(last, "bad", _value(ends, metric, "new")))
-        left = bounds(len(self.candidates), answers)
+        tried = self._tried_between(ends, metric)
+        left = bounds(len(self.candidates), {at: one.answer for at, one in tried.items()})
         between = tuple(self.candidates[left.good + 1 : left.bad])
         step = self._step(self.candidates[left.good], self.candidates[left.bad])
-        names = [candidate.name for candidate in self.candidates]
         return Found(
             metric,
             self.candidates[left.good],
@@ -126,9 +120,23 @@ class Search:
             between,
             ends,
             step,
-            tuple(sorted(tried, key=lambda one: names.index(one.candidate.name))),
+            tuple(tried[at] for at in sorted(tried)),
             self._settings,
         )
+
+    def _tried_between(self, ends: Compared, metric: str) -> dict[int, Tried]:
+        """Return what came of the ends and of those between that decide, by their places in the row."""
+        first, last = self.candidates[0], self.candidates[-1]
+        tried = {
+            0: Tried(first, "good", _value(ends, metric, "old")),
+            len(self.candidates) - 1: Tried(last, "bad", _value(ends, metric, "new")),
+        }
+        jobs = 1 if metric == TIMED else self.jobs
+        while wanted := next_ones(len(self.candidates), {at: one.answer for at, one in tried.items()}, jobs):
+            with ThreadPoolExecutor(max_workers=len(wanted)) as threads:
+                done = threads.map(lambda at: self._judge(self.candidates[at], first, metric), wanted)
+                tried.update(zip(wanted, done, strict=True))
+        return tried
 
     def _end(self, candidate: Candidate) -> Run:
         """Return the run of an end of the row."""
@@ -144,17 +152,22 @@ class Search:
         return self._known[candidate.name]
 
     def _take(self, candidate: Candidate) -> Run | str:
-        number, began = next(self.numbers), time.monotonic()
+        began = time.monotonic()
         try:
-            with self.workshop.ready({candidate.name: candidate.variant}) as ready:
-                taken, run = self.runner.take(ready[candidate.name], number, lambda: None, explained=True)
+            with self.provisioner.provide({candidate.name: candidate.variant}) as provided:
+                taken, run = self.runner.take(provided[candidate.name], explained=True)
         except (RunFailed, NotInstalled, GitError) as failure:
             # Not kept: what was missing may be there when the search goes on.
             why = in_a_line(failure)
-            self.say(f"{candidate.name}: {why}")
+            self.provisioner.say(f"{candidate.name}: {why}")
             return why
-        self.journal.add(candidate.name, taken)
-        self.say(f"{candidate.name}: {run.measured} measured in {time.monotonic() - began:.1f} s")
+        try:
+            self.journal.add(candidate.name, taken)
+        except OSError as error:
+            self.provisioner.say(
+                f"{self.journal.folder} cannot be written ({error.strerror}): a next start begins anew"
+            )
+        self.provisioner.say(f"{candidate.name}: {run.measured} measured in {time.monotonic() - began:.1f} s")
         return run
 
     def _compared(self, base: Candidate, head: Candidate) -> Compared:
@@ -167,8 +180,8 @@ class Search:
     def _step(self, good: Candidate, bad: Candidate) -> Compared:
         """Return the comparison of the last good one and the first bad one, which says what lines have changed."""
         report = self._compared(good, bad)
-        with self.workshop.ready({BASE: good.variant, HEAD: bad.variant}) as ready:
-            before, after = (Code.of(ready[side], self._end(one)) for side, one in ((BASE, good), (HEAD, bad)))
+        with self.provisioner.provide({BASE: good.variant, HEAD: bad.variant}) as provided:
+            before, after = (Code.of(provided[side], self._end(one)) for side, one in ((BASE, good), (HEAD, bad)))
             return with_changed_code(report, ChangedCode(before, after))
 
     def _report(self, pairs: Sequence[tuple[Run, Run]], base: Candidate, head: Candidate) -> Compared:
@@ -178,13 +191,13 @@ class Search:
     def _in_turns(self, base: Candidate, head: Candidate) -> Compared:
         """Return the comparison of two candidates that run in turns until their times are decided."""
         sides = {BASE: base, HEAD: head}
-        with self.workshop.ready({side: one.variant for side, one in sides.items()}) as ready:
+        with self.provisioner.provide({side: one.variant for side, one in sides.items()}) as provided:
 
             def take(side: Side, _number: int) -> Run:
-                return self.runner.take(ready[side], next(self.numbers), lambda: None)[1]
+                return self.runner.take(provided[side])[1]
 
-            *_, report = reports_in_turns(take, lambda pairs: self._report(pairs, base, head), self.most_pairs)
-        self.say(f"{head.name}: {counted(report.pairs or 0, 'pair')} of runs")
+            *_, report = reports_in_turns(take, lambda pairs: self._report(pairs, base, head), _MOST_PAIRS)
+        self.provisioner.say(f"{head.name}: {counted(report.pairs or 0, 'pair')} of runs")
         return report
 
     def _judge(self, candidate: Candidate, first: Candidate, metric: str) -> Tried:
@@ -208,16 +221,18 @@ class Search:
         """Raise `NothingFound` where the last one is not worse than the first."""
         if metric is not None and any(change.outcome is Outcome.REGRESSED for change in _changes(ends, metric)):
             return
-        with self.workshop.ready({BASE: first.variant, HEAD: last.variant}) as ready:
-            unused = why_unused(ready[BASE], ready[HEAD], good.imported | bad.imported)
+        with self.provisioner.provide({BASE: first.variant, HEAD: last.variant}) as provided:
+            unused = why_unused(provided[BASE], provided[HEAD], good.imported | bad.imported)
         if unused is not None:
             raise NothingFound(unused)
-        names = [metric] if metric is not None else ["peak_allocated"]
-        changes = _changes(ends, names[0])
+        judged = metric or "peak_allocated"
+        changes = _changes(ends, judged)
         if not changes:
-            raise NothingFound(f"{first.name} and {last.name} cannot be compared: {_why_nothing(ends, names[0])}")
-        then, now = (_value(ends, names[0], side) for side in ("old", "new"))
-        told = f"{METRICS[names[0]].title} {shown(names[0], then, 'si')} and {shown(names[0], now, 'si')}"
+            why = _why_nothing(ends, judged)
+            raise NothingFound(f"{first.name} (base) and {last.name} (head) cannot be compared: {why}")
+        units = self._settings.units
+        then, now = (shown(judged, _value(ends, judged, side), units) for side in ("old", "new"))
+        told = f"{METRICS[judged].title} {then} and {now}"
         if any(change.outcome is Outcome.IMPROVED for change in changes):
             raise NothingFound(
                 f"{last.name} is better than {first.name} ({told}); to find what mended it, exchange --good and --bad"
@@ -244,11 +259,13 @@ def _most_important(report: Compared) -> str | None:
 
 def _why_nothing(report: Compared, metric: str) -> str:
     reasons = [one.reason for one in report.left_out if one.reason is not None]
-    return reasons[0] if reasons else f"there is no {METRICS[metric].title}"
+    if reasons:
+        return reasons[0]
+    return f"no test has {METRICS[metric].title} on both sides" if report.rows else "no test was measured"
 
 
 def in_a_line(failure: Exception) -> str:
     """Return why a run failed: the last error that pytest shows, or else what it ended with."""
     first, *more = str(failure).splitlines()
-    errors = [line.strip()[1:].strip() for line in more if line.strip().startswith("E ")]
+    errors = [found.group(1) for line in more if (found := _ERROR.match(line.strip()))]
     return errors[-1] if errors else first

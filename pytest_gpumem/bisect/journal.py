@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Run, run_of
+from pytest_gpumem.requirements.environments import cache_folder, packages_here
 from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.ab.runs import Taken
 
 
+def journals_folder() -> Path:
+    """Return the folder of the user's cache that journals are kept in."""
+    return cache_folder().parent / "bisections"
+
+
 @dataclass(frozen=True)
 class Journal:
     """The runs of one bisection in its folder, by the candidate's name."""
@@ -26,9 +32,10 @@ class Journal:
     folder: Path
 
     @classmethod
-    def of(cls, cache: Path, told: Sequence[Any]) -> Journal:
-        """Return the journal in ``cache`` of the bisection that is all that is ``told`` of it."""
-        return cls(cache / hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16])
+    def of(cls, told: Sequence[Any]) -> Journal:
+        """Return the journal of the bisection that is all that is ``told`` of it, and of the packages that are installed."""
+        text = json.dumps([packages_here(), *told])
+        return cls(journals_folder() / hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def runs(self) -> dict[str, Run]:
         """Return what was run; a file that was not written whole is as if it were not there."""

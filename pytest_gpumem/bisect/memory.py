@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,7 +16,13 @@ A_RUN = 2 * 2**30
 
 
 def available() -> int | None:
-    """Return the bytes of memory that are free to be used; ``None`` where the system does not say."""
+    """Return the bytes of memory that can be used, with what caches of files give back; ``None`` if the system does not say."""
+    with suppress(OSError):
+        found = re.search(
+            r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE
+        )
+        if found:
+            return int(found.group(1)) * 1024
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -13,6 +13,7 @@ from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
+    from pytest_gpumem.bisect.candidates import Candidate
     from pytest_gpumem.bisect.driver import Found
     from pytest_gpumem.bisect.red_report import Red
     from pytest_gpumem.reports.comparison import Compared
@@ -84,7 +85,7 @@ def to_json(found: Found, red: Red | None = None) -> str:
         "metric": found.metric,
         "good": then,
         "bad": now,
-        "after": found.good.name,
+        "after": _in_time(found)[0].name,
     }
     return json.dumps(plain, indent=2) + "\n"
 
@@ -104,21 +105,29 @@ def nothing_as_json(why: str) -> str:
 def result(found: Found) -> str:
     """Return the change in a sentence: ``"transformers 4.38.0 did it: peak allocated 9.23 MB to 539.50 MB, after 4.37.2"``."""
     title = METRICS[found.metric].title
-    then, now = _values(found.step, found.metric)
+    values = _values(found.step, found.metric)
+    earlier, _ = _in_time(found)
+    then, now = values[::-1] if found.bad.backwards else values
     ratio = f" ({format_ratio(now / then - 1)})" if then and now is not None else ""
     before, after = (shown(found.metric, value, found.settings.units) for value in (then, now))
-    told = f"{title} {before} to {after}{ratio}"
-    if found.skipped:
-        return f"{culprit(found)} did it: {told}, after {found.good.name}; those between could not be judged"
-    return f"{culprit(found)} did it: {told}, after {found.good.name}"
+    what = "mended it" if found.bad.backwards else "did it"
+    open_ones = "; those between could not be judged" if found.skipped else ""
+    return f"{culprit(found)} {what}: {title} {before} to {after}{ratio}, after {earlier.name}{open_ones}"
 
 
 def culprit(found: Found) -> str:
     """Return the change alone: ``"transformers 4.38.0"``, or that it is one of several that could not be told apart."""
+    _, later = _in_time(found)
     if not found.skipped:
-        return found.bad.title
-    package = f"{found.bad.package} " if found.bad.package else ""
-    return f"one of {package}{', '.join(one.name for one in (*found.skipped, found.bad))}"
+        return later.title
+    package = f"{later.package} " if later.package else ""
+    skipped = found.skipped[::-1] if found.bad.backwards else found.skipped
+    return f"one of {package}{', '.join(one.name for one in (*skipped, later))}"
+
+
+def _in_time(found: Found) -> tuple[Candidate, Candidate]:
+    """Return the candidate before the change and the one that made it."""
+    return (found.bad, found.good) if found.bad.backwards else (found.good, found.bad)
 
 
 def notes(found: Found) -> list[str]:
@@ -132,15 +141,15 @@ def notes(found: Found) -> list[str]:
             units = found.settings.units
             of_whole = f"{difference(found.metric, part, units)} of {difference(found.metric, whole, units)}"
             told.append(f"it is {of_whole}: for the rest go on with --good {found.bad.name}")
-    if found.bad.parents > 1 and not found.skipped:
-        told.append(
-            f"{found.bad.name} is a merge; to look at what it brought: --all --good {found.bad.name}^ --bad {found.bad.name}"
-        )
+    _, later = _in_time(found)
+    if later.parents > 1 and not found.skipped:
+        ends = (later.name, f"{later.name}^") if found.bad.backwards else (f"{later.name}^", later.name)
+        told.append(f"{later.name} is a merge; to look at what it brought: --all --good {ends[0]} --bad {ends[1]}")
     return told
 
 
 def _values(report: Compared, metric: str) -> tuple[float | None, float | None]:
     """Return both sides' values of the test of which the metric has grown most."""
     changes = [change for row in report.rows for change in row.changes if change.metric == metric]
-    most = max(changes, key=lambda one: abs((one.new or 0) - (one.old or 0)), default=None)
+    most = max(changes, key=lambda one: (one.new or 0) - (one.old or 0), default=None)
     return (None, None) if most is None else (most.old, most.new)

@@ -213,11 +213,7 @@ def ab(
             raise click.UsageError(why_not)
     variants = [Variant(*one) for one in zip(revisions, wanted, strict=True)]
     plan = Plan(checkout, variants[0], variants[1], arguments, setup, rounds, max_slowdown)
-    if uncommitted:
-        are = "is" if uncommitted == 1 else "are"
-        click.echo(
-            f"{counted(uncommitted, 'file')} {are} changed and not committed: only commits are compared", err=True
-        )
+    tell_uncommitted(uncommitted)
     with noted_signals() as stop:
         ended = compare_variants(plan, environments(), stop, Progress(sys.stderr, 2 * rounds))
     if ended.report is not None:
@@ -231,6 +227,13 @@ def ab(
     if ended.why is not None:
         click.echo(ended.why, err=True)
     context.exit(ended.exit_status)
+
+
+def tell_uncommitted(files: int) -> None:
+    """Tell of how many files changes are left out, since they are not committed."""
+    if files:
+        are = "is" if files == 1 else "are"
+        click.echo(f"{counted(files, 'file')} {are} changed and not committed: only commits are compared", err=True)
 
 
 def _report_of(ended: Ended) -> Compared:

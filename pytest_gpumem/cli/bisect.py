@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from pytest_gpumem.cli.ab import (
     environments,
     max_slowdown_option,
     report_option,
+    tell_uncommitted,
     told_in,
     write_reports,
 )
@@ -39,7 +40,6 @@ from pytest_gpumem.git import GitError, Revision, git, plain_environment
 from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.processes import Stopped, noted_signals
 from pytest_gpumem.reports.errors import ReportError
-from pytest_gpumem.requirements.environments import cache_folder
 from pytest_gpumem.requirements.errors import NotInstalled, RequirementError
 from pytest_gpumem.requirements.installed import versions
 from pytest_gpumem.requirements.releases import releases_of
@@ -47,8 +47,10 @@ from pytest_gpumem.requirements.requirement_set import requirement_set
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from pytest_gpumem.ab.runs import Runner
+    from pytest_gpumem.ab.variants import Provisioner
     from pytest_gpumem.bisect.candidates import Candidate
     from pytest_gpumem.bisect.driver import Found
     from pytest_gpumem.bisect.red_report import Red
@@ -146,32 +148,21 @@ def bisect(
         if why_not is not None:
             raise click.UsageError(why_not)
     only = () if red is None else (red.nodeid,)
-    numbers = itertools.count(1)
-
-    def search(row: Sequence[Candidate]) -> Found:
-        _say(f"{counted(len(row), 'candidate')}, {row[0].name} to {row[-1].name}")
-        state = "" if row[0].variant.revision is not None else _state(checkout)
-        told = [str(checkout.top), state, arguments, setup, metric, *only]
-        told += [str(one.variant.requirements and one.variant.requirements.lines) + one.name for one in row]
-        journal = Journal.of(cache_folder().parent / "bisections", told)
-        found = Search(
-            row, runner, workshop, journal, _say, metric, most_jobs(jobs), max_slowdown, numbers=numbers
-        ).find()
-        journal.remove()
-        return found
-
+    if of_code:
+        tell_uncommitted(checkout.uncommitted())
     with told_in(files, _OF_NOTHING), noted_signals() as stop:
         try:
-            with set_up(checkout, arguments, setup, environments(), stop, _say, only) as (runner, workshop):
+            with set_up(checkout, arguments, setup, environments(), stop, _say, only) as (runner, provisioner):
+                rows = _Rows(runner, provisioner, metric, jobs, max_slowdown)
                 if red is not None:
-                    found = _of_red(red, search, checkout, store, first_parent=not everything)
+                    found = _of_red(red, rows, checkout, store, first_parent=not everything)
                 elif of_code:
                     ends = checkout.revision(good or ""), checkout.revision(bad or "HEAD")
-                    found = search(commits(checkout, *ends, first_parent=not everything))
+                    found = rows.find(commits(checkout, *ends, first_parent=not everything))
                 elif package is not None:
-                    found = search(_releases(package, good or "", bad or ""))
+                    found = rows.find(rows.releases(package, good or "", bad or ""))
                 else:
-                    found = _in_packages(search, *_two_sides(good, bad, tests[0], slug))
+                    found = _in_packages(rows, *_two_sides(good, bad, tests[0], slug))
         except (RunFailed, NothingFound, NotInstalled, GitError, RequirementError) as failure:
             raise InputError(*str(failure).splitlines()) from None
         except Stopped as stopped:
@@ -184,6 +175,56 @@ def bisect(
     write_reports(files, {".json": lambda one: to_json(one, red), ".md": lambda one: markdown(one, red)}, found)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Searches in rows of candidates, one after another, by the same tests and the same metric."""
+
+    runner: Runner
+    provisioner: Provisioner
+    metric: str | None
+    jobs: int
+    max_slowdown: float
+
+    def find(self, row: Sequence[Candidate]) -> Found:
+        """Return what was found in a row. Only of a search that is interrupted its runs are kept. Raises as `Search.find`."""
+        _say(f"{counted(len(row), 'candidate')}, {row[0].name} to {row[-1].name}")
+        runner = self.runner
+        state = "" if row[0].variant.revision is not None else _state(runner.checkout)
+        told = [str(runner.checkout.top), state, runner.arguments, runner.setup, self.metric, *runner.only]
+        told += [str(one.variant.requirements and one.variant.requirements.lines) + one.name for one in row]
+        journal = Journal.of(told)
+        jobs = most_jobs(self.jobs)
+        if jobs < self.jobs:
+            _say(f"there is memory for {counted(jobs, 'run')} at a time")
+        try:
+            found = Search(row, runner, self.provisioner, journal, self.metric, jobs, self.max_slowdown).find()
+        except (RunFailed, NothingFound, NotInstalled, GitError):
+            journal.remove()
+            raise
+        journal.remove()
+        return found
+
+    def releases(self, package: str, good: str, bad: str, beside: Mapping[str, str] | None = None) -> list[Candidate]:
+        """Return the releases of a package that its index has from one to another."""
+        for release in (good, bad):
+            if release.startswith(AT):
+                continue
+            try:
+                Version(release)
+            except InvalidVersion:
+                raise RequirementError(f"{release!r} is no release of {package}, like 4.38.2") from None
+        if not bad.startswith(AT) and Version(good) == Version(bad):
+            raise RequirementError(f"--good and --bad are the same release of {package}: {good}")
+        try:
+            listed = releases_of(package, plain_environment(), self.provisioner.stop)
+        except NotInstalled:
+            if not bad.startswith(AT):
+                raise
+            # It may be on no index at all.
+            listed = []
+        return releases(package, listed, good, bad, beside)
+
+
 def _red(source: Path) -> Red:
     """Return what a report has to search for. Raises `ReportError`, `NothingFound` and `InputError`."""
     try:
@@ -194,7 +235,7 @@ def _red(source: Path) -> Red:
 
 def _of_red(
     red: Red,
-    search: Callable[[Sequence[Candidate]], Found],
+    rows: _Rows,
     checkout: Checkout,
     store: str | None,
     *,
@@ -204,14 +245,14 @@ def _of_red(
     why_no_package = ""
     if red.then or not red.gated:
         try:
-            return _in_packages(search, dict(red.then), dict(red.now))
+            return _in_packages(rows, dict(red.then), dict(red.now))
         except (NothingFound, NotInstalled, RunFailed) as failure:
             if not red.gated:
                 raise
             why_no_package = f"; packages: {str(failure).splitlines()[0]}"
     try:
         row = commits(checkout, _accepted(red, store), checkout.revision("HEAD"), first_parent=first_parent)
-        return search(row)
+        return rows.find(row)
     except (GitError, InputError, NothingFound) as failure:
         told = failure.format_message() if isinstance(failure, InputError) else str(failure)
         raise NothingFound(f"{told}{why_no_package}") from None
@@ -262,30 +303,11 @@ def _say(text: str) -> None:
 def _state(checkout: Checkout) -> str:
     """Return what tells the checkout as it is from what it was: its commit and its changes; nothing where there is no git."""
     try:
-        return git(checkout.top, "rev-parse", "HEAD") + git(checkout.top, "diff", "HEAD")
-    except GitError:
+        untracked = git(checkout.top, "ls-files", "-z", "--others", "--exclude-standard").split("\0")
+        files = [(name, path.stat().st_mtime_ns) for name in untracked if (path := checkout.top / name).is_file()]
+        return git(checkout.top, "rev-parse", "HEAD") + git(checkout.top, "diff", "HEAD") + str(files)
+    except (GitError, OSError):
         return ""
-
-
-def _releases(package: str, good: str, bad: str, beside: Mapping[str, str] | None = None) -> list[Candidate]:
-    """Return the releases of a package that its index has from one to another."""
-    for release in (good, bad):
-        if release.startswith(AT):
-            continue
-        try:
-            Version(release)
-        except InvalidVersion:
-            raise RequirementError(f"{release!r} is no release of {package}, like 4.38.2") from None
-    if not bad.startswith(AT) and Version(good) == Version(bad):
-        raise RequirementError(f"--good and --bad are the same release of {package}: {good}")
-    try:
-        listed = releases_of(package, plain_environment())
-    except NotInstalled:
-        if not bad.startswith(AT):
-            raise
-        # It may be on no index at all.
-        listed = []
-    return releases(package, listed, good, bad, beside)
 
 
 def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -> tuple[dict[str, str], dict[str, str]]:
@@ -308,20 +330,20 @@ def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -
     return then, versions(then)
 
 
-def _in_packages(search: Callable[[Sequence[Candidate]], Found], then: dict[str, str], now: dict[str, str]) -> Found:
+def _in_packages(rows: _Rows, then: dict[str, str], now: dict[str, str]) -> Found:
     """Return which of the packages that differ did it and, where releases lie between, which release of it."""
     differ, row = candidates.packages(then, now)
     if not differ:
         raise NothingFound("the packages are the same on both sides, as far as both are known")
     _say(f"these differ: {'; '.join(changed_releases(then, now))}")
-    found = search(row) if len(differ) > 1 else None
+    found = rows.find(row) if len(differ) > 1 else None
     at = 1 if found is None else row.index(found.bad)
     if found is not None and found.skipped:
         return found
     culprit = differ[at - 1]
     beside = {name: (now if number < at - 1 else then)[name] for number, name in enumerate(differ) if name != culprit}
-    between = _releases(culprit, _public(then[culprit]), _public(now[culprit]), beside)
-    return found if found is not None and len(between) == len(row[:2]) else search(between)
+    between = rows.releases(culprit, _public(then[culprit]), _public(now[culprit]), beside)
+    return found if found is not None and len(between) == len(row[:2]) else rows.find(between)
 
 
 def _public(release: str) -> str:

@@ -1,11 +1,13 @@
-"""``gpumem cache``: the environments that `gpumem ab` and `gpumem bisect` have made, and their removal."""
+"""``gpumem cache``: the environments that `gpumem ab` and `gpumem bisect` have made, and the removal of what they keep."""
 
 from __future__ import annotations
 
+import shutil
 import time
 
 import click
 
+from pytest_gpumem.bisect.journal import journals_folder
 from pytest_gpumem.cli.ab import environments
 from pytest_gpumem.cli.streams import input_errors, screen, write_lines
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
@@ -13,7 +15,7 @@ from pytest_gpumem.units import counted, format_bytes
 
 
 @click.command()
-@click.option("--clear", is_flag=True, help="Remove all of them.")
+@click.option("--clear", is_flag=True, help="Remove all of them, and the runs of bisections that were interrupted.")
 def cache(*, clear: bool) -> None:
     """List the environments that sets of requirements were installed into, or remove them.
 
@@ -50,5 +52,7 @@ def cache(*, clear: bool) -> None:
     if clear:
         with input_errors(OSError):
             kept.clear()
+            if journals_folder().exists():
+                shutil.rmtree(journals_folder())
     told = f"{counted(len(found), 'environment')}, {format_bytes(sum(sizes))}"
     click.echo(f"gpumem cache: {'removed ' if clear else ''}{told}, in {kept.folder}")

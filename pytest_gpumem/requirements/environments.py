@@ -10,11 +10,12 @@ import site
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.processes import run
+from pytest_gpumem.processes import POLL_SECONDS, run
 from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.requirements.installed import by_module
 from pytest_gpumem.requirements.installers import Installer
@@ -106,11 +107,17 @@ class Environments:
         A set that is not of exact releases is installed anew each time, as another release may have come. Nothing is left of an
         environment that cannot be made. Raises `NotInstalled` and `Stopped`.
         """
-        from filelock import FileLock
+        try:
+            return self._made(wanted, stop, tick, emulated=emulated)
+        except OSError as error:
+            raise NotInstalled(f"{self.folder} cannot be written: {error.strerror}") from None
 
+    def _made(
+        self, wanted: RequirementSet, stop: Stop, tick: Callable[[], None], *, emulated: bool
+    ) -> VirtualEnvironment:
         folder = self.folder / _key(wanted, emulated=emulated)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
+        with _locked(folder.with_suffix(".lock"), stop):
             found = self.find(wanted, emulated=emulated)
             if found is not None:
                 return found
@@ -133,12 +140,14 @@ class Environments:
         log = folder.with_suffix(".log")
         try:
             if run(creating, folder=self.folder, environment=self.environment, output=log, stop=stop, tick=tick):
-                raise NotInstalled(f"{wanted.python or sys.executable} makes no virtual environment: {_last_line(log)}")
+                raise NotInstalled(f"{creating[0]} makes no virtual environment: {_last_line(log)}")
         except OSError as error:
-            raise NotInstalled(f"{wanted.python} cannot be run: {error.strerror}") from None
+            raise NotInstalled(f"{creating[0]} cannot be run: {error.strerror}") from None
         finally:
             log.unlink(missing_ok=True)
         python = interpreter(folder)
+        if not python.exists():
+            raise NotInstalled(f"{creating[0]} is no Python: it made no virtual environment")
         own = _site_folder(python)
         if layered:
             (own / _LAYER).write_text(_layer(), encoding="utf-8")
@@ -151,17 +160,40 @@ class Environments:
         (folder / _DONE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
+@contextmanager
+def _locked(file: Path, stop: Stop) -> Iterator[None]:
+    """Hold the lock of an environment, for which another process may have to end first. Raises `Stopped`."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(file)
+    while not lock.is_locked:
+        stop.check()
+        with suppress(Timeout):
+            lock.acquire(timeout=POLL_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _key(wanted: RequirementSet, *, emulated: bool) -> str:
     """Return the name of the folder of an environment, by what it holds and what it lies on."""
-    beneath = sorted(f"{name}=={version}" for folder in site_folders_here() for name, version in _installed_in(folder))
+    beneath = packages_here()
+    # Above another Python this plugin is all that comes from here.
+    plugin = [one for one in beneath if one.startswith("pytest_gpumem==")]
     known = [
-        wanted.python or [sys.executable, sys.version, *beneath],
+        [wanted.python, *plugin] if wanted.python else [sys.executable, sys.version, *beneath],
         *wanted.lines,
         "with",
         *wanted.constraints,
         emulated,
     ]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def packages_here() -> list[str]:
+    """Return the packages of this environment with their releases: ``["torch==2.13.0", ...]``."""
+    return sorted(f"{name}=={version}" for folder in site_folders_here() for name, version in _installed_in(folder))
 
 
 def site_folders_here() -> list[Path]:

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from packaging.utils import canonicalize_name
 
 from pytest_gpumem.processes import run
 from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.requirements.pip import pip_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.requirements.requirement_set import RequirementSet
 
 _NVIDIA = re.compile(r"^(Requires-Dist: (?:cuda|nvidia)-[^;\n]*).*$", re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 _AT_ADDRESS = re.compile(r"^[A-Za-z0-9._-]+ @ \S+", re.MULTILINE)
 _ERROR = re.compile(r"^(?:ERROR|error):\s*(.+)$", re.MULTILINE)
 _CAUSE = re.compile(r"^\s*(?:\u2570\u2500\u25b6|\u00d7|\u251c\u2500\u25b6|cause:)\s*(.+)$", re.MULTILINE)
+_NOT_REACHED = re.compile(r"Retrying \(Retry\(total=0\b.*after connection broken by ['\"]?(\w+)")
+"""pip's last attempt to reach an index: it goes on as if the index had nothing."""
 _VERSIONS = re.compile(r"\(from versions: ([^)]*)\)")
 _MOST_LINES, _MOST_RELEASES = 3, 3
 _PLUGIN = "pytest-gpumem"
@@ -87,13 +90,7 @@ class Installer:
 
     @cached_property
     def _pip(self) -> list[str]:
-        """Pip as it is beneath, or else Python's own."""
-        python = str(self.python)
-        if subprocess.run(
-            [python, "-c", "import pip"], env=self.environment, capture_output=True, check=False
-        ).returncode:
-            self._run([python, "-m", "ensurepip"])
-        return [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        return pip_command(self.python, self.environment)
 
     def _install_torch_alone(self, specifier: str) -> None:
         """Install torch's CUDA build without what it requires, and have its metadata require none of NVIDIA's libraries."""
@@ -109,9 +106,8 @@ class Installer:
         """Install the releases that uv resolves and that are not those of this environment, which it prefers."""
         here = {canonicalize_name(one.metadata["Name"]): one for one in importlib.metadata.distributions()}
         lock, left_alone = self.folder / "lock.txt", self.folder / "left-alone.txt"
-        asked = {
-            canonicalize_name(found) for found in re.findall(r"^([A-Za-z0-9._-]+)", given.read_text(), re.MULTILINE)
-        }
+        lines = given.read_text(encoding="utf-8").splitlines()
+        asked = {canonicalize_name(found.group()) for line in lines if (found := _NAME.match(line))}
         # What comes from no index, such as a build of torch for the CPU or the project itself, cannot be resolved there.
         local = {
             name: one
@@ -137,7 +133,11 @@ class Installer:
         # What lies at an address is installed whatever its release is: that may be the one that is here.
         others += _AT_ADDRESS.findall(lock.read_text(encoding="utf-8"))
         if others:
-            self._run([uv, "pip", "install", "--python", str(self.python), "--no-deps", *others])
+            # With the options among the requirements: they may name the index that has these releases.
+            chosen = self.folder / "chosen.txt"
+            options = [line for line in lines if line.startswith("-") and not line.startswith(("-e", "--editable"))]
+            chosen.write_text("".join(f"{line}\n" for line in [*options, *others]), encoding="utf-8")
+            self._run([uv, "pip", "install", "--python", str(self.python), "--no-deps", "--requirement", str(chosen)])
 
     def _run(self, command: Sequence[str]) -> None:
         log = self.folder / "install.log"
@@ -160,7 +160,8 @@ def reason_in(output: str) -> str:
     """Return why pip or uv could not install, in its words: its errors, or else its last lines."""
     found = list(dict.fromkeys(line.rstrip(":") for line in [*_ERROR.findall(output), *_CAUSE.findall(output)]))
     lines = found or [line.strip() for line in output.splitlines() if line.strip()]
-    return "; ".join(_VERSIONS.sub(_latest, line).rstrip(".") for line in lines[-_MOST_LINES:])
+    unreachable = [f"the package index cannot be reached ({error})" for error in _NOT_REACHED.findall(output)[:1]]
+    return "; ".join(_VERSIONS.sub(_latest, line).rstrip(".") for line in [*unreachable, *lines[-_MOST_LINES:]])
 
 
 def _latest(versions: re.Match[str]) -> str:

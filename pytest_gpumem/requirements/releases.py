@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
+from pytest_gpumem.processes import run
 from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.requirements.installers import reason_in
+from pytest_gpumem.requirements.pip import pip_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from pytest_gpumem.processes import Stop
+
 _LISTED = re.compile(r"^Available versions: (.+)$", re.MULTILINE)
 
 
-def releases_of(package: str, environment: Mapping[str, str]) -> list[str]:
-    """Return all releases of a package for this Python, the oldest first. Raises `NotInstalled` where pip finds none."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--no-input",
-        "index",
-        "versions",
-        "--pre",
-        package,
-    ]
-    answer = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
-    listed = _LISTED.search(answer.stdout)
-    if answer.returncode or listed is None:
-        raise NotInstalled(
-            f"no releases of {package} were found: {reason_in(answer.stderr) or reason_in(answer.stdout) or 'pip told none'}"
-        )
+def releases_of(package: str, environment: Mapping[str, str], stop: Stop) -> list[str]:
+    """Return all releases of a package for this Python, the oldest first.
+
+    Raises `NotInstalled` where pip finds none, and `Stopped`.
+    """
+    command = [*pip_command(Path(sys.executable), environment), "index", "versions", "--pre", package]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "versions.log")
+        status = run(command, folder=Path.cwd(), environment=environment, output=log, stop=stop)
+        answer = log.read_text(encoding="utf-8", errors="replace")
+    listed = _LISTED.search(answer)
+    if status or listed is None:
+        raise NotInstalled(f"no releases of {package} were found: {reason_in(answer) or 'pip told none'}")
     return sorted((one.strip() for one in listed.group(1).split(",")), key=_version)
 
 

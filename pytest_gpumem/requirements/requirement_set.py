@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _FILE = re.compile(r"(?:-r|--requirement)(?:\s+|=)?(.+)")
+_CONSTRAINTS = re.compile(r"(?:-c|--constraint)(?:\s+|=)?(.+)")
 _COMMENT = re.compile(r"(^|\s)#.*$")
 _CONTINUED = re.compile(r"\\\r?\n")
 
@@ -100,6 +101,9 @@ def _lines_in(path: Path, within: tuple[Path, ...]) -> Iterator[str]:
         named = _FILE.fullmatch(bare)
         if named:
             yield from _lines_in(path.parent / named.group(1).strip(), (*within, path))
+        elif constrained := _CONSTRAINTS.fullmatch(bare):
+            # What is installed from lies elsewhere.
+            yield f"--constraint {(path.parent / constrained.group(1).strip()).absolute()}"
         elif bare.startswith("-"):
             yield bare
         elif bare:

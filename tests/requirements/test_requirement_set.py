@@ -25,6 +25,14 @@ def test_requirements_and_files_of_them_are_one_set(tmp_path):
     assert str(found) == f"transformers==4.37.2, -r {file}"
 
 
+def test_a_file_of_constraints_that_a_file_names_lies_beside_it(tmp_path):
+    (tmp_path / "new.txt").write_text("-c limits.txt\neinops\n", encoding="utf-8")
+    assert requirement_set([f"-r {tmp_path / 'new.txt'}"]).lines == (
+        f"--constraint {tmp_path / 'limits.txt'}",
+        "einops",
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "is_exact"),
     [
@@ -74,6 +82,13 @@ def test_the_reason_of_pip_is_its_errors_with_the_latest_releases_only():
     )
     assert reason_in(output) == "Could not find a version (from versions: ..., 3, 4, 5); No matching distribution"
     assert reason_in("one\n\ntwo\n") == "one; two"
+
+
+def test_an_index_that_was_not_reached_is_told_before_what_pip_makes_of_it():
+    retrying = "WARNING: Retrying (Retry(total={}, connect=None)) after connection broken by 'NewConnectionError('<pip.x>: Failed')': /six/\n"
+    output = f"{retrying.format(1)}{retrying.format(0)}ERROR: No matching distribution found for six\n"
+    reached = "the package index cannot be reached (NewConnectionError)"
+    assert reason_in(output) == f"{reached}; No matching distribution found for six"
 
 
 def test_the_reason_of_uv_has_its_cause_in_either_form():
