@@ -12,6 +12,7 @@ from pytest_gpumem.units import nearest
 
 _COMMANDS = {
     "ab": "Run two revisions in turn here, and judge what changed.",
+    "accept": "Write baselines from the report of a session that ran elsewhere.",
     "advise": "Find the config with which a model's step fits into a GPU.",
     "bisect": "Find the commit, or the release of a package, that did it.",
     "cache": "List and clear the environments of requirements that were compared.",
@@ -71,6 +72,7 @@ def main() -> None:
     How a figure came to be:        gpumem history TEST
     What changed in the store:      gpumem compare main HEAD
     One verdict of several shards:  gpumem merge shard-*.json
+    Accept what CI has measured:    gpumem accept gpumem.json
     Whose baselines are unused:     gpumem prune --dry-run
     Is this branch slower:          gpumem ab main
     What does an upgrade cost:      gpumem ab --head-with "transformers==5.0.0"

@@ -24,6 +24,8 @@ class Terms:
     strict: bool = False
     update: UpdateMode | None = None
     units: UnitSystem = "si"
+    against: str | None = None
+    """The slug of the device with whose baselines an emulated GPU's figures were compared; ``None`` for its own."""
 
 
 _StoredKey = Annotated[

@@ -249,7 +249,7 @@ class Controller:
             ended=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             version=__version__,
             commit=commit_of(self._config.rootpath) if self._files.wanted else None,
-            terms=Terms(settings.baseline, settings.strict, settings.update, settings.units),
+            terms=Terms(settings.baseline, settings.strict, settings.update, settings.units, settings.against),
             results=tuple(results),
             not_run=tuple(sorted(selection.measured - reported)),
             selection=selection,

@@ -242,6 +242,8 @@ ADDED_SINCE = {
     "packages",
     "named_device",
     "failed_in",
+    "failed_by_gate",
+    "against",
     "by_device",
     "step_peaks",
     "step_peaks_by_device",
