@@ -6,7 +6,9 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner
 
+from pytest_gpumem.cli.main import main
 from pytest_gpumem.reports.json_report import from_json
 from pytest_gpumem.reports.markdown import markdown
 
@@ -195,6 +197,62 @@ def test_two_reports_compared_have_the_causes_before_single_tests(planted, how):
     assert lines[table + 1].startswith("model.py:8  4 of 5")
     assert sum("what grew" in line for line in lines[table:]) == 1
     assert sum("as in test_it.py::test_depth[1]" in line for line in lines[table:]) == 3
+
+
+def accept(planted, *arguments, code=0):
+    done = planted.project.gpumem("accept", "report.json", *arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr + done.stdout
+
+
+def test_a_cause_is_accepted_with_its_tests(planted):
+    planted.plant(SCORES)
+    planted.gate("--gpumem-report=report.json")
+    told = accept(planted, "--cause", "1", "--reason", "until #12")
+    assert told.splitlines()[-1] == "gpumem accept: 4 accepted"
+    planted.gate().assert_outcomes(passed=5)
+    by_report = planted.project.stored()
+    planted.plant()
+    planted.project.run("--gpumem-update=all")
+    planted.plant(SCORES)
+    planted.project.run("--gpumem-update=all", "--gpumem-reason=until #12", separate=True)
+    assert by_report == planted.project.stored()
+
+
+def test_a_test_of_two_causes_is_accepted_with_both_only(planted):
+    planted.plant(SCORES, KEPT)
+    planted.gate("--gpumem-report=report.json")
+    before = planted.project.stored()
+    told = accept(planted, "--cause", "1", code=1)
+    assert "not accepted: test_it.py::test_infer: it also grew by cause 2 (model.py:8)" in told
+    assert "4 refused (other causes)" in told
+    assert planted.project.stored() == before
+    assert "gpumem accept: 4 accepted" in accept(planted, "--cause", "1", "--cause", "2")
+
+
+def test_a_cause_that_there_is_not_is_told_with_those_that_there_are(planted):
+    planted.plant(SCORES)
+    planted.gate("--gpumem-report=report.json")
+    assert "the report has no cause 2: 1 is model.py:8, in 4 tests" in accept(planted, "--cause", "2", code=2)
+    assert "no cause 0" in accept(planted, "--cause", "0", code=2)
+    assert "not both" in accept(planted, "test_infer", "--cause", "1", code=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [("a\n", "4 accepted, 1 left as before"), ("s\n", "0 accepted, 4 skipped, 1 left as before")],
+    ids=["accept", "skip"],
+)
+def test_on_a_terminal_a_cause_is_one_question(planted, monkeypatch, keys, told):
+    planted.plant(SCORES)
+    planted.gate("--gpumem-report=report.json")
+    monkeypatch.setattr("pytest_gpumem.cli.accept._is_terminal", lambda: True)
+    monkeypatch.chdir(planted.path)
+    done = CliRunner().invoke(main, ["accept", "report.json"], input=keys)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("accept (a), skip (s) or quit (q)") == 1
+    assert done.output.startswith("cause 1: model.py:8: peak allocated +2.77 MB in 4 of 5 tests\n  *.attention exp ")
+    assert done.output.splitlines()[-1] == f"gpumem accept: {told}"
 
 
 FIXTURE = """\

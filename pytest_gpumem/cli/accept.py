@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.accept.by_cause import UnknownCause, numbered_causes, with_causes
 from pytest_gpumem.accept.commit import why_other_commit
 from pytest_gpumem.accept.from_report import Candidate, by_device, candidates_of
 from pytest_gpumem.accept.selection import Refusal, UnfitReport, UnknownTest, check_report, chosen
@@ -22,6 +23,7 @@ from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.kinds import LINE
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import commit_of
+from pytest_gpumem.reports.causes import cause_cells, causes_in, name_of
 from pytest_gpumem.reports.values import shown
 from pytest_gpumem.reports.view import why_failed
 from pytest_gpumem.units import counted
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_gpumem.baselines.backend import Backend
+    from pytest_gpumem.gate.causes import Cause
+    from pytest_gpumem.reports.causes import CausesOf
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.units import UnitSystem
 
@@ -52,6 +56,14 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     callback=_reason,
     help="Why it is accepted; kept with each baseline that changes, and shown by failures and `gpumem history`.",
 )
+@click.option(
+    "--cause",
+    "causes",
+    metavar="N",
+    type=int,
+    multiple=True,
+    help="Accept the tests that this cause explains, by its row in the table of causes, the first being 1; may be repeated.",
+)
 @click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
 @click.option(
     "--force-commit",
@@ -60,7 +72,13 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     "reason that is kept says so.",
 )
 def accept(
-    *, report_file: Path, tests: tuple[str, ...], reason: str | None, store: str | None, force_commit: bool
+    *,
+    report_file: Path,
+    tests: tuple[str, ...],
+    reason: str | None,
+    causes: tuple[int, ...],
+    store: str | None,
+    force_commit: bool,
 ) -> None:
     """Write baselines from the report of a session that ran elsewhere, without running anything.
 
@@ -70,18 +88,22 @@ def accept(
     both are the same beside the store, as with the merge commit of a pull request that is up to date.
 
     A TEST is a test's id, a part of it, or a pattern with * and ?. Without one, all tests of the report are accepted; on a
-    terminal each that differs from its baseline is shown, and you choose: accept, skip, or quit, which skips the rest.
+    terminal each cause of what grew is shown, then each other test that differs from its baseline, and you choose: accept,
+    skip, or quit, which skips the rest. A test is accepted with a cause if nothing else made it fail.
 
     \b
     Examples:
       gpumem accept gpumem.json
       gpumem accept gpumem.json tests/test_gpt.py::test_train --reason "float32 scores until #12"
       gpumem accept gpumem.json "*[amp-bf16]"
+      gpumem accept gpumem.json --cause 1 --reason "scores are kept until #12"
 
     Exit status: 0 when all that was to be accepted is in the store, also when there is nothing to accept, 1 when a test of it
     was refused, 2 for wrong input: no such report, test or commit, or a store that cannot be read or written; nothing was
     written then. 130 when interrupted.
     """
+    if tests and causes:
+        raise click.UsageError("tests are named, or chosen by --cause, not both")
     report = read_report(report_file)
     settings = project_settings(store)
     with input_errors(BackendError):
@@ -89,23 +111,30 @@ def accept(
     with input_errors(UnfitReport):
         check_report(report, str(report_file))
     source = _source(report, reason, backend, force=force_commit)
-    with input_errors(UnknownTest):
+    found = causes_in(report)
+    apart: list[Candidate] = []
+    with input_errors(UnknownTest, UnknownCause):
         results = chosen(report, tests)
+        if causes:
+            named = numbered_causes(found.causes, causes, settings.units)
+            explained = with_causes(found.causes, results, named, settings.units)
+            results = [result for result, why in explained if why is None]
+            apart = [Candidate(result, refused=why) for result, why in explained if why is not None]
     there = Store(backend)
     with input_errors(StoreError, BackendError):
         there.check()
-        candidates = candidates_of(results, report.terms, there, source, forced=force_commit)
+        candidates = [*candidates_of(results, report.terms, there, source, forced=force_commit), *apart]
     write_lines(_on_the_session(report))
-    asks = not tests and _is_terminal()
+    asks = not (tests or causes) and _is_terminal()
     changing = [one for one in candidates if one.changes_store and (one.is_noticed or not asks)]
     try:
-        accepted = _accepted_by_a_person(changing, settings.units) if asks else changing
+        accepted = _accepted_by_a_person(changing, found, settings.units) if asks else changing
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted; nothing was written", err=True)
         sys.exit(INTERRUPTED)
     with input_errors(StoreError, BackendError):
         unlocked = {there.change(entries, gone) for entries, gone in by_device(accepted).values()}
-    refused = [(one.title, one.refused) for one in candidates if one.refused and (tests or one.result.failed)]
+    refused = [(one.title, one.refused) for one in candidates if one.refused and (tests or causes or one.result.failed)]
     refused += _with_nothing_to_accept(report, tests, candidates)
     for one in accepted:
         write_lines(f"accepted {line}" for line in _figures(one, settings.units))
@@ -141,19 +170,54 @@ def _on_the_session(report: SessionReport) -> Iterator[str]:
         yield f"the report has no result of {counted(len(report.not_run), 'selected test')}, left as before: {first}"
 
 
-def _accepted_by_a_person(changing: Sequence[Candidate], units: UnitSystem) -> list[Candidate]:
-    """Show each test, ask, and return those that are accepted. Raises ``click.Abort`` at the end of the input."""
-    accepted = []
-    for number, one in enumerate(changing, start=1):
-        write_lines([f"{number} of {len(changing)}: {one.title}", ""])
+def _accepted_by_a_person(changing: Sequence[Candidate], found: CausesOf, units: UnitSystem) -> list[Candidate]:
+    """Show each cause of several tests and each test that is left, ask, and return those tests that are accepted.
+
+    Raises ``click.Abort`` at the end of the input.
+    """
+    accepted: list[Candidate] = []
+    left = list(changing)
+    taken: list[Cause] = []
+    for number, cells in enumerate(cause_cells(found, units, None) if found.tell else (), start=1):
+        cause = found.causes.causes[number - 1]
+        mine = [one for one in left if one.title in cause.tests]
+        if len(mine) < 2:
+            continue
+        where = " ".join(filter(None, (cells.module, cells.operator, cells.tensors)))
+        write_lines(
+            [
+                f"cause {number}: {name_of(cause, units)}: {cells.metric} {cells.total} in {cells.tests} tests",
+                *([f"  {where}"] if where else []),
+                *(f"  {line}" for one in mine for line in _figures(one, units)),
+                "",
+            ]
+        )
+        answer = _answer()
+        if answer == "q":
+            return accepted
+        if answer == "s":
+            left = [one for one in left if one not in mine]
+            continue
+        taken.append(cause)
+        whole = with_causes(found.causes, [one.result for one in left], taken, units)
+        ready = [result for result, why in whole if why is None]
+        accepted += [one for one in left if one.result in ready]
+        left = [one for one in left if one.result not in ready]
+    for number, one in enumerate(left, start=1):
+        write_lines([f"{number} of {len(left)}: {one.title}", ""])
         why = why_failed(one.result).split("\n") if one.result.failed else list(_figures(one, units))
         write_lines([*(f"  {line}".rstrip() for line in why), ""])
-        answer = click.prompt("accept (a), skip (s) or quit (q)", type=click.Choice(_ANSWERS), show_choices=False)
+        answer = _answer()
         if answer == "q":
             break
         accepted += [one] if answer == "a" else []
-        click.echo()
     return accepted
+
+
+def _answer() -> str:
+    answer: str = click.prompt("accept (a), skip (s) or quit (q)", type=click.Choice(_ANSWERS), show_choices=False)
+    click.echo()
+    return answer
 
 
 def _with_nothing_to_accept(

@@ -60,12 +60,14 @@ def explained_by_causes(found: Causes, tests: Iterable[TestVerdict]) -> dict[str
     mine = [test for test in tests if test.nodeid in of_test]
     # A test has a verdict for each device that shards measured it on.
     others |= {
-        test.nodeid for test in mine if test.missing or test.failed_by_itself or _has_more(test, of_test[test.nodeid])
+        test.nodeid
+        for test in mine
+        if test.missing or test.failed_by_itself or fails_for_more(test, of_test[test.nodeid])
     }
     return {test.nodeid: of_test[test.nodeid] for test in mine if test.nodeid not in others}
 
 
-def _has_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
+def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
     """Return whether a test fails also by time, or does more work at other places than its causes."""
     worse = {one.metric for verdict in test.verdicts for one in verdict.metrics if one.outcome in FAILING}
     if any(METRICS[name].kind in ("time", "throughput") for name in worse):
