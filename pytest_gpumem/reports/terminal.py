@@ -19,7 +19,6 @@ from pytest_gpumem.reports.summary import (
     reasons,
     summary_table,
     to_be_shown,
-    ungated_times,
     unstored_times,
 )
 from pytest_gpumem.reports.values import change, shown
@@ -146,7 +145,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     Args:
         report: The session.
         screen: What the lines have to fit.
-        verbosity: pytest's. Below 0: the line that counts, times that are not gated, and why the session is red. At 0:
+        verbosity: pytest's. Below 0: the line that counts, and why the session is red. At 0:
             measurements that need attention. At 1: everything that was measured. At 2: phases, and compositions of peaks.
         explain_all: Show compositions of peaks at 0, too (``--gpumem-explain=always``).
     """
@@ -160,7 +159,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += map(_line, device_lines(chosen, units))
     if not quiet:
         compared = (one.verdict for one in report.results if one.verdict.verdicts)
-        pieces += map(_line, [*reasons(compared), *notes(measured)])
+        pieces += map(_line, [*reasons(compared, report.terms.update), *notes(measured)])
         pieces += [NOTHING] if pieces else []
         ranks = peaks_by_rank(report.results)
         pieces += [_ranks(ranks, units), NOTHING] if ranks else []
@@ -173,7 +172,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
             pieces += details(measured, units)
         elif explain_all:
             pieces += compositions(measured, units, everything=everything)
-    warnings = [*report.selection.idle_budgets, *ungated_times(report)]
+    warnings = [*report.selection.idle_budgets]
     # The store's line, which a quiet session has not, says what an update writes.
     warnings += unstored_times(report) if quiet else () if verbosity > 1 else recording_notes(report.results)
     lines = [
