@@ -28,6 +28,16 @@ class Terms:
     update: UpdateMode | None = None
     units: UnitSystem = "si"
 
+    @property
+    def asked_for(self) -> str:
+        """The options that gate or record, or that there were none."""
+        asked = [
+            *(["--gpumem-baseline"] if self.baseline else []),
+            *(["--gpumem-strict"] if self.strict else []),
+            *([f"--gpumem-update={self.update}"] if self.update else []),
+        ]
+        return " ".join(asked) or "measuring only"
+
 
 _StoredKey = Annotated[
     tuple[str, Key],

@@ -167,7 +167,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
             for title, rows in matrices(report.results).items():
                 # Why nothing of it was measured is in the line that counts.
                 if everything or any(row.peak is not None for row in rows):
-                    pieces += [*_matrix(title, rows, units), NOTHING]
+                    pieces += [*matrix_pieces(title, rows, units), NOTHING]
         if verbosity > 1:
             pieces += details(measured, units)
         elif explain_all:
@@ -180,19 +180,20 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         *(_line(f"gpumem {text}") for text in (() if quiet else report.said)),
         *_ending(report),
     ]
-    return Summary(tuple(_shown(pieces, screen)), tuple(_shown(lines, screen)))
+    return Summary(tuple(as_lines(pieces, screen)), tuple(as_lines(lines, screen)))
 
 
 def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
     """Return a line for each test that failed or did not finish, with why, as pytest has for a session's own tests."""
     failed = [row for row in rows_of(report) if row.status.fails]
-    return _shown(
+    return as_lines(
         [_line(f"{'FAILED' if row.result else 'NOT RUN'} {row.title} - {row.headline}", "bad") for row in failed],
         screen,
     )
 
 
-def _matrix(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
+def matrix_pieces(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
+    """Return the table of a matrix of step configs, with what its columns mean."""
     header, lines = matrix_cells(rows, units)
     columns = (
         Column(title, left=True, least=LEAST_NAME),
@@ -256,7 +257,8 @@ def _line(text: str, style: Style | None = None) -> Line:
     return (Span(text, style),)
 
 
-def _shown(pieces: Sequence[Piece], screen: Screen) -> list[Line]:
+def as_lines(pieces: Sequence[Piece], screen: Screen) -> list[Line]:
+    """Return pieces as the lines that a screen shows of them."""
     lines: list[Line] = []
     for piece in pieces:
         if isinstance(piece, Table):

@@ -227,16 +227,10 @@ def _matrix(title: str, rows: list[MatrixRow], units: UnitSystem) -> MatrixView:
 
 
 def _facts(report: SessionReport) -> tuple[tuple[str, str], ...]:
-    terms = report.terms
-    asked = [
-        *(["--gpumem-baseline"] if terms.baseline else []),
-        *(["--gpumem-strict"] if terms.strict else []),
-        *([f"--gpumem-update={terms.update}"] if terms.update else []),
-    ]
     facts = [
         ("ended", report.ended.replace("T", " ").replace("Z", " UTC")),
         ("commit", report.commit or ""),
-        ("asked for", " ".join(asked) or "measuring only"),
+        ("asked for", report.terms.asked_for),
         ("shards", str(report.shards) if report.shards > 1 else ""),
         ("pytest-gpumem", report.version),
     ]
