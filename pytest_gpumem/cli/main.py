@@ -12,6 +12,7 @@ from pytest_gpumem.units import nearest
 
 _COMMANDS = {
     "ab": "Run two revisions in turn here, and judge what changed.",
+    "accept": "Write baselines from the report of a session that ran elsewhere.",
     "advise": "Find the config with which a model's step fits into a GPU.",
     "bisect": "Find the commit, or the release of a package, that did it.",
     "cache": "List and clear the environments of requirements that were compared.",
@@ -73,6 +74,7 @@ def main() -> None:
     What changed in the store:      gpumem compare main HEAD
     Why a test failed, in full:     gpumem why TEST
     One verdict of several shards:  gpumem merge shard-*.json
+    Accept what CI has measured:    gpumem accept gpumem.json
     Whose baselines are unused:     gpumem prune --dry-run
     Is this branch slower:          gpumem ab main
     What does an upgrade cost:      gpumem ab --head-with "transformers==5.0.0"

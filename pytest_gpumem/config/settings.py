@@ -111,6 +111,11 @@ class Settings:
         """True if the session was asked to end red unless all is well."""
         return self.baseline or self.strict
 
+    @property
+    def may_be_accepted_later(self) -> bool:
+        """True if the session's report has to have all that a baseline keeps, since `gpumem accept` takes it from there."""
+        return self.baseline and self.against is None and any(file.endswith(".json") for file in self.report)
+
     def budget_for(self, nodeid: str) -> Budget:
         """Return what the ``[[tool.gpumem.budget]]`` entries say of a test; the first that sets a limit wins."""
         budget = Budget()

@@ -72,11 +72,7 @@ def judge(
     if throughput is not None:
         metrics += (throughput,)
     elsewhere = baseline.elsewhere if isinstance(baseline, NoBaseline) else ()
-    origin = None
-    if entry is not None:
-        environment = entry.environment
-        torch = str(environment.details.get("torch", UNKNOWN_RELEASE))
-        origin = Origin(entry.recorded, environment.device, torch, entry.commit, entry.reason, environment.packages)
+    origin = None if entry is None else origin_of(entry)
     notes = _idle_limits(budget, measurement)
     if entry is not None and why_not is None:
         notes += not_measured(measurement, entry, tolerances)
@@ -85,6 +81,13 @@ def judge(
     notes += [MOSTLY_WORKSPACES] if mostly else []
     noted = replace(measurement, notes=(*measurement.notes, *notes)) if notes else measurement
     return with_differences(Verdict(noted, metrics, origin, why_not, elsewhere), noted, baseline)
+
+
+def origin_of(entry: Baseline) -> Origin:
+    """Return what a verdict says of the baseline that it is by."""
+    environment = entry.environment
+    torch = str(environment.details.get("torch", UNKNOWN_RELEASE))
+    return Origin(entry.recorded, environment.device, torch, entry.commit, entry.reason, environment.packages)
 
 
 def _idle_limits(budget: Budget, measurement: Measurement) -> list[str]:

@@ -87,7 +87,7 @@ class ComparedRow:
     notes: tuple[str, ...] = ()
     old_slug: str | None = None
     verdict: Verdict | None = None
-    """The gate's verdict on what runs measured, with what changed in the composition of the peak."""
+    """The gate's verdict, with what changed in the composition of the peak where both sides know it."""
 
     @property
     def outcome(self) -> Outcome:
@@ -229,8 +229,10 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
     for earlier, stored_key in pairs:
         old_slug = earlier[1] if earlier != stored_key else None
         allowed = tolerances if old_slug is None else tolerances_of_emulated(tolerances)
-        changes, reason = changes_of(old.figures[earlier], new.figures[stored_key], allowed)
-        rows.append(ComparedRow(*stored_key, title(stored_key), changes, reason, old_slug=old_slug))
+        changes, verdict = changes_of(old.figures[earlier], new.figures[stored_key], allowed)
+        rows.append(
+            ComparedRow(*stored_key, title(stored_key), changes, verdict.reason, old_slug=old_slug, verdict=verdict)
+        )
     failed = tuple(one for one in new.failures if not any(one.is_that_of(earlier) for earlier in old.failures))
     left_out = [LeftOut(title(stored_key), "new", None, stored_key, new.peak(stored_key)) for stored_key in added]
     left_out += [
@@ -291,8 +293,8 @@ def side_of_store(name: str, entries: Iterable[tuple[str, Key, Baseline]]) -> Si
 
 def changes_of(
     old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
-) -> tuple[tuple[ComparedChange, ...], str | None]:
-    """Judge each metric of ``new`` with ``old`` for its baseline, and return the changes and why they cannot be compared."""
+) -> tuple[tuple[ComparedChange, ...], Verdict]:
+    """Judge each metric of ``new`` with ``old`` for its baseline, and return the changes and the verdict."""
     baseline = old if isinstance(old, Baseline) else baseline_of(old, "", None)
     # A baseline has medians of runs and no rounds, so that its times are shown and not judged.
     measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
@@ -307,7 +309,7 @@ def changes_of(
             # Of a report there is none to be recorded.
             reason = "not compared: the old side has no times" if one.lacks_time else lacking or one.reason
             changes.append(ComparedChange(name, then, now, one.outcome, one.allowed, reason))
-    return tuple(changes), verdict.reason
+    return tuple(changes), verdict
 
 
 def _lacking(metric: Metric, then: float | None, now: float | None) -> str | None:

@@ -7,14 +7,23 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.gate.causes import causes_of
+from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.git import Revision
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports import escaping
+from pytest_gpumem.reports.causes import (
+    CausesOf,
+    cause_notes,
+    cause_table,
+    causes_in_markdown,
+    plain_causes,
+)
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED
 from pytest_gpumem.reports.explanation import explanation_blocks
 from pytest_gpumem.reports.json_report import without_infinity
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
+from pytest_gpumem.reports.told_causes import cause_lines, told_before
 from pytest_gpumem.reports.values import difference, shown, tolerated
 from pytest_gpumem.units import format_ratio
 from pytest_gpumem.values.plain import to_plain
@@ -22,6 +31,7 @@ from pytest_gpumem.values.plain import to_plain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, StoredKey
     from pytest_gpumem.reports.layout import Line, Screen, Style
     from pytest_gpumem.units import UnitSystem
@@ -88,6 +98,9 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
         *(Column(last, weight=0), Column(verdict, left=True)),
     )
     table: list[Line | str] = [*laid_out(Table(columns, tuple(rows)), screen), ""] if rows else []
+    found = causes_between(report)
+    if found.tell:
+        table += [*laid_out(cause_table(found, units), screen), *map(screen.legible, cause_notes(found, units)), ""]
     for title, blocks in explanations(report, units):
         table += [screen.legible(title), *("" if line is None else f"  {screen.legible(line)}" for line in blocks), ""]
     return [*table, *remarks(report), f"gpumem {form.command}: {accounting(report)}"]
@@ -95,14 +108,35 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
 
 def explanations(report: Compared, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
     """Yield each test that has regressed, and lines on why; ``None`` is an empty one."""
+    found = causes_between(report)
+    before = told_before(found.causes, _grown(report)) if found.tell else {}
     for row in report.rows:
         worse = [one.metric for one in row.changes if one.outcome is Outcome.REGRESSED]
         if row.verdict is None or not worse:
+            continue
+        test = f"{row.key.file}::{row.key.test}"
+        if test in before:
+            yield row.title, list(cause_lines(test, before[test], units))
             continue
         packages = [f"packages: {', '.join(row.verdict.changed_packages)}"] if row.verdict.changed_packages else []
         blocks = [*([packages] if packages else []), *explanation_blocks(row.verdict, worse, units)]
         if blocks:
             yield row.title, [line for block in blocks for line in (*block, None)][:-1]
+
+
+def causes_between(report: Compared) -> CausesOf:
+    """Return the causes of what grew from one side to the other."""
+    tests = _grown(report)
+    return CausesOf(causes_of(tests), len({(row.key.file, row.key.test) for row in report.rows}))
+
+
+def _grown(report: Compared) -> list[TestVerdict]:
+    """Return the tests with the measurements of which anything is worse, as verdicts of the gate."""
+    found: dict[tuple[str, str], list[Verdict]] = {}
+    for row in report.rows:
+        if row.verdict is not None and row.outcome is Outcome.REGRESSED:
+            found.setdefault((row.key.file, row.key.test), []).append(row.verdict)
+    return [TestVerdict(file, test, tuple(verdicts)) for (file, test), verdicts in found.items()]
 
 
 def remarks(report: Compared) -> list[str]:
@@ -149,19 +183,24 @@ def markdown(report: Compared, units: UnitSystem, *, finished: bool = True, most
     told = list(explanations(report, units))
     cells = _cells(report, units)
     shown_rows = len(cells)
-    text = _markdown(report, cells, told, finished=finished)
+    text = _markdown(report, cells, told, units, finished=finished)
     while most is not None and len(text) > most and (told or shown_rows):
         if told:
             told.pop()
         else:
             shown_rows //= 2
-        text = _markdown(report, cells[:shown_rows], told, finished=finished)
+        text = _markdown(report, cells[:shown_rows], told, units, finished=finished)
         text += "\nThere is not room for all of it here.\n"
     return text if most is None else text[:most]
 
 
 def _markdown(
-    report: Compared, cells_of_rows: list[Cells], told: list[tuple[str, list[str | None]]], *, finished: bool
+    report: Compared,
+    cells_of_rows: list[Cells],
+    told: list[tuple[str, list[str | None]]],
+    units: UnitSystem,
+    *,
+    finished: bool,
 ) -> str:
     form = _form(report)
     title = f"### gpumem {form.command}: {escaping.plain(str(report.old))} and {escaping.plain(str(report.new))}"
@@ -170,6 +209,9 @@ def _markdown(
     rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in cells_of_rows]
     if rows:
         text += [escaping.table(list(form.header), rows, _LEFT), ""]
+    causes = causes_between(report)
+    if causes.tell:
+        text += [causes_in_markdown(causes, units), ""]
     for title, found in told:
         text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in found)), ""]
     # In a terminal it was said when they were installed.
@@ -255,6 +297,7 @@ def to_json(report: Compared, *, finished: bool = True) -> str:
             ],
             "failed": [{"file": one.file, "test": one.test, "reason": one.why} for one in report.failed],
         }
+    plain |= plain_causes(causes_between(report))
     return json.dumps(without_infinity({"format": FORMAT, **plain}), indent=2, allow_nan=False) + "\n"
 
 

@@ -7,13 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.causes import causes_in, name_of
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_SUMMARY, markdown
+from pytest_gpumem.reports.told_causes import explained_by_causes
+from pytest_gpumem.reports.values import difference
 from pytest_gpumem.reports.view import rows_of
+from pytest_gpumem.values.source_lines import file_and_line, package_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_gpumem.gate.causes import Cause
+    from pytest_gpumem.reports.causes import CausesOf
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import ReportRow
 
@@ -34,13 +41,18 @@ def is_github(environment: Mapping[str, str]) -> bool:
 def annotation_lines(report: SessionReport, folder: str = "") -> list[str]:
     """Return lines that the runner turns into annotations, errors before warnings, the most serious first.
 
-    Errors are what makes the session red, warnings what is uncertain or has no effect. Of more than `MOST_ANNOTATIONS` of a
-    kind, the last counts the others. ``folder`` is the root directory as seen from the repository's root.
+    Errors are what makes the session red, warnings what is uncertain or has no effect. Tests that fail by the same causes have
+    an annotation for each cause, at its line. Of more than `MOST_ANNOTATIONS` of a kind, the last counts the others. ``folder``
+    is the root directory as seen from the repository's root.
     """
     failed = sorted((row for row in rows_of(report) if row.status.fails), key=_seriousness, reverse=True)
+    found = causes_in(report)
+    told = explained_by_causes(found.causes, (one.verdict for one in report.results)) if found.tell else {}
+    causes = {cause: None for row in failed for cause in told.get(row.title, ())}
     errors = [
         *(_line("error", "gpumem", problem) for problem in report.problems),
-        *(_of_a_test("error", row, row.why, folder) for row in failed),
+        *(_of_a_cause(cause, found, report, folder) for cause in found.causes.causes if cause in causes),
+        *(_of_a_test("error", row, row.why, folder) for row in failed if row.title not in told),
     ]
     warnings = [
         *(_line("warning", "gpumem", idle) for idle in report.selection.idle_budgets),
@@ -79,13 +91,33 @@ def _why_uncertain(row: ReportRow) -> str:
     )
 
 
+def _of_a_cause(cause: Cause, found: CausesOf, report: SessionReport, folder: str) -> str:
+    """Return the annotation of a cause: at its line, or, where that is a package's or not known, at its first test."""
+    units = report.terms.units
+    grown = f"{difference(cause.metric, cause.total, units)} {METRICS[cause.metric].title}"
+    title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {found.measured} tests"
+    details = " ".join(
+        filter(None, [cause.module, cause.operator, cause.what if cause.kind == "line" else "", cause.reason])
+    )
+    message = "\n".join([*([details] if details else []), *cause.tests])
+    file, number = file_and_line(cause.lines[0]) if cause.lines else ("", 0)
+    if number and not package_of(cause.lines[0]):
+        return _line("error", title, message, {"file": f"{folder}{file}", "line": str(number)})
+    first = next(row for row in rows_of(report) if row.title == cause.tests[0])
+    return _line("error", title, message, _where(first, folder))
+
+
 def _of_a_test(kind: str, row: ReportRow, message: str, folder: str) -> str:
     title = f"gpumem: {row.test}"
     if len(visible(title)) > MOST_OF_A_TITLE:
         message = f"{row.title}\n{message}"
+    return _line(kind, title, message, _where(row, folder))
+
+
+def _where(row: ReportRow, folder: str) -> dict[str, str]:
     location = row.result.verdict.location if row.result is not None else None
     where = {"file": row.file} if location is None else {"file": location.file, "line": str(location.line)}
-    return _line(kind, title, message, where | {"file": f"{folder}{where['file']}"})
+    return where | {"file": f"{folder}{where['file']}"}
 
 
 def _line(kind: str, title: str, message: str, where: Mapping[str, str] | None = None) -> str:

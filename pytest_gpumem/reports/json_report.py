@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem import __version__
 from pytest_gpumem.metrics import METRICS, WHOLE
+from pytest_gpumem.reports.causes import causes_in, plain_causes
 from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.ranks import peaks_by_rank
 from pytest_gpumem.reports.session_report import SessionReport
@@ -40,9 +41,9 @@ _LONGEST = 200
 def to_json(report: SessionReport) -> str:
     """Return the whole report as JSON, the same bytes for the same report.
 
-    ``accounting``, ``passed``, ``problems`` and ``ranks`` follow from the rest, for those who only read. A line each key,
-    and each test: so is a large report written in little time, and read by line-wise tools. All is ASCII; a number that JSON
-    does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``.
+    ``accounting``, ``passed``, ``problems``, ``ranks``, ``causes`` and ``not_explained`` follow from the rest, for those who
+    only read. A line each key, and each test: so is a large report written in little time, and read by line-wise tools. All is
+    ASCII; a number that JSON does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``.
     """
     plain = {
         "format": FORMAT,
@@ -50,6 +51,7 @@ def to_json(report: SessionReport) -> str:
         "passed": report.passed,
         "problems": list(report.problems),
         "ranks": [_plain_ranks(one) for one in peaks_by_rank(report.results)],
+        **plain_causes(causes_in(report)),
         **to_plain(report),
     }
     lines = [

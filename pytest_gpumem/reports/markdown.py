@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.baselines.selecting import unused_line
 from pytest_gpumem.gate.verdict import CHANGED, FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.causes import causes_in, causes_in_markdown
 from pytest_gpumem.reports.escaping import block, code, code_in_table, details, html_code, plain, table
 from pytest_gpumem.reports.explanation import explained, grown_counts
 from pytest_gpumem.reports.layout import without_empty
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reports.summary import device_lines, reasons
+from pytest_gpumem.reports.told_causes import told_before
 from pytest_gpumem.reports.values import change, peaks_by_device, shown, texts_of
 from pytest_gpumem.reports.view import measured_in, origin_line, rows_of, state_of
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.measurement import Environment
@@ -37,6 +40,8 @@ MOST_OF_A_SUMMARY = 2**20
 https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits."""
 MOST_OF_A_COMMENT = 65_536
 """Characters of a comment; with more it is refused: ``Body is too long (maximum is 65536 characters)``."""
+MOST_FOLDED = 50
+"""Tests that are listed where others tell their causes."""
 FEWEST = 300
 """Bytes in which a verdict always has room."""
 
@@ -53,6 +58,7 @@ class _Part:
 (
     _HEAD,
     _PROBLEM,
+    _CAUSES,
     _FAILED,
     _NOT_RUN,
     _DETAILS,
@@ -63,7 +69,7 @@ class _Part:
     _ENVIRONMENT,
     _MATRIX,
     _ALL,
-) = range(12)
+) = range(13)
 _MANY = {
     _PROBLEM: "problems",
     _FAILED: "tests that failed",
@@ -115,11 +121,7 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     for file, tests in groupby(report.not_run, key=lambda test: test[0]):
         ids = ", ".join(code(f"{file}::{test}") for _, test in tests)
         yield _Part(_NOT_RUN, "the tests that did not finish", f"- Did not finish: {ids}")
-    for row in [row for row in rows if row.status.fails]:
-        yield _Part(_FAILED, "a test that failed", f"❌ {code(row.title)}  \n{plain(row.headline)}")
-        figures = _figures(row, units)
-        if figures:
-            yield _Part(_DETAILS, "a test's details", details("What was measured", figures))
+    yield from _failed(report, [row for row in rows if row.status.fails])
     others = [row for row in rows if not row.status.fails]
     changed = _changed_table([one for row in others for one in row.measured], units)
     if changed:
@@ -249,6 +251,29 @@ def _part_table(of: PartTable) -> str:
     numbers = range(1, 1 + len(of.figures))
     found = table(header, rows, tuple(number for number in range(len(header)) if number not in numbers))
     return f"{found}\n\n{plain(of.note)}" if of.note else found
+
+
+def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]:
+    """Yield the causes of what grew, where there are several tests, and each test that failed; folded where others tell it."""
+    found, units = causes_in(report), report.terms.units
+    verdicts = [row.result.verdict for row in rows if row.result is not None]
+    before: Collection[str] = ()
+    if found.tell:
+        yield _Part(_CAUSES, "the causes", f"#### Causes\n\n{causes_in_markdown(found, units)}")
+        before = told_before(found.causes, verdicts)
+    folded = [row for row in rows if row.result is not None and row.result.verdict.nodeid in before]
+    for row in rows:
+        if row in folded:
+            continue
+        yield _Part(_FAILED, "a test that failed", f"❌ {code(row.title)}  \n{plain(row.headline)}")
+        figures = _figures(row, units)
+        if figures:
+            yield _Part(_DETAILS, "a test's details", details("What was measured", figures))
+    if folded:
+        lines = [f"- {code(row.title)}: {plain(row.headline)}" for row in folded[:MOST_FOLDED]]
+        lines += [f"- and {counted(len(folded) - MOST_FOLDED, 'other')}"] if len(folded) > MOST_FOLDED else []
+        title = f"❌ {counted(len(folded), 'more test')} that failed by these causes only"
+        yield _Part(_FAILED, "the tests that failed by the same causes", details(title, "\n".join(lines)))
 
 
 def _changed_table(measured: Iterable[ShownMeasurement], units: UnitSystem) -> str:

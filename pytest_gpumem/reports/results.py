@@ -49,6 +49,8 @@ class TestResult:
     failed: bool = False
     failed_in: FailedIn | None = None
     """The part of its run in which it failed first; ``None`` where it did not."""
+    failed_by_gate: bool = False
+    """True if the gate failed it, and nothing else did: all of its phases would have passed otherwise."""
 
     def is_recorded_by(self, update: UpdateMode | None) -> bool:
         """Return whether a session with this update writes what was measured as its first baselines."""
@@ -68,6 +70,8 @@ class Results:
     _outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
     _failed: dict[tuple[str, str], FailedIn] = field(default_factory=dict)
     """The part of its run in which each test failed first, measured or not, by (node id, pytest-xdist's worker)."""
+    _not_by_gate: set[tuple[str, str]] = field(default_factory=set)
+    """Those that failed, or failed once more, in another part than the call, which the gate fails."""
     _others: set[str] = field(default_factory=set)
     """The ids of the tests that have no verdict."""
 
@@ -77,8 +81,12 @@ class Results:
         if report.when == "setup":
             # It may be run again.
             self._failed.pop(run, None)
+            self._not_by_gate.discard(run)
         if report.outcome == "failed" and not hasattr(report, "wasxfail"):
-            self._failed.setdefault(run, _where(report))
+            where = _where(report)
+            self._failed.setdefault(run, where)
+            if where != "call":
+                self._not_by_gate.add(run)
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
         if payload is None:
             self._others.add(report.nodeid)
@@ -114,6 +122,7 @@ class Results:
     def _by_nodeid(self) -> dict[str, TestResult]:
         # A subtest that failed, or a worker that crashed in a tear-down, has a report without a verdict.
         failed: dict[str, FailedIn] = {nodeid: where for (nodeid, _), where in self._failed.items()}
+        not_by_gate = {nodeid for nodeid, _ in self._not_by_gate}
         for nodeid in self._rewritten():
             failed[nodeid] = "call"
         return {
@@ -126,6 +135,12 @@ class Results:
                 failed_in="call"
                 if failed.get(nodeid) == "subtest" and verdict.failed_by_itself
                 else failed.get(nodeid),
+                failed_by_gate=nodeid in failed
+                and nodeid not in not_by_gate
+                and verdict.failure is not None
+                and not verdict.failed_by_itself
+                and outcomes.keys() >= {"call", "teardown"}
+                and set(outcomes.values()) <= {"passed", "failed"},
             )
             for nodeid, verdict in self._verdicts.items()
             if (outcomes := self._outcomes[nodeid])

@@ -27,6 +27,8 @@ class Terms:
     strict: bool = False
     update: UpdateMode | None = None
     units: UnitSystem = "si"
+    against: str | None = None
+    """The slug of the device with whose baselines an emulated GPU's figures were compared; ``None`` for its own."""
 
     @property
     def asked_for(self) -> str:

@@ -13,7 +13,7 @@ from pytest_gpumem.reports.values import change, peaks_by_device, shown
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.reports.session_report import SessionReport
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 MOST_FIGURES = 60
 """Rows that only have figures, unless all are asked for."""
+MOST_EXPLAINED = 30
+"""Rows of tests that causes explain, unless all are asked for."""
+MOST_REMARKS = 20
+"""Reasons and notes, unless all are asked for."""
 LEAST_NAME = 30
 """Cells of the screen that a shortened test id has at least."""
 STYLES: dict[Outcome, Style | None] = {
@@ -39,18 +43,24 @@ _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
 """The weight of the column of changes: it is left out after those of metrics."""
 
 
-def to_be_shown(measured: Iterable[ShownMeasurement], *, gating: bool) -> list[ShownMeasurement]:
+def to_be_shown(
+    measured: Iterable[ShownMeasurement], explained: Collection[str] = (), *, gating: bool
+) -> list[ShownMeasurement]:
     """Return the measurements for the table: all but the ``ok``, and in a session that is ``gating`` the ``recorded``.
 
-    A session without a gate is run for its figures. Of those that have nothing but figures the first `MOST_FIGURES` are shown.
+    A session without a gate is run for its figures. Of those that have nothing but figures the first `MOST_FIGURES` are shown,
+    and of tests that ``explained`` has, since causes explain them, the first `MOST_EXPLAINED`.
     """
     chosen: list[ShownMeasurement] = []
-    figures = 0
+    figures = of_causes = 0
     for one in measured:
         outcome = one.outcome
         if outcome is Outcome.OK or (gating and outcome is Outcome.RECORDED):
             continue
         figures += outcome in _FIGURES
+        of_causes += one.test.nodeid in explained
+        if one.test.nodeid in explained and of_causes > MOST_EXPLAINED:
+            continue
         if outcome not in _FIGURES or figures <= MOST_FIGURES:
             chosen.append(one)
     return chosen
@@ -158,6 +168,14 @@ def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
         for note in one.verdict.measurement.notes:
             having.setdefault(note, []).append(one.title)
     return [f"note: {_first_of(titles)}: {note}" for note, titles in having.items()]
+
+
+def first_remarks(remarks: Sequence[str]) -> list[str]:
+    """Return the first `MOST_REMARKS` reasons and notes, and a line that counts the others."""
+    more = len(remarks) - MOST_REMARKS
+    return (
+        [*remarks[:MOST_REMARKS], f"... and {counted(more, 'other note')} (-v shows all)"] if more > 0 else [*remarks]
+    )
 
 
 def _first_of(titles: Sequence[str]) -> str:

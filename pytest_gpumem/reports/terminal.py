@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.reports.causes import MOST_CAUSES, cause_notes, cause_table, causes_in
 from pytest_gpumem.reports.explanation import composition_table, part_layout
 from pytest_gpumem.reports.layout import Column, Line, Span, Style, Table, laid_out
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
@@ -14,6 +15,7 @@ from pytest_gpumem.reports.summary import (
     LEAST_NAME,
     STYLES,
     device_lines,
+    first_remarks,
     not_shown,
     notes,
     reasons,
@@ -21,6 +23,7 @@ from pytest_gpumem.reports.summary import (
     to_be_shown,
     unstored_times,
 )
+from pytest_gpumem.reports.told_causes import explained_by_causes
 from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.reports.view import measured_in, rows_of
 from pytest_gpumem.units import format_bytes
@@ -151,15 +154,21 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     """
     quiet, everything, units = verbosity < 0, verbosity > 0, report.terms.units
     measured = measured_in(report.results, report.terms.update)
-    chosen = measured if everything else [] if quiet else to_be_shown(measured, gating=report.terms.baseline)
+    found = causes_in(report)
+    explained = explained_by_causes(found.causes, (one.verdict for one in report.results)) if found.tell else ()
+    chosen = measured if everything else [] if quiet else to_be_shown(measured, explained, gating=report.terms.baseline)
     pieces: list[Piece] = []
+    if found.tell and not quiet:
+        most = None if everything else MOST_CAUSES
+        pieces += [cause_table(found, units, most), *map(_line, cause_notes(found, units, most)), NOTHING]
     if chosen:
         pieces.append(summary_table(chosen, units, everything=everything))
         pieces += [_line(text, "aside") for text in not_shown(measured, chosen)]
         pieces += map(_line, device_lines(chosen, units))
     if not quiet:
         compared = (one.verdict for one in report.results if one.verdict.verdicts)
-        pieces += map(_line, [*reasons(compared, report.terms.update), *notes(measured)])
+        remarks = [*reasons(compared, report.terms.update), *notes(measured)]
+        pieces += map(_line, remarks if everything else first_remarks(remarks))
         pieces += [NOTHING] if pieces else []
         ranks = peaks_by_rank(report.results)
         pieces += [_ranks(ranks, units), NOTHING] if ranks else []

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.metrics import Kind
     from pytest_gpumem.runtest.judging import Judged, Judging
     from pytest_gpumem.values.composition import Explanation
+    from pytest_gpumem.values.option_words import UpdateMode
 
 
 COMPOSITION = frozenset({"composition", "explanation"})
@@ -35,7 +36,7 @@ class ExplainPolicy:
     judging: Judging
 
     def should_explain(self, judged: Judged) -> bool:
-        """Return whether to explain a measurement: its test reads that, it fails by its bytes, or becomes a baseline."""
+        """Return whether to explain a measurement: its test reads that, it fails by its bytes, or may become a baseline."""
         # A test that only has the marker has no measurement to read.
         judging = self.judging
         asked = judging.measured.has_fixture and reads_any(getattr(judging.item, "function", None), COMPOSITION)
@@ -49,7 +50,7 @@ class ExplainPolicy:
         return next(failed_on, judged.measurement.largest_device)
 
     def should_locate_counts(self, judged: Judged) -> bool:
-        """Return whether to find the lines of its counts: it fails by them, or is going to be a baseline."""
+        """Return whether to find the lines of its counts: it fails by them, or may become a baseline."""
         return self._should(judged, "work")
 
     def _should(self, judged: Judged, kind: Kind) -> bool:
@@ -58,10 +59,12 @@ class ExplainPolicy:
         failing = self.judging.failing(self.judging.verdict([judged]))
         if failing_metrics(judged.verdict, failing, kind):
             return True
-        mode, earlier = self.settings.update, judged.baseline
+        # What a report is to be accepted from is explained as what is accepted at once.
+        mode: UpdateMode | None = "all" if self.settings.may_be_accepted_later else self.settings.update
+        earlier = judged.baseline
         if mode is None or earlier is None:
             return False
-        if mode == "all" and isinstance(earlier, Baseline):
+        if self.settings.update == "all" and isinstance(earlier, Baseline):
             lacks = earlier.composition is None if kind == "memory" else not earlier.tells_lines
             if lacks:
                 return True

@@ -274,6 +274,9 @@ class Judging:
     def _decided(self, verdict: TestVerdict, memory: str) -> TestVerdict:
         """Return the verdict with the text of its failure, if the test must fail."""
         failing = self.failing(verdict)
+        idle = None
+        if not verdict.unmeasured and self.settings.time is not False and self.measured.has_fixture:
+            idle = self._idle([one.measurement for one in verdict.verdicts])
         if failing:
             nodeid = self._path_from_here(verdict.nodeid)
             words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, nodeid))
@@ -281,15 +284,15 @@ class Judging:
             if verdict.unmeasured == NOT_MARKED:
                 accept: str | None = prune_command(nodeid, options)
             else:
-                accept = accept_command(verdict, failing, words=words, options=options, rest=rest)
+                # A limit without an effect fails the test whatever its baseline is.
+                accept = (
+                    accept_command(verdict, failing, words=words, options=options, rest=rest) if idle is None else None
+                )
             bisect = bisect_command(verdict, failing, nodeid, options)
             text = failure_text(verdict, failing, self.settings.units, accept, memory, bisect)
+            text += "" if idle is None else f"\n\n{idle}"
             return replace(verdict, failure=text, accept=accept, bisect=bisect)
-        if not verdict.unmeasured and self.settings.time is not False and self.measured.has_fixture:
-            idle = self._idle([one.measurement for one in verdict.verdicts])
-            if idle is not None:
-                return replace(verdict, failure=idle)
-        return verdict
+        return verdict if idle is None else replace(verdict, failure=idle)
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
         """Return which limit on times has no effect in a test that measured ``measurements``, as a sentence."""

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.baselines.changes import Source, changes_of
 from pytest_gpumem.baselines.selecting import unused, unused_line
-from pytest_gpumem.baselines.update import entries_to_write, times_left_out
-from pytest_gpumem.gate.baseline import Baseline, Key, baseline_of
 from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.session_report import Stored
 from pytest_gpumem.units import counted
-from pytest_gpumem.values.rank import rank_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.config.settings import Settings
-    from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.reports.results import TestResult
     from pytest_gpumem.values.option_words import UpdateMode
     from pytest_gpumem.values.selection import Selection
@@ -37,48 +34,25 @@ class StoreAtEnd:
 
     def write(self, results: list[TestResult], mode: UpdateMode) -> list[str]:
         """Write what ``mode`` accepts, and return what became of the store, each as a line."""
-        passed = [result for result in results if result.passed]
-        recorded, commit = datetime.now(timezone.utc).date().isoformat(), commit_of(self.root)
-        measured: dict[Key, tuple[Verdict, Baseline]] = {}
-        for result in passed:
-            for verdict in result.verdict.verdicts:
-                key = Key(result.verdict.file, result.verdict.test, verdict.measurement.name)
-                named = result.verdict.named_device
-                measured[key] = (
-                    verdict,
-                    baseline_of(verdict.measurement, recorded, commit, self.settings.reason, named),
-                )
-        stored = {key: self.store.find(key, entry.environment.slug) for key, (_, entry) in measured.items()}
-        accepted = entries_to_write(mode, measured, stored)
-        gone = self._renamed(measured) if mode == "all" else []
-        unlocked = self.store.change(accepted, gone) if accepted or gone else None
+        passed = [result.verdict for result in results if result.passed]
+        reason = self.settings.reason
+        source = Source(datetime.now(timezone.utc).date().isoformat(), commit_of(self.root), reason)
+        changes = changes_of(self.store, mode, passed, source)
+        unlocked = self.store.change(changes.entries, changes.gone) if changes.any else None
         not_passed = len(results) - len(passed)
         note = f"; {not_passed} not written, because the test did not pass" if not_passed else ""
-        left_out = times_left_out(mode, measured, stored)
+        left_out = changes.times_left_out
         if left_out:
             note += f"; {len(left_out)} without {'its' if len(left_out) == 1 else 'their'} times: {left_out[0]}"
-        reason = self.settings.reason
         if reason is not None:
-            note += f"; the reason is kept with {sum(entry.reason == reason for entry in accepted.values())}"
+            note += f"; the reason is kept with {sum(entry.reason == reason for entry in changes.entries.values())}"
         said = [
             (
-                f"store: {counted(len(accepted), 'baseline')} written ({mode}), "
-                f"{len(measured) - len(accepted)} left as they were{note}"
+                f"store: {counted(len(changes.entries), 'baseline')} written ({mode}), "
+                f"{len(changes.measured) - len(changes.entries)} left as they were{note}"
             )
         ]
         return [*said, *([f"store: {unlocked}"] if unlocked is not None else []), *_no_longer_measured(results)]
-
-    def _renamed(self, measured: dict[Key, tuple[Verdict, Baseline]]) -> list[tuple[str, Key]]:
-        """Return baselines of tests that passed, for measurements that these tests no longer take."""
-        tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
-        worlds = {_world(key.name) for key in measured}
-        return [
-            (slug, key)
-            for slug in sorted({slug for slug, _, _ in tests})
-            for _, key in self.store.keys(slug)
-            # Those of jobs of another size stay: this one could not measure them.
-            if (slug, key.file, key.test) in tests and key not in measured and _world(key.name) in worlds
-        ]
 
     def unused(self, results: list[TestResult], selection: Selection) -> tuple[str, ...]:
         """Return a line on baselines that belong to no test, if there are any, after a session that ran all its tests."""
@@ -140,9 +114,3 @@ def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
             f"{mend if first.unmeasured == NOT_MARKED else first.unmeasured}"
         )
     ]
-
-
-def _world(name: str) -> int:
-    """Return how many ranks the job had that took a measurement of this name."""
-    rank = rank_in(name)
-    return 1 if rank is None else rank.world

@@ -132,6 +132,21 @@ def test_the_keyboard_reaches_a_test_and_opens_it_and_the_focus_can_be_seen(open
     assert style == ["solid", "2px"]
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_causes_come_first_and_open_their_tests_and_the_chart_of_the_largest(opens, scheme):
+    grown = [result(explained(), test=test, failure=FAILURE) for test in ("test_a", "test_b[amp-bf16]")]
+    page = opens(session(*grown), color_scheme=scheme)
+    assert page.locator("main h2").first.inner_text() == "Causes"
+    assert page.locator(".cause .chart svg").count() == 0
+    page.locator(".cause summary").click()
+    assert drawn(page, ".cause") == 1
+    page.set_viewport_size({"width": 375, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    page.locator(".cause a", has_text="test_b[amp-bf16]").click()
+    page.locator("td.panel:visible h3").first.wait_for()
+    assert page.locator("tbody[data-outcome] button[aria-expanded=true]").inner_text().endswith("test_b[amp-bf16]")
+
+
 def test_a_link_to_a_test_opens_it_and_an_open_test_is_in_the_address(opens):
     a, b = (anchor_of(f"tests/test_gpt.py::test_{name}") for name in "ab")
     page = opens(TEXTS_ONLY, fragment=f"#{a}")
@@ -325,10 +340,10 @@ def test_the_memory_chart_has_lines_for_the_baseline_and_a_budget_that_is_near(o
     page = opens(session(result(explained()), result(replace(explained(), metrics=(far,)), test="test_z")))
     page.evaluate(OPEN_TESTS)
     assert drawn(page, PANEL) == 4
-    legends = [chart.locator(".legendtext").all_text_contents() for chart in page.locator(".over_time").all()]
+    legends = [chart.locator(".legendtext").all_text_contents() for chart in page.locator(f"{PANEL} .over_time").all()]
     assert sorted(legend[2:] for legend in legends) == [["baseline 8.12 GB"], ["baseline 8.12 GB", "budget 12.00 GB"]]
     tops = page.evaluate(
-        "[...document.querySelectorAll('.over_time .plot')].map((one) => one._fullLayout.yaxis.range[1])"
+        f"[...document.querySelectorAll('{PANEL} .over_time .plot')].map((one) => one._fullLayout.yaxis.range[1])"
     )
     assert 8.12 < min(tops) < 12 < max(tops) < 14
 

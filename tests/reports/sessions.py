@@ -125,7 +125,7 @@ def everything(text: str) -> SessionReport:
         MetricVerdict("syncs", Outcome.UNCERTAIN, 7, 0, 0, reason=text),
     )
     origin = Origin(text, text, text, text, text)
-    verdict = Verdict(measurement, metrics, origin, text, (text,), growth, {"syncs": made_of(text)})
+    verdict = Verdict(measurement, metrics, origin, text, (text,), growth, {"operators": made_of(text)})
     cell = Cell(text, text, 1)
     location = Location(text, 7)
     failing = TestVerdict(

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.gate.verdict import FAILING, Outcome
+from pytest_gpumem.reports.causes import cause_cells, cause_notes, causes_in
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.html.charts import matrix_chart
 from pytest_gpumem.reports.html.panels import Panel, panel_of
@@ -22,9 +23,10 @@ from pytest_gpumem.reports.view import rows_of, state_of
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.reports.causes import CauseCells, CausesOf
     from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import ReportRow, Status
@@ -84,6 +86,18 @@ class TestRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CauseView:
+    """A cause: its figures, and its tests with their anchors."""
+
+    cells: CauseCells
+    anchor: str
+    tests: tuple[tuple[str, str], ...]
+    most: str
+    """The test that grew most by it, with its chart."""
+    chart: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixView:
     """A matrix of step configs: its table, and its chart where saving and cost are known."""
 
@@ -104,6 +118,9 @@ class Page:
     problems: tuple[str, ...]
     """The reason why it failed, in a few sentences."""
     facts: tuple[tuple[str, str], ...]
+    causes: tuple[CauseView, ...]
+    """Empty where a single test grew, which says so itself."""
+    cause_notes: tuple[str, ...]
     statuses: tuple[tuple[Status, int], ...]
     tests: tuple[TestRow, ...]
     timed: bool
@@ -167,11 +184,14 @@ def page_of(report: SessionReport) -> Page:
     first = {row.of.status.words: row.of.status for row in tests}
     statuses = sorted(((first[words], count) for words, count in counts.items()), key=lambda one: -one[0].severity)
     failed = sum(result.failed for result in report.results)
+    found = causes_in(report)
     unsuccessful = ((failed, "failed"), (len(report.not_run), "did not finish"))
     return Page(
         verdict=state_of(report),
         problems=(*report.problems, *(f"{counted(count, 'test')} {what}" for count, what in unsuccessful if count)),
         facts=_facts(report),
+        causes=tuple(_causes(found, tests, units)) if found.tell else (),
+        cause_notes=tuple(cause_notes(found, units, None)) if found.tell else (),
         statuses=tuple(statuses),
         tests=tuple(tests),
         timed=any(row.cells[2].text for row in tests),
@@ -181,6 +201,21 @@ def page_of(report: SessionReport) -> Page:
         environments=_environments(report),
         notes=(*report.selection.idle_budgets, *report.of_measuring, *recording_notes(report.results)),
     )
+
+
+def _causes(found: CausesOf, tests: Sequence[TestRow], units: UnitSystem) -> Iterator[CauseView]:
+    anchors: dict[str, str] = {}
+    charts = {}
+    for row in tests:
+        for one, panel in zip(row.of.measured, row.panels, strict=True):
+            measurement = one.verdict.measurement
+            anchors.setdefault(one.test.nodeid, row.anchor)
+            charts[one.test.nodeid, measurement.name, measurement.environment.device] = panel.over_time
+    for cause, cells in zip(found.causes.causes, cause_cells(found, units, None), strict=True):
+        most = cause.largest.growth
+        named = tuple((test, anchors.get(test, "")) for test in cause.tests)
+        chart = charts.get((most.test, most.name, most.device))
+        yield CauseView(cells, anchor_of(f"cause {cells.name} {cells.module}"), named, most.test, chart)
 
 
 def _row(row: ReportRow, units: UnitSystem) -> TestRow:

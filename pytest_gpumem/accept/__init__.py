@@ -1,0 +1,1 @@
+"""``gpumem accept``: baselines from the report of a session, which ran elsewhere."""

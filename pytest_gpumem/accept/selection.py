@@ -1,0 +1,138 @@
+"""Selection of a report's tests, and why one may not be accepted. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.baselines.selecting import nearest_tests, selected
+from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.gate.baseline import Key
+from pytest_gpumem.gate.judge import failing_outcomes
+from pytest_gpumem.gate.verdict import WHY_FAILED, Outcome
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports.values import on_device, shown
+from pytest_gpumem.reports.view import headline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.reports.results import TestResult
+    from pytest_gpumem.reports.session_report import SessionReport, Terms
+    from pytest_gpumem.units import UnitSystem
+
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
+_HASH = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
+
+
+class UnfitReport(Exception):
+    """A report from which nothing can be accepted; the message says why, and what would be right."""
+
+
+class UnknownTest(Exception):
+    """A report has no such test; the message names those that are spelled like it."""
+
+
+class Refusal(NamedTuple):
+    """The reason why a test is not accepted: in two or three words, and as a clause with its figures."""
+
+    kind: str
+    why: str
+
+
+def check_report(report: SessionReport, name: str) -> None:
+    """Raise `UnfitReport` for a report, in the file ``name``, of a session that compared nothing with its own baselines."""
+    terms = report.terms
+    if not (terms.baseline or terms.update):
+        raise UnfitReport(
+            f"{name}: its session compared nothing with baselines; a report to accept from is of `pytest --gpumem-baseline`"
+        )
+    if terms.against is not None:
+        raise UnfitReport(
+            f"{name}: its figures are of an emulated GPU and were compared with the baselines of {terms.against} "
+            "(--gpumem-against), which are not written from them; accept a report that was made without it"
+        )
+    if _DATE.fullmatch(report.ended[:10]) is None:
+        raise UnfitReport(f"{name}: ended is {report.ended[:40]!r}, expected a time like 2026-11-21T16:20:05Z")
+    if report.commit is not None and _HASH.fullmatch(report.commit) is None:
+        raise UnfitReport(f"{name}: commit is {report.commit[:80]!r}, expected an abbreviated hash like 1f2e3d4c5")
+
+
+def chosen(report: SessionReport, tests: Sequence[str]) -> list[TestResult]:
+    """Return the results of the tests that are named, in the report's order, or all without a name.
+
+    Each of ``tests`` is a test's id, a part of one, or a pattern. Raises `UnknownTest` for one that the report does not have.
+    """
+    if not tests:
+        return list(report.results)
+    keys = {_key(result.verdict.file, result.verdict.test) for result in report.results}
+    unfinished = {_key(*test) for test in report.not_run}
+    named: set[Key] = set()
+    for test in tests:
+        found = selected(keys, test)
+        if not found:
+            raise UnknownTest(_unknown(test, keys, unfinished))
+        named.update(found)
+    return [result for result in report.results if _key(result.verdict.file, result.verdict.test) in named]
+
+
+def _key(file: str, test: str) -> Key:
+    return Key(file, test, "")
+
+
+def _unknown(test: str, keys: Iterable[Key], unfinished: Iterable[Key]) -> str:
+    if selected(unfinished, test):
+        return f"{test} was selected and did not finish: the report has no figures of it"
+    near = nearest_tests(keys, test)
+    return f"the report has no result of {test}" + (f"; there is {' and '.join(near)}" if near else "")
+
+
+def refusal(result: TestResult, terms: Terms) -> Refusal | None:
+    """Return why an update that accepts everything would not have written a test; ``None`` where it would have."""
+    verdict = result.verdict
+    if verdict.unmeasured or not verdict.verdicts:
+        return _nothing_measured(result)
+    # Whatever else is said of a test, a budget is not raised by a baseline.
+    failing = failing_outcomes(verdict, strict=terms.strict, compares=terms.baseline, accepts=ACCEPTS["all"])
+    if Outcome.OVER_BUDGET in failing:
+        return Refusal("over budget", _over_budget(verdict, terms.units))
+    if result.failed and not result.failed_by_gate:
+        return Refusal("failed by itself", _why_failed(result))
+    if not result.failed and not result.passed:
+        return Refusal("did not pass", "it was skipped, or failed as expected (xfail)")
+    if failing or (result.failed and verdict.accept is None):
+        # A limit without an effect stands at the end of the text.
+        *_, last = (verdict.failure or "").strip().split("\n")
+        why = headline(verdict.failure or "") if failing else last
+        return Refusal("not by baselines", f"no baseline would mend it: {why}")
+    return None
+
+
+def _nothing_measured(result: TestResult) -> Refusal:
+    verdict = result.verdict
+    if verdict.missing_text is not None:
+        return Refusal("not measured", f"{verdict.missing_text}; `gpumem prune` removes what is unused")
+    if verdict.unmeasured and not verdict.failed_by_itself:
+        return Refusal("not measured", f"it was not measured: {verdict.unmeasured}")
+    if result.failed:
+        return Refusal("failed by itself", _why_failed(result))
+    return Refusal("not measured", "it measured nothing")
+
+
+def _why_failed(result: TestResult) -> str:
+    if result.failed_in == "call" and result.verdict.failure is not None:
+        return "the gate failed it, and so did something else: its tear-down failed, or did not end"
+    return WHY_FAILED[result.failed_in or ("call" if result.verdict.failed_by_itself else None)]
+
+
+def _over_budget(verdict: TestVerdict, units: UnitSystem) -> str:
+    """Return a clause with each figure that is beyond its budget."""
+    over = [
+        f"{METRICS[one.metric].title}{on_device(one)} {shown(one.metric, one.value, units, one.of)}, "
+        f"budget {shown(one.metric, one.budget, units, one.of)}"
+        for each in verdict.verdicts
+        for one in each.metrics
+        if one.outcome is Outcome.OVER_BUDGET
+    ]
+    return f"it is over its budget, which no baseline changes ({'; '.join(over)})"

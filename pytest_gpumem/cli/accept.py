@@ -1,0 +1,202 @@
+"""``gpumem accept``: baselines from the report of a session that ran elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pytest_gpumem.accept.commit import why_other_commit
+from pytest_gpumem.accept.from_report import Candidate, by_device, candidates_of
+from pytest_gpumem.accept.selection import Refusal, UnfitReport, UnknownTest, check_report, chosen
+from pytest_gpumem.baselines.changes import Source
+from pytest_gpumem.baselines.errors import BackendError, StoreError
+from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.location import backend_of
+from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.cli.project import project_settings
+from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, read_report, write_lines
+from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.config.kinds import LINE
+from pytest_gpumem.gate.baseline import Baseline
+from pytest_gpumem.git import commit_of
+from pytest_gpumem.reports.values import shown
+from pytest_gpumem.reports.view import why_failed
+from pytest_gpumem.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_gpumem.baselines.backend import Backend
+    from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.units import UnitSystem
+
+_ANSWERS = ("a", "s", "q")
+
+
+def _reason(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    try:
+        return None if value is None else str(LINE.convert(value, "--reason"))
+    except SettingsError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command()
+@click.argument("report_file", metavar="REPORT.json", type=click.Path(path_type=Path))
+@click.argument("tests", metavar="[TEST]...", nargs=-1)
+@click.option(
+    "--reason",
+    metavar="TEXT",
+    callback=_reason,
+    help="Why it is accepted; kept with each baseline that changes, and shown by failures and `gpumem history`.",
+)
+@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
+@click.option(
+    "--force-commit",
+    is_flag=True,
+    help="Accept what was measured at another commit than HEAD, or compared with other baselines than the store has; the "
+    "reason that is kept says so.",
+)
+def accept(
+    *, report_file: Path, tests: tuple[str, ...], reason: str | None, store: str | None, force_commit: bool
+) -> None:
+    """Write baselines from the report of a session that ran elsewhere, without running anything.
+
+    REPORT.json is what pytest --gpumem-baseline --gpumem-report=REPORT.json wrote, also merged of shards. The store gets what
+    --gpumem-update=all would have written in that session: of tests that passed, or failed for nothing but baselines. A test
+    that failed by itself, or is over its budget, is refused. So is a report of another commit than HEAD, unless the files of
+    both are the same beside the store, as with the merge commit of a pull request that is up to date.
+
+    A TEST is a test's id, a part of it, or a pattern with * and ?. Without one, all tests of the report are accepted; on a
+    terminal each that differs from its baseline is shown, and you choose: accept, skip, or quit, which skips the rest.
+
+    \b
+    Examples:
+      gpumem accept gpumem.json
+      gpumem accept gpumem.json tests/test_gpt.py::test_train --reason "float32 scores until #12"
+      gpumem accept gpumem.json "*[amp-bf16]"
+
+    Exit status: 0 when all that was to be accepted is in the store, also when there is nothing to accept, 1 when a test of it
+    was refused, 2 for wrong input: no such report, test or commit, or a store that cannot be read or written; nothing was
+    written then. 130 when interrupted.
+    """
+    report = read_report(report_file)
+    settings = project_settings(store)
+    with input_errors(BackendError):
+        backend = backend_of(settings.store, settings.store_base)
+    with input_errors(UnfitReport):
+        check_report(report, str(report_file))
+    source = _source(report, reason, backend, force=force_commit)
+    with input_errors(UnknownTest):
+        results = chosen(report, tests)
+    there = Store(backend)
+    with input_errors(StoreError, BackendError):
+        there.check()
+        candidates = candidates_of(results, report.terms, there, source, forced=force_commit)
+    write_lines(_on_the_session(report))
+    asks = not tests and _is_terminal()
+    changing = [one for one in candidates if one.changes_store and (one.is_noticed or not asks)]
+    try:
+        accepted = _accepted_by_a_person(changing, settings.units) if asks else changing
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("\ninterrupted; nothing was written", err=True)
+        sys.exit(INTERRUPTED)
+    with input_errors(StoreError, BackendError):
+        unlocked = {there.change(entries, gone) for entries, gone in by_device(accepted).values()}
+    refused = [(one.title, one.refused) for one in candidates if one.refused and (tests or one.result.failed)]
+    refused += _with_nothing_to_accept(report, tests, candidates)
+    for one in accepted:
+        write_lines(f"accepted {line}" for line in _figures(one, settings.units))
+    write_lines(f"not accepted: {title}: {why.why}" for title, why in refused)
+    for why in sorted(filter(None, unlocked)):
+        click.echo(f"warning: {why}", err=True)
+    write_lines([_accounting(candidates, accepted, changing, [why for _, why in refused])])
+    sys.exit(1 if refused else 0)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _source(report: SessionReport, reason: str | None, backend: Backend, *, force: bool) -> Source:
+    """Return what entries say of where they come from. Raises `InputError` for a report of another commit."""
+    folder = backend.root if isinstance(backend, Folder) else None
+    why = why_other_commit(report.commit, Path.cwd(), folder)
+    if why is not None:
+        if not force:
+            raise InputError(f"{why}; --force-commit accepts it all the same, and says so in each baseline")
+        at = f"measured at {report.commit or 'an unknown commit'}, accepted at {commit_of(Path.cwd()) or 'none'}"
+        reason = f"{reason} ({at})" if reason else at
+    return Source(report.ended[:10], report.commit, reason)
+
+
+def _on_the_session(report: SessionReport) -> Iterator[str]:
+    """Yield a sentence where the report does not have all of its tests."""
+    if report.ended_early is not None:
+        yield f"the session ended early: {report.ended_early}"
+    if report.not_run:
+        first = "::".join(report.not_run[0]) + (", ..." if len(report.not_run) > 1 else "")
+        yield f"the report has no result of {counted(len(report.not_run), 'selected test')}, left as before: {first}"
+
+
+def _accepted_by_a_person(changing: Sequence[Candidate], units: UnitSystem) -> list[Candidate]:
+    """Show each test, ask, and return those that are accepted. Raises ``click.Abort`` at the end of the input."""
+    accepted = []
+    for number, one in enumerate(changing, start=1):
+        write_lines([f"{number} of {len(changing)}: {one.title}", ""])
+        why = why_failed(one.result).split("\n") if one.result.failed else list(_figures(one, units))
+        write_lines([*(f"  {line}".rstrip() for line in why), ""])
+        answer = click.prompt("accept (a), skip (s) or quit (q)", type=click.Choice(_ANSWERS), show_choices=False)
+        if answer == "q":
+            break
+        accepted += [one] if answer == "a" else []
+        click.echo()
+    return accepted
+
+
+def _with_nothing_to_accept(
+    report: SessionReport, tests: Sequence[str], candidates: Sequence[Candidate]
+) -> Iterator[tuple[str, Refusal]]:
+    """Yield each test that was named and is as its baseline: a pattern may have others besides."""
+    for test in tests:
+        titles = {result.verdict.nodeid for result in chosen(report, [test])}
+        found = [one for one in candidates if one.title in titles]
+        if not any(one.changes_store or one.refused or one.is_noticed for one in found):
+            for one in found:
+                yield one.title, Refusal("nothing to accept", "it passed, and is as its baseline")
+
+
+def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
+    """Yield a line for each entry that accepting a test writes or removes."""
+    changes = candidate.changes
+    assert changes is not None, "only of tests that change the store"
+    for key, entry in changes.entries.items():
+        was = changes.stored[key]
+        now = shown("peak_allocated", entry.metrics["peak_allocated"], units)
+        before = (
+            f"was {shown('peak_allocated', was.metrics['peak_allocated'], units)}"
+            if isinstance(was, Baseline)
+            else "new"
+        )
+        yield f"{key} on {entry.environment.slug}: peak {now}, {before}"
+    for slug, key in changes.gone:
+        yield f"{key} on {slug}: removed, its test no longer takes it"
+
+
+def _accounting(
+    candidates: Sequence[Candidate],
+    accepted: Sequence[Candidate],
+    changing: Sequence[Candidate],
+    refused: Sequence[Refusal],
+) -> str:
+    """Return the line that accounts for every test: ``"gpumem accept: 12 accepted, 1 refused (over budget), 3 skipped"``."""
+    kinds = ", ".join(dict.fromkeys(one.kind for one in refused))
+    skipped = len(changing) - len(accepted)
+    left = len(candidates) - len(changing) - len(refused)
+    parts = [f"{len(accepted)} accepted" if accepted or skipped or refused else "nothing to accept"]
+    parts += [f"{len(refused)} refused ({kinds})"] if refused else []
+    parts += [f"{skipped} skipped"] if skipped else []
+    parts += [f"{left} left as before"] if left > 0 else []
+    return f"gpumem accept: {', '.join(parts)}"

@@ -1,0 +1,212 @@
+"""Causes of what grew in a session, as every format shows them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_gpumem.gate.causes import Causes, causes_of
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.reports import escaping
+from pytest_gpumem.reports.explanation import PLURALS
+from pytest_gpumem.reports.layout import Column, Span, Table, without_empty
+from pytest_gpumem.reports.values import difference, shown
+from pytest_gpumem.units import counted
+from pytest_gpumem.values.rank import in_words, rank_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pytest_gpumem.gate.causes import Cause
+    from pytest_gpumem.gate.verdict import TestVerdict
+    from pytest_gpumem.reports.session_report import SessionReport
+    from pytest_gpumem.units import UnitSystem
+
+MOST_CAUSES = 10
+"""Causes that are shown unless all are asked for."""
+
+
+class CauseCells(NamedTuple):
+    """Cells of a cause in a table, as texts; without any, the table's header."""
+
+    name: str = "cause"
+    tests: str = "tests"
+    total: str = "in all"
+    largest: str = "most"
+    metric: str = "metric"
+    module: str = "module"
+    operator: str = "operator"
+    tensors: str = "tensors"
+    first: str = "first test"
+
+
+HEADER = CauseCells()
+_ALWAYS = range(5)
+"""Columns that stay where no cause has anything in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CausesOf:
+    """The causes of what grew in some tests, of so many that were measured."""
+
+    causes: Causes
+    measured: int
+
+    @property
+    def tell(self) -> bool:
+        """True if there are several tests to tell of: a single one says itself what grew."""
+        found = self.causes
+        shares = (*(share for cause in found.causes for share in cause.shares), *found.unexplained)
+        return bool(found.causes) and len({share.growth.test for share in shares}) > 1
+
+
+def causes_in(report: SessionReport) -> CausesOf:
+    """Return the causes of a session, but of what became the baseline."""
+    grown = [one.verdict for one in report.results if not one.is_accepted_by(report.terms.update)]
+    return CausesOf(
+        causes_of(one for one in grown if not one.unmeasured), _measured(one.verdict for one in report.results)
+    )
+
+
+def _measured(tests: Iterable[TestVerdict]) -> int:
+    return sum(not test.unmeasured for test in tests)
+
+
+def name_of(cause: Cause, units: UnitSystem) -> str:
+    """Return what a cause is, in a few words: its line, or else its module or category, the packages, or the budget."""
+    if cause.kind == "packages":
+        return "; ".join(cause.packages)
+    if cause.kind == "budget":
+        metric, _, limit = cause.what.partition(" ")
+        return f"budget of {METRICS[metric].title}: {shown(metric, float(limit), units)}"
+    return cause.lines[0] if cause.lines else cause.module or PLURALS.get(cause.category, cause.category)
+
+
+def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
+    """Return what a table shows of each cause."""
+    return [
+        CauseCells(
+            name_of(cause, units),
+            f"{len(cause.tests)} of {found.measured}",
+            difference(cause.metric, cause.total, units),
+            difference(cause.metric, cause.largest.amount, units),
+            METRICS[cause.metric].title,
+            cause.module if cause.lines else "",
+            cause.operator,
+            cause.what if cause.kind == "line" else "",
+            cause.tests[0],
+        )
+        for cause in found.causes.causes[:most]
+    ]
+
+
+def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[str]:
+    """Return a line for what else is known of a cause, of those that are not shown, and of what is not explained."""
+    lines = []
+    causes = found.causes.causes
+    for cause in causes[:most]:
+        more = [
+            *([f"also {', '.join(cause.lines[1:])}"] if len(cause.lines) > 1 else []),
+            *([cause.reason] if cause.reason else []),
+            *(f"kept in: {holder}" for holder in cause.holders),
+            *_ranks(cause),
+            *([f"packages: {', '.join(cause.packages)}"] if cause.packages and cause.kind == "line" else []),
+        ]
+        lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
+    if most is not None and len(causes) > most:
+        lines.append(f"... and {counted(len(causes) - most, 'other cause')} (-v shows all)")
+    left = found.causes.unexplained
+    if left:
+        tests = sorted({share.growth.test for share in left})
+        others = f" and {counted(len(tests) - 1, 'other')}" if len(tests) > 1 else ""
+        lines.append(f"not explained: {_sums(left, units)} in {counted(len(tests), 'test')}: {tests[0]}{others}")
+    return lines
+
+
+def _ranks(cause: Cause) -> Iterator[str]:
+    """Yield on which ranks of a distributed job it is, unless on all of them."""
+    found = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
+    for world in sorted({rank.world for rank in found}):
+        numbers = sorted(rank.number for rank in found if rank.world == world)
+        if len(numbers) < world:
+            yield f"only on {in_words(numbers)} of {world}"
+
+
+def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
+    metrics = dict.fromkeys(share.growth.metric for share in shares)
+    return ", ".join(
+        f"{METRICS[name].title} {difference(name, sum(one.amount for one in shares if one.growth.metric == name), units)}"
+        for name in sorted(metrics, key=lambda name: METRICS[name].precedence)
+    )
+
+
+def cause_table(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
+    """Return the causes for a terminal, of which a narrow one leaves out columns from the right."""
+    columns = (
+        Column(HEADER.name, left=True, least=24),
+        Column(HEADER.tests),
+        Column(HEADER.total),
+        Column(HEADER.largest, weight=3),
+        Column(HEADER.metric, left=True, weight=5),
+        Column(HEADER.module, left=True, weight=4),
+        Column(HEADER.operator, left=True, weight=2),
+        Column(HEADER.tensors, left=True, weight=0),
+        Column(HEADER.first, left=True, weight=1),
+    )
+    rows = cause_cells(found, units, most)
+    return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(_ALWAYS)
+
+
+def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
+    """Return the causes as a table in GitHub's Markdown, and what else is known of them as a list."""
+    rows = [
+        [
+            escaping.code_in_table(cells.name),
+            *map(escaping.plain, cells[1:5]),
+            *(escaping.code_in_table(cell) if cell else "" for cell in cells[5:]),
+        ]
+        for cells in cause_cells(found, units)
+    ]
+    header, rows = without_empty(HEADER, rows, _ALWAYS)
+    notes = [f"- {escaping.plain(note)}" for note in cause_notes(found, units)]
+    text = escaping.table(list(header), rows, (0, *range(4, len(header))))
+    return "\n".join([text, "", *notes]) if notes else text
+
+
+def plain_causes(found: CausesOf) -> dict[str, Any]:
+    """Return the causes for JSON: amounts are in the metric's unit, bytes or counts."""
+
+    def shares(some: Iterable[Any]) -> list[dict[str, Any]]:
+        return [
+            {
+                "test": one.growth.test,
+                "name": one.growth.name,
+                "metric": one.growth.metric,
+                "device": one.growth.device,
+                "amount": one.amount,
+            }
+            for one in some
+        ]
+
+    return {
+        "causes": [
+            {
+                "kind": cause.kind,
+                "lines": list(cause.lines),
+                "module": cause.module,
+                "category": cause.category,
+                "operator": cause.operator,
+                "tensors": cause.what,
+                "reason": cause.reason,
+                "kept_in": list(cause.holders),
+                "packages": list(cause.packages),
+                "metric": cause.metric,
+                "total": cause.total,
+                "largest": cause.largest.amount,
+                "tests": list(cause.tests),
+                "shares": shares(cause.shares),
+            }
+            for cause in found.causes.causes
+        ],
+        "not_explained": shares(found.causes.not_explained),
+    }

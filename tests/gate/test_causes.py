@@ -1,0 +1,187 @@
+"""Causes of a session's failures: the fewest lines that explain what grew, with the share of each in every test's growth."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_gpumem.gate.causes import ENOUGH, causes_of
+from pytest_gpumem.gate.difference import Change, Difference
+from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.values.composition import REST, Composition, Explanation, Row
+from pytest_gpumem.values.operator_counts import OperatorSite, Tally
+
+MB = 10**6
+SCORES = Row("activation", 0, "blocks.*.attn", "model.py:38", "", "_softmax", "float32[8, 256, 256]", 4)
+MLP = Row("activation", 0, "blocks.*.mlp", "model.py:60", "", "gelu", "float32[8, 1024]", 4)
+OTHERS = Row("activation", 0, operator=REST)
+
+
+def regressed(name, *parts, baseline=100 * MB, packages=None, **others):
+    """A test whose peak has grown by rows, given as (row, bytes)."""
+    changes = tuple(
+        Change(None, replace(row, nbytes=nbytes)) if nbytes > 0 else Change(replace(row, nbytes=-nbytes), None)
+        for row, nbytes in parts
+    )
+    grown = sum(nbytes for _, nbytes in parts)
+    peak = MetricVerdict("peak_allocated", Outcome.REGRESSED, baseline + grown, baseline, 0)
+    return TestVerdict(
+        "test_it.py", name, (verdict(peak, Difference(baseline, baseline + grown, changes), packages, **others),)
+    )
+
+
+def verdict(metric, difference=None, packages=None, **others):
+    environment = Environment("toy", "Toy", {"torch": "2.13.0"}, packages={"lib": "2.0"} if packages else {})
+    measurement = Measurement("train_step", Workload("train_step"), environment, {metric.metric: metric.value})
+    measurement = replace(measurement, explanation=others.pop("explanation", None))
+    origin = Origin("2026-11-01", "Toy", "2.13.0", packages={"lib": packages} if packages else {})
+    return Verdict(measurement, (metric, *others.pop("metrics", ())), origin, difference=difference, **others)
+
+
+def told(found):
+    return [(cause.lines, len(cause.tests), cause.total) for cause in found.causes]
+
+
+def test_one_line_that_explains_all_of_them_is_one_cause_and_what_follows_from_it_is_none():
+    tests = [
+        regressed("test_a", (SCORES, 60 * MB), (MLP, 2 * MB), (OTHERS, -20 * MB)),
+        regressed("test_b", (SCORES, 10 * MB)),
+        regressed("test_c", (replace(SCORES, tensor="bfloat16[8, 8]", operator="to"), 30 * MB), (MLP, 3 * MB)),
+    ]
+    found = causes_of(tests)
+    # Of 42 MB there are 60 more at the line, since others have shrunk.
+    assert told(found) == [(("model.py:38",), 3, 42 * MB + 10 * MB + 30 * MB)]
+    (cause,) = found.causes
+    assert (cause.module, cause.operator, cause.what) == ("blocks.*.attn", "_softmax", "4 x float32[8, 256, 256]")
+    assert (cause.largest.growth.test, cause.largest.amount) == ("test_it.py::test_a", 42 * MB)
+    assert [(share.growth.test, share.amount) for share in found.not_explained] == [("test_it.py::test_c", 3 * MB)]
+    assert found.unexplained == ()
+    assert found.of("test_it.py::test_b") == (cause,)
+
+
+def test_two_changes_are_two_causes_and_each_test_has_its_own():
+    both = regressed("test_both", (SCORES, 60 * MB), (MLP, 40 * MB))
+    tests = [regressed("test_a", (SCORES, 9 * MB)), both, regressed("test_b", (MLP, 7 * MB))]
+    found = causes_of(tests)
+    assert told(found) == [(("model.py:38",), 2, 69 * MB), (("model.py:60",), 2, 47 * MB)]
+    assert [cause.lines[0] for cause in found.of("test_it.py::test_both")] == ["model.py:38", "model.py:60"]
+    assert [cause.lines[0] for cause in found.of("test_it.py::test_b")] == ["model.py:60"]
+
+
+def test_lines_of_one_module_that_grow_in_the_same_tests_are_one_cause():
+    other = replace(SCORES, site="model.py:39", operator="mul")
+    found = causes_of([regressed(name, (SCORES, 6 * MB), (other, 5 * MB)) for name in ("test_a", "test_b")])
+    assert told(found) == [(("model.py:38", "model.py:39"), 2, 22 * MB)]
+    apart = causes_of([regressed("test_a", (SCORES, 6 * MB)), regressed("test_b", (other, 5 * MB))])
+    assert told(apart) == [(("model.py:38",), 1, 6 * MB), (("model.py:39",), 1, 5 * MB)]
+
+
+def test_a_module_within_another_model_is_the_same():
+    inner = replace(SCORES, module="model.decoder.blocks.*.attn")
+    found = causes_of([regressed("test_a", (SCORES, 6 * MB)), regressed("test_b", (inner, 7 * MB))])
+    assert told(found) == [(("model.py:38",), 2, 13 * MB)]
+
+
+def test_lines_of_two_releases_of_a_package_are_the_same():
+    rows = [replace(SCORES, site=f"test_{n}.py:9", library=f"lib {n}.0: attn.py:7") for n in (1, 2)]
+    found = causes_of([regressed(f"test_{n}", (row, n * MB)) for n, row in enumerate(rows, 1)])
+    assert told(found) == [(("lib 2.0: attn.py:7",), 2, 3 * MB)]
+
+
+def test_what_each_step_keeps_is_counted_with_the_peak_that_grows_by_it():
+    kept = replace(SCORES, nbytes=2 * MB)
+    explanation = Explanation(Composition(0, ()), Composition(2 * MB, (kept,)), holders=("Block.seen[...]",))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    (cause,) = causes_of([regressed("test_a", (SCORES, 18 * MB), explanation=explanation, metrics=(growth,))]).causes
+    assert {share.growth.metric: share.amount for share in cause.shares} == {
+        "growth": 2 * MB,
+        "peak_allocated": 18 * MB,
+    }
+    assert cause.holders == ("Block.seen[...]",)
+    assert (cause.metric, cause.total) == ("growth", 2 * MB)
+
+
+def test_counts_are_explained_by_their_lines_where_no_memory_grew():
+    tallies = (
+        Tally("bmm", 12, OperatorSite("blocks.*.attn", "model.py:38")),
+        Tally("mul", -2, OperatorSite("head", "a.py:1")),
+    )
+    counts = MetricVerdict("operators", Outcome.REGRESSED, 110, 100, 0)
+    found = causes_of([TestVerdict("test_it.py", "test_a", (verdict(counts, count_changes={"operators": tallies}),))])
+    assert told(found) == [(("model.py:38",), 1, 10)]
+    assert found.not_explained == ()
+
+
+def test_what_no_line_explains_is_of_the_packages_that_differ_or_of_a_budget_or_stays_unexplained():
+    same = [regressed(name, (OTHERS, 5 * MB), packages="1.0") for name in ("test_a", "test_b")]
+    over = MetricVerdict("peak_allocated", Outcome.OVER_BUDGET, 12 * MB, budget=10 * MB)
+    budgets = [TestVerdict("test_it.py", name, (verdict(over),)) for name in ("test_c", "test_d", "test_e")]
+    found = causes_of([*same, *budgets, regressed("test_f", (OTHERS, 3 * MB))])
+    assert [(cause.kind, cause.packages, cause.what, len(cause.tests), cause.total) for cause in found.causes] == [
+        ("budget", (), "peak_allocated 10000000", 3, 6 * MB),
+        ("packages", ("lib 2.0, was 1.0",), "", 2, 10 * MB),
+    ]
+    assert [(share.growth.test, share.amount) for share in found.unexplained] == [("test_it.py::test_f", 3 * MB)]
+
+
+def test_a_line_says_which_packages_differ_in_all_of_its_tests():
+    (cause,) = causes_of([regressed(name, (SCORES, MB), packages="1.0") for name in ("test_a", "test_b")]).causes
+    assert (cause.kind, cause.packages) == ("line", ("lib 2.0, was 1.0",))
+    mixed = [regressed("test_a", (SCORES, MB), packages="1.0"), regressed("test_b", (SCORES, MB))]
+    assert causes_of(mixed).causes[0].packages == ()
+
+
+def test_what_has_not_grown_has_no_cause():
+    fine = MetricVerdict("peak_allocated", Outcome.OK, 12 * MB, 12 * MB, 0)
+    better = MetricVerdict("peak_allocated", Outcome.IMPROVED, 10 * MB, 12 * MB, 0)
+    tests = [TestVerdict("test_it.py", name, (verdict(one),)) for name, one in (("a", fine), ("b", better))]
+    found = causes_of([*tests, TestVerdict("test_it.py", "test_c", unmeasured="it was skipped")])
+    assert (found.causes, found.not_explained) == ((), ())
+
+
+LINES = [
+    Row("activation", 0, module, f"model.py:{line}", "", "mul", "float32[4]", 1)
+    for line, module in enumerate(("head", "blocks.*", "blocks.*.attn", "model.blocks.*.attn", ""), 1)
+]
+TESTS = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from([*LINES, OTHERS]), st.integers(-50, 100).filter(bool)), min_size=1, max_size=6
+    ).filter(lambda parts: sum(nbytes for _, nbytes in parts) > 0),
+    max_size=12,
+)
+
+
+@given(TESTS, st.randoms(use_true_random=False))
+def test_shares_add_up_to_each_growth_no_test_is_lost_and_order_is_nothing(parts, chance):
+    tests = [regressed(f"test_{number}", *rows) for number, rows in enumerate(parts)]
+    found = causes_of(tests)
+    shared = {}
+    for share in (*(share for cause in found.causes for share in cause.shares), *found.not_explained):
+        assert share.amount > 0
+        shared[share.growth.test] = shared.get(share.growth.test, 0) + share.amount
+    assert shared == {f"test_it.py::test_{n}": sum(nbytes for _, nbytes in rows) for n, rows in enumerate(parts)}
+    shuffled = [*tests]
+    chance.shuffle(shuffled)
+    assert causes_of(shuffled) == found
+
+
+@pytest.mark.parametrize("lines", [1, 1000])
+def test_two_thousand_tests_have_their_causes(lines):
+    rows = [replace(SCORES, site=f"model.py:{n}", module=f"part{n}") for n in range(lines)]
+    chance = random.Random(1)
+    tests = [
+        regressed(f"test_{n}", (rows[n % lines], (n + 1) * MB), *((row, 1000) for row in chance.choices(rows, k=5)))
+        for n in range(2000)
+    ]
+    found = causes_of(tests)
+    assert len(found.causes) == lines
+    assert not found.unexplained
+    shares = {(share.growth.test, cause.lines[0]): share.amount for cause in found.causes for share in cause.shares}
+    for number in range(2000):
+        share = shares[f"test_it.py::test_{number}", f"model.py:{number % lines}"]
+        assert share >= ENOUGH * (number + 1) * MB

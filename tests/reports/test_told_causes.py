@@ -1,0 +1,151 @@
+"""Causes in every format, and which tests need not be told in full."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pytest_gpumem.gate.causes import causes_of
+from pytest_gpumem.gate.difference import Change, Difference
+from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
+from pytest_gpumem.reports.causes import causes_in
+from pytest_gpumem.reports.html.page import page_of
+from pytest_gpumem.reports.layout import Screen, text_of
+from pytest_gpumem.reports.markdown import MOST_FOLDED, MOST_OF_A_COMMENT, markdown
+from pytest_gpumem.reports.terminal import terminal_text
+from pytest_gpumem.reports.told_causes import explained_by_causes, short_failures, told_before
+from pytest_gpumem.values.composition import Row
+from pytest_gpumem.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.values.rank import Rank, name_on
+from tests.reports.rendered import read
+from tests.reports.sessions import GB, measured, peak, result, session
+
+SCORES = Row("activation", GB, "blocks.*.attn", "model.py:38", "", "_softmax", "float32[8, 256, 256]", 4)
+LOSS = Row("temporary", GB, "", "train.py:7", "", "log_softmax", "float32[8, 256]", 1)
+
+
+def grown(test, *rows, metrics=(), name="train_step", **changes):
+    """A test whose peak has grown by the bytes of some rows."""
+    nbytes = sum(row.nbytes for row in rows)
+    difference = Difference(8 * GB, 8 * GB + nbytes, tuple(Change(None, row) for row in rows))
+    measurement = changes.pop("measurement", {})
+    verdict = measured(
+        peak(Outcome.REGRESSED, 8 * GB + nbytes, 8 * GB),
+        *metrics,
+        name=name,
+        difference=difference,
+        measurement=measurement,
+        count_changes=changes.pop("count_changes", {}),
+    )
+    failure = changes.pop("failure", "GPU memory regressed: much\n\n  and all of it")
+    return result(verdict, test=test, failure=failure, accept=f"pytest {test}", **changes)
+
+
+def names(told):
+    return sorted(nodeid.partition("::")[2] for nodeid in told)
+
+
+def told(*results):
+    verdicts = [one.verdict for one in results]
+    return names(told_before(causes_of(verdicts), verdicts))
+
+
+def text(report, verbosity=0):
+    shown = terminal_text(report, Screen(None), verbosity)
+    return [text_of(line) for line in (*shown.tables, *shown.lines)]
+
+
+def test_a_test_is_told_in_full_unless_others_have_told_all_of_its_causes():
+    a, b = grown("test_a", SCORES), grown("test_b", SCORES)
+    both = grown("test_c", SCORES, LOSS)
+    assert told(a, b) == ["test_b"]
+    assert told(a, both, b) == ["test_b"]
+    assert told(both, a, b, grown("test_d", LOSS)) == ["test_a", "test_b", "test_d"]
+
+
+def test_what_a_test_has_besides_is_told_in_full():
+    a = grown("test_a", SCORES)
+    slower = MetricVerdict("step_time", Outcome.REGRESSED, 0.2, 0.1, 0.01)
+    work = MetricVerdict("operators", Outcome.REGRESSED, 110, 100, 0)
+    here, elsewhere = (
+        {"operators": (Tally("mul", 10, OperatorSite(module, line)),)}
+        for module, line in (("blocks.*.attn", "model.py:38"), ("head", "head.py:9"))
+    )
+    assert told(a, grown("test_b", SCORES, metrics=(slower,))) == []
+    assert told(a, grown("test_b", SCORES, metrics=(work,), count_changes=here)) == ["test_b"]
+    assert told(a, grown("test_b", SCORES, metrics=(work,), count_changes=elsewhere)) == []
+    assert told(a, grown("test_b", SCORES, failed_by_itself=True)) == []
+    assert told(a, grown("test_b", SCORES, missing=("step",))) == []
+    assert told(a, grown("test_b", SCORES, replace(SCORES, site="", module="", operator="(others)"))) == []
+
+
+def test_the_short_text_has_the_share_of_each_cause_and_at_most_six_lines():
+    rows = [replace(SCORES, site=f"model.py:{n}", module=f"part{n}") for n in range(3)]
+    verdicts = [one.verdict for one in (grown("test_a", *rows), grown("test_b", *rows))]
+    (short,) = short_failures(causes_of(verdicts), verdicts, "si").values()
+    assert short.split("\n") == [
+        "GPU memory regressed: much",
+        "  cause:    model.py:0: +1.00 GB, as in tests/test_gpt.py::test_a",
+        "  cause:    model.py:1: +1.00 GB, as in tests/test_gpt.py::test_a",
+        "            and 1 other",
+        "  accept:   pytest test_b",
+        "  -vv shows all of it",
+    ]
+
+
+def test_shards_on_two_devices_have_growth_of_their_own():
+    a100 = replace(measured().measurement.environment, slug="a100", device="A100")
+    results = (
+        grown("test_a", SCORES),
+        grown("test_a", replace(SCORES, nbytes=2 * GB), measurement={"environment": a100}),
+    )
+    (cause,) = causes_in(session(*results)).causes.causes
+    assert [(share.growth.device, share.amount) for share in cause.shares] == [
+        ("A100", 2 * GB),
+        ("NVIDIA H100 80GB HBM3", GB),
+    ]
+    page = page_of(session(*results, grown("test_b", SCORES)))
+    assert [test for test, anchor in page.causes[0].tests if anchor] == [
+        "tests/test_gpt.py::test_a",
+        "tests/test_gpt.py::test_b",
+    ]
+
+
+def test_a_cause_on_some_ranks_says_on_which():
+    on = [name_on(Rank(number, 4), "train_step") for number in (1, 2)]
+    report = session(*(grown(f"test_{number}", SCORES, name=name) for number, name in enumerate(on)))
+    assert "model.py:38: only on ranks 1 and 2 of 4" in text(report)
+    all_of_them = [name_on(Rank(number, 2), "train_step") for number in (0, 1)]
+    report = session(*(grown(f"test_{number}", SCORES, name=name) for number, name in enumerate(all_of_them)))
+    assert not any("only on" in line for line in text(report))
+
+
+def test_markdown_folds_the_tests_that_others_tell():
+    report = session(*(grown(f"test_{number}", SCORES) for number in range(14)), grown("test_x", LOSS))
+    page = read(markdown(report))
+    assert "❌ 13 more tests that failed by these causes only" in page.text
+    assert markdown(report).count("What was measured") == 2
+    for number in range(14):
+        assert f"tests/test_gpt.py::test_{number}" in page.text
+
+
+def test_two_thousand_tests_end_in_less_than_120_lines_and_fit_into_a_comment():
+    notes = {"notes": ("a note",)}
+    results = [
+        grown(
+            f"test_{number}",
+            replace(SCORES, site=f"model.py:{number % 40}", module=f"part{number % 40}"),
+            measurement=notes | {"notes": (f"note {number}",)},
+        )
+        for number in range(2000)
+    ]
+    report = session(*results)
+    lines = text(report)
+    assert len(lines) < 120
+    assert "... and 30 other causes (-v shows all)" in lines
+    assert "... and 1970 regressed (-v shows all)" in lines
+    assert "... and 1980 other notes (-v shows all)" in lines
+    assert len(text(report, verbosity=1)) > 4000
+    comment = markdown(report, most=MOST_OF_A_COMMENT)
+    assert comment.index("#### Causes") < comment.index("tests/test_gpt.py::test_0`  ")
+    assert f"and {2000 - 40 - MOST_FOLDED} others" in markdown(report)
+    assert len(explained_by_causes(causes_in(report).causes, [one.verdict for one in results])) == 2000

@@ -1,0 +1,244 @@
+"""One change told once: a session in which one line makes several tests fail, in every output, with and without workers."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from pytest_gpumem.reports.json_report import from_json
+from pytest_gpumem.reports.markdown import markdown
+
+MODEL = """\
+class Attention(torch.nn.Module):
+    def forward(self, x):
+        y = x @ x.mT
+        PLANT
+        return y @ x
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        OTHER
+        return x
+
+
+class Model(torch.nn.Sequential):
+    def __init__(self, depth=2):
+        super().__init__(*(Block() for _ in range(depth)))
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+"""
+TESTS = """\
+from model import Model
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_depth(gpumem, depth):
+    gpumem.train_step(lambda: Model(depth), torch.ones(4, 128, 32), loss=lambda out, _: out.sum())
+
+
+def test_infer(gpumem):
+    gpumem.infer_step(lambda: Model(2).eval(), torch.ones(4, 128, 32))
+
+
+def test_other(gpumem):
+    gpumem.measure(lambda: torch.ones(1000).exp())
+"""
+SCORES = "y = y.exp().log().softmax(-1)"
+KEPT = "self.seen = [*getattr(self, 'seen', []), x.detach()]"
+
+
+class Planted:
+    """A project whose model can be changed at two lines."""
+
+    def __init__(self, project):
+        self.project = project
+        self.path = project.path
+        self.plant()
+        project.write(TESTS)
+        project.run("--gpumem-update=new").assert_outcomes(passed=5)
+
+    def plant(self, plant="pass", other="pass"):
+        self.project.write(MODEL.replace("PLANT", plant).replace("OTHER", other), "model.py")
+
+    def gate(self, *arguments):
+        return self.project.run("--gpumem-baseline", *arguments, separate=True)
+
+    def causes(self, name="report.json"):
+        return json.loads((self.path / name).read_text(encoding="utf-8"))["causes"]
+
+
+@pytest.fixture
+def planted(project):
+    return Planted(project)
+
+
+def failures(result):
+    """The text of each failure in pytest's output, by test."""
+    found, name = {}, None
+    for line in result.outlines:
+        if line.startswith("____") and line.endswith("____"):
+            name = line.strip("_ ")
+            found[name] = []
+        elif line.startswith("===="):
+            name = None
+        elif name is not None:
+            found[name].append(line)
+    return {name: [line for line in lines if line.strip()] for name, lines in found.items()}
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "two workers"])
+def test_one_line_in_four_tests_is_one_cause_that_is_told_once(planted, workers):
+    planted.plant(SCORES)
+    result = planted.gate("--gpumem-report=report.json", "--junitxml=junit.xml", *workers)
+    result.assert_outcomes(failed=4, passed=1)
+    (cause,) = planted.causes()
+    assert (cause["kind"], cause["lines"][0], cause["module"]) == ("line", "model.py:8", "*.attention")
+    assert cause["tests"] == [*(f"test_it.py::test_depth[{n}]" for n in (1, 2, 3)), "test_it.py::test_infer"]
+    table = next(n for n, line in enumerate(result.outlines) if line.startswith("cause "))
+    assert result.outlines[table + 1].startswith("model.py:8  4 of 5")
+    assert table < next(n for n, line in enumerate(result.outlines) if line.startswith("test  "))
+    texts = failures(result)
+    whole = [name for name, lines in texts.items() if any("what grew" in line for line in lines)]
+    assert len(whole) == 1
+    for name in texts.keys() - set(whole):
+        # Where it ran stands before it, in a run with workers.
+        lines = [line for line in texts[name] if not line.startswith("[gw")]
+        assert len(lines) <= 6
+        assert any(
+            line.startswith("  cause:    model.py:8: +") and line.endswith(f"as in test_it.py::{whole[0]}")
+            for line in lines
+        )
+        assert any(line.startswith("  accept:   pytest ") for line in lines)
+    in_full = [
+        one for one in ElementTree.parse(planted.path / "junit.xml").iter("failure") if "what grew" in (one.text or "")
+    ]
+    assert len(in_full) == 4
+    summary = [line for line in result.outlines if line.startswith("FAILED ")]
+    assert len(summary) == 4
+    assert all("emory regressed: peak" in line for line in summary)
+
+
+def test_all_is_told_where_that_is_asked_for(planted):
+    planted.plant(SCORES)
+    texts = failures(planted.gate("-vv"))
+    assert [any("what grew" in line for line in lines) for lines in texts.values()] == [True] * 4
+
+
+def test_two_changes_are_two_causes_and_each_test_has_its_own(planted):
+    planted.plant(SCORES, KEPT)
+    planted.gate("--gpumem-report=report.json")
+    kept, scores = planted.causes()
+    assert (kept["lines"], kept["module"], kept["kept_in"]) == (["model.py:18"], "*", ["Block.seen[...]"])
+    assert (scores["lines"][0], scores["module"]) == ("model.py:8", "*.attention")
+    assert "test_it.py::test_other" not in (*kept["tests"], *scores["tests"])
+    assert set(kept["tests"]) >= {f"test_it.py::test_depth[{n}]" for n in (1, 2, 3)}
+
+
+def test_order_workers_and_shards_give_the_same_causes(planted):
+    planted.plant(SCORES)
+    found = []
+    for arguments in ([], ["-n2"], ["-p", "randomly", "--randomly-seed=3"]):
+        planted.gate("--gpumem-report=report.json", *arguments)
+        found.append(planted.causes())
+    shards = ["-k", "depth"], ["-k", "not depth"]
+    for number, arguments in enumerate(shards):
+        planted.gate(f"--gpumem-report={number}.json", *arguments)
+    planted.project.gpumem("merge", "0.json", "1.json", "--report", "merged.json")
+    assert [*found, planted.causes("merged.json")] == [found[0]] * 4
+
+
+def test_a_test_that_grew_alone_says_so_itself_and_there_is_no_table(planted):
+    planted.plant(SCORES)
+    result = planted.gate("-k", "infer", "--gpumem-report=report.json")
+    assert not any(line.startswith("cause ") for line in result.outlines)
+    assert len(planted.causes()) == 1
+    assert any("what grew" in line for line in result.outlines)
+
+
+def test_markdown_and_annotations_have_a_cause_at_its_line(planted, monkeypatch):
+    planted.plant(SCORES)
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    result = planted.gate("--gpumem-report=report.json")
+    (error,) = [line for line in result.outlines if line.startswith("::error ")]
+    assert error.startswith("::error file=model.py,line=8,title=gpumem%3A model.py%3A8%3A +")
+    assert "test_it.py::test_depth[1]%0Atest_it.py::test_depth[2]" in error
+    report = from_json((planted.path / "report.json").read_text(encoding="utf-8"), "report.json")
+    text = markdown(report)
+    assert text.index("#### Causes") < text.index("❌ `test_it.py::test_depth[1]`")
+    assert "| `model.py:8` | 4 of 5 |" in text
+
+
+@pytest.mark.parametrize("how", ["compare", "compare markdown"])
+def test_two_reports_compared_have_the_causes_before_single_tests(planted, how):
+    planted.gate("--gpumem-report=old.json", "--gpumem-explain=always")
+    planted.plant(SCORES)
+    planted.gate("--gpumem-report=new.json", "--gpumem-explain=always")
+    arguments = ["--format=markdown"] if how == "compare markdown" else []
+    done = planted.project.gpumem("compare", "old.json", "new.json", *arguments)
+    assert done.returncode == 1
+    if arguments:
+        assert "| `model.py:8` | 4 of 5 |" in done.stdout
+        return
+    lines = done.stdout.splitlines()
+    table = next(n for n, line in enumerate(lines) if line.startswith("cause "))
+    assert lines[table + 1].startswith("model.py:8  4 of 5")
+    assert sum("what grew" in line for line in lines[table:]) == 1
+    assert sum("as in test_it.py::test_depth[1]" in line for line in lines[table:]) == 3
+
+
+FIXTURE = """\
+@pytest.fixture
+def batch():
+    return torch.ones(4, SIZE, 32)
+"""
+WITH_FIXTURE = """\
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_mean(gpumem, batch, n):
+    gpumem.measure(lambda: batch.mean())
+    gpumem.train_step(lambda: torch.nn.Linear(32, n), batch, loss=lambda out, _: out.sum())
+"""
+
+
+def test_a_fixture_that_grew_in_three_tests_is_one_cause(project):
+    project.write(FIXTURE.replace("SIZE", "1024"), "conftest.py")
+    project.write(WITH_FIXTURE)
+    project.run("--gpumem-update=new").assert_outcomes(passed=3)
+    project.write(FIXTURE.replace("SIZE", "8192"), "conftest.py")
+    project.run("--gpumem-baseline", "--gpumem-report=report.json").assert_outcomes(failed=3)
+    (cause,) = json.loads((project.path / "report.json").read_text(encoding="utf-8"))["causes"]
+    assert (cause["lines"], cause["category"], len(cause["tests"])) == ([], "input", 3)
+    assert (cause["tensors"], cause["reason"]) == (
+        "1 x float32[4, 8192, 32]",
+        "was float32[4, 1024, 32], now float32[4, 8192, 32]",
+    )
+
+
+SUBTESTS = """\
+def test_parts(gpumem, subtests):
+    with subtests.test("own"):
+        raise ValueError("a fault of its own")
+    gpumem.infer_step(lambda: Model(2).eval(), torch.ones(4, 128, 32))
+"""
+
+
+def test_a_failure_of_its_own_is_never_shortened(planted):
+    planted.plant(SCORES)
+    planted.project.write(
+        TESTS.replace(
+            "def test_other", f"def test_kept(gpumem):\n    assert 0, 'broken'\n\n\n{SUBTESTS}\n\ndef test_other"
+        )
+    )
+    output = "\n".join(planted.gate().outlines)
+    assert "ValueError: a fault of its own" in output
+    assert "AssertionError: broken" in output
