@@ -44,7 +44,8 @@ class Candidate:
     @property
     def is_noticed(self) -> bool:
         """True if its gate said more of it than that it is as its baseline: a person is asked about it."""
-        return self.result.failed or self.result.verdict.outcome not in (Outcome.OK, Outcome.RECORDED)
+        verdict = self.result.verdict
+        return self.result.failed or verdict.lacks_time or verdict.outcome not in (Outcome.OK, Outcome.RECORDED)
 
 
 def candidates_of(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline, with_runs
 from pytest_gpumem.gate.one_sided import may_be_added
-from pytest_gpumem.gate.speed import MACHINE
+from pytest_gpumem.gate.speed import MACHINE, time_may_be_added
 from pytest_gpumem.gate.verdict import Outcome, Verdict
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import SLOWER_RUN, slower_machine
@@ -202,13 +202,8 @@ def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
     """Return whether the times of ``entry`` are missing in the store, and may be written."""
     if isinstance(stored, NoBaseline):
         return True
-    machine = stored.environment.details.get(MACHINE)
-    return (
-        stored.runs is None
-        and stored.workload == entry.workload
-        and MACHINE in entry.environment.details
-        and machine in (None, entry.environment.details[MACHINE])
-    )
+    may_be_added = time_may_be_added(entry.environment, stored.environment)
+    return stored.runs is None and stored.workload == entry.workload and may_be_added
 
 
 def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:

@@ -8,8 +8,9 @@ import click
 
 from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.history import Event, events_of, file_changes, names_in, paths_ever, state_in, texts_of
-from pytest_gpumem.baselines.selecting import nearest_tests, selected
+from pytest_gpumem.baselines.selecting import nearest_tests
 from pytest_gpumem.baselines.store import path_of
+from pytest_gpumem.cli.one_test import keys_of_one_test
 from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, input_errors, renamed, screen, write_lines
 from pytest_gpumem.gate.baseline import Baseline, Key
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _Entry = tuple[str, Key, Baseline | None]
 """Slug, key and baseline, which is ``None`` where it was removed."""
-_MOST_LISTED = 20
 _SHALLOW = (
     "this clone is shallow, so that changes are missing: fetch them with `git fetch --unshallow`, "
     "or on GitHub Actions with fetch-depth: 0 for actions/checkout"
@@ -91,12 +91,7 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
 
 def _named(name: str, baselines: Sequence[StoredBaseline]) -> Sequence[_Entry]:
     """Return the baselines of the one test that ``name`` means, none if there is no such test. Raises `InputError`."""
-    keys = selected((one.key for one in baselines), name)
-    tests = sorted({f"{key.file}::{key.test}" for key in keys})
-    if len(tests) > 1:
-        more = [f"... and {len(tests) - _MOST_LISTED} more"] if len(tests) > _MOST_LISTED else []
-        listed = [f"  {test}" for test in [*tests[:_MOST_LISTED], *more]]
-        raise InputError(f"{name!r} is in the ids of {len(tests)} tests; say which one:", *listed)
+    keys = keys_of_one_test(name, (one.key for one in baselines))
     return [one for one in baselines if one.key in keys]
 
 

@@ -28,6 +28,7 @@ _COMMANDS = {
     "prune": "Remove baselines of tests that are gone.",
     "run": "Measure and gate the training steps of a script.",
     "show": "Show the baselines that are in the store.",
+    "why": "Tell everything about one test, from the last report.",
 }
 """Each subcommand with its line in the help of all, which imports none of them."""
 
@@ -71,6 +72,7 @@ def main() -> None:
     What is in the store:           gpumem show
     How a figure came to be:        gpumem history TEST
     What changed in the store:      gpumem compare main HEAD
+    Why a test failed, in full:     gpumem why TEST
     One verdict of several shards:  gpumem merge shard-*.json
     Accept what CI has measured:    gpumem accept gpumem.json
     Whose baselines are unused:     gpumem prune --dry-run

@@ -61,16 +61,24 @@ def project_settings(store: str | None = None, *, emulates: bool = True) -> Sett
     Raises:
         InputError: pytest cannot be started, or a setting is wrong.
     """
-    try:
-        settings = _from_pytest(settings_of, "--noconftest", emulates=emulates)
-    except _NotStarted:
-        # addopts may have an option that a conftest.py adds.
-        settings = _from_pytest(settings_of, emulates=emulates)
+    settings = read_of_project(settings_of, emulates=emulates)
     if store is None:
         return settings
     if not store:
         raise InputError("--store is empty, expected a folder or a URL")
     return replace(settings, store=store, store_base=Path.cwd())
+
+
+def read_of_project(read: Callable[[pytest.Config], T], *, emulates: bool = False) -> T:
+    """Return what ``read`` finds in pytest's config of the project around this folder, with ``addopts``.
+
+    Raises `InputError`.
+    """
+    try:
+        return _from_pytest(read, "--noconftest", emulates=emulates)
+    except _NotStarted:
+        # addopts may have an option that a conftest.py adds.
+        return _from_pytest(read, emulates=emulates)
 
 
 def store_backend(settings: Settings) -> Backend:

@@ -11,14 +11,14 @@ from pytest_gpumem.timing.intervals import LEVEL
 
 if TYPE_CHECKING:
     from pytest_gpumem.gate.baseline import Baseline, Budget
-    from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.measurement import Environment, Measurement
     from pytest_gpumem.metrics import Tolerance
     from pytest_gpumem.units import ThroughputLimit
 
 MACHINE = "machine"
 """The detail of an environment that must be equal for times to be compared."""
 
-NO_TIMES = "time is not compared: the baseline has no times"
+NO_TIME = "no baseline of time yet"
 
 OUTCOMES: dict[SpeedOutcome, Outcome] = {
     "slower": Outcome.REGRESSED,
@@ -34,7 +34,7 @@ def judge_step_time(
     """Return the verdict on a step's time; ``baseline`` is ``None`` unless it is of the same device and workload.
 
     A baseline that was taken on another machine is not compared, which is ``foreign`` if the test has a ``max_slowdown``. One
-    without times was recorded while too much else was running, or without timing: the time is ``new``, since it is not gated.
+    without times was recorded while too much else was running, or without timing: the time alone is ``new``.
     """
     times = measurement.times
     value = measurement.metrics["step_time"]
@@ -43,7 +43,9 @@ def judge_step_time(
     asked = budget.max_slowdown is not None
     here, there = measurement.environment.details.get(MACHINE), baseline.environment.details.get(MACHINE)
     if baseline.runs is None:
-        return MetricVerdict("step_time", Outcome.NEW, value, reason=NO_TIMES)
+        return MetricVerdict(
+            "step_time", Outcome.NEW, value, reason=_no_time(measurement.environment, baseline.environment)
+        )
     if here is None or here != there:
         there, this = (machine or "an unknown machine" for machine in (there, here))
         reason = f"time is not compared: the baseline's was taken on {there}, this is {this}"
@@ -60,6 +62,19 @@ def judge_step_time(
         reason=comparison.reason,
         interval=(comparison.low, comparison.high),
     )
+
+
+def time_may_be_added(here: Environment, there: Environment) -> bool:
+    """Return whether a time taken ``here`` may stand in a baseline without times that was recorded ``there``."""
+    machine = here.details.get(MACHINE)
+    return machine is not None and there.details.get(MACHINE) in (None, machine)
+
+
+def _no_time(here: Environment, there: Environment) -> str:
+    if time_may_be_added(here, there):
+        return f"{NO_TIME}: --gpumem-update=new adds it"
+    machine = there.details.get(MACHINE, "an unknown machine")
+    return f"{NO_TIME}: --gpumem-update=all records one, as the baseline is of another machine ({machine})"
 
 
 def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) -> MetricVerdict | None:

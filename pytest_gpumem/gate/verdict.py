@@ -76,6 +76,11 @@ class MetricVerdict:
         """True if the value was compared with anything: a budget, or a comparable baseline."""
         return self.budget is not None or self.outcome in COMPARED
 
+    @property
+    def lacks_time(self) -> bool:
+        """True if this is a time, and the baseline of the measurement has none yet."""
+        return self.metric == "step_time" and self.outcome is Outcome.NEW
+
 
 UNKNOWN_RELEASE = "?"
 """Stands for the release of torch in the origin of a baseline that does not say it."""
@@ -112,7 +117,13 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        return worst(metric.outcome for metric in self.metrics)
+        """The most important one of its metrics', but for a time that only has no baseline yet."""
+        return worst(metric.outcome for metric in self.metrics if not metric.lacks_time)
+
+    @property
+    def lacks_time(self) -> bool:
+        """True if a time was taken, and the baseline that everything else was compared with has none."""
+        return any(metric.lacks_time for metric in self.metrics)
 
     @property
     def gated(self) -> bool:
@@ -214,7 +225,17 @@ class TestVerdict:
         if self.unmeasured:
             return worst([Outcome.UNMEASURED, *found])
         found += [Outcome.OK] if self.relations and not self.verdicts else []
-        return worst([*found, *(verdict.outcome for verdict in self.verdicts)])
+        return worst([*found, *map(self.outcome_of, self.verdicts)])
+
+    def outcome_of(self, verdict: Verdict) -> Outcome:
+        """Return the outcome of one of its measurements: a time without a baseline counts where the test failed."""
+        counts = verdict.lacks_time and self.failure is not None
+        return worst([verdict.outcome, *([Outcome.NEW] if counts else [])])
+
+    @property
+    def lacks_time(self) -> bool:
+        """True if a time of it has no baseline yet, and that is all that is to be said of its time."""
+        return not self.unmeasured and self.failure is None and any(one.lacks_time for one in self.verdicts)
 
     @property
     def missing_text(self) -> str | None:

@@ -306,7 +306,9 @@ def changes_of(
             then, now = (one.metrics.get(name, metric.where_absent) for one in (old, new))
             one = judged.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
             lacking = _lacking(metric, then, now)
-            changes.append(ComparedChange(name, then, now, one.outcome, one.allowed, lacking or one.reason))
+            # Of a report there is none to be recorded.
+            reason = "not compared: the old side has no times" if one.lacks_time else lacking or one.reason
+            changes.append(ComparedChange(name, then, now, one.outcome, one.allowed, reason))
     return tuple(changes), verdict
 
 

@@ -88,7 +88,7 @@ def accept_command(
     acceptable = new | {Outcome.REGRESSED, Outcome.UNCERTAIN, Outcome.STALE, Outcome.MISSING}
     if verdict.unmeasured or not verdict.verdicts or outcomes.isdisjoint(acceptable):
         return None
-    # Times that a baseline lacks, or has of another machine, only "all" replaces.
+    # Times that a baseline has of another machine only "all" replaces, and it may be of one where it lacks them, too.
     mode = "new" if outcomes <= new and not any(one.metric == "step_time" for one in metrics) else "all"
     return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
 
@@ -165,7 +165,8 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
     decided = decided_a_branch(verdict.measurement.notes)
     if first is None and decided is not None:
         return f"Not certain (required by --gpumem-strict): {decided}"
-    reason = verdict.reason or "it has no budget, and --gpumem-baseline was not given"
+    why = f"{METRICS[first.metric].title}: {first.reason}" if first is not None and first.reason else None
+    reason = verdict.reason or why or "it has no budget, and --gpumem-baseline was not given"
     return f"Not compared (required by --gpumem-strict): {outcome.words}, {reason}"
 
 

@@ -127,11 +127,12 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     if changed:
         title = "Changed, and not failed for it"
         yield _Part(_CHANGED, "what changed without failing", f"#### {title}\n\n{changed}")
-    why_not = reasons(result.verdict for result in report.results if not result.failed)
+    why_not = reasons((result.verdict for result in report.results if not result.failed), report.terms.update)
+    why_not += report.of_measuring
     if why_not:
         yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in why_not))
     unused = [unused_line(report.unused)] if report.unused and report.passed else []
-    store = [*report.said, *report.selection.idle_budgets, *unused]
+    store = [*report.of_store, *report.selection.idle_budgets, *unused]
     if store:
         yield _Part(_STORE, "what became of the store", "\n".join(f"- {plain(one)}" for one in store))
     every = _all_tests(rows, units)
@@ -301,7 +302,7 @@ def _all_tests(tests: Sequence[ReportRow], units: UnitSystem) -> str:
     for row in tests:
         for one in row.measured:
             cells = [cell for name in used for cell in _value_and_change(one.verdict.of(name), units)]
-            lines.append([code_in_table(one.title), *cells, _loud(one, one.verdict.outcome)])
+            lines.append([code_in_table(one.title), *cells, _loud(one, one.outcome)])
         if row.result is not None and not row.measured:
             test = row.result.verdict
             why = "held by relations" if test.relations and not test.unmeasured else plain(test.outcome.words)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.gate.speed import NO_TIME
 from pytest_gpumem.gate.verdict import FailedIn, Outcome, TestVerdict
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.plain import from_plain
@@ -178,10 +179,11 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
     """Return the line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 1 foreign (A100)"``.
 
     ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed`` and ``improved`` are
-    among them. The others were not compared with a baseline, and say why in one word. ``not_run`` are those that were
-    selected and gave no report (Ctrl-C, a crash, ``--maxfail``). Those that a session with ``update`` writes for the first time
-    are ``recorded, new``, those that it would have and that did not pass ``not recorded, new``, and what it replaces is
-    ``accepted``. Where a part has a comma of its own, semicolons part them.
+    among them, and so are those ``with no baseline of time yet``, of which memory and counts were compared. The others were not
+    compared with a baseline, and say why in one word. ``not_run`` are those that were selected and gave no report (Ctrl-C, a
+    crash, ``--maxfail``). Those that a session with ``update`` writes for the first time are ``recorded, new``, those that it
+    would have and that did not pass ``not recorded, new``, and what it replaces is ``accepted``. Where a part has a comma of
+    its own, semicolons part them.
     """
     everything = list(results)
     recorded = sum(result.is_recorded_by(update) for result in everything)
@@ -208,6 +210,9 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
         parts.append(f"{counts['failed']} failed by themselves" if counts["failed"] > 1 else "1 failed by itself")
     if not_run:
         parts.append(f"{not_run} did not finish")
+    without_time = sum(result.verdict.lacks_time for result in everything if not result.verdict.failed_by_itself)
+    if without_time and Outcome.NEW not in ACCEPTS[update]:
+        parts.append(f"{without_time} with {NO_TIME}")
     return "gpumem: " + ("; " if any("recorded, " in part for part in parts) else ", ").join(parts)
 
 

@@ -15,6 +15,9 @@ from pytest_gpumem.values.option_words import UpdateMode
 from pytest_gpumem.values.plain import Form
 from pytest_gpumem.values.selection import Selection
 
+STORE = "store: "
+"""The beginning of each line on what became of the store."""
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -26,6 +29,16 @@ class Terms:
     units: UnitSystem = "si"
     against: str | None = None
     """The slug of the device with whose baselines an emulated GPU's figures were compared; ``None`` for its own."""
+
+    @property
+    def asked_for(self) -> str:
+        """The options that gate or record, or that there were none."""
+        asked = [
+            *(["--gpumem-baseline"] if self.baseline else []),
+            *(["--gpumem-strict"] if self.strict else []),
+            *([f"--gpumem-update={self.update}"] if self.update else []),
+        ]
+        return " ".join(asked) or "measuring only"
 
 
 _StoredKey = Annotated[
@@ -62,7 +75,7 @@ class SessionReport:
     selection: Selection = field(default_factory=Selection)
     stored: Stored = Stored()
     said: tuple[str, ...] = ()
-    """Lines on what was written into the store."""
+    """Lines on what became of the store, which begin with its word, and notes on measuring."""
     errors: tuple[str, ...] = ()
     """Reasons for a red session beside its tests, what the fields below tell, and that nothing was gated."""
     ended_early: str | None = None
@@ -81,6 +94,16 @@ class SessionReport:
     def accounting(self) -> str:
         """The line that accounts for every measured test."""
         return accounting(self.results, len(self.not_run), self.terms.update)
+
+    @property
+    def of_store(self) -> tuple[str, ...]:
+        """The lines on what became of the store."""
+        return tuple(line for line in self.said if line.startswith(STORE))
+
+    @property
+    def of_measuring(self) -> tuple[str, ...]:
+        """The notes on several measurements at once: what convolutions lack, how tests shared a GPU."""
+        return tuple(line for line in self.said if not line.startswith(STORE))
 
     @property
     def problems(self) -> tuple[str, ...]:

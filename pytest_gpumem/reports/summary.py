@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.verdict import CHANGED, Outcome, worst
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Style, Table
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import ShownMeasurement
     from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.option_words import UpdateMode
 
 MOST_FIGURES = 60
 """Rows that only have figures, unless all are asked for."""
@@ -41,9 +43,6 @@ _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
 """The weight of the column of changes: it is left out after those of metrics."""
 
 
-_NO_TIMES_HELP = "the baseline has no times; --gpumem-update=new adds them when little else is at work"
-
-
 def to_be_shown(
     measured: Iterable[ShownMeasurement], explained: Collection[str] = (), *, gating: bool
 ) -> list[ShownMeasurement]:
@@ -55,7 +54,7 @@ def to_be_shown(
     chosen: list[ShownMeasurement] = []
     figures = of_causes = 0
     for one in measured:
-        outcome = one.verdict.outcome
+        outcome = one.outcome
         if outcome is Outcome.OK or (gating and outcome is Outcome.RECORDED):
             continue
         figures += outcome in _FIGURES
@@ -69,8 +68,8 @@ def to_be_shown(
 
 def not_shown(measured: Sequence[ShownMeasurement], chosen: Sequence[ShownMeasurement]) -> list[str]:
     """Return a line that counts those that the table leaves out, if there are any."""
-    left_out = Counter(one.verdict.outcome for one in measured)
-    left_out.subtract(one.verdict.outcome for one in chosen)
+    left_out = Counter(one.outcome for one in measured)
+    left_out.subtract(one.outcome for one in chosen)
     counts = [f"{left_out[outcome]} {outcome.words}" for outcome in Outcome if left_out[outcome]]
     return [f"... and {', '.join(counts)} (-v shows all)"] if counts else []
 
@@ -100,7 +99,7 @@ def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, ev
         if len(columns) == 2 and any(changes):
             add(Column("change", weight=_CHANGE), changes)
     for row, one in zip(rows, measured, strict=True):
-        outcome = one.verdict.outcome
+        outcome = one.outcome
         row.append(Span(one.words_of(outcome), "good" if outcome in one.accepted else STYLES[outcome]))
     return Table((*columns, Column("verdict", left=True)), tuple(map(tuple, rows)))
 
@@ -114,8 +113,11 @@ def device_lines(measured: Iterable[ShownMeasurement], units: UnitSystem) -> lis
     ]
 
 
-def reasons(tests: Iterable[TestVerdict]) -> list[str]:
-    """Return why something was not compared, or not measured: each reason once, with how often."""
+def reasons(tests: Iterable[TestVerdict], update: UpdateMode | None = None) -> list[str]:
+    """Return why something was not compared, or not measured: each reason once, with how often.
+
+    That there is no baseline of time yet is a note, and nothing to tell where this session's ``update`` adds one.
+    """
     counts: Counter[str] = Counter()
     whole: Counter[str] = Counter()
     metrics: Counter[str] = Counter()
@@ -127,7 +129,10 @@ def reasons(tests: Iterable[TestVerdict]) -> list[str]:
         for one in () if test.unmeasured else test.verdicts:
             if one.reason:
                 whole[f"{_not_compared(one)}: {one.reason}"] += 1
-            metrics.update(f"{metric.outcome.words}: {metric.reason}" for metric in one.metrics if metric.reason)
+            for metric in one.metrics:
+                if metric.reason and not (metric.lacks_time and Outcome.NEW in ACCEPTS[update]):
+                    word = "note" if metric.lacks_time and test.failure is None else metric.outcome.words
+                    metrics[f"{word}: {metric.reason}"] += 1
     return [
         f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in (counts + whole + metrics).items()
     ]
@@ -140,33 +145,15 @@ def _not_compared(verdict: Verdict) -> str:
     return "another workload" if grew else without.words if without in _WITHOUT_BASELINE else "not compared"
 
 
-def ungated_times(report: SessionReport) -> list[str]:
-    """Return a sentence on timed steps whose time is not gated though a gate was asked for: their baselines have no times.
-
-    A run while too much else is at work is no measure for later ones, so that a store may have none at all.
-    """
-    timed = _timed(report)
-    lacking = [one for one in timed if _time_is(one, Outcome.NEW) and one.reason is None]
-    if not lacking or report.terms.update is not None or not report.terms.baseline:
-        return []
-    return [f"{_share(lacking, timed)} not gated: {_NO_TIMES_HELP}"]
-
-
 def unstored_times(report: SessionReport) -> list[str]:
     """Return a sentence on timed steps whose time an update does not store."""
-    timed = _timed(report)
+    timed = [one for result in report.results for one in result.verdict.verdicts if one.measurement.times is not None]
     updated = {"new": [one for one in timed if _time_is(one, Outcome.NEW, Outcome.RECORDED)], "all": timed}
     best = [one.measurement.times.best for one in updated.get(report.terms.update or "", []) if one.measurement.times]
     left_out = [one for one in best if not one.is_a_measure]
-    return [f"{_share(left_out, timed)} not stored: {left_out[0].invalid}"] if left_out else []
-
-
-def _timed(report: SessionReport) -> list[Verdict]:
-    return [one for result in report.results for one in result.verdict.verdicts if one.measurement.times is not None]
-
-
-def _share(some: Sequence[object], timed: Sequence[Verdict]) -> str:
-    return f"of {counted(len(timed), 'timed step')}, the time of {len(some)} is"
+    if not left_out:
+        return []
+    return [f"of {counted(len(timed), 'timed step')}, the time of {len(left_out)} is not stored: {left_out[0].invalid}"]
 
 
 def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:

@@ -21,7 +21,6 @@ from pytest_gpumem.reports.summary import (
     reasons,
     summary_table,
     to_be_shown,
-    ungated_times,
     unstored_times,
 )
 from pytest_gpumem.reports.told_causes import explained_by_causes
@@ -149,7 +148,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     Args:
         report: The session.
         screen: What the lines have to fit.
-        verbosity: pytest's. Below 0: the line that counts, times that are not gated, and why the session is red. At 0:
+        verbosity: pytest's. Below 0: the line that counts, and why the session is red. At 0:
             measurements that need attention. At 1: everything that was measured. At 2: phases, and compositions of peaks.
         explain_all: Show compositions of peaks at 0, too (``--gpumem-explain=always``).
     """
@@ -168,7 +167,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += map(_line, device_lines(chosen, units))
     if not quiet:
         compared = (one.verdict for one in report.results if one.verdict.verdicts)
-        remarks = [*reasons(compared), *notes(measured)]
+        remarks = [*reasons(compared, report.terms.update), *notes(measured)]
         pieces += map(_line, remarks if everything else first_remarks(remarks))
         pieces += [NOTHING] if pieces else []
         ranks = peaks_by_rank(report.results)
@@ -177,12 +176,12 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
             for title, rows in matrices(report.results).items():
                 # Why nothing of it was measured is in the line that counts.
                 if everything or any(row.peak is not None for row in rows):
-                    pieces += [*_matrix(title, rows, units), NOTHING]
+                    pieces += [*matrix_pieces(title, rows, units), NOTHING]
         if verbosity > 1:
             pieces += details(measured, units)
         elif explain_all:
             pieces += compositions(measured, units, everything=everything)
-    warnings = [*report.selection.idle_budgets, *ungated_times(report)]
+    warnings = [*report.selection.idle_budgets]
     # The store's line, which a quiet session has not, says what an update writes.
     warnings += unstored_times(report) if quiet else () if verbosity > 1 else recording_notes(report.results)
     lines = [
@@ -190,19 +189,20 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         *(_line(f"gpumem {text}") for text in (() if quiet else report.said)),
         *_ending(report),
     ]
-    return Summary(tuple(_shown(pieces, screen)), tuple(_shown(lines, screen)))
+    return Summary(tuple(as_lines(pieces, screen)), tuple(as_lines(lines, screen)))
 
 
 def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
     """Return a line for each test that failed or did not finish, with why, as pytest has for a session's own tests."""
     failed = [row for row in rows_of(report) if row.status.fails]
-    return _shown(
+    return as_lines(
         [_line(f"{'FAILED' if row.result else 'NOT RUN'} {row.title} - {row.headline}", "bad") for row in failed],
         screen,
     )
 
 
-def _matrix(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
+def matrix_pieces(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
+    """Return the table of a matrix of step configs, with what its columns mean."""
     header, lines = matrix_cells(rows, units)
     columns = (
         Column(title, left=True, least=LEAST_NAME),
@@ -266,7 +266,8 @@ def _line(text: str, style: Style | None = None) -> Line:
     return (Span(text, style),)
 
 
-def _shown(pieces: Sequence[Piece], screen: Screen) -> list[Line]:
+def as_lines(pieces: Sequence[Piece], screen: Screen) -> list[Line]:
+    """Return pieces as the lines that a screen shows of them."""
     lines: list[Line] = []
     for piece in pieces:
         if isinstance(piece, Table):

@@ -84,6 +84,10 @@ class ShownMeasurement:
     accepted: frozenset[Outcome] = frozenset()
     """The outcomes of what became the baseline."""
 
+    @property
+    def outcome(self) -> Outcome:
+        return self.test.outcome_of(self.verdict)
+
     def words_of(self, outcome: Outcome) -> str:
         """Return the outcome of this measurement, or of a metric of it, as text."""
         return ACCEPTED if outcome in self.accepted else outcome.words

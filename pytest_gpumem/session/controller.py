@@ -29,6 +29,7 @@ from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
 from pytest_gpumem.reports.told_causes import short_failures
 from pytest_gpumem.reports.view import headline, why_failed
+from pytest_gpumem.session.kept_report import keep
 from pytest_gpumem.session.packing import Packed
 from pytest_gpumem.session.store_at_end import StoreAtEnd
 from pytest_gpumem.units import counted
@@ -161,6 +162,7 @@ class Controller:
         self._errors += self._files.write(self.report)
         # The files that were written say so already.
         self.report = replace(self.report, errors=tuple(self._errors))
+        keep(self._config, self.report)
         self._shorten_failures()
         red = not self.report.passed if self._settings.gates else self.report.nothing_gated is not None
         if red or self._errors:
@@ -206,6 +208,7 @@ class Controller:
                 results.sort(key=lambda result: (result.verdict.file, result.verdict.test))
             self.report = self._reported(results, why.partition("\n")[0])
             self._errors += self._files.write(self.report)
+            keep(self._config, self.report)
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)

@@ -114,7 +114,7 @@ def test_who_asked_for_a_limit_is_told_that_another_machine_cannot_hold_it():
 @pytest.mark.parametrize("budget", [Budget(), ASKED], ids=["by default", "asked for"])
 def test_a_baseline_without_times_is_nothing_to_compare_with_and_the_verdict_says_so(budget):
     verdict = judge_step_time(measured(1.0), budget, stored(), TOLERANCE)
-    reason = "time is not compared: the baseline has no times"
+    reason = "no baseline of time yet: --gpumem-update=new adds it"
     assert verdict == MetricVerdict("step_time", Outcome.NEW, 1.0, reason=reason)
     assert not verdict.gated
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pytest_gpumem.gate.baseline import Budget, NoBaseline
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.layout import columns, plain_lines
@@ -180,7 +182,12 @@ def test_why_times_were_not_compared_is_told_once_for_all_tests():
     now = {"peak_allocated": GB, "step_time": 0.5}
     times = Times((Sample((Round(0.5),)),))
     rows = [result(verdict_on(now, {"peak_allocated": GB}, times=times), test=f"test_{number}") for number in range(3)]
-    assert reasons(one.verdict for one in rows) == ["new: time is not compared: the baseline has no times (3 times)"]
+    (told,) = reasons(one.verdict for one in rows)
+    assert told.startswith("note: no baseline of time yet: --gpumem-update=")
+    assert told.endswith(" (3 times)")
+    assert reasons((one.verdict for one in rows), "new") == []
+    failed = [replace(one.verdict, failure="Not compared") for one in rows]
+    assert reasons(failed) == [told.replace("note: ", "new: ")]
 
 
 def test_a_note_is_told_with_its_test():

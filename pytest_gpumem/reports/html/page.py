@@ -199,7 +199,7 @@ def page_of(report: SessionReport) -> Page:
         ranks=rank_cells(peaks_by_rank(report.results), units),
         matrices=tuple(_matrix(title, rows, units) for title, rows in matrices(report.results).items()),
         environments=_environments(report),
-        notes=(*report.selection.idle_budgets, *recording_notes(report.results)),
+        notes=(*report.selection.idle_budgets, *report.of_measuring, *recording_notes(report.results)),
     )
 
 
@@ -220,13 +220,13 @@ def _causes(found: CausesOf, tests: Sequence[TestRow], units: UnitSystem) -> Ite
 
 def _row(row: ReportRow, units: UnitSystem) -> TestRow:
     # The figures in the table are those of the measurement with the worst outcome, and of such the first.
-    verdicts = [one.verdict for one in row.measured]
-    worst = max(verdicts, key=lambda one: one.outcome.importance, default=None)
+    shown_first = max(row.measured, key=lambda one: one.outcome.importance, default=None)
+    worst = None if shown_first is None else shown_first.verdict
     return TestRow(
         row,
         anchor_of(row.title),
         device="" if worst is None else worst.measurement.environment.device,
-        part=worst.measurement.name if worst is not None and len(verdicts) > 1 else "",
+        part=worst.measurement.name if worst is not None and len(row.measured) > 1 else "",
         cells=_cells(worst, units),
         panels=tuple(panel_of(one.verdict, units, one.accepted) for one in row.measured),
     )
@@ -262,16 +262,10 @@ def _matrix(title: str, rows: list[MatrixRow], units: UnitSystem) -> MatrixView:
 
 
 def _facts(report: SessionReport) -> tuple[tuple[str, str], ...]:
-    terms = report.terms
-    asked = [
-        *(["--gpumem-baseline"] if terms.baseline else []),
-        *(["--gpumem-strict"] if terms.strict else []),
-        *([f"--gpumem-update={terms.update}"] if terms.update else []),
-    ]
     facts = [
         ("ended", report.ended.replace("T", " ").replace("Z", " UTC")),
         ("commit", report.commit or ""),
-        ("asked for", " ".join(asked) or "measuring only"),
+        ("asked for", report.terms.asked_for),
         ("shards", str(report.shards) if report.shards > 1 else ""),
         ("pytest-gpumem", report.version),
     ]
