@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "guide" / "no-gpu.md").read_text(encoding="utf-8")
-(BLOCK,) = re.findall(r"^```bash\n([^`]*Requires-Dist[^`]*)^```$", GUIDE, flags=re.MULTILINE)
+(BLOCK,) = re.findall(r"^```sh\n([^`]*Requires-Dist[^`]*)^```$", GUIDE, flags=re.MULTILINE)
 (EDIT,) = re.findall(r"^sed .*$", BLOCK, flags=re.MULTILINE)
 # As torch's own metadata has them.
 TORCH_2_15 = """\

@@ -1,4 +1,4 @@
-"""Whether the commit that a report is of is the one that is checked out."""
+"""The commit of a report beside the one that is checked out."""
 
 from __future__ import annotations
 

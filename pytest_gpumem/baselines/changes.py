@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What entries say of the run that gave them: a date (``2026-11-02``), an abbreviated hash, and why it is accepted."""
+    """Origin of entries: the date of their run (``2026-11-02``), an abbreviated hash, and why it is accepted."""
 
     recorded: str
     commit: str | None
@@ -34,13 +34,13 @@ class Changes:
     measured: Mapping[Key, tuple[Verdict, Baseline]]
     """Each measurement's verdict, and the entry that it would be by itself."""
     stored: Mapping[Key, Baseline | NoBaseline]
-    """What the store has of each of them."""
+    """Entries of the store, by the same keys."""
     entries: Mapping[Key, Baseline]
     """The entries to write."""
     gone: tuple[tuple[str, Key], ...]
     """The entries to remove, as (slug, key): of measurements that their tests no longer take."""
     times_left_out: tuple[str, ...]
-    """Why times are not stored though the update accepts them, a clause for each measurement."""
+    """Reasons for which times are not stored though the update accepts them: a clause for each measurement."""
 
     @property
     def any(self) -> bool:

@@ -99,8 +99,8 @@ def accept(
       gpumem accept gpumem.json --cause 1 --reason "scores are kept until #12"
 
     Exit status: 0 when all that was to be accepted is in the store, also when there is nothing to accept, 1 when a test of it
-    was refused, 2 for wrong input: no such report, test or commit, or a store that cannot be read or written; nothing was
-    written then. 130 when interrupted.
+    was refused, 2 for wrong input: no such report, test or commit, or a store that cannot be read or written, 130 when
+    interrupted. With 2 and 130 nothing was written.
     """
     if tests and causes:
         raise click.UsageError("tests are named, or chosen by --cause, not both")

@@ -141,7 +141,7 @@ def test_causes_come_first_and_open_their_tests_and_the_chart_of_the_largest(ope
     page.locator(".cause summary").click()
     assert drawn(page, ".cause") == 1
     page.set_viewport_size({"width": 375, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    page.wait_for_function("document.documentElement.scrollWidth <= 375")
     page.locator(".cause a", has_text="test_b[amp-bf16]").click()
     page.locator("td.panel:visible h3").first.wait_for()
     assert page.locator("tbody[data-outcome] button[aria-expanded=true]").inner_text().endswith("test_b[amp-bf16]")
