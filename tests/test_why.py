@@ -91,6 +91,32 @@ def test_a_failing_test_is_told_as_the_run_told_it(gated):
     assert re.search(r"^of the session that ended 20\S+ \S+ UTC.*: --gpumem-baseline$", told, re.MULTILINE)
 
 
+SHARED = """
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return [x + 1 for _ in range(N)]
+
+
+@pytest.mark.parametrize("n", [1000, 2000])
+def test_it(gpumem, n):
+    gpumem.infer_step(Model(), torch.ones(n, 1000))
+"""
+
+
+def test_a_failure_that_the_run_shortened_is_told_in_full(project):
+    project.write(f"N = 1\n{SHARED}")
+    assert project.run("--gpumem-update=new").ret == 0
+    project.write(f"N = 3\n{SHARED}")
+    output = project.run("--gpumem-baseline", *CACHE).stdout.str()
+    short = re.search(r"^_+ test_it\[2000\] _+$\n(.*?)^[=_]", output, re.MULTILINE | re.DOTALL)[1]
+    assert "-vv shows all of it" in short
+    assert "what grew" not in short
+    whole = project.run("--gpumem-baseline", "-vv").stdout.str()
+    told = why(project, "*[2000]")
+    assert "what grew" in told
+    assert re.search(r"^_+ test_it\[2000\] _+$\n(.*?)^[=_]", whole, re.MULTILINE | re.DOTALL)[1] in told
+
+
 def test_a_passing_test_is_told_with_its_figures(gated):
     told = why(gated[0], "test_fine")
     assert filled(told)[0] == "test_it.py::test_fine: ok"
