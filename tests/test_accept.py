@@ -647,13 +647,25 @@ def test_an_entry_cannot_take_the_place_of_the_part_of_another_one(tmp_path):
 # The report
 
 
-def test_what_is_kept_to_be_accepted_leaves_a_report_below_twice_its_size(project, monkeypatch):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_is_kept_to_be_accepted_leaves_a_report_below_twice_its_size(project, monkeypatch, recorded):
+    few = ("-k", "train or infer or call or matrix")
     project.write(BEFORE)
-    project.run("--gpumem-update=new", "-k", "not loop and not several")
-    project.write(AFTER)
-    gated(project, "-k", "not loop and not several", report="now.json")
+    if recorded:
+        project.run("--gpumem-update=new", *few)
+        project.write(AFTER)
+    gated(project, *few, report="now.json")
     never = "pytest_gpumem.config.settings.Settings.may_be_accepted_later"
     monkeypatch.setattr(never, property(lambda settings: False))
-    gated(project, "-k", "not loop and not several", report="then.json")
+    gated(project, *few, report="then.json")
     then, now = ((project.path / name).stat().st_size for name in ("then.json", "now.json"))
     assert then < now < 2 * then
+    # What grew is shown over time, as ever, and nothing else.
+    assert shown_over_time(project.path / "now.json") == shown_over_time(project.path / "then.json")
+
+
+def shown_over_time(file):
+    report = from_json(file.read_text(), file.name)
+    steps = [one for result in report.results for one in result.verdict.verdicts]
+    explained = [one.measurement for one in steps if one.measurement.explanation is not None]
+    return {one.name for one in explained if one.explanation.over_time is not None}

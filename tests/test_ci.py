@@ -194,6 +194,7 @@ def test_the_action_uses_what_is_there_isolated_from_the_working_folder(runner):
     reports = [f"--gpumem-report={folder}/gpumem.{form}" for form in ("json", "md", "html")]
     assert asked(runner, "pytest") == [[runner.python, "--gpumem-baseline", *reports]]
     comment = ["comment", f"{folder}/gpumem.json", "--name", "gpumem", "--link", ""]
+    # Nothing is uploaded here, and so there is nothing to accept from.
     assert asked(runner, "pytest_gpumem.cli.main") == [[runner.python, *comment]]
     assert [words[1:3] for words in runner.calls() if words[1] != "-I"] == [["-m", "pytest"]]
 

@@ -33,6 +33,7 @@ START = [one for one in BLOCKS if one.section == "From nothing to a gate"]
 (TOMORROW,) = (one for one in BLOCKS if (one.title or "").endswith("tomorrow.yml"))
 """That of tests/test_scheduled.py."""
 ACCEPT, HISTORY = (one for one in BLOCKS if one.title == "accept")
+(BY_COMMENT,) = (one for one in BLOCKS if (one.title or "").endswith("accept.yml"))
 ANOTHER_DEVICE = {
     "on the GPU": "git rm -r --quiet gpumem-baselines && git commit --quiet --message 'Another device'",
     ".github/workflows/record.yml": "rm -r gpumem-baselines",
@@ -148,11 +149,58 @@ def test_an_empty_repository_gets_a_gate_that_a_regression_turns_red(reader, tmp
     assert "regressed" not in comment["body"]
 
 
+GH = """\
+#!/bin/bash
+case "$*" in
+  api*) echo "$MAY" ;;
+  *isCrossRepository*) echo "$IS_FORK" ;;
+  *headRefName*) echo topic ;;
+  "run list"*) echo 77 ;;
+  "run download 77 --name gpumem --dir "*) mkdir -p "${@: -1}"; cp gpumem-report/* "${@: -1}" ;;
+  *) exit 1 ;;
+esac
+"""
+"""GitHub's command, as far as the workflow calls it."""
+
+
+@pytest.mark.parametrize(
+    ("may", "is_fork", "told"),
+    [
+        ("write", "false", "gpumem accept: 1 accepted"),
+        ("read", "false", "::error::a-maintainer may not write here"),
+        ("admin", "true", "::error::the branch is a fork's"),
+    ],
+    ids=["accepts", "may only read", "a fork"],
+)
+def test_a_maintainers_comment_accepts_what_the_job_measured(reader, may, is_fork, told):
+    reader.replace(FUSED, KEEPS_A_COPY)
+    reader.shell(
+        "git add model.py && git commit --quiet --message change && git push --quiet origin HEAD:refs/pull/7/merge"
+    )
+    assert not reader.gates()
+    command = reader.runner.folder.parent / "bin" / "gh"
+    command.write_text(GH, encoding="utf-8")
+    command.chmod(0o755)
+    reader.runner.environment |= {"MAY": may, "IS_FORK": is_fork, "GITHUB_ACTOR": "a-maintainer"}
+    reader.runner.values["github.event.issue.number"] = "7"
+    reader.runner.values["github.event.comment.body"] = '/gpumem accept until "#12" $(touch evil)\r\nmore'
+    reader.runner.log = ""
+    reader.follow(BY_COMMENT)
+    assert reader.runner.run(job_of(reader.folder / BY_COMMENT.title)["steps"]) is (may == "write"), reader.runner.log
+    assert told in reader.runner.log
+    assert not (reader.folder / "evil").exists()
+    (stored,) = reader.folder.glob("gpumem-baselines/*/*.toml")
+    assert ('reason = "until \\"#12\\" $(touch evil)"' in stored.read_text(encoding="utf-8")) is (may == "write")
+    if may == "write":
+        assert reader.runner.values["steps.accept.outputs.branch"] == "topic"
+        assert reader.gates(), reader.runner.log
+
+
 @pytest.mark.thorough
 def test_the_other_blocks_of_the_page_work_too(reader):
     reader.runner.values["inputs.reason"] = 'a "new" $(touch evil) batch'
     for one in BLOCKS:
-        if one in (*START, ACCEPT, HISTORY, TOMORROW) or one.language == "toml":
+        if one in (*START, ACCEPT, HISTORY, TOMORROW, BY_COMMENT) or one.language == "toml":
             continue
         reader.shell(ANOTHER_DEVICE.get(one.title, "true"))
         reader.follow(one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,15 @@ from pytest_gpumem.github.comment import (
     room,
 )
 from pytest_gpumem.reports.errors import ReportError
-from pytest_gpumem.reports.escaping import plain
+from pytest_gpumem.reports.escaping import block, details, plain
 from pytest_gpumem.reports.github import is_github, notice_line
 from pytest_gpumem.reports.json_report import from_json
 from pytest_gpumem.reports.markdown import markdown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pytest_gpumem.reports.session_report import SessionReport
 
 DEFAULT_NAME = "gpumem"
 _LONGEST_NAME = 100
@@ -82,6 +85,11 @@ def _name(text: str) -> str:
 )
 @click.option("--title", metavar="TEXT", default="the gate is red", show_default=True, help="What the issue is called.")
 @click.option("--link", metavar="URL", default="", callback=parsed(_address), help="Where the whole report is.")
+@click.option(
+    "--artifact",
+    metavar="NAME",
+    help="The artifact of this run that has the report: where baselines made tests fail, how to accept them from it is said.",
+)
 def comment(
     *,
     reports: tuple[Path, ...],
@@ -91,6 +99,7 @@ def comment(
     issue: str | None,
     title: str,
     link: str,
+    artifact: str | None,
 ) -> None:
     """Put a report into the pull request, as one comment that later runs change, or into an issue.
 
@@ -132,7 +141,8 @@ def comment(
             closed = close_issue(api, repository, name)
             click.echo(f"closed {closed}" if closed else "there is no open issue to close")
             return
-        body = _body(reports, name, link)
+        accept = "" if where is None or artifact is None else _how_to_accept(reports, artifact, where.number)
+        body = _body(reports, name, link, accept)
         if where is None:
             is_new, address = put_issue(api, repository, name, f"{name}: {title}", body)
         else:
@@ -152,19 +162,47 @@ def comment(
         click.echo(f"{'made' if is_new else 'changed'} {address}")
 
 
-def _body(files: Sequence[Path], name: str, link: str) -> str:
+def _how_to_accept(files: Sequence[Path], artifact: str, pull_request: int) -> str:
+    """Return the commands that accept the figures of a report, in a paragraph; empty where no baseline made a test fail."""
+    run = os.environ.get("GITHUB_RUN_ID", "")
+    for file in files:
+        if file.suffix != ".json" or not run.isdecimal():
+            continue
+        report = _report(file)
+        if report.passed or not any(one.failed and one.verdict.accept for one in report.results):
+            continue
+        folder, kept = shlex.quote(f"{artifact}-report"), shlex.quote(f"{artifact}-report/{file.name}")
+        commands = [
+            f"git fetch origin pull/{pull_request}/merge",
+            f"gh run download {run} --name {shlex.quote(artifact)} --dir {folder}",
+            f'gpumem accept {kept} --reason "..."',
+        ]
+        told = block("\n".join(commands))
+        return f"\n{details('To accept what was measured, in the branch of this pull request', told)}\n"
+    return ""
+
+
+def _report(file: Path) -> SessionReport:
+    """Read a JSON report. Raises `InputError`."""
+    try:
+        return from_json(file.read_text(encoding="utf-8"), str(file))
+    except ReportError as error:
+        raise InputError(str(error)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+
+
+def _body(files: Sequence[Path], name: str, link: str, accept: str = "") -> str:
     """Return the text without its marker. Raises `InputError`."""
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
-    beneath = f"\n[The whole report]({link})\n" if link else ""
+    beneath = f"{accept}\n[The whole report]({link})\n" if link else accept
     left = room(name) - len(above) - len(beneath) - (len(files) - 1)
     texts: dict[Path, str] = {}
     # Of JSON there is as much as the others leave room for.
     for file in sorted(files, key=lambda one: one.suffix == ".json"):
         try:
-            text = file.read_text(encoding="utf-8")
-            texts[file] = markdown(from_json(text, str(file)), most=left) if file.suffix == ".json" else text
-        except ReportError as error:
-            raise InputError(str(error)) from None
+            is_json = file.suffix == ".json"
+            texts[file] = markdown(_report(file), most=left) if is_json else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{file} cannot be read: {error}") from None
         if len(texts[file]) > left:

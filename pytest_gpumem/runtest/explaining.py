@@ -37,10 +37,21 @@ class ExplainPolicy:
 
     def should_explain(self, judged: Judged) -> bool:
         """Return whether to explain a measurement: its test reads that, it fails by its bytes, or may become a baseline."""
+        return self._is_read or self._should(judged, "memory")
+
+    def should_show_whole_step(self, judged: Judged) -> bool:
+        """Return whether its explanation has the step's bytes over time: not where it only may be accepted later.
+
+        No baseline keeps them, and they are three quarters of what a report has of a step.
+        """
+        only_later = self.settings.may_be_accepted_later and self.settings.update is None
+        return not only_later or self._is_read or self._is_told(judged, "memory")
+
+    @property
+    def _is_read(self) -> bool:
         # A test that only has the marker has no measurement to read.
         judging = self.judging
-        asked = judging.measured.has_fixture and reads_any(getattr(judging.item, "function", None), COMPOSITION)
-        return asked or self._should(judged, "memory")
+        return judging.measured.has_fixture and reads_any(getattr(judging.item, "function", None), COMPOSITION)
 
     def device_to_explain(self, judged: Judged) -> str | None:
         """Return the GPU whose peak is explained: that by which the test fails, or else that with the largest peak."""
@@ -53,12 +64,18 @@ class ExplainPolicy:
         """Return whether to find the lines of its counts: it fails by them, or may become a baseline."""
         return self._should(judged, "work")
 
-    def _should(self, judged: Judged, kind: Kind) -> bool:
+    def _is_told(self, judged: Judged, kind: Kind) -> bool:
+        """Return whether a person is told what it is made of: it fails by it, or all is explained."""
         if self.settings.explain != "on-failure":
             return self.settings.explain == "always"
         failing = self.judging.failing(self.judging.verdict([judged]))
-        if failing_metrics(judged.verdict, failing, kind):
+        return bool(failing_metrics(judged.verdict, failing, kind))
+
+    def _should(self, judged: Judged, kind: Kind) -> bool:
+        if self._is_told(judged, kind):
             return True
+        if self.settings.explain != "on-failure":
+            return False
         # What a report is to be accepted from is explained as what is accepted at once.
         mode: UpdateMode | None = "all" if self.settings.may_be_accepted_later else self.settings.update
         earlier = judged.baseline

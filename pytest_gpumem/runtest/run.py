@@ -203,7 +203,7 @@ class TestRun:
             by_operator = prepared.locate(step).figures.counted.by_operator
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
         if consensus.any(policy.should_explain(judged) if explain is None else explain):
-            judged = _explained(judged, prepared.explain(step, policy.device_to_explain(judged)))
+            judged = self._explained(judged, prepared.explain(step, policy.device_to_explain(judged)), explain)
         judged = self._with_packages(judged, sites)
         consensus.release()  # what the step holds is freed next
         return judged
@@ -323,7 +323,17 @@ class TestRun:
         device = self.context.named(on)
         peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
         explanation = self.context.explain(subject(device), Expected(peak, turnover=None), device)
-        return self._with_packages(_explained(judged, explanation), sites)
+        return self._with_packages(self._explained(judged, explanation, explain), sites)
+
+    def _explained(self, judged: Judged, explanation: Explanation | str, asked: bool | None) -> Judged:
+        """Return the measurement with its explanation, or with the clause that says why there is none."""
+        measurement = judged.measurement
+        whole_step = self.device.consensus.any(bool(asked) or self._policy.should_show_whole_step(judged))
+        if isinstance(explanation, str):
+            return judged.explained(replace(measurement, notes=(*measurement.notes, explanation)))
+        if not whole_step:
+            explanation = replace(explanation, over_time=None)
+        return judged.explained(replace(measurement, explanation=explanation))
 
     def _with_packages(self, judged: Judged, sites: Sites) -> Judged:
         """Return the measurement with the releases of the packages whose code ran, as ``sites`` saw, and of the baseline's."""
@@ -417,11 +427,3 @@ def _numbered(name: str, taken: set[str]) -> str:
     """Return ``name``, or ``name-2``, ``name-3``, ...: the first that is not taken."""
     numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     return next(candidate for candidate in numbered if candidate not in taken)
-
-
-def _explained(judged: Judged, explanation: Explanation | str) -> Judged:
-    """Return the measurement with its explanation, or with the clause that says why there is none."""
-    measurement = judged.measurement
-    if isinstance(explanation, str):
-        return judged.explained(replace(measurement, notes=(*measurement.notes, explanation)))
-    return judged.explained(replace(measurement, explanation=explanation))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -24,6 +25,7 @@ from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from tests.fake_github import LIMIT, ME, NUMBER, REPOSITORY, TOKEN, FakeGitHub, fake_github
 from tests.hostile import ALL, TEXTS
+from tests.reports.sessions import OK, REGRESSED, session
 
 HERE = PullRequest(REPOSITORY, NUMBER)
 MINE = marker("gpumem")
@@ -206,6 +208,31 @@ def test_the_report_of_a_session_is_put_with_a_link_to_all_of_it(run, github):
     assert text.startswith(f"{MINE}\n")
     assert "gated nothing" in text
     assert text.endswith("\n[The whole report](https://github.com/a/b/actions/runs/1/artifacts/2)\n")
+
+
+def test_what_baselines_made_fail_comes_with_the_commands_that_accept_it(run, github, tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_RUN_ID", "77")
+    (tmp_path / "red.json").write_text(to_json(session(replace_accept(REGRESSED), OK)))
+    (tmp_path / "own.json").write_text(to_json(session(replace_accept(REGRESSED, ""), OK)))
+    assert run("red.json", "--artifact", "H100 job", "--link", "https://a.b/c").exit_code == 0
+    assert run("red.json", "--name", "none").exit_code == 0
+    assert run("own.json", "--name", "own", "--artifact", "gpumem").exit_code == 0
+    assert run("gpumem.md", "--name", "text", "--artifact", "gpumem").exit_code == 0
+    red, *others = (one["body"] for one in github.comments)
+    assert (
+        "```text\n"
+        "git fetch origin pull/7/merge\n"
+        "gh run download 77 --name 'H100 job' --dir 'H100 job-report'\n"
+        "gpumem accept 'H100 job-report/red.json' --reason \"...\"\n"
+        "```" in red
+    )
+    assert red.endswith("\n[The whole report](https://a.b/c)\n")
+    assert len(others) == 3
+    assert not any("gpumem accept" in one for one in others)
+
+
+def replace_accept(result, command="pytest --gpumem-update=all"):
+    return replace(result, verdict=replace(result.verdict, accept=command or None))
 
 
 def test_markdown_is_put_as_it_is_under_the_name_of_the_comment(run, github):
