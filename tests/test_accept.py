@@ -457,6 +457,19 @@ def test_a_store_that_cannot_be_written_is_told(grown, monkeypatch):
     refused(grown, "cannot be written: ", code=2)
 
 
+def test_with_a_named_store_nothing_of_the_project_is_read_or_run(grown):
+    """A checkout of somebody's pull request is code of theirs."""
+    for name in ("conftest", "a_plugin"):
+        (grown.path / f"{name}.py").write_text("raise ImportError('it was run')\n")
+    (grown.path / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "-p a_plugin"\n[tool.gpumem]\nstore = 3\n'
+    )
+    refused(grown, "pytest cannot be started here", code=2)
+    accept("report.json", "test_a", "--store", "gpumem-baselines")
+    assert peaks(grown)["test_a"] == 8_000_000
+    refused(grown, "--store is empty", "--store", "", code=2)
+
+
 def test_what_is_no_report_is_told(grown):
     (grown.path / "x.json").write_text("{}")
     refused(grown, "it is JSON, but not a report of pytest-gpumem", code=2, report="x.json")

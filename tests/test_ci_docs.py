@@ -152,48 +152,106 @@ def test_an_empty_repository_gets_a_gate_that_a_regression_turns_red(reader, tmp
 GH = """\
 #!/bin/bash
 case "$*" in
-  api*) echo "$MAY" ;;
-  *isCrossRepository*) echo "$IS_FORK" ;;
-  *headRefName*) echo topic ;;
-  "run list"*) echo 77 ;;
-  "run download 77 --name gpumem --dir "*) mkdir -p "${@: -1}"; cp gpumem-report/* "${@: -1}" ;;
+  "api repos/someone/project/collaborators/a-maintainer/permission --jq .permission") echo "$MAY" ;;
+  "pr view 7 "*isCrossRepository*) echo "$IS_FORK" ;;
+  "pr view 7 "*headRefName*) echo 'topic/$(touch${IFS}evil)' ;;
+  "run list --workflow gpumem-gpu.yml --commit $(git rev-parse HEAD) --status completed "*) echo $ENDED ;;
+  "run download 77 --name gpumem-gpu --dir "*) mkdir -p "${@: -1}"; cp gpumem-report/* "${@: -1}" ;;
   *) exit 1 ;;
 esac
 """
 """GitHub's command, as far as the workflow calls it."""
 
 
-@pytest.mark.parametrize(
-    ("may", "is_fork", "told"),
-    [
-        ("write", "false", "gpumem accept: 1 accepted"),
-        ("read", "false", "::error::a-maintainer may not write here"),
-        ("admin", "true", "::error::the branch is a fork's"),
-    ],
-    ids=["accepts", "may only read", "a fork"],
-)
-def test_a_maintainers_comment_accepts_what_the_job_measured(reader, may, is_fork, told):
+@pytest.fixture
+def asked(reader: Reader) -> Reader:
+    """One whose pull request needs more and has code wherever it might be run, after a maintainer has commented on it."""
     reader.replace(FUSED, KEEPS_A_COPY)
     reader.shell(
         "git add model.py && git commit --quiet --message change && git push --quiet origin HEAD:refs/pull/7/merge"
     )
     assert not reader.gates()
-    command = reader.runner.folder.parent / "bin" / "gh"
+    assert (reader.folder / "gpumem-report" / "gpumem.json").exists(), reader.runner.log
+    for name in ("conftest", "a_plugin", "filelock", "fastjsonschema", "json", "pytest_gpumem"):
+        (reader.folder / f"{name}.py").write_text("import pathlib; pathlib.Path('evil').touch()\n", encoding="utf-8")
+    settings = '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "-p a_plugin"\n'
+    (reader.folder / "pyproject.toml").write_text(settings, encoding="utf-8")
+    command = reader.folder.parent / "bin" / "gh"
     command.write_text(GH, encoding="utf-8")
     command.chmod(0o755)
-    reader.runner.environment |= {"MAY": may, "IS_FORK": is_fork, "GITHUB_ACTOR": "a-maintainer"}
-    reader.runner.values["github.event.issue.number"] = "7"
-    reader.runner.values["github.event.comment.body"] = '/gpumem accept until "#12" $(touch evil)\r\nmore'
+    reader.runner.environment |= {"MAY": "write", "IS_FORK": "false", "ENDED": "77"}
+    reader.runner.values |= {
+        "github.event.issue.number": "7",
+        "github.event.comment.user.login": "a-maintainer",
+        "github.event.comment.body": '/gpumem accept until "#12" $(touch evil)\r\nmore',
+        "github.repository": "someone/project",
+    }
     reader.runner.log = ""
     reader.follow(BY_COMMENT)
-    assert reader.runner.run(job_of(reader.folder / BY_COMMENT.title)["steps"]) is (may == "write"), reader.runner.log
-    assert told in reader.runner.log
+    return reader
+
+
+def accepts(reader: Reader) -> bool:
+    """Whether the job that accepts succeeds. Whatever became of it, nothing of the pull request was run."""
+    succeeded = reader.runner.run(job_of(reader.folder / BY_COMMENT.title)["steps"])
     assert not (reader.folder / "evil").exists()
-    (stored,) = reader.folder.glob("gpumem-baselines/*/*.toml")
-    assert ('reason = "until \\"#12\\" $(touch evil)"' in stored.read_text(encoding="utf-8")) is (may == "write")
-    if may == "write":
-        assert reader.runner.values["steps.accept.outputs.branch"] == "topic"
-        assert reader.gates(), reader.runner.log
+    return succeeded
+
+
+def stored(reader: Reader) -> str:
+    (file,) = reader.folder.glob("gpumem-baselines/*/*.toml")
+    return file.read_text(encoding="utf-8")
+
+
+def test_a_maintainers_comment_accepts_what_the_job_measured_and_runs_nothing_of_the_pull_request(asked):
+    assert accepts(asked), asked.runner.log
+    assert "gpumem accept: 1 accepted\n" in asked.runner.log
+    assert 'reason = "until \\"#12\\" $(touch evil)"' in stored(asked)
+    assert asked.runner.values["steps.accept.outputs.branch"] == "topic/$(touch${IFS}evil)"
+
+
+def test_a_comment_without_a_reason_names_who_accepted(asked):
+    asked.runner.values["github.event.comment.body"] = "/gpumem accept\r\n"
+    assert accepts(asked), asked.runner.log
+    assert 'reason = "accepted by a-maintainer in #7"' in stored(asked)
+
+
+@pytest.mark.parametrize(
+    ("environment", "before", "told"),
+    [
+        ({"MAY": "read"}, "true", "a-maintainer may not write to this repository"),
+        ({"IS_FORK": "true"}, "true", "the branch is a fork's"),
+        ({"ENDED": ""}, "true", "no run of gpumem-gpu.yml has ended for the last commit"),
+        ({}, "ln -s ../../outside gpumem-baselines/cpu-other", "gpumem-baselines has links"),
+        (
+            {},
+            "echo >x && git add x && git commit --quiet --message x",
+            "1 file differs (x)",
+        ),
+        ({}, "echo '{' >gpumem-report/gpumem.json", "gpumem.json: "),
+    ],
+    ids=["may only read", "a fork", "no run", "links", "another commit", "no report"],
+)
+def test_a_comment_accepts_nothing_where_it_must_not_and_says_why(asked, environment, before, told):
+    asked.runner.environment |= environment
+    asked.shell(before)
+    was = stored(asked)
+    assert not accepts(asked)
+    assert told in asked.runner.log
+    assert stored(asked) == was
+    # Who may not write gets no answer, either.
+    assert ("steps.accept.outputs.asked" in asked.runner.values) == ("MAY" not in environment)
+
+
+def test_the_job_that_writes_runs_only_actions_and_the_one_that_reads_the_report_writes_nothing():
+    jobs = read_yaml(BY_COMMENT.text)["jobs"]
+    assert {name: job["permissions"] for name, job in jobs.items()} == {
+        "accept": {"actions": "read", "contents": "read", "pull-requests": "read"},
+        "propose": {"contents": "write", "pull-requests": "write"},
+        "answer": {"pull-requests": "write"},
+    }
+    assert [step["run"] for step in jobs["propose"]["steps"] if "run" in step] == ["rm -rf gpumem-baselines"]
+    assert not any("uses" in step for step in jobs["answer"]["steps"])
 
 
 @pytest.mark.thorough

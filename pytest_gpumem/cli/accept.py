@@ -15,9 +15,8 @@ from pytest_gpumem.accept.selection import Refusal, UnfitReport, UnknownTest, ch
 from pytest_gpumem.baselines.changes import Source
 from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.store import Store
-from pytest_gpumem.cli.project import project_settings
+from pytest_gpumem.cli.project import backend_in
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, read_report, write_lines
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.kinds import LINE
@@ -64,7 +63,11 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     multiple=True,
     help="Accept the tests that this cause explains, by its row in the table of causes, the first being 1; may be repeated.",
 )
-@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
+@click.option(
+    "--store",
+    metavar="PATH|URL",
+    help="Where the baselines lie, if not where the project's settings say; nothing of the project is read then, nor run.",
+)
 @click.option(
     "--force-commit",
     is_flag=True,
@@ -105,9 +108,8 @@ def accept(
     if tests and causes:
         raise click.UsageError("tests are named, or chosen by --cause, not both")
     report = read_report(report_file)
-    settings = project_settings(store)
-    with input_errors(BackendError):
-        backend = backend_of(settings.store, settings.store_base)
+    backend = backend_in(store)
+    units = report.terms.units
     with input_errors(UnfitReport):
         check_report(report, str(report_file))
     source = _source(report, reason, backend, force=force_commit)
@@ -116,8 +118,8 @@ def accept(
     with input_errors(UnknownTest, UnknownCause):
         results = chosen(report, tests)
         if causes:
-            named = numbered_causes(found.causes, causes, settings.units)
-            explained = with_causes(found.causes, results, named, settings.units)
+            named = numbered_causes(found.causes, causes, units)
+            explained = with_causes(found.causes, results, named, units)
             results = [result for result, why in explained if why is None]
             apart = [Candidate(result, refused=why) for result, why in explained if why is not None]
     there = Store(backend)
@@ -128,7 +130,7 @@ def accept(
     asks = not (tests or causes) and _is_terminal()
     changing = [one for one in candidates if one.changes_store and (one.is_noticed or not asks)]
     try:
-        accepted = _accepted_by_a_person(changing, found, settings.units) if asks else changing
+        accepted = _accepted_by_a_person(changing, found, units) if asks else changing
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted; nothing was written", err=True)
         sys.exit(INTERRUPTED)
@@ -137,7 +139,7 @@ def accept(
     refused = [(one.title, one.refused) for one in candidates if one.refused and (tests or causes or one.result.failed)]
     refused += _with_nothing_to_accept(report, tests, candidates)
     for one in accepted:
-        write_lines(f"accepted {line}" for line in _figures(one, settings.units))
+        write_lines(f"accepted {line}" for line in _figures(one, units))
     write_lines(f"not accepted: {title}: {why.why}" for title, why in refused)
     for why in sorted(filter(None, unlocked)):
         click.echo(f"warning: {why}", err=True)

@@ -64,9 +64,26 @@ def project_settings(store: str | None = None, *, emulates: bool = True) -> Sett
     settings = read_of_project(settings_of, emulates=emulates)
     if store is None:
         return settings
+    return replace(settings, store=_named(store), store_base=Path.cwd())
+
+
+def backend_in(store: str | None) -> Backend:
+    """Return the backend of the store that is named, relative to this folder, or of the project around it.
+
+    Where it is named nothing of the project is read: its settings are found by pytest with the plugins that it names, and so by
+    running code of it. Raises `InputError`.
+    """
+    with input_errors(BackendError):
+        if store is not None:
+            return backend_of(_named(store), Path.cwd())
+        settings = project_settings()
+        return backend_of(settings.store, settings.store_base)
+
+
+def _named(store: str) -> str:
     if not store:
         raise InputError("--store is empty, expected a folder or a URL")
-    return replace(settings, store=store, store_base=Path.cwd())
+    return store
 
 
 def read_of_project(read: Callable[[pytest.Config], T], *, emulates: bool = False) -> T:
