@@ -192,7 +192,7 @@ def test_measure(gpumem):
     project.write(source.format(work="x = x + 1"))
     project.run("--gpumem-update=new")
     project.write(source.format(work="x = (x + 1) @ x"))
-    result = gate(project)
+    result = gate(project, "-vv")
     result.assert_outcomes(failed=2)
     row = rf"mm +\+1 +Net +{line_of(project, '@ x')}"
     assert len(re.findall(row, result.stdout.str())) == 2

@@ -71,7 +71,7 @@ def test_no_id_breaks_out_of_any_report_and_none_is_lost(github):
     page = read((github.path / "out/r.md").read_text(encoding="utf-8"))
     assert all(f"test_it.py::{visible(test)}" in page.text for test in tests)
     assert set(page.tags) <= {
-        *("h3", "p", "br", "ul", "li", "strong", "em", "code", "details", "summary"),
+        *("h3", "h4", "p", "br", "ul", "li", "strong", "em", "code", "details", "summary"),
         *("table", "thead", "tbody", "tr", "th", "td"),
     }
     assert read((github.path / "summary.md").read_text(encoding="utf-8")) == page

@@ -278,7 +278,9 @@ def test_what_a_package_keeps_is_told_with_it_in_each_way_to_find_a_leak(project
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: holdall\nVersion: 1.2.3\n", encoding="utf-8")
     project.write(KEPT_BY_A_PACKAGE)
-    result = project.run(*workers, separate=True)
+    result = project.run("-vv", *workers, separate=True)
     result.assert_outcomes(failed=3)
-    told = [line.removeprefix("E").strip() for line in result.outlines if "kept in: " in line]
-    assert told == ["kept in: holdall 1.2.3: State._shared_state[...] -> Loader.data[...]"] * 3
+    lines = [line.removeprefix("E").strip() for line in result.outlines]
+    told = [line for line in lines if line.startswith("kept in: ")]
+    assert len(told) >= 3
+    assert set(told) == {"kept in: holdall 1.2.3: State._shared_state[...] -> Loader.data[...]"}
