@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed
+from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.github.comment import (
     Api,
     GitHubError,
@@ -31,6 +32,7 @@ from pytest_gpumem.reports.markdown import markdown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_gpumem.reports.results import TestResult
     from pytest_gpumem.reports.session_report import SessionReport
 
 DEFAULT_NAME = "gpumem"
@@ -88,7 +90,7 @@ def _name(text: str) -> str:
 @click.option(
     "--artifact",
     metavar="NAME",
-    help="The artifact of this run that has the report: where baselines made tests fail, how to accept them from it is said.",
+    help="The artifact of this run that has the report: where baselines made it red, how to accept from it is said.",
 )
 def comment(
     *,
@@ -163,23 +165,30 @@ def comment(
 
 
 def _how_to_accept(files: Sequence[Path], artifact: str, pull_request: int) -> str:
-    """Return the commands that accept the figures of a report, in a paragraph; empty where no baseline made a test fail."""
+    """Return the commands that accept the figures of a report, in a paragraph; empty where no baseline would make it green."""
     run = os.environ.get("GITHUB_RUN_ID", "")
     for file in files:
         if file.suffix != ".json" or not run.isdecimal():
             continue
         report = _report(file)
-        if report.passed or not any(one.failed and one.verdict.accept for one in report.results):
+        if report.passed or not any(map(_may_be_accepted, report.results)):
             continue
-        folder, kept = shlex.quote(f"{artifact}-report"), shlex.quote(f"{artifact}-report/{file.name}")
+        folder = f"gpumem-{run}"
         commands = [
             f"git fetch origin pull/{pull_request}/merge",
             f"gh run download {run} --name {shlex.quote(artifact)} --dir {folder}",
-            f'gpumem accept {kept} --reason "..."',
+            f'gpumem accept {shlex.quote(f"{folder}/{file.name}")} --reason "..."',
         ]
         told = block("\n".join(commands))
         return f"\n{details('To accept what was measured, in the branch of this pull request', told)}\n"
     return ""
+
+
+def _may_be_accepted(result: TestResult) -> bool:
+    """Return whether a baseline is what a test lacks."""
+    if result.failed:
+        return result.verdict.accept is not None
+    return result.passed and result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN)
 
 
 def _report(file: Path) -> SessionReport:

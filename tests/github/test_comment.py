@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.github.comment import (
     Api,
     GitHubError,
@@ -25,7 +26,7 @@ from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from tests.fake_github import LIMIT, ME, NUMBER, REPOSITORY, TOKEN, FakeGitHub, fake_github
 from tests.hostile import ALL, TEXTS
-from tests.reports.sessions import OK, REGRESSED, session
+from tests.reports.sessions import OK, REGRESSED, measured, peak, result, session
 
 HERE = PullRequest(REPOSITORY, NUMBER)
 MINE = marker("gpumem")
@@ -218,12 +219,18 @@ def test_what_baselines_made_fail_comes_with_the_commands_that_accept_it(run, gi
     assert run("red.json", "--name", "none").exit_code == 0
     assert run("own.json", "--name", "own", "--artifact", "gpumem").exit_code == 0
     assert run("gpumem.md", "--name", "text", "--artifact", "gpumem").exit_code == 0
-    red, *others = (one["body"] for one in github.comments)
+    (tmp_path / "new.json").write_text(
+        to_json(session(result(measured(peak(Outcome.NEW))), errors=("it compared nothing",)))
+    )
+    assert run("new.json", "--name", "new", "--artifact", "H100's `$(y)`").exit_code == 0
+    red, *others, new = (one["body"] for one in github.comments)
+    # Where there are no baselines yet, nothing was gated.
+    assert "gh run download 77 --name 'H100'\"'\"'s `$(y)`' --dir gpumem-77\n" in new
     assert (
         "```text\n"
         "git fetch origin pull/7/merge\n"
-        "gh run download 77 --name 'H100 job' --dir 'H100 job-report'\n"
-        "gpumem accept 'H100 job-report/red.json' --reason \"...\"\n"
+        "gh run download 77 --name 'H100 job' --dir gpumem-77\n"
+        'gpumem accept gpumem-77/red.json --reason "..."\n'
         "```" in red
     )
     assert red.endswith("\n[The whole report](https://a.b/c)\n")
