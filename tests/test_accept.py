@@ -302,7 +302,7 @@ def on_a_terminal(monkeypatch, keys, *arguments):
 
 
 def refused(project, why, *arguments, code=1, report="report.json"):
-    """Nothing is written, and the command says why."""
+    """Assert that a report is refused with these words, and that the store stays as it was."""
     before = project.stored()
     output = accept(report, *arguments, code=code)
     assert why in output

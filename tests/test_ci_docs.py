@@ -192,7 +192,7 @@ def asked(reader: Reader) -> Reader:
 
 
 def accepts(reader: Reader) -> bool:
-    """Whether the job that accepts succeeds. Whatever became of it, nothing of the pull request was run."""
+    """Return whether the job that accepts succeeds, after a look that it ran nothing of the pull request."""
     succeeded = reader.runner.run(job_of(reader.folder / BY_COMMENT.title)["steps"])
     assert not (reader.folder / "evil").exists()
     return succeeded
