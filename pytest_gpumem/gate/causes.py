@@ -8,38 +8,21 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.gate.growths import ENOUGH, growths_of
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.values.composition import REST
-from pytest_gpumem.values.source_lines import file_and_line, without_release
+from pytest_gpumem.values.source_lines import file_and_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
-    from pytest_gpumem.values.composition import Row
-    from pytest_gpumem.values.operator_counts import Tally
+    from pytest_gpumem.gate.growths import Explained, Growth, Part, Place
+    from pytest_gpumem.gate.verdict import TestVerdict
 
-WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
-ENOUGH = 0.8
-"""Share of a growth that its causes have to explain; the rest of it are consequences."""
 LEAST = 0.1
 """Share of a growth that a line has to explain at least to be one of its causes."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Growth:
-    """A metric that is worse: of a measurement of a test, by so much. The amount is in the metric's unit."""
-
-    test: str
-    """The test's id."""
-    name: str
-    metric: str
-    device: str
-    amount: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,59 +98,15 @@ class Causes:
         return tuple(share for share in self.not_explained if share.amount > (1 - ENOUGH) * share.growth.amount)
 
 
-class _Place(NamedTuple):
-    """A line without the release of its package, and a module; of tensors made before the step, their category."""
-
-    line: str
-    module: str
-    category: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The rows of one growth at one place: their sum, and what a report shows of the largest."""
-
-    amount: float
-    largest: float
-    line: str
-    module: str
-    operator: str
-    what: str
-    category: str = ""
-    reason: str = ""
-
-    def __add__(self, other: _Part) -> _Part:
-        larger = max(self, other, key=lambda one: (one.largest, one.line, one.module, one.operator, one.what))
-        return replace(larger, amount=self.amount + other.amount)
-
-
-@dataclass(frozen=True, slots=True)
-class _Explained:
-    """A growth, its parts by place, and what else may be its cause."""
-
-    growth: Growth
-    parts: Mapping[_Place, _Part]
-    holders: tuple[str, ...]
-    packages: tuple[str, ...]
-    budget: str
-    """The limit that is exceeded, where there is no more than in a baseline; else empty."""
-
-    def at(self, place: _Place) -> float:
-        """Return by how much more there is at a place; 0 where it is not more."""
-        part = self.parts.get(place)
-        return max(0, part.amount) if part is not None else 0
-
-
 def causes_of(tests: Iterable[TestVerdict]) -> Causes:
     """Return the causes of what grew in tests: the same in whichever order these are."""
-    all_of_them = (one for test in tests for verdict in test.verdicts for one in _growths(test.nodeid, verdict))
-    growths = _of_inner_modules(sorted(all_of_them, key=lambda one: one.growth))
+    growths = growths_of(tests)
     first_of = _joined(_chosen(growths), growths)
-    shares: dict[_Place, list[tuple[_Explained, float]]] = defaultdict(list)
+    shares: dict[Place, list[tuple[Explained, float]]] = defaultdict(list)
     for one in growths:
         for first, amount in _shares(one, first_of).items():
             shares[first].append((one, amount))
-    places_of: dict[_Place, list[_Place]] = defaultdict(list)
+    places_of: dict[Place, list[Place]] = defaultdict(list)
     for place, first in first_of.items():
         places_of[first].append(place)
     found = [_cause_at(places, shares[first]) for first, places in places_of.items() if first in shares]
@@ -186,136 +125,16 @@ def _order(cause: Cause) -> tuple[object, ...]:
     return -len(cause.tests), METRICS[cause.metric].precedence, -cause.total, cause.lines, cause.module, cause.what
 
 
-# What grew
-
-
-def _growths(test: str, verdict: Verdict) -> Iterator[_Explained]:
-    """Yield what grew in a measurement: bytes that are kept, the peak, garbage, and syncs; else other work; else time."""
-    worse = {one.metric: one for one in verdict.metrics if one.outcome in WORSE and _amount(one) > 0}
-    names = sorted(worse, key=lambda name: METRICS[name].precedence)
-    memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
-    measurement, explanation = verdict.measurement, verdict.measurement.explanation
-    # More operators are what memory grows by; who reads a value may do so anywhere.
-    syncs = [name for name in work if name == "syncs"]
-    for name in [*_one_of_each(memory), *syncs] or work[:1] or names[:1]:
-        one = worse[name]
-        kept = name in _KEPT and explanation is not None
-        no_more = one.baseline is None or one.value <= one.baseline
-        yield _Explained(
-            Growth(test, measurement.name, name, measurement.environment.device, _amount(one)),
-            _parts(verdict, name),
-            explanation.holders if kept and explanation is not None else (),
-            verdict.changed_packages,
-            f"{one.budget}" if one.outcome is Outcome.OVER_BUDGET and no_more else "",
-        )
-
-
-_KEPT = ("growth", "retained")
-
-
-def _one_of_each(memory: Sequence[str]) -> list[str]:
-    """Return the first metric of each kind of memory: of what is kept, of peaks, and garbage."""
-    found: dict[object, str] = {}
-    for name in memory:
-        found.setdefault("kept" if name in _KEPT else METRICS[name].peak or name, name)
-    return list(found.values())
-
-
-def _amount(one: MetricVerdict) -> float:
-    """Return by how much a metric is worse than its baseline, or than its budget where it is not."""
-    sign = -1 if METRICS[one.metric].larger_is_better else 1
-    by = [sign * (one.value - against) for against in (one.baseline, one.budget) if against is not None]
-    return next((amount for amount in by if amount > 0), 0)
-
-
-def _parts(verdict: Verdict, metric: str) -> dict[_Place, _Part]:
-    """Return what explains a metric of a measurement, by place."""
-    explanation = verdict.measurement.explanation
-    if metric in verdict.count_changes:
-        return _summed(_of_tally(tally) for tally in verdict.count_changes[metric])
-    if METRICS[metric].peak:
-        return _parts_of_peak(verdict)
-    if explanation is None or metric not in (*_KEPT, "cyclic_garbage"):
-        return {}
-    left = explanation.retained if metric in _KEPT else explanation.garbage
-    return _summed(_of_row(row, row.nbytes) for row in left.rows)
-
-
-def _parts_of_peak(verdict: Verdict) -> dict[_Place, _Part]:
-    """Return what grew at the peak; where that is many small rows, also what was left, which was there at the peak."""
-    difference, explanation = verdict.difference, verdict.measurement.explanation
-    if difference is None:
-        return {}
-    parts = _summed(_of_row(change.row, change.nbytes, change.reason) for change in difference.changes)
-    if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
-        parts = {**_summed(_of_row(row, row.nbytes) for row in explanation.retained.rows), **parts}
-    return parts
-
-
-def _summed(parts: Iterable[tuple[_Place, _Part] | None]) -> dict[_Place, _Part]:
-    found: dict[_Place, _Part] = {}
-    for place, part in filter(None, parts):
-        found[place] = found[place] + part if place in found else part
-    return found
-
-
-def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[_Place, _Part] | None:
-    """Return the place of a row, and the row as a part; ``None`` for the sum of small rows."""
-    line = row.library or row.site
-    if row.operator == REST:
-        return None
-    place = _Place(without_release(line), row.module, "" if line or row.module else row.category)
-    return place, _Part(nbytes, nbytes, line, row.path, row.operator, row.what, row.category, reason)
-
-
-def _of_tally(tally: Tally) -> tuple[_Place, _Part]:
-    line, module = tally.place.library or tally.place.site, tally.place.module
-    # Of kernels the lines are not known.
-    place = _Place(without_release(line), module) if line or module else _Place("", tally.operator)
-    return place, _Part(tally.amount, tally.amount, line, module, tally.operator, "")
-
-
-def _of_inner_modules(growths: Sequence[_Explained]) -> list[_Explained]:
-    """Return growths in which a module at a line has one name in all tests, without those of what is around it in some."""
-    modules: dict[str, set[str]] = defaultdict(set)
-    for one in growths:
-        for place in one.parts:
-            modules[place.line].add(place.module)
-    inner: dict[tuple[str, str], str] = {}
-    for line, names in modules.items():
-        for name in names:
-            ends = {part for part in _ends(name) if line and part in names}
-            inner[line, name] = min(ends, key=len, default=name)
-    return [
-        replace(
-            one,
-            parts=_summed(
-                (place._replace(module=inner[place.line, place.module]), part) for place, part in one.parts.items()
-            ),
-        )
-        for one in growths
-    ]
-
-
-def _ends(module: str) -> Iterator[str]:
-    """Yield ``model.blocks.*.attn``, ``blocks.*.attn``, ``*.attn``, ``attn``."""
-    parts = module.split(".")
-    return (".".join(parts[start:]) for start in range(len(parts)) if module)
-
-
-# Which places explain it
-
-
-def _chosen(growths: Sequence[_Explained]) -> list[_Place]:
+def _chosen(growths: Sequence[Explained]) -> list[Place]:
     """Return the fewest places that explain `ENOUGH` of each growth, as far as they can: always the one that explains most."""
     left = {one.growth: one.growth.amount for one in growths}
-    at: dict[_Place, list[_Explained]] = defaultdict(list)
+    at: dict[Place, list[Explained]] = defaultdict(list)
     for one in growths:
         for place in one.parts:
             if one.at(place) > 0:
                 at[place].append(one)
 
-    def gain(place: _Place) -> tuple[float, float]:
+    def gain(place: Place) -> tuple[float, float]:
         """Return how much more of the growths a place explains, as a sum of ratios; a metric has a unit of its own."""
         ratios = [
             min(one.at(place), left[one.growth]) / one.growth.amount
@@ -327,7 +146,7 @@ def _chosen(growths: Sequence[_Explained]) -> list[_Place]:
     # What a place explains becomes only less while others are chosen.
     heap = [(-first, -total, place) for place in at for first, total in [gain(place)] if first > 0]
     heapq.heapify(heap)
-    chosen: list[_Place] = []
+    chosen: list[Place] = []
     while heap:
         before, _, place = heapq.heappop(heap)
         now, total = gain(place)
@@ -342,17 +161,17 @@ def _chosen(growths: Sequence[_Explained]) -> list[_Place]:
     return chosen
 
 
-def _joined(chosen: Sequence[_Place], growths: Sequence[_Explained]) -> dict[_Place, _Place]:
+def _joined(chosen: Sequence[Place], growths: Sequence[Explained]) -> dict[Place, Place]:
     """Return the first place of the cause of each: lines of one module in one file are one where they explain the same tests.
 
     A later one may explain fewer tests than the first.
     """
-    tests: dict[_Place, set[str]] = {place: set() for place in chosen}
+    tests: dict[Place, set[str]] = {place: set() for place in chosen}
     for one in growths:
         for place in one.parts:
             if place in tests and one.at(place) > 0:
                 tests[place].add(one.growth.test)
-    firsts: dict[tuple[str, str], list[_Place]] = defaultdict(list)
+    firsts: dict[tuple[str, str], list[Place]] = defaultdict(list)
     first_of = {}
     for place in chosen:
         earlier = firsts[_file(place), place.module]
@@ -362,16 +181,16 @@ def _joined(chosen: Sequence[_Place], growths: Sequence[_Explained]) -> dict[_Pl
     return first_of
 
 
-def _file(place: _Place) -> str:
+def _file(place: Place) -> str:
     return file_and_line(place.line)[0] if place.line else ""
 
 
-def _shares(one: _Explained, first_of: Mapping[_Place, _Place]) -> dict[_Place, float]:
+def _shares(one: Explained, first_of: Mapping[Place, Place]) -> dict[Place, float]:
     """Return the share of each cause in a growth, by its first place.
 
     Where something else has shrunk, shares are less than what there is more.
     """
-    more: dict[_Place, float] = {}
+    more: dict[Place, float] = {}
     for place in one.parts:
         if place in first_of and one.at(place) > 0:
             more[first_of[place]] = more.get(first_of[place], 0) + one.at(place)
@@ -383,9 +202,9 @@ def _shares(one: _Explained, first_of: Mapping[_Place, _Place]) -> dict[_Place, 
     return {first: share for first, share in shares.items() if share}
 
 
-def _cause_at(places: Sequence[_Place], mine: Sequence[tuple[_Explained, float]]) -> Cause:
+def _cause_at(places: Sequence[Place], mine: Sequence[tuple[Explained, float]]) -> Cause:
     """Return the cause at some places, of the growths that it explains and its share in each."""
-    parts: dict[_Place, _Part] = {}
+    parts: dict[Place, Part] = {}
     for one, _ in mine:
         for place in places:
             if one.at(place) > 0:
@@ -407,14 +226,14 @@ def _cause_at(places: Sequence[_Place], mine: Sequence[tuple[_Explained, float]]
     )
 
 
-def _in_all(growths: Sequence[_Explained]) -> tuple[str, ...]:
+def _in_all(growths: Sequence[Explained]) -> tuple[str, ...]:
     """Return the packages that differ from the baseline's in all of these."""
     return tuple(clause for clause in growths[0].packages if all(clause in one.packages for one in growths))
 
 
-def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[_Explained]) -> Iterator[Cause]:
+def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[Explained]) -> Iterator[Cause]:
     """Yield the causes of growth that no line explains: the same packages differ, or the same budget is exceeded."""
-    groups: dict[tuple[str, tuple[str, ...]], list[_Explained]] = defaultdict(list)
+    groups: dict[tuple[str, tuple[str, ...]], list[Explained]] = defaultdict(list)
     for one in growths:
         if kind == "packages" and one.packages:
             groups["", one.packages].append(one)

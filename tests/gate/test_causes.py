@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.causes import ENOUGH, causes_of
+from pytest_gpumem.gate.causes import causes_of
 from pytest_gpumem.gate.difference import Change, Difference
+from pytest_gpumem.gate.growths import ENOUGH
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.values.composition import REST, Composition, Explanation, Row

@@ -1,0 +1,198 @@
+"""Growths of a session: each metric of a measurement that is worse, with what explains it by its place in the code. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.values.composition import REST
+from pytest_gpumem.values.source_lines import without_release
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
+    from pytest_gpumem.values.composition import Row
+    from pytest_gpumem.values.operator_counts import Tally
+
+WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
+ENOUGH = 0.8
+"""Share of a growth that its causes have to explain; the rest of it are consequences."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Growth:
+    """A metric that is worse: of a measurement of a test, by so much. The amount is in the metric's unit."""
+
+    test: str
+    """The test's id."""
+    name: str
+    metric: str
+    device: str
+    amount: float = field(compare=False)
+
+
+class Place(NamedTuple):
+    """A line without the release of its package, and a module; of tensors made before the step, their category."""
+
+    line: str
+    module: str
+    category: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one growth at one place: their sum, and what a report shows of the largest."""
+
+    amount: float
+    largest: float
+    line: str
+    module: str
+    operator: str
+    what: str
+    category: str = ""
+    reason: str = ""
+
+    def __add__(self, other: Part) -> Part:
+        larger = max(self, other, key=lambda one: (one.largest, one.line, one.module, one.operator, one.what))
+        return replace(larger, amount=self.amount + other.amount)
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A growth, its parts by place, and what else may be its cause."""
+
+    growth: Growth
+    parts: Mapping[Place, Part]
+    holders: tuple[str, ...]
+    packages: tuple[str, ...]
+    budget: str
+    """The limit that is exceeded, where there is no more than in a baseline; else empty."""
+
+    def at(self, place: Place) -> float:
+        """Return by how much more there is at a place; 0 where it is not more."""
+        part = self.parts.get(place)
+        return max(0, part.amount) if part is not None else 0
+
+
+def growths_of(tests: Iterable[TestVerdict]) -> list[Explained]:
+    """Return what grew in tests, sorted: a module at a line has one name in all of them."""
+    all_of_them = (one for test in tests for verdict in test.verdicts for one in _growths(test.nodeid, verdict))
+    return _of_inner_modules(sorted(all_of_them, key=lambda one: one.growth))
+
+
+def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
+    """Yield what grew in a measurement: bytes that are kept, the peak, garbage, and syncs; else other work; else time."""
+    worse = {one.metric: one for one in verdict.metrics if one.outcome in WORSE and _amount(one) > 0}
+    names = sorted(worse, key=lambda name: METRICS[name].precedence)
+    memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
+    measurement, explanation = verdict.measurement, verdict.measurement.explanation
+    # More operators are what memory grows by; who reads a value may do so anywhere.
+    syncs = [name for name in work if name == "syncs"]
+    for name in [*_one_of_each(memory), *syncs] or work[:1] or names[:1]:
+        one = worse[name]
+        kept = name in _KEPT and explanation is not None
+        no_more = one.baseline is None or one.value <= one.baseline
+        yield Explained(
+            Growth(test, measurement.name, name, measurement.environment.device, _amount(one)),
+            _parts(verdict, name),
+            explanation.holders if kept and explanation is not None else (),
+            verdict.changed_packages,
+            f"{one.budget}" if one.outcome is Outcome.OVER_BUDGET and no_more else "",
+        )
+
+
+_KEPT = ("growth", "retained")
+
+
+def _one_of_each(memory: Sequence[str]) -> list[str]:
+    """Return the first metric of each kind of memory: of what is kept, of peaks, and garbage."""
+    found: dict[object, str] = {}
+    for name in memory:
+        found.setdefault("kept" if name in _KEPT else METRICS[name].peak or name, name)
+    return list(found.values())
+
+
+def _amount(one: MetricVerdict) -> float:
+    """Return by how much a metric is worse than its baseline, or than its budget where it is not."""
+    sign = -1 if METRICS[one.metric].larger_is_better else 1
+    by = [sign * (one.value - against) for against in (one.baseline, one.budget) if against is not None]
+    return next((amount for amount in by if amount > 0), 0)
+
+
+def _parts(verdict: Verdict, metric: str) -> dict[Place, Part]:
+    """Return what explains a metric of a measurement, by place."""
+    explanation = verdict.measurement.explanation
+    if metric in verdict.count_changes:
+        return _summed(_of_tally(tally) for tally in verdict.count_changes[metric])
+    if METRICS[metric].peak:
+        return _parts_of_peak(verdict)
+    if explanation is None or metric not in (*_KEPT, "cyclic_garbage"):
+        return {}
+    left = explanation.retained if metric in _KEPT else explanation.garbage
+    return _summed(_of_row(row, row.nbytes) for row in left.rows)
+
+
+def _parts_of_peak(verdict: Verdict) -> dict[Place, Part]:
+    """Return what grew at the peak; where that is many small rows, also what was left, which was there at the peak."""
+    difference, explanation = verdict.difference, verdict.measurement.explanation
+    if difference is None:
+        return {}
+    parts = _summed(_of_row(change.row, change.nbytes, change.reason) for change in difference.changes)
+    if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
+        parts = {**_summed(_of_row(row, row.nbytes) for row in explanation.retained.rows), **parts}
+    return parts
+
+
+def _summed(parts: Iterable[tuple[Place, Part] | None]) -> dict[Place, Part]:
+    found: dict[Place, Part] = {}
+    for place, part in filter(None, parts):
+        found[place] = found[place] + part if place in found else part
+    return found
+
+
+def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | None:
+    """Return the place of a row, and the row as a part; ``None`` for the sum of small rows."""
+    line = row.library or row.site
+    if row.operator == REST:
+        return None
+    place = Place(without_release(line), row.module, "" if line or row.module else row.category)
+    return place, Part(nbytes, nbytes, line, row.path, row.operator, row.what, row.category, reason)
+
+
+def _of_tally(tally: Tally) -> tuple[Place, Part]:
+    line, module = tally.place.library or tally.place.site, tally.place.module
+    # Of kernels the lines are not known.
+    place = Place(without_release(line), module) if line or module else Place("", tally.operator)
+    return place, Part(tally.amount, tally.amount, line, module, tally.operator, "")
+
+
+def _of_inner_modules(growths: Sequence[Explained]) -> list[Explained]:
+    """Return growths in which a module at a line has one name in all tests, without those of what is around it in some."""
+    modules: dict[str, set[str]] = defaultdict(set)
+    for one in growths:
+        for place in one.parts:
+            modules[place.line].add(place.module)
+    inner: dict[tuple[str, str], str] = {}
+    for line, names in modules.items():
+        for name in names:
+            ends = {part for part in _ends(name) if line and part in names}
+            inner[line, name] = min(ends, key=len, default=name)
+    return [
+        replace(
+            one,
+            parts=_summed(
+                (place._replace(module=inner[place.line, place.module]), part) for place, part in one.parts.items()
+            ),
+        )
+        for one in growths
+    ]
+
+
+def _ends(module: str) -> Iterator[str]:
+    """Yield ``model.blocks.*.attn``, ``blocks.*.attn``, ``*.attn``, ``attn``."""
+    parts = module.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)) if module)
