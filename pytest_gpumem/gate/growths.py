@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Row
     from pytest_gpumem.values.operator_counts import Tally
 
-WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
+_WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
 ENOUGH = 0.8
 """Share of a growth that its causes have to explain; the rest of it are consequences."""
 
@@ -86,7 +86,7 @@ def growths_of(tests: Iterable[TestVerdict]) -> list[Explained]:
 
 def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
     """Yield what grew in a measurement: bytes that are kept, the peak, garbage, and syncs; else other work; else time."""
-    worse = {one.metric: one for one in verdict.metrics if one.outcome in WORSE and _amount(one) > 0}
+    worse = {one.metric: one for one in verdict.metrics if one.outcome in _WORSE and _amount(one) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
     memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
     measurement, explanation = verdict.measurement, verdict.measurement.explanation

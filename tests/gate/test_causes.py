@@ -118,6 +118,39 @@ def test_counts_are_explained_by_their_lines_where_no_memory_grew():
     assert found.not_explained == ()
 
 
+def test_rows_of_one_line_are_one_part_of_a_growth():
+    """Else a line with many small tensors would explain no more than its largest."""
+    other = replace(SCORES, tensor="float32[8, 1, 256]")
+    found = causes_of([regressed("test_a", (SCORES, 6 * MB), (other, 5 * MB))])
+    assert told(found) == [(("model.py:38",), 1, 11 * MB)]
+    assert found.not_explained == ()
+
+
+def test_syncs_are_a_growth_of_their_own_beside_memory():
+    syncs = MetricVerdict("syncs", Outcome.REGRESSED, 3, 1, 0)
+    reads = {"syncs": (Tally("item", 2, OperatorSite("", "train.py:9")),)}
+    found = causes_of([regressed("test_a", (SCORES, 6 * MB), metrics=(syncs,), count_changes=reads)])
+    assert told(found) == [(("model.py:38",), 1, 6 * MB), (("train.py:9",), 1, 2)]
+
+
+def test_many_small_rows_at_the_peak_are_explained_by_what_was_left():
+    left = Composition(9 * MB, (replace(SCORES, nbytes=9 * MB),))
+    explanation = Explanation(Composition(0, ()), left)
+    assert told(causes_of([regressed("test_a", (OTHERS, 9 * MB), explanation=explanation)])) == [
+        (("model.py:38",), 1, 9 * MB)
+    ]
+    assert told(causes_of([regressed("test_a", (MLP, 9 * MB), explanation=explanation)])) == [
+        (("model.py:60",), 1, 9 * MB)
+    ]
+
+
+def test_more_than_in_the_baseline_is_no_cause_by_its_budget():
+    over = MetricVerdict("peak_allocated", Outcome.OVER_BUDGET, 12 * MB, baseline=9 * MB, budget=10 * MB)
+    found = causes_of([TestVerdict("test_it.py", "test_a", (verdict(over),))])
+    assert found.causes == ()
+    assert [share.amount for share in found.unexplained] == [3 * MB]
+
+
 def test_what_no_line_explains_is_of_the_packages_that_differ_or_of_a_budget_or_stays_unexplained():
     same = [regressed(name, (OTHERS, 5 * MB), packages="1.0") for name in ("test_a", "test_b")]
     over = MetricVerdict("peak_allocated", Outcome.OVER_BUDGET, 12 * MB, budget=10 * MB)
