@@ -106,8 +106,8 @@ def test_one_line_in_four_tests_is_one_cause_that_is_told_once(planted, workers)
     (cause,) = planted.causes()
     assert (cause["kind"], cause["lines"][0], cause["module"]) == ("line", "model.py:8", "*.attention")
     assert cause["tests"] == [*(f"test_it.py::test_depth[{n}]" for n in (1, 2, 3)), "test_it.py::test_infer"]
-    table = next(n for n, line in enumerate(result.outlines) if line.startswith("cause "))
-    assert result.outlines[table + 1].startswith("model.py:8  4 of 5")
+    table = next(n for n, line in enumerate(result.outlines) if line.startswith("# cause "))
+    assert result.outlines[table + 1].startswith("1 model.py:8  4 of 5")
     assert table < next(n for n, line in enumerate(result.outlines) if line.startswith("test  "))
     texts = failures(result)
     whole = [name for name, lines in texts.items() if any("what grew" in line for line in lines)]
@@ -162,7 +162,7 @@ def test_order_workers_and_shards_give_the_same_causes(planted):
 def test_a_test_that_grew_alone_says_so_itself_and_there_is_no_table(planted):
     planted.plant(SCORES)
     result = planted.gate("-k", "infer", "--gpumem-report=report.json")
-    assert not any(line.startswith("cause ") for line in result.outlines)
+    assert not any(line.startswith("# cause ") for line in result.outlines)
     assert len(planted.causes()) == 1
     assert any("what grew" in line for line in result.outlines)
 
@@ -178,7 +178,7 @@ def test_markdown_and_annotations_have_a_cause_at_its_line(planted, monkeypatch)
     report = from_json((planted.path / "report.json").read_text(encoding="utf-8"), "report.json")
     text = markdown(report)
     assert text.index("#### Causes") < text.index("❌ `test_it.py::test_depth[1]`")
-    assert "| `model.py:8` | 4 of 5 |" in text
+    assert "| 1 | `model.py:8` | 4 of 5 |" in text
 
 
 @pytest.mark.parametrize("how", ["compare", "compare markdown"])
@@ -190,11 +190,11 @@ def test_two_reports_compared_have_the_causes_before_single_tests(planted, how):
     done = planted.project.gpumem("compare", "old.json", "new.json", *arguments)
     assert done.returncode == 1
     if arguments:
-        assert "| `model.py:8` | 4 of 5 |" in done.stdout
+        assert "| 1 | `model.py:8` | 4 of 5 |" in done.stdout
         return
     lines = done.stdout.splitlines()
-    table = next(n for n, line in enumerate(lines) if line.startswith("cause "))
-    assert lines[table + 1].startswith("model.py:8  4 of 5")
+    table = next(n for n, line in enumerate(lines) if line.startswith("# cause "))
+    assert lines[table + 1].startswith("1 model.py:8  4 of 5")
     assert sum("what grew" in line for line in lines[table:]) == 1
     assert sum("as in test_it.py::test_depth[1]" in line for line in lines[table:]) == 3
 

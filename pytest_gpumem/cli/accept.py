@@ -22,7 +22,7 @@ from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.kinds import LINE
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import commit_of
-from pytest_gpumem.reports.causes import cause_cells, causes_in, name_of
+from pytest_gpumem.reports.causes import cause_cells, causes_in
 from pytest_gpumem.reports.values import shown
 from pytest_gpumem.reports.view import why_failed
 from pytest_gpumem.units import counted
@@ -180,15 +180,15 @@ def _accepted_by_a_person(changing: Sequence[Candidate], found: CausesOf, units:
     accepted: list[Candidate] = []
     left = list(changing)
     taken: list[Cause] = []
-    for number, cells in enumerate(cause_cells(found, units, None) if found.tell else (), start=1):
-        cause = found.causes.causes[number - 1]
+    told = zip(found.causes.causes, cause_cells(found, units, None), strict=True) if found.tell else ()
+    for cause, cells in told:
         mine = [one for one in left if one.title in cause.tests]
         if len(mine) < 2:
             continue
         where = " ".join(filter(None, (cells.module, cells.operator, cells.tensors)))
         write_lines(
             [
-                f"cause {number}: {name_of(cause, units)}: {cells.metric} {cells.total} in {cells.tests} tests",
+                f"cause {cells.number}: {cells.name}: {cells.metric} {cells.total} in {cells.tests} tests",
                 *([f"  {where}"] if where else []),
                 *(f"  {line}" for one in mine for line in _figures(one, units)),
                 "",

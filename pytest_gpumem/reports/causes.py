@@ -29,6 +29,8 @@ MOST_CAUSES = 10
 class CauseCells(NamedTuple):
     """Cells of a cause in a table, as texts; without any, the table's header."""
 
+    number: str = "#"
+    """The cause as `gpumem accept --cause` names it."""
     name: str = "cause"
     tests: str = "tests"
     total: str = "in all"
@@ -41,8 +43,8 @@ class CauseCells(NamedTuple):
 
 
 HEADER = CauseCells()
-_ALWAYS = range(5)
-"""Columns that stay where no cause has anything in them."""
+_ALWAYS = 6
+"""The first columns, which stay where no cause has anything in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
     """Return what a table shows of each cause."""
     return [
         CauseCells(
+            str(number),
             name_of(cause, units),
             f"{len(cause.tests)} of {found.measured}",
             difference(cause.metric, cause.total, units),
@@ -96,7 +99,7 @@ def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
             cause.what if cause.kind == "line" else "",
             cause.tests[0],
         )
-        for cause in found.causes.causes[:most]
+        for number, cause in enumerate(found.causes.causes[:most], start=1)
     ]
 
 
@@ -142,8 +145,9 @@ def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
 
 def cause_table(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
     """Return the causes for a terminal, of which a narrow one leaves out columns from the right."""
+    # A table that is too wide has its first column on a line of its own, so the number is in it.
     columns = (
-        Column(HEADER.name, left=True, least=24),
+        Column(f"{HEADER.number} {HEADER.name}", left=True, least=24),
         Column(HEADER.tests),
         Column(HEADER.total),
         Column(HEADER.largest, weight=3),
@@ -153,23 +157,24 @@ def cause_table(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
         Column(HEADER.tensors, left=True, weight=0),
         Column(HEADER.first, left=True, weight=1),
     )
-    rows = cause_cells(found, units, most)
-    return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(_ALWAYS)
+    rows = [(f"{cells.number} {cells.name}", *cells[2:]) for cells in cause_cells(found, units, most)]
+    return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(_ALWAYS - 1))
 
 
 def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
     """Return the causes as a table in GitHub's Markdown, and what else is known of them as a list."""
     rows = [
         [
+            cells.number,
             escaping.code_in_table(cells.name),
-            *map(escaping.plain, cells[1:5]),
-            *(escaping.code_in_table(cell) if cell else "" for cell in cells[5:]),
+            *map(escaping.plain, cells[2:6]),
+            *(escaping.code_in_table(cell) if cell else "" for cell in cells[6:]),
         ]
         for cells in cause_cells(found, units)
     ]
-    header, rows = without_empty(HEADER, rows, _ALWAYS)
+    header, rows = without_empty(HEADER, rows, range(_ALWAYS))
     notes = [f"- {escaping.plain(note)}" for note in cause_notes(found, units)]
-    text = escaping.table(list(header), rows, (0, *range(4, len(header))))
+    text = escaping.table(list(header), rows, (1, *range(5, len(header))))
     return "\n".join([text, "", *notes]) if notes else text
 
 
