@@ -300,3 +300,46 @@ def test_a_failure_of_its_own_is_never_shortened(planted):
     output = "\n".join(planted.gate().outlines)
     assert "ValueError: a fault of its own" in output
     assert "AssertionError: broken" in output
+
+
+MANY = """\
+from model import Model
+
+
+@pytest.mark.gpumem
+@pytest.mark.parametrize("n", range(22))
+def test_it(n):
+    Model(1)(torch.ones(4, 128, 32)).sum().backward()
+
+
+def test_that_fails_by_itself():
+    assert not "its own reason"
+"""
+COUNTING = """\
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"{len(terminalreporter.stats['failed'])} reports of failures")
+"""
+
+
+def test_of_more_tests_than_can_be_read_the_first_is_told_and_the_others_are_counted(project):
+    def gate(*arguments):
+        result = project.run("--gpumem-baseline", *arguments)
+        result.assert_outcomes(failed=23)
+        assert "23 reports of failures" in result.outlines
+        return failures(result), [line for line in result.outlines if line.startswith("FAILED ")], result.outlines
+
+    project.write(MODEL.replace("PLANT", "pass").replace("OTHER", "pass"), "model.py")
+    project.write(MANY)
+    project.write(COUNTING, "conftest.py")
+    project.run("--gpumem-update=new").assert_outcomes(passed=22, failed=1)
+    project.write(MODEL.replace("PLANT", SCORES).replace("OTHER", "pass"), "model.py")
+    more = "... and 21 more failures that the causes in the table explain (-v shows all)"
+
+    texts, summary, lines = gate()
+    assert [*texts] == ["test_it[0]", "test_that_fails_by_itself"]
+    assert [line.split(" - ")[0] for line in summary] == [f"FAILED test_it.py::{name}" for name in texts]
+    assert lines.count(more) == 2
+    texts, summary, lines = gate("--tb=no", "-rN")
+    assert (texts, summary, lines.count(more)) == ({}, [], 0)
+    texts, summary, lines = gate("-v")
+    assert (len(texts), len(summary), lines.count(more)) == (23, 23, 0)

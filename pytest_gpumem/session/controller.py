@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial, reduce
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,18 +19,17 @@ from pytest_gpumem import __version__
 from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.git import commit_of
-from pytest_gpumem.reports.causes import causes_in
 from pytest_gpumem.reports.formats import ReportFiles
 from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.results import Results, TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
-from pytest_gpumem.reports.told_causes import short_failures
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.kept_report import keep
 from pytest_gpumem.session.packing import Packed
 from pytest_gpumem.session.store_at_end import StoreAtEnd
+from pytest_gpumem.session.told_once import tell_causes_once
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import NO_CUDNN
 from pytest_gpumem.values.plain import from_plain
@@ -163,28 +161,12 @@ class Controller:
         # The files that were written say so already.
         self.report = replace(self.report, errors=tuple(self._errors))
         keep(self._config, self.report)
-        self._shorten_failures()
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            tell_causes_once(reporter, self.report)
         red = not self.report.passed if self._settings.gates else self.report.nothing_gated is not None
         if red or self._errors:
             session.testsfailed += 1
-
-    def _shorten_failures(self) -> None:
-        """Have pytest's failures tell each cause once: other plugins have had the whole texts, and -vv shows them."""
-        reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is None or self.report is None or self._config.get_verbosity() > 1:
-            return
-        verdicts = {result.verdict.nodeid: result.verdict for result in self.report.results if result.verdict.failure}
-        # A subtest's failure has the id of its test.
-        reports = {
-            report.nodeid: report
-            for report in reporter.stats.get("failed", ())
-            if report.nodeid in verdicts and headline(verdicts[report.nodeid].failure or "") in report.longreprtext
-        }
-        # In the order in which they are shown.
-        failed = [verdicts[nodeid] for nodeid in reports]
-        texts = short_failures(causes_in(self.report).causes, failed, self._settings.units)
-        for nodeid, text in texts.items():
-            reports[nodeid].longrepr = ShortFailure(text)
 
     @contextmanager
     def _or_error(self, what: str = "") -> Iterator[None]:
@@ -313,22 +295,6 @@ class Controller:
             terminalreporter.write("\n")
         for text in report_to_github(report, self._config.rootpath, os.environ):
             terminalreporter.write_line(text)
-
-
-class ShortFailure:
-    """A failure in pytest's report of a test, as text. pytest's summary shows its first line."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self.reprcrash = SimpleNamespace(message=text.partition("\n")[0])
-
-    def __str__(self) -> str:
-        return self._text
-
-    def toterminal(self, writer: Any) -> None:
-        """Write it, as pytest's own failures are."""
-        for line in self._text.split("\n"):
-            writer.line(line)
 
 
 def screen_of(reporter: pytest.TerminalReporter) -> Screen:

@@ -1,0 +1,86 @@
+"""Failures in pytest's own report, shortened where another test tells their causes in full."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.reports.causes import causes_in
+from pytest_gpumem.reports.told_causes import short_failures
+from pytest_gpumem.reports.view import headline
+from pytest_gpumem.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    import pytest
+
+    from pytest_gpumem.reports.session_report import SessionReport
+
+MOST_SHORT = 20
+"""Shortened failures that pytest shows; more are counted, unless ``-v`` asks for them."""
+
+
+def tell_causes_once(reporter: Any, report: SessionReport) -> None:
+    """Have pytest tell each cause in one failure: other plugins have had the whole texts, and -vv shows them.
+
+    Args:
+        reporter: pytest's terminal reporter, before it shows failures.
+        report: The session.
+    """
+    verbosity = reporter.config.get_verbosity()
+    if verbosity > 1:
+        return
+    verdicts = {result.verdict.nodeid: result.verdict for result in report.results if result.verdict.failure}
+    # A subtest's failure has the id of its test.
+    failures = {
+        failure.nodeid: failure
+        for failure in reporter.stats.get("failed", ())
+        if failure.nodeid in verdicts and headline(verdicts[failure.nodeid].failure or "") in failure.longreprtext
+    }
+    # In the order in which they are shown.
+    failed = [verdicts[nodeid] for nodeid in failures]
+    texts = short_failures(causes_in(report).causes, failed, report.terms.units)
+    for nodeid, text in texts.items():
+        failures[nodeid].longrepr = ShortFailure(text)
+    if len(texts) > MOST_SHORT and not verbosity:
+        _leave_out(reporter, [failures[nodeid] for nodeid in texts])
+
+
+def _leave_out(reporter: Any, failures: Collection[pytest.TestReport]) -> None:
+    """Have both lists of failures end with how many more there are. Other plugins find every one in ``stats``."""
+    left_out = set(map(id, failures))
+    more = f"... and {counted(len(failures), 'more failure')} that the causes in the table explain (-v shows all)"
+
+    def shortened(section: Callable[[], None]) -> Callable[[], None]:
+        def show() -> None:
+            every = reporter.stats["failed"]
+            reporter.stats["failed"] = [failure for failure in every if id(failure) not in left_out]
+            try:
+                section()
+            finally:
+                reporter.stats["failed"] = every
+            reporter.write_line(more)
+
+        return show
+
+    if reporter.config.option.tbstyle != "no":
+        reporter.summary_failures = shortened(reporter.summary_failures)
+    if reporter.hasopt("f"):
+        reporter.short_test_summary = shortened(reporter.short_test_summary)
+
+
+class ShortFailure:
+    """A failure in pytest's report of a test, as text. pytest's summary shows its first line."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.reprcrash = SimpleNamespace(message=text.partition("\n")[0])
+
+    def __str__(self) -> str:
+        return self._text
+
+    def toterminal(self, writer: Any) -> None:
+        """Write it, as pytest's own failures are."""
+        for line in self._text.split("\n"):
+            writer.line(line)
