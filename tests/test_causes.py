@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from xml.etree import ElementTree
 
 import pytest
@@ -182,7 +183,7 @@ def test_markdown_and_annotations_have_a_cause_at_its_line(planted, monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["compare", "compare markdown"])
-def test_two_reports_compared_have_the_causes_before_single_tests(planted, how):
+def test_two_reports_compared_have_the_causes_before_tests(planted, how):
     planted.gate("--gpumem-report=old.json", "--gpumem-explain=always")
     planted.plant(SCORES)
     planted.gate("--gpumem-report=new.json", "--gpumem-explain=always")
@@ -190,13 +191,33 @@ def test_two_reports_compared_have_the_causes_before_single_tests(planted, how):
     done = planted.project.gpumem("compare", "old.json", "new.json", *arguments)
     assert done.returncode == 1
     if arguments:
-        assert "| 1 | `model.py:8` | 4 of 5 |" in done.stdout
+        assert done.stdout.index("| 1 | `model.py:8` | 4 of 5 |") < done.stdout.index("| `test_it.py::test_depth[1]` |")
         return
     lines = done.stdout.splitlines()
     table = next(n for n, line in enumerate(lines) if line.startswith("# cause "))
     assert lines[table + 1].startswith("1 model.py:8  4 of 5")
+    assert table < next(n for n, line in enumerate(lines) if line.startswith("test  "))
     assert sum("what grew" in line for line in lines[table:]) == 1
     assert sum("as in test_it.py::test_depth[1]" in line for line in lines[table:]) == 3
+
+
+def test_two_revisions_compared_have_the_causes_before_tests(planted):
+    def git(*arguments):
+        identity = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *arguments], cwd=planted.path, check=True, capture_output=True)
+
+    git("init", "--quiet")
+    for plant in ("pass", SCORES):
+        planted.plant(plant)
+        git("add", "model.py", "test_it.py")
+        git("commit", "--quiet", "--message", plant)
+    done = planted.project.gpumem(
+        "ab", "HEAD~1", "HEAD", "--report=ab.md", "--", "-pno:randomly", "--gpumem-device=cpu", "--no-gpumem-time"
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 model.py:8  4 of 5" in done.stdout
+    text = (planted.path / "ab.md").read_text(encoding="utf-8")
+    assert text.index("| 1 | `model.py:8` | 4 of 5 |") < text.index("| `test_it.py::test_depth[2]` |")
 
 
 def accept(planted, *arguments, code=0):

@@ -88,8 +88,12 @@ def _form(report: Compared) -> _Form:
 
 
 def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | str]:
-    """Return the table, remarks on single tests, and a last line that counts, for a terminal."""
+    """Return causes, the table, remarks on single tests, and a last line that counts, for a terminal."""
     form = _form(report)
+    text: list[Line | str] = []
+    found = causes_between(report)
+    if found.tell:
+        text += [*laid_out(cause_table(found, units), screen), *map(screen.legible, cause_notes(found, units)), ""]
     rows = [tuple(Span(cell, _STYLES.get(cells[-1])) for cell in cells) for cells in _cells(report, units)]
     name, metric, *figures, last, verdict = form.header
     columns = (
@@ -97,13 +101,10 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
         *map(Column, figures),
         *(Column(last, weight=0), Column(verdict, left=True)),
     )
-    table: list[Line | str] = [*laid_out(Table(columns, tuple(rows)), screen), ""] if rows else []
-    found = causes_between(report)
-    if found.tell:
-        table += [*laid_out(cause_table(found, units), screen), *map(screen.legible, cause_notes(found, units)), ""]
+    text += [*laid_out(Table(columns, tuple(rows)), screen), ""] if rows else []
     for title, blocks in explanations(report, units):
-        table += [screen.legible(title), *("" if line is None else f"  {screen.legible(line)}" for line in blocks), ""]
-    return [*table, *remarks(report), f"gpumem {form.command}: {accounting(report)}"]
+        text += [screen.legible(title), *("" if line is None else f"  {screen.legible(line)}" for line in blocks), ""]
+    return [*text, *remarks(report), f"gpumem {form.command}: {accounting(report)}"]
 
 
 def explanations(report: Compared, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
@@ -206,12 +207,12 @@ def _markdown(
     title = f"### gpumem {form.command}: {escaping.plain(str(report.old))} and {escaping.plain(str(report.new))}"
     text = [title, "", *([] if finished else ["Not finished: this is what was known when it ended.", ""])]
     text += [f"{escaping.plain(accounting(report))}.", ""]
-    rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in cells_of_rows]
-    if rows:
-        text += [escaping.table(list(form.header), rows, _LEFT), ""]
     causes = causes_between(report)
     if causes.tell:
         text += [causes_in_markdown(causes, units), ""]
+    rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in cells_of_rows]
+    if rows:
+        text += [escaping.table(list(form.header), rows, _LEFT), ""]
     for title, found in told:
         text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in found)), ""]
     # In a terminal it was said when they were installed.
