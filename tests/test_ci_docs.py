@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -106,15 +108,21 @@ def job_of(file: Path) -> Any:
     return next(iter(read_yaml(file.read_text(encoding="utf-8"))["jobs"].values()))
 
 
-@pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
-    """One who has followed the page from nothing to a gate."""
+@contextmanager
+def follower(folder: Path) -> Iterator[Reader]:
+    """Make one who has followed the page from nothing to a gate."""
     with fake_github() as github:
-        reader = Reader(tmp_path, github)
+        reader = Reader(folder, github)
         reader.shell("git init --bare --quiet --initial-branch=main ../origin.git")
         reader.shell("git init --quiet --initial-branch=main && git remote add origin ../origin.git")
         for one in START:
             reader.follow(one)
+        yield reader
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    with follower(tmp_path) as reader:
         yield reader
 
 
@@ -163,32 +171,47 @@ esac
 """GitHub's command, as far as the workflow calls it."""
 
 
-@pytest.fixture
-def asked(reader: Reader) -> Reader:
+@pytest.fixture(scope="module")
+def commented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     """One whose pull request needs more and has code wherever it might be run, after a maintainer has commented on it."""
-    reader.replace(FUSED, KEEPS_A_COPY)
-    reader.shell(
-        "git add model.py && git commit --quiet --message change && git push --quiet origin HEAD:refs/pull/7/merge"
-    )
-    assert not reader.gates()
-    assert (reader.folder / "gpumem-report" / "gpumem.json").exists(), reader.runner.log
-    for name in ("conftest", "a_plugin", "filelock", "fastjsonschema", "json", "pytest_gpumem"):
-        (reader.folder / f"{name}.py").write_text("import pathlib; pathlib.Path('evil').touch()\n", encoding="utf-8")
-    settings = '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "-p a_plugin"\n'
-    (reader.folder / "pyproject.toml").write_text(settings, encoding="utf-8")
-    command = reader.folder.parent / "bin" / "gh"
-    command.write_text(GH, encoding="utf-8")
-    command.chmod(0o755)
-    reader.runner.environment |= {"MAY": "write", "IS_FORK": "false", "ENDED": "77"}
-    reader.runner.values |= {
-        "github.event.issue.number": "7",
-        "github.event.comment.user.login": "a-maintainer",
-        "github.event.comment.body": '/gpumem accept until "#12" $(touch evil)\r\nmore',
-        "github.repository": "someone/project",
-    }
-    reader.runner.log = ""
-    reader.follow(BY_COMMENT)
-    return reader
+    with follower(tmp_path_factory.mktemp("commented")) as reader:
+        reader.replace(FUSED, KEEPS_A_COPY)
+        reader.shell(
+            "git add model.py && git commit --quiet --message change && git push --quiet origin HEAD:refs/pull/7/merge"
+        )
+        assert not reader.gates()
+        assert (reader.folder / "gpumem-report" / "gpumem.json").exists(), reader.runner.log
+        for name in ("conftest", "a_plugin", "filelock", "fastjsonschema", "json", "pytest_gpumem"):
+            (reader.folder / f"{name}.py").write_text(
+                "import pathlib; pathlib.Path('evil').touch()\n", encoding="utf-8"
+            )
+        settings = '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "-p a_plugin"\n'
+        (reader.folder / "pyproject.toml").write_text(settings, encoding="utf-8")
+        command = reader.folder.parent / "bin" / "gh"
+        command.write_text(GH, encoding="utf-8")
+        command.chmod(0o755)
+        reader.runner.environment |= {"MAY": "write", "IS_FORK": "false", "ENDED": "77"}
+        reader.runner.values |= {
+            "github.event.issue.number": "7",
+            "github.event.comment.user.login": "a-maintainer",
+            "github.event.comment.body": '/gpumem accept until "#12" $(touch evil)\r\nmore',
+            "github.repository": "someone/project",
+        }
+        reader.runner.log = ""
+        reader.follow(BY_COMMENT)
+        yield reader
+
+
+@pytest.fixture
+def asked(commented: Reader, tmp_path: Path) -> Iterator[Reader]:
+    """The same one, whose repository and values are afterwards as they were."""
+    runner, kept = commented.runner, tmp_path / "kept"
+    environment, values = dict(runner.environment), dict(runner.values)
+    shutil.copytree(commented.folder, kept, symlinks=True)
+    yield commented
+    shutil.rmtree(commented.folder)
+    shutil.copytree(kept, commented.folder, symlinks=True)
+    runner.environment, runner.values, runner.log = environment, values, ""
 
 
 def accepts(reader: Reader) -> bool:
