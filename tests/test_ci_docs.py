@@ -11,11 +11,11 @@ import json
 import re
 import shutil
 import subprocess
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.conftest import _LEFT_OUT
 from tests.fake_github import NUMBER, FakeGitHub, fake_github
 from tests.pages import Block, blocks_of
 from tests.test_ci import faults, valid
@@ -57,8 +57,7 @@ class Reader:
                 "HOME": str(folder),
                 "CUDA_VISIBLE_DEVICES": "",
                 # What the machine does meanwhile is nothing to a test of the page.
-                "PYTEST_ADDOPTS": "-p no:randomly -p no:hypothesispytest -p no:cacheprovider --no-gpumem-time "
-                "--gpumem-device=cpu",
+                "PYTEST_ADDOPTS": " ".join((*_LEFT_OUT, "--no-gpumem-time", "--gpumem-device=cpu")),
                 "GITHUB_ACTIONS": "true",
                 "GITHUB_WORKSPACE": str(folder / "project"),
                 "GITHUB_EVENT_PATH": str(event),
@@ -108,22 +107,24 @@ def job_of(file: Path) -> Any:
     return next(iter(read_yaml(file.read_text(encoding="utf-8"))["jobs"].values()))
 
 
-@contextmanager
-def follower(folder: Path) -> Iterator[Reader]:
-    """Make one who has followed the page from nothing to a gate."""
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of one who has followed the page from nothing to a gate. Each test has a copy."""
+    folder = tmp_path_factory.mktemp("started")
     with fake_github() as github:
         reader = Reader(folder, github)
         reader.shell("git init --bare --quiet --initial-branch=main ../origin.git")
         reader.shell("git init --quiet --initial-branch=main && git remote add origin ../origin.git")
         for one in START:
             reader.follow(one)
-        yield reader
+    return folder
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
-    with follower(tmp_path) as reader:
-        yield reader
+def reader(started: Path, tmp_path: Path) -> Iterator[Reader]:
+    shutil.copytree(started, tmp_path, dirs_exist_ok=True)
+    with fake_github() as github:
+        yield Reader(tmp_path, github)
 
 
 def test_an_empty_repository_gets_a_gate_that_a_regression_turns_red(reader, tmp_path):
@@ -172,24 +173,35 @@ esac
 
 
 @pytest.fixture(scope="module")
-def commented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """One whose pull request needs more and has code wherever it might be run, after a maintainer has commented on it."""
-    with follower(tmp_path_factory.mktemp("commented")) as reader:
+def measured(started: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of one whose pull request needs more and has code wherever it might be run."""
+    folder = tmp_path_factory.mktemp("measured")
+    shutil.copytree(started, folder, dirs_exist_ok=True)
+    with fake_github() as github:
+        reader = Reader(folder, github)
         reader.replace(FUSED, KEEPS_A_COPY)
         reader.shell(
             "git add model.py && git commit --quiet --message change && git push --quiet origin HEAD:refs/pull/7/merge"
         )
         assert not reader.gates()
-        assert (reader.folder / "gpumem-report" / "gpumem.json").exists(), reader.runner.log
-        for name in ("conftest", "a_plugin", "filelock", "fastjsonschema", "json", "pytest_gpumem"):
-            (reader.folder / f"{name}.py").write_text(
-                "import pathlib; pathlib.Path('evil').touch()\n", encoding="utf-8"
-            )
-        settings = '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "-p a_plugin"\n'
-        (reader.folder / "pyproject.toml").write_text(settings, encoding="utf-8")
-        command = reader.folder.parent / "bin" / "gh"
-        command.write_text(GH, encoding="utf-8")
-        command.chmod(0o755)
+    assert (reader.folder / "gpumem-report" / "gpumem.json").exists(), reader.runner.log
+    for name in ("conftest", "a_plugin", "filelock", "fastjsonschema", "json", "pytest_gpumem"):
+        (reader.folder / f"{name}.py").write_text("import pathlib; pathlib.Path('evil').touch()\n", encoding="utf-8")
+    settings = '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "-p a_plugin"\n'
+    (reader.folder / "pyproject.toml").write_text(settings, encoding="utf-8")
+    command = folder / "bin" / "gh"
+    command.write_text(GH, encoding="utf-8")
+    command.chmod(0o755)
+    reader.follow(BY_COMMENT)
+    return folder
+
+
+@pytest.fixture
+def asked(measured: Path, tmp_path: Path) -> Iterator[Reader]:
+    """One on whose pull request a maintainer has commented."""
+    shutil.copytree(measured, tmp_path, dirs_exist_ok=True)
+    with fake_github() as github:
+        reader = Reader(tmp_path, github)
         reader.runner.environment |= {"MAY": "write", "IS_FORK": "false", "ENDED": "77"}
         reader.runner.values |= {
             "github.event.issue.number": "7",
@@ -197,21 +209,7 @@ def commented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
             "github.event.comment.body": '/gpumem accept until "#12" $(touch evil)\r\nmore',
             "github.repository": "someone/project",
         }
-        reader.runner.log = ""
-        reader.follow(BY_COMMENT)
         yield reader
-
-
-@pytest.fixture
-def asked(commented: Reader, tmp_path: Path) -> Iterator[Reader]:
-    """The same one, whose repository and values are afterwards as they were."""
-    runner, kept = commented.runner, tmp_path / "kept"
-    environment, values = dict(runner.environment), dict(runner.values)
-    shutil.copytree(commented.folder, kept, symlinks=True)
-    yield commented
-    shutil.rmtree(commented.folder)
-    shutil.copytree(kept, commented.folder, symlinks=True)
-    runner.environment, runner.values, runner.log = environment, values, ""
 
 
 def accepts(reader: Reader) -> bool:

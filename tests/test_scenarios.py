@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import preloaded
-from tests.heap import hide_what_is_loaded
+from tests import heap, preloaded
+from tests.conftest import _LEFT_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,6 +45,7 @@ def layers(width=64, count=4):
 CONFTEST = """
 import os
 
+import heap
 import pytest
 
 from pytest_gpumem.devices.cpu import CpuDevice
@@ -60,6 +61,13 @@ class SecondDevice(CpuDevice):
 
 def pytest_gpumem_devices(config):
     return {"second": SecondDevice}
+
+
+def pytest_configure(config):
+    if config.getoption("numprocesses") is None:
+        import torch._inductor
+
+        heap.hide_what_is_loaded()
 
 
 def pytest_collection_modifyitems(items):
@@ -555,12 +563,9 @@ class Folder:
     options: tuple[str, ...]
 
     def run(self, *arguments: str, **environment: str) -> int:
-        command = ["-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
-        command += ["--gpumem-device=cpu", *self.options, *arguments]
+        command = ["-m", "pytest", "-q", *_LEFT_OUT, "--gpumem-device=cpu", *self.options, *arguments]
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PLANTED"))}
-        return preloaded.run(
-            *command, cwd=self.path, env={**outside, **environment}, before=hide_what_is_loaded
-        ).returncode
+        return preloaded.run(*command, cwd=self.path, env={**outside, **environment}).returncode
 
     def report(self, name: str) -> Mapping[str, Any]:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
@@ -577,6 +582,7 @@ def recorded(tmp_path_factory) -> Path:
     (path / "ending").mkdir()
     (path / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
     (path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+    shutil.copy(heap.__file__, path)
     for number, scenario in enumerate(SCENARIOS):
         (path / f"test_{number}.py").write_text(MODEL + scenario.source, encoding="utf-8")
     (path / "timed/test_slow.py").write_text(MODEL + SLOWER, encoding="utf-8")
