@@ -1,7 +1,7 @@
 """Nothing that grew passes green: regressions planted in default mode, with and without workers, beside their clean twins.
 
-Each scenario is a test file that runs three times: to record baselines, which workers find, too, clean against them, and
-planted. What is planted reads the environment variable ``PLANTED``, so that the clean twin is the same code.
+Each scenario is a test file that runs four times: to record baselines, clean against them, and planted, alone and in workers.
+What is planted reads the environment variable ``PLANTED``, so that the clean twin is the same code.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import heap, preloaded
-from tests.conftest import _LEFT_OUT
+from tests import preloaded
+from tests.heap import hide_what_is_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +44,6 @@ def layers(width=64, count=4):
 CONFTEST = """
 import os
 
-import heap
 import pytest
 
 from pytest_gpumem.devices.cpu import CpuDevice
@@ -61,13 +59,6 @@ class SecondDevice(CpuDevice):
 
 def pytest_gpumem_devices(config):
     return {"second": SecondDevice}
-
-
-def pytest_configure(config):
-    if config.getoption("numprocesses") is None:
-        import torch._inductor
-
-        heap.hide_what_is_loaded()
 
 
 def pytest_collection_modifyitems(items):
@@ -546,13 +537,7 @@ def test_it(gpumem):
 """
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Sessions of one project that has a file a scenario: clean, and with everything planted. Reports are JSON."""
-
-    clean: Mapping[str, Any]
-    planted: Mapping[str, Any]
-    statuses: tuple[int, int]
+UNTIMED = ("--no-gpumem-time", "--ignore=timed")
 
 
 @dataclass(frozen=True)
@@ -560,94 +545,86 @@ class Folder:
     """A project that pytest runs in, in processes of its own."""
 
     path: Path
-    options: tuple[str, ...]
 
     def run(self, *arguments: str, **environment: str) -> int:
-        command = ["-m", "pytest", "-q", *_LEFT_OUT, "--gpumem-device=cpu", *self.options, *arguments]
+        command = ["-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
+        command += ["--gpumem-device=cpu", *arguments]
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PLANTED"))}
-        return preloaded.run(*command, cwd=self.path, env={**outside, **environment}).returncode
+        return preloaded.run(
+            *command, cwd=self.path, env={**outside, **environment}, before=hide_what_is_loaded
+        ).returncode
 
     def report(self, name: str) -> Mapping[str, Any]:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
 
 
-ALONE, WORKERS = pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers")
-
-
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Folder:
     """The project, and its baselines, recorded in one process."""
-    path = tmp_path_factory.mktemp("scenarios") / "recorded"
-    (path / "timed").mkdir(parents=True)
+    path = tmp_path_factory.mktemp("scenarios")
+    (path / "timed").mkdir()
     (path / "ending").mkdir()
     (path / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
     (path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
-    shutil.copy(heap.__file__, path)
     for number, scenario in enumerate(SCENARIOS):
         (path / f"test_{number}.py").write_text(MODEL + scenario.source, encoding="utf-8")
     (path / "timed/test_slow.py").write_text(MODEL + SLOWER, encoding="utf-8")
     (path / "ending/test_ends.py").write_text(MODEL + ENDING, encoding="utf-8")
-    assert Folder(path, ()).run("--gpumem-update=new", "--no-gpumem-time", "--ignore=timed") == 0
-    return path
+    folder = Folder(path)
+    assert folder.run("--gpumem-update=new", *UNTIMED) == 0
+    return folder
 
 
-@pytest.fixture(scope="module", params=[ALONE, WORKERS])
-def folder(request, recorded) -> Folder:
-    path = recorded.with_name("alone" if not request.param else "workers")
-    shutil.copytree(recorded, path)
-    return Folder(path, request.param)
-
-
-@pytest.fixture(scope="module")
-def runs(folder) -> Runs:
-    untimed = ("--no-gpumem-time", "--ignore=timed")
-    clean = folder.run("--gpumem-baseline", "--gpumem-report=clean.json", *untimed)
-    planted = folder.run("--gpumem-baseline", "--gpumem-report=planted.json", *untimed, "--ignore=ending", PLANTED="1")
-    return Runs(folder.report("clean.json"), folder.report("planted.json"), (clean, planted))
+def by_file(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of a report, of which each file has one."""
+    return {result["verdict"]["file"]: result for result in report["results"]}
 
 
 def of(report: Mapping[str, Any], scenario: Scenario) -> Mapping[str, Any]:
     """The result of a scenario's test."""
-    file = f"test_{SCENARIOS.index(scenario)}.py"
-    (result,) = [result for result in report["results"] if result["verdict"]["file"] == file]
-    return result
+    return by_file(report)[f"test_{SCENARIOS.index(scenario)}.py"]
 
 
-def test_the_clean_session_is_green_and_the_planted_one_red(runs):
-    assert runs.statuses == (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-
-
-def test_every_clean_twin_is_gated_and_green(runs):
-    for scenario in SCENARIOS:
-        result = of(runs.clean, scenario)
-        assert result["passed"], scenario.name
+def test_every_clean_twin_is_gated_and_green(folder):
+    assert folder.run("--gpumem-baseline", "--gpumem-report=clean.json", *UNTIMED) == pytest.ExitCode.OK
+    results = by_file(folder.report("clean.json"))
+    assert len(results) == len(SCENARIOS) + 1
+    for file, result in results.items():
+        assert result["passed"], file
         metrics = [one for verdict in result["verdict"]["verdicts"] for one in verdict["metrics"]]
-        assert {one["outcome"] for one in metrics} <= {"ok", "recorded"}, scenario.name
-        assert any(one["allowed"] is not None for one in metrics), scenario.name
+        assert {one["outcome"] for one in metrics} <= {"ok", "recorded"}, file
+        assert any(one["allowed"] is not None for one in metrics), file
 
 
-def test_everything_that_is_planted_is_red(runs):
-    assert [scenario.name for scenario in SCENARIOS if not of(runs.planted, scenario)["failed"]] == []
-
-
-# What a failure tells is made by the worker as it is without workers.
-@pytest.mark.parametrize("folder", [ALONE], indirect=True)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_what_is_planted_is_told(runs, scenario):
-    result = of(runs.planted, scenario)
-    lines = (result["verdict"]["failure"] or "").splitlines()
-    for expected in scenario.told:
-        assert fnmatch.filter(lines, expected), f"{expected!r} is not in\n{result['verdict']['failure']}"
-
-
-def test_a_test_that_ends_its_process_with_status_0_is_red_and_its_clean_twin_green(folder, runs):
-    (clean,) = [one for one in runs.clean["results"] if one["verdict"]["file"] == "ending/test_ends.py"]
-    assert clean["passed"]
+def test_everything_that_is_planted_is_red_and_told(folder):
+    planted = ("--gpumem-baseline", "--gpumem-report=planted.json", *UNTIMED, "--ignore=ending")
+    assert folder.run(*planted, PLANTED="1") == pytest.ExitCode.TESTS_FAILED
+    report = folder.report("planted.json")
+    assert [scenario.name for scenario in SCENARIOS if not of(report, scenario)["failed"]] == []
+    failures = {scenario.name: of(report, scenario)["verdict"]["failure"] or "" for scenario in SCENARIOS}
+    not_told = [
+        f"{scenario.name}: {expected!r} is not in\n{failures[scenario.name]}"
+        for scenario in SCENARIOS
+        for expected in scenario.told
+        if not fnmatch.filter(failures[scenario.name].splitlines(), expected)
+    ]
+    assert not_told == []
+    # It would end this session, too.
     assert folder.run("ending", "--gpumem-baseline", "--no-gpumem-time", PLANTED="1") == 1
 
 
+# What a failure tells is made by the worker as it is without workers.
+def test_everything_that_is_planted_is_red_in_workers(folder):
+    planted = ("-n", "2", "--gpumem-baseline", "--gpumem-report=workers.json", *UNTIMED)
+    assert folder.run(*planted, PLANTED="1") == pytest.ExitCode.TESTS_FAILED
+    report = folder.report("workers.json")
+    assert [scenario.name for scenario in SCENARIOS if not of(report, scenario)["failed"]] == []
+    # Its worker ended before it could tell of it.
+    assert report["not_run"] == [["ending/test_ends.py", "test_it"]]
+    assert not report["passed"]
+
+
 # One test is one worker's, whichever that is.
-@pytest.mark.parametrize("folder", [ALONE], indirect=True)
 def test_a_step_that_takes_two_hundred_times_as_long_is_red_and_its_clean_twin_green_whatever_else_is_at_work(folder):
     assert folder.run("timed", "--gpumem-update=all", "--no-gpumem-time") == 0
     # As if recorded when nothing was at work, which nobody can wait for: of a step that took half as long again.
