@@ -21,8 +21,9 @@ import pytest
 from pytest_gpumem.github.comment import marker
 from tests.fake_github import FakeGitHub, fake_github
 from tests.packages_here import make_wheel
+from tests.test_ab import PLAIN
 from tests.test_ci_docs import TOMORROW, job_of, on_the_cpu
-from tests.test_upgrades import MB, PLAIN, TELLING
+from tests.test_upgrades import MB, TELLING
 from tests.workflows import ROOT, Runner
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.requirements import installers
 from tests.packages_here import make_wheel
+from tests.test_ab import PLAIN
 
 TELLING = """
 import json
@@ -40,7 +41,6 @@ def told(request):
     verdict = TestVerdict(file, test, (Verdict(measurement, ()),))
     request.node.user_properties.append(("gpumem", json.dumps(to_plain(verdict))))
 """
-PLAIN = ["-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:anyio"]
 MB = 10**6
 
 
