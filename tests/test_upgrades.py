@@ -532,6 +532,7 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, monkeypatch):
     culprit = made.git("rev-parse", "HEAD~1")[:9]
     assert f"gpumem bisect: {culprit} change 1 (Ada, " in result.stdout
     assert "did it: step time 100.00 ms to 110.00 ms (+10.0 %)" in result.stdout
+    assert result.stderr.count(" pairs of runs\n") == 2, "the step is one of both comparisons"
 
 
 @pytest.mark.parametrize(
