@@ -105,7 +105,9 @@ def repository(tmp_path, monkeypatch):
     return made
 
 
-PLAIN = ["-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:anyio"]
+PLAIN = [
+    f"-pno:{plugin}" for plugin in ("randomly", "hypothesispytest", "cacheprovider", "benchmark", "memray", "anyio")
+]
 
 
 def ab(*arguments):

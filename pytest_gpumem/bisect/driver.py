@@ -91,6 +91,8 @@ class Search:
     """The tolerated slowdown, as a ratio."""
     _known: dict[str, Run | str] = field(default_factory=dict)
     """Runs of candidates by name, or why there is none."""
+    _timed: dict[tuple[str, str], Compared] = field(default_factory=dict)
+    """Comparisons of runs in turns, by the names of both candidates."""
     _settings: Settings = field(default_factory=Settings)
 
     def find(self) -> Found:
@@ -173,7 +175,10 @@ class Search:
     def _compared(self, base: Candidate, head: Candidate) -> Compared:
         """Return the comparison of two candidates that have been run."""
         if self.metric == TIMED:
-            return self._in_turns(base, head)
+            sides = base.name, head.name
+            if sides not in self._timed:
+                self._timed[sides] = self._in_turns(base, head)
+            return self._timed[sides]
         before, after = self._end(base), self._end(head)
         return self._report([(before, after)], base, head)
 

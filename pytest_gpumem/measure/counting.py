@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measure.syncs import HostTensors, Syncs, is_of_higher_order, name_of, title_of
-from pytest_gpumem.torch_support.private_api import watched_operators
+from pytest_gpumem.torch_support.private_api import flop_counter, watched_operators
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
 from pytest_gpumem.values.layers import layers_of
 from pytest_gpumem.values.operator_counts import (
@@ -196,14 +196,11 @@ def _count_operators(
 ) -> dict[str, tuple[Tally, ...]]:
     """Return the tallies of FLOPs, operators and syncs; with their lines where ``places`` finds them."""
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - an operator's name
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001 - same
     host = HostTensors(device)
-    flops = FlopCounterMode(
-        display=False, custom_mapping={attention: _attention_flops, backward: _attention_backward_flops}
-    )
+    flops = flop_counter({attention: _attention_flops, backward: _attention_backward_flops})
     tallies = _Tallies()
     latest, counted = "", 0
 

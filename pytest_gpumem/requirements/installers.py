@@ -73,10 +73,10 @@ class Installer:
         # What is named is the newest release that fits, also where an older one that is here would fit.
         if emulated and torch is not None:
             if lines:
-                self._run([*self._pip, "install", "--upgrade", *limited, "--requirement", str(given)])
-            self._run([*self._pip, "install", *limited, "torch"])
+                self._run([*self._pip_install, "--upgrade", *limited, "--requirement", str(given)])
+            self._run([*self._pip_install, *limited, "torch"])
         elif uv is None:
-            self._run([*self._pip, "install", "--upgrade", *limited, "--requirement", str(given)])
+            self._run([*self._pip_install, "--upgrade", *limited, "--requirement", str(given)])
         elif layered:
             self._install_what_differs(uv, given, limited)
         else:
@@ -86,18 +86,19 @@ class Installer:
         """Install pytest-gpumem as it is installed here. Raises `NotInstalled` and `Stopped`."""
         distribution = importlib.metadata.distribution(_PLUGIN)
         url = json.loads(distribution.read_text("direct_url.json") or "{}").get("url", "")
-        self._run([*self._pip, "install", f"{_PLUGIN} @ {url}" if url else f"{_PLUGIN}=={distribution.version}"])
+        self._run([*self._pip_install, f"{_PLUGIN} @ {url}" if url else f"{_PLUGIN}=={distribution.version}"])
 
     @cached_property
-    def _pip(self) -> list[str]:
-        return pip_command(self.python, self.environment)
+    def _pip_install(self) -> list[str]:
+        # To look for conflicts, pip reads what every package beneath requires, which takes longer than the rest.
+        return [*pip_command(self.python, self.environment), "install", "--no-warn-conflicts"]
 
     def _install_torch_alone(self, specifier: str) -> None:
         """Install torch's CUDA build without what it requires, and have its metadata require none of NVIDIA's libraries."""
         # Three signs take no local version, as of a build for the CPU.
         exact = re.fullmatch(r"={2,3}([^*,]+)", specifier)
         wanted = f"torch==={exact.group(1).partition('+')[0]}" if exact else f"torch{specifier}"
-        self._run([*self._pip, "install", "--upgrade", "--no-deps", wanted])
+        self._run([*self._pip_install, "--upgrade", "--no-deps", wanted])
         for metadata in self.folder.rglob("torch-*.dist-info/METADATA"):
             text = metadata.read_text(encoding="utf-8")
             metadata.write_text(_NVIDIA.sub(r'\1; extra == "nvidia"', text), encoding="utf-8")

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from pytest_gpumem.values.events import AllocationEvent, Threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import FunctionType
     from typing import TypeAlias
 
     import torch.autograd.profiler
     import torch.profiler
+    from torch.utils.flop_counter import FlopCounterMode
 
     Profile: TypeAlias = torch.profiler.profile | torch.autograd.profiler.profile
     """The second is what the first wraps."""
@@ -211,6 +212,19 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
+    """Return torch's counter of FLOPs, which also knows these operators, and does not load the compiler.
+
+    torch keeps torch.compile out of its mode by a wrapper, which loads the compiler with the first call.
+    """
+    from torch.utils import flop_counter as counters
+
+    function = getattr(counters._FlopCounterMode.__torch_dispatch__, "__wrapped__", None)
+    if function is not None and not hasattr(function, "__dynamo_disable"):
+        function.__dynamo_disable = never_compiled(function)
+    return counters.FlopCounterMode(display=False, custom_mapping={**custom_mapping})
+
+
 def span(name: str) -> AbstractContextManager[object]:
     """Open a span of that name in a profile, which no mode sees.
 
@@ -233,6 +247,11 @@ def watched_operators(
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         supports_higher_order_operators = True
 
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # as in `flop_counter`
+
+        @never_compiled
         def __torch_dispatch__(
             self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:

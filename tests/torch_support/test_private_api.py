@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+import sys
 import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import _FlopCounterMode
 
 from pytest_gpumem.torch_support import private_api
 from pytest_gpumem.torch_support.private_api import (
@@ -27,6 +29,7 @@ from pytest_gpumem.torch_support.private_api import (
     compiles_within_modes,
     cublas_workspace_sizes,
     event_tree,
+    flop_counter,
     lists_of_script,
     load_compiler,
     never_compiled,
@@ -244,6 +247,16 @@ def test_a_function_that_is_never_compiled_is_not_and_nothing_that_it_calls(comp
     (result, _) = torch.compile(step, backend="eager")(torch.ones(3))
     assert compiled_graphs() - before == graphs
     assert torch.equal(result, torch.ones(3).sin().cos())
+
+
+def test_operators_are_watched_and_their_flops_counted_without_the_compiler(monkeypatch):
+    wrapped = getattr(_FlopCounterMode.__torch_dispatch__, "__wrapped__", None)
+    monkeypatch.delattr(wrapped, "__dynamo_disable", raising=False)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # importing it raises
+    square = torch.ones(3, 3)
+    with flop_counter({}) as counter, watched_operators(lambda _operator, _args, _kwargs, run: run()):
+        square.mm(square)
+    assert counter.get_total_flops() == 2 * 3**3
 
 
 def test_whether_modes_keep_a_release_from_compiling_is_known(compiled):
