@@ -219,7 +219,8 @@ def flop_counter(custom_mapping: Mapping[Any, Callable[..., int]]) -> FlopCounte
     """
     from torch.utils import flop_counter as counters
 
-    function = getattr(counters._FlopCounterMode.__torch_dispatch__, "__wrapped__", None)
+    mode = getattr(counters, "_FlopCounterMode", None)
+    function = getattr(getattr(mode, "__torch_dispatch__", None), "__wrapped__", None)
     if function is not None and not hasattr(function, "__dynamo_disable"):
         function.__dynamo_disable = never_compiled(function)
     return counters.FlopCounterMode(display=False, custom_mapping={**custom_mapping})
