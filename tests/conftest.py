@@ -21,15 +21,16 @@ import pytest_gpumem
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.torch_support import garbage_collector
 from tests import preloaded
-from tests.heap import own_objects_out_of_sight
+from tests.heap import are_out_of_sight, hide_what_is_loaded, own_objects_out_of_sight
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytest_plugins = ["pytester", "tests.chance"]
-_LEFT_OUT = [f"-pno:{plugin}" for plugin in ("randomly", "hypothesispytest", "cacheprovider", "benchmark", "memray")]
-"""What is installed for the suite, and is none of a project's: the last two are for docs/migrate, and load rich."""
+_THE_SUITES = [f"-pno:{plugin}" for plugin in ("hypothesispytest", "benchmark", "memray")]
+"""Plugins that are installed for the suite, and are none of a project's: the last two are for docs/migrate, and load rich."""
+_LEFT_OUT = ["-pno:randomly", "-pno:cacheprovider", *_THE_SUITES]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -160,13 +161,15 @@ class Project:
         if new:
             return self._pytester.runpytest_subprocess(*command)
         if separate:
-            return preloaded.run_pytest(self.path, *command)
+            return preloaded.run_pytest(self.path, *command, before=_hiding())
         with own_objects_out_of_sight():
             return self._pytester.runpytest_inprocess(*command)
 
     def gpumem(self, *args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run the command, in the project's folder if not in another."""
-        return preloaded.run("-m", "pytest_gpumem.cli.main", *args, cwd=folder or self.path)
+        environment = {"PYTEST_ADDOPTS": " ".join(_THE_SUITES), **os.environ}
+        command = ("-m", "pytest_gpumem.cli.main", *args)
+        return preloaded.run(*command, cwd=folder or self.path, env=environment, before=_hiding())
 
     def figures(self, *args: str, separate: bool = False) -> dict[str, dict[str, int]]:
         """Bytes of every measurement, by test: ``{"test_a": {"call.peak_allocated": 4096}}``."""
@@ -187,6 +190,11 @@ class Project:
             path.relative_to(self.store).as_posix(): path.read_text(encoding="utf-8")
             for path in sorted(self.store.rglob("*.toml"))
         }
+
+
+def _hiding() -> Callable[[], None] | None:
+    """Return what a separate process begins with: it hides what is loaded where this one does."""
+    return hide_what_is_loaded if are_out_of_sight() else None
 
 
 def figures_of(report: Path) -> dict[str, dict[str, int]]:

@@ -22,7 +22,7 @@ def own_objects_out_of_sight() -> Iterator[None]:
     Each would go through all of it, for a quarter of a second; those of all objects then go through what was made within.
     A session within, or the one that runs the suite, neither thaws the objects nor freezes others.
     """
-    if gc.freeze is _do_nothing:
+    if are_out_of_sight():
         gc.collect()
         _freeze()  # what the test has made since
         yield
@@ -39,6 +39,11 @@ def own_objects_out_of_sight() -> Iterator[None]:
     finally:
         gc.collect()
         gc.unfreeze()
+
+
+def are_out_of_sight() -> bool:
+    """Return whether this process's own objects are hidden."""
+    return gc.freeze is _do_nothing
 
 
 def hide_what_is_loaded() -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import TCPStore
 
 from tests import preloaded
+from tests.conftest import _LEFT_OUT
 from tests.heap import hide_what_is_loaded
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 MOST_SECONDS = 240
 JOB = "GPUMEM_JOB_OF_A_TEST"
-_PLUGINS = [word for name in ("randomly", "hypothesispytest", "cacheprovider") for word in ("-p", f"no:{name}")]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def run_job(
     *arguments: str,
     torchrun: bool = False,
     device: str = "cpu",
-    program: tuple[str, ...] = ("pytest", *_PLUGINS),
+    program: tuple[str, ...] = ("pytest", *_LEFT_OUT),
     **variables: str,
 ) -> Job:
     """Run a ``program``, a module and its first arguments, on some ranks in a folder, and return what became of it.

@@ -150,12 +150,11 @@ def texts(store):
 # The same bytes
 
 
-@pytest.mark.parametrize("options", [(), ("--gpumem-strict",)], ids=["alone", "strict"])
-def test_the_store_is_the_one_that_accepting_at_once_gives(project, options):
+def test_the_store_is_the_one_that_accepting_at_once_gives(project):
     project.write(BEFORE)
     project.run("--gpumem-update=new").assert_outcomes(passed=11)
     project.write(AFTER)
-    accepted, at_once = both_ways(project, *options)
+    accepted, at_once = both_ways(project)
     assert accepted == at_once
     (text,) = accepted.values()
     entries = parse(text, "test_it.py")
@@ -165,19 +164,25 @@ def test_the_store_is_the_one_that_accepting_at_once_gives(project, options):
     assert len(entries) == 14
 
 
-def test_workers_reports_give_the_same_store(project):
+def test_a_workers_report_gives_the_same_store(project):
+    few = ("-k", "call or train")
     project.write(BEFORE)
-    few = ("-n2", "-k", "call or train")
-    project.run("--gpumem-update=new", "-k", "call or train")
+    project.run("--gpumem-update=new", *few)
     project.write(AFTER)
-    accepted, at_once = both_ways(project, *few, separate=True)
-    assert accepted == at_once
-    assert "test_new_call" in accepted[next(iter(accepted))]
+    gated(project, "-n1", *few, separate=True)
+    shutil.move(project.path / "report.json", project.path / "workers.json")
+    _, at_once = both_ways(project, *few)
+    shutil.rmtree(project.store)
+    shutil.move(project.path / "before", project.store)
+    accept("workers.json")
+    assert texts(project.store) == at_once
+    assert "test_new_call" in at_once[next(iter(at_once))]
 
 
-def test_a_store_that_is_not_there_yet_is_begun(project):
+@pytest.mark.parametrize("options", [(), ("--gpumem-strict",)], ids=["alone", "strict"])
+def test_a_store_that_is_not_there_yet_is_begun(project, options):
     project.write(BEFORE)
-    accepted, at_once = both_ways(project, "-k", "call or train", reason=["why"])
+    accepted, at_once = both_ways(project, "-k", "call or train", *options, reason=["why"])
     assert accepted == at_once != {}
 
 
@@ -206,15 +211,25 @@ def one(name, count=1_000_000, more="", budget=""):
     return ONE.format(name=name, count=count, more=more, budget=budget)
 
 
+@pytest.fixture(scope="module")
+def grown_once(tmp_path_factory):
+    """A folder that is still empty: the first test that needs it fills it, and the others copy it."""
+    return tmp_path_factory.mktemp("grown")
+
+
 @pytest.fixture
-def grown(project):
+def grown(project, grown_once):
     """A project with a report of two tests that grew, one that needs less and one that is as it was."""
+    if (grown_once / "report.json").exists():
+        shutil.copytree(grown_once, project.path, dirs_exist_ok=True)
+        return project
     names = ("a", "b", "less", "same")
     project.write("".join(map(one, names)))
     project.run("--gpumem-update=new")
     counts = {"less": 500_000, "same": 1_000_000}
     project.write("".join(one(name, counts.get(name, 2_000_000)) for name in names))
     gated(project)
+    shutil.copytree(project.path, grown_once, dirs_exist_ok=True)
     return project
 
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
@@ -19,8 +20,12 @@ from pytest_gpumem.baselines.format import parse
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.values.composition import MOST_KEPT
 from tests import preloaded
+from tests.conftest import _LEFT_OUT
 from tests.heap import hide_what_is_loaded
 from tests.pages import COMPARED, FENCE, blocks_of, command, follows, output, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EXAMPLE = Path(__file__).parents[1] / "example_project"
 SECONDS = 240
@@ -90,7 +95,7 @@ GREEN, EXPORTED = (
     output("docs/guide/verdicts.md", "gpumem: 21 gated"),
     output("docs/guide/figures-elsewhere.md", "$ pytest"),
 )
-SOME = ("-k", "test_gpt.py and not learns or test_evaluation or test_matrix[fp32")
+SOME = ("-k", "needs_less or by_depth[2] or TestGenerate or test_evaluation or test_matrix[fp32-ckpt-blocks")
 """Tests of each kind, for runs that need not be of all: these are most of what the suite spends on the project."""
 CHECKPOINTING = ("", ",checkpoint=ops", ",checkpoint=blocks")
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -163,8 +168,8 @@ class Example:
         report = self.folder.parent / "report.xml"
         as_json = self.folder.parent / "report.json"
         report.unlink(missing_ok=True)
-        command = ["-m", "pytest", tests, "--gpumem-device=cpu", f"--junitxml={report}", f"--gpumem-report={as_json}"]
-        command += arguments
+        command = ["-m", "pytest", *_LEFT_OUT, tests, "--gpumem-device=cpu", f"--junitxml={report}"]
+        command += [f"--gpumem-report={as_json}", *arguments]
         ours = ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "COLUMNS")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         # Where a plugin of a test's own lies.
@@ -217,29 +222,49 @@ def recorded(committed, tmp_path_factory) -> tuple[Example, Run]:
     """A copy in which baselines of `SOME` were recorded here, in the order of the files, and the run that did it."""
     example = committed.copy(tmp_path_factory.mktemp("recorded"))
     shutil.rmtree(example.store, ignore_errors=True)
-    return example, example.run("--gpumem-update=new", "--no-gpumem-time", "-p", "no:randomly", *SOME)
+    return example, example.run("--gpumem-update=new", "--no-gpumem-time", *SOME)
 
 
 @pytest.fixture(scope="module")
-def reversed_run(committed, tmp_path_factory) -> Run:
-    """A copy gated in one process in the reversed order, timed, against the committed baselines; without AVX-512 less `SLOW`."""
-    example = committed.copy(tmp_path_factory.mktemp("reversed"))
-    (example.folder.parent / "reversed_order.py").write_text(REVERSES, encoding="utf-8")
-    example.time_for("100 ms")
-    selected = () if HAS_AVX512 else ("-k", f"not ({SLOW})")
-    return example.run("--gpumem-baseline", "-v", "-p", "no:randomly", "-p", "reversed_order", *selected)
+def gated_in_reverse(committed, tmp_path_factory) -> Callable[..., Run]:
+    """Gate a copy in one process in the reversed order, timed, against the committed baselines."""
+
+    def run(*selected: str) -> Run:
+        example = committed.copy(tmp_path_factory.mktemp("reversed"))
+        (example.folder.parent / "reversed_order.py").write_text(REVERSES, encoding="utf-8")
+        example.time_for("100 ms")
+        return example.run("--gpumem-baseline", "-v", "-p", "reversed_order", *selected)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def some_reversed(gated_in_reverse) -> Run:
+    return gated_in_reverse(*SOME)
+
+
+@pytest.fixture(scope="module")
+def all_reversed(gated_in_reverse) -> Run:
+    """All tests; without AVX-512 less `SLOW`."""
+    return gated_in_reverse(*(() if HAS_AVX512 else ("-k", f"not ({SLOW})")))
 
 
 @pytest.mark.skipif(
     platform.machine() != COMMITTED_FOR,
     reason=f"the committed baselines were recorded on {COMMITTED_FOR}, this is {platform.machine()}",
 )
-def test_the_committed_baselines_hold(reversed_run):
-    assert reversed_run.code == 0, reversed_run.output
-    assert reversed_run.accounting == f"{GATED} gated", reversed_run.output
+@pytest.mark.parametrize(
+    ("run", "gated", "measured"),
+    # `make example-cpu` gates all of them, too.
+    [("some_reversed", 6, 7), pytest.param("all_reversed", GATED, MEASURED, marks=pytest.mark.thorough)],
+)
+def test_the_committed_baselines_hold(request, run, gated, measured):
+    done = request.getfixturevalue(run)
+    assert done.code == 0, done.output
+    assert done.accounting == f"{gated} gated", done.output
     # They keep no times, which would be those of one machine.
-    assert " it was not timed, as its baseline has no time: " in reversed_run.output
-    assert len(reversed_run.printed) == MEASURED
+    assert " it was not timed, as its baseline has no time: " in done.output
+    assert len(done.printed) == measured
 
 
 def test_recording_writes_what_was_measured(recorded):
@@ -256,7 +281,7 @@ def test_recording_writes_what_was_measured(recorded):
 
 @pytest.mark.parametrize(
     ("which", "device", "number"),
-    [("committed", "cpu-", 22), ("recorded", "cpu-", 11), ("committed", "emulated-h100-80gb", 20)],
+    [("committed", "cpu-", 22), ("recorded", "cpu-", 7), ("committed", "emulated-h100-80gb", 20)],
 )
 def test_every_baseline_but_that_of_a_region_keeps_what_its_peak_is_made_of(committed, recorded, which, device, number):
     example = committed if which == "committed" else recorded[0]
@@ -273,13 +298,13 @@ def test_every_baseline_but_that_of_a_region_keeps_what_its_peak_is_made_of(comm
             assert entry.composition.of("unattributed") == 0
 
 
-def test_figures_are_the_same_in_the_reversed_order_and_beside_times(recorded, reversed_run):
+def test_figures_are_the_same_in_the_reversed_order_and_beside_times(recorded, some_reversed):
     _, expected = recorded
-    assert [test for test in reversed_run.order if test in expected.order] == expected.order[::-1]
+    assert some_reversed.order == expected.order[::-1]
     assert expected.figures
-    assert reversed_run.figures.items() >= expected.figures.items()
+    assert some_reversed.figures == expected.figures
     assert expected.printed
-    assert reversed_run.printed.items() >= expected.printed.items()
+    assert some_reversed.printed == expected.printed
 
 
 def test_figures_of_one_test_alone_are_the_same(recorded, tmp_path):
@@ -294,9 +319,8 @@ def test_figures_of_one_test_alone_are_the_same(recorded, tmp_path):
 @pytest.mark.parametrize(
     ("line", "fault", "test", "message"), BREAKS_CHECKPOINTING.values(), ids=BREAKS_CHECKPOINTING.keys()
 )
-def test_a_broken_model_fails_its_relation(recorded, tmp_path, line, fault, test, message):
-    first, _ = recorded
-    example = first.copy(tmp_path)
+def test_a_broken_model_fails_its_relation(committed, tmp_path, line, fault, test, message):
+    example = committed.copy(tmp_path)
     example.plant(line, fault)
     run = example.run("--no-gpumem-time", tests=f"example_project/tests/test_gpt_configs.py::{test}")
     assert run.code == 1, run.output
@@ -312,7 +336,7 @@ def sees_it_fail(committed, tmp_path_factory):
     example.plant(FUSED, KEEPS_ITS_SCORES)
 
     def run(tests: str) -> list[str]:
-        done = example.run("--gpumem-baseline", "--no-gpumem-time", "-p", "no:randomly", tests=tests)
+        done = example.run("--gpumem-baseline", "--no-gpumem-time", tests=tests)
         assert done.code == 1, done.output
         return done.output.replace(" --gpumem-device=cpu", "").splitlines()
 
@@ -353,18 +377,20 @@ def test_the_baselines_of_a_file_are_shown(monkeypatch):
 
 
 @OF_THE_PAGES
-def test_what_a_green_gate_says_and_exports_is_that_of_the_pages(reversed_run, tmp_path, monkeypatch):
-    assert follows(GREEN, reversed_run.output.splitlines())
+@pytest.mark.thorough
+def test_what_a_green_gate_says_and_exports_is_that_of_the_pages(all_reversed, tmp_path, monkeypatch):
+    assert follows(GREEN, all_reversed.output.splitlines())
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "report.json").write_text(reversed_run.json, encoding="utf-8")
+    (tmp_path / "report.json").write_text(all_reversed.json, encoding="utf-8")
     done = CliRunner().invoke(main, shlex.split(EXPORT)[1:])
     assert done.exit_code == 0
     assert done.output.splitlines() == EXPORTED.printed
     assert (tmp_path / "bencher.json").exists()
 
 
-def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(reversed_run):
-    run = reversed_run
+@pytest.mark.thorough
+def test_the_matrix_is_shown_as_a_table_of_what_each_config_saves(all_reversed):
+    run = all_reversed
     configs = [f"{precision}{ckpt}" for precision in ("fp32", "amp-bf16") for ckpt in CHECKPOINTING]
     if not HAS_AVX512:
         configs = configs[: len(CHECKPOINTING) + 1]

@@ -7,20 +7,45 @@ import gc
 import importlib
 import sys
 import threading
+import types
 import weakref
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from pytest_gpumem.explain.holders import HIGHEST, MOST_PATHS, MOST_TENSORS, holders_of
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+from tests.heap import own_objects_out_of_sight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 REGISTRY = {}
+AMONG_ALL = pytest.mark.parametrize("suites_objects_hidden", [False], indirect=True, ids=["among all objects"])
+FROZEN = pytest.mark.parametrize(
+    ("suites_objects_hidden", "frozen"),
+    [(True, False), (False, True)],
+    indirect=["suites_objects_hidden"],
+    ids=["young", "frozen"],
+)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def suites_objects_hidden() -> None:
-    """Hide none: these tests look for holders among all objects."""
+@pytest.fixture(autouse=True)
+def suites_objects_hidden(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hide them except from the tests that look among all objects, which takes seconds beside a whole suite."""
+    with own_objects_out_of_sight() if getattr(request, "param", True) else nullcontext():
+        yield
+
+
+@pytest.fixture
+def registry() -> Iterator[dict[str, Any]]:
+    """Return a global of a module that is not hidden."""
+    module = types.ModuleType("young")
+    module.REGISTRY = {}
+    yield module.REGISTRY
+    module.REGISTRY.clear()
 
 
 class Net(torch.nn.Module):
@@ -34,7 +59,7 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["young", "frozen"])
+@FROZEN
 def test_an_attribute_and_an_element_of_one_are_told_by_the_objects_class(frozen):
     net = Net()
     if frozen:
@@ -64,6 +89,7 @@ def test_a_variable_of_a_function_is_told_with_it():
     assert holders_of({address(kept[0])}) == ("test_a_variable_of_a_function_is_told_with_it.<locals>.kept[...]",)
 
 
+@AMONG_ALL
 def test_a_global_is_told_with_its_module(monkeypatch):
     monkeypatch.setitem(REGISTRY, "last", [torch.ones(6)])
     assert holders_of({address(REGISTRY["last"][0])}) == (f"{__name__}.REGISTRY[...]",)
@@ -245,7 +271,7 @@ def test_what_a_package_keeps_is_told_with_its_release(package, way):
     assert holders_of({kept}) == (f"hold-all 1.2.3: {name}",)
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["young", "frozen"])
+@FROZEN
 def test_an_object_that_is_in_use_is_told_by_its_class_also_where_a_package_has_it(package, frozen):
     loader = package.CACHE["a"] = package.Loader([])
     if frozen:
@@ -265,45 +291,45 @@ def test_a_model_is_one_object_and_its_parts_are_told_by_their_class():
     assert holders_of({address(model[0][0].table)}) == ("Net.table",)
 
 
-def test_a_model_that_a_global_keeps_is_told_with_it(monkeypatch):
-    monkeypatch.setitem(REGISTRY, "models", [torch.nn.Sequential(torch.nn.Sequential(Net()))])
-    REGISTRY["models"][0][0][0].last = torch.ones(15)
-    kept = address(REGISTRY["models"][0][0][0].last)
-    assert holders_of({kept}) == (f"{__name__}.REGISTRY[...] -> Net.last",)
+def test_a_model_that_a_global_keeps_is_told_with_it(registry):
+    registry["models"] = [torch.nn.Sequential(torch.nn.Sequential(Net()))]
+    registry["models"][0][0][0].last = torch.ones(15)
+    kept = address(registry["models"][0][0][0].last)
+    assert holders_of({kept}) == ("young.REGISTRY[...] -> Net.last",)
 
 
-def test_a_long_path_is_told_by_both_its_ends(monkeypatch):
+def test_a_long_path_is_told_by_both_its_ends(registry):
     class Link:
         def __init__(self, held):
             self.held = held
 
     kept = torch.ones(16)
-    monkeypatch.setitem(REGISTRY, "chain", Link(Link(Link([kept]))))
+    registry["chain"] = Link(Link(Link([kept])))
     kept = address(kept)
-    assert holders_of({kept}) == (f"{__name__}.REGISTRY[...] -> ... -> Link.held[...]",)
+    assert holders_of({kept}) == ("young.REGISTRY[...] -> ... -> Link.held[...]",)
 
 
-def test_a_holder_that_is_too_far_away_is_said(monkeypatch):
+def test_a_holder_that_is_too_far_away_is_said(registry):
     kept = nest = torch.ones(17)
     for _ in range(HIGHEST + 1):
         nest = [nest]
-    monkeypatch.setitem(REGISTRY, "far", nest)
+    registry["far"] = nest
     kept = address(kept)
     assert holders_of({kept}) == (f"something more than {HIGHEST} references away (1 of 1 tensors)",)
 
 
-def test_the_shortest_path_wins_whichever_was_there_first(monkeypatch):
+def test_the_shortest_path_wins_whichever_was_there_first(registry):
     kept = torch.ones(18)
     for name in ("long", "short", "longer"):
-        monkeypatch.setitem(REGISTRY, name, kept if name == "short" else Net())
-    REGISTRY["long"].last = REGISTRY["longer"].seen = kept
+        registry[name] = kept if name == "short" else Net()
+    registry["long"].last = registry["longer"].seen = kept
     kept = address(kept)
-    assert holders_of({kept}) == (f"{__name__}.REGISTRY[...]",)
+    assert holders_of({kept}) == ("young.REGISTRY[...]",)
 
 
-def test_of_many_tensors_some_are_looked_at(monkeypatch):
-    monkeypatch.setitem(REGISTRY, "many", [torch.ones(19) for _ in range(5 * MOST_TENSORS)])
-    assert holders_of({address(one) for one in REGISTRY["many"]}) == (f"{__name__}.REGISTRY[...]",)
+def test_of_many_tensors_some_are_looked_at(registry):
+    registry["many"] = [torch.ones(19) for _ in range(5 * MOST_TENSORS)]
+    assert holders_of({address(one) for one in registry["many"]}) == ("young.REGISTRY[...]",)
 
 
 def test_what_another_thread_keeps_for_itself_is_found_and_asked_for_nothing(package):
@@ -328,7 +354,7 @@ def test_what_another_thread_keeps_for_itself_is_found_and_asked_for_nothing(pac
         thread.join()
 
 
-def test_an_exception_that_is_kept_is_told_for_the_variables_of_functions_that_it_left(monkeypatch):
+def test_an_exception_that_is_kept_is_told_for_the_variables_of_functions_that_it_left(registry):
     def fails():
         kept = torch.ones(24)
         places.append(address(kept))
@@ -337,9 +363,9 @@ def test_an_exception_that_is_kept_is_told_for_the_variables_of_functions_that_i
     places: list[int] = []
     with pytest.raises(ValueError) as raised:
         fails()
-    monkeypatch.setitem(REGISTRY, "last", raised.value)
+    registry["last"] = raised.value
     del raised
-    assert holders_of({*places}) == (f"{__name__}.REGISTRY[...]",)
+    assert holders_of({*places}) == ("young.REGISTRY[...]",)
 
 
 def test_looking_keeps_nothing_alive_until_a_collection(package):
@@ -366,6 +392,7 @@ def test_pytest_is_not_blamed_for_what_its_fixtures_have(request):
     assert holders_of({address(request.node.stash_of_mine[0])}) == ()
 
 
+@AMONG_ALL
 def test_what_torch_caches_is_told_as_torchs():
     module = torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(4, 4))
     with torch.nn.utils.parametrize.cached():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import preloaded
+from tests.conftest import _LEFT_OUT
 from tests.jobs import MOST_SECONDS, Job
 
 if TYPE_CHECKING:
@@ -196,13 +197,16 @@ LOST = {
 
 @pytest.fixture(scope="module")
 def lost(recorded, run_ranks):
-    """The folders and jobs of the ways in which a rank is lost, side by side: they wait for most of their time."""
+    """The folders and jobs of the ways in which a rank is lost, side by side: they wait for most of their time.
+
+    Only a rank that is killed needs torchrun, which tells the others. It would also end those that others leave behind.
+    """
 
     def run(how: str) -> tuple[Path, Job]:
         folder = recorded.with_name(f"lost-{how}")
         shutil.copytree(recorded, folder)
         options = ["--gpumem-update=all", "--gpumem-report=report.json", f"--gpumem-rank-timeout={TIMEOUT}"]
-        return folder, run_ranks(folder, 2, *options, torchrun=True, LOST=how)
+        return folder, run_ranks(folder, 2, *options, torchrun=how == "killed", LOST=how)
 
     with ThreadPoolExecutor(len(LOST)) as jobs:
         return dict(zip(LOST, jobs.map(run, LOST), strict=True))
@@ -375,8 +379,7 @@ def test_ranks_of_another_launcher_need_no_store_but_that_of_rank_0(recorded, tm
         "MASTER_PORT": str(port),
         "TMPDIR": str(tmp_path),
     }
-    options = ["--gpumem-device=cpu", "--gpumem-baseline", "--no-gpumem-time"]
-    command = ["-m", "pytest", "-p", "no:randomly", *options]
+    command = ["-m", "pytest", *_LEFT_OUT, "--gpumem-device=cpu", "--gpumem-baseline", "--no-gpumem-time"]
     ranks = [
         preloaded.start(*command, env={**common, "RANK": number, "LOCAL_RANK": number}, cwd=recorded) for number in "10"
     ]
