@@ -130,7 +130,7 @@ def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostT
         return False
     if name == "repeat_interleave" and kwargs.get("output_size") is not None:
         return False
-    return any(tensor not in host for tensor in tensors_in((args, kwargs)))
+    return not all(map(host.__contains__, tensors_in((args, kwargs))))
 
 
 def _copies_across(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:

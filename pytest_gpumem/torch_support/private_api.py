@@ -241,7 +241,8 @@ def watched_operators(
 ) -> AbstractContextManager[object]:
     """Call ``called(operator, args, kwargs, run)`` in the place of every operator below autograd, which ``run()`` runs.
 
-    Private: the module of the mode, although its documentation recommends it for this.
+    It has to be entered before `flop_counter`, which keeps torch.compile out of what is called here. Private: the module of
+    the mode, although its documentation recommends it for this.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -250,9 +251,8 @@ def watched_operators(
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # as in `flop_counter`
+            return False  # what keeps the compiler out would load it
 
-        @never_compiled
         def __torch_dispatch__(
             self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
