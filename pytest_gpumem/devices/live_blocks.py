@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import BlockIds, Blocks
 
 
-_MARK_BYTES = 53
+_MARK_SIZES = (53, 59)
+"""Bytes of two blocks that are live at once: a tensor of one of the sizes, at the address of a mark to come, is none."""
 
 AnyToken = TypeVar("AnyToken", bound=Token)
 
@@ -27,12 +28,13 @@ class FreeCallbacks:
     """Deallocation callbacks of storages, and the storages that were freed since `put_into` was last called.
 
     The profiler reports the free of a block only if it has seen its allocation. Of an older storage, a weak reference tells
-    that it is freed, and a tiny allocation at that moment marks the place among the recorded events.
+    that it is freed, and a mark, two tiny allocations at that moment, tells the place among the recorded events.
     """
 
     def __init__(self) -> None:
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._freed: deque[tuple[int, int]] = deque()
+        self._freed: deque[tuple[int, list[int]]] = deque()
+        """The address of each, and those of its mark."""
 
     def watch(self, storage: torch.UntypedStorage, recording: Callable[[], bool]) -> None:
         """Notice when ``storage`` is freed. ``recording()`` says at that moment whether events are being recorded."""
@@ -42,34 +44,43 @@ class FreeCallbacks:
             import torch
 
             del self._watched[address]
-            mark = 0
+            mark: list[torch.Tensor] = []
             if recording():
                 with beneath_modes():
-                    mark = torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu").data_ptr()
-            self._freed.append((address, mark))
+                    mark += (torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in _MARK_SIZES)
+            self._freed.append((address, [block.data_ptr() for block in mark]))
 
         self._watched[address] = weakref.ref(storage, freed)
 
     def put_into(self, events: Sequence[AnyToken]) -> list[AnyToken | AllocationEvent]:
-        """Return ``events`` with the frees in their places: each mark, an allocation and its free, becomes a free.
+        """Return ``events`` with the frees in their places: each mark, allocations and their frees, becomes a free.
 
         Frees without a mark among the events (nothing was recording, or it was another thread's) come at the end.
         """
         placed: list[AnyToken | AllocationEvent] = []
-        mark_to_drop: int | None = None
+        latest: list[tuple[int, AllocationEvent]] = []
+        """As many allocation events as a mark has blocks, with their places in ``placed``."""
+        to_drop: set[tuple[int, int]] = set()
         last = 0
         for event in events:
             if not isinstance(event, AllocationEvent):
                 placed.append(event)
                 continue
             last = event.time_ns
-            if event.address == mark_to_drop and event.nbytes == -_MARK_BYTES:
-                mark_to_drop = None
-            elif self._freed and (event.address, event.nbytes) == (self._freed[0][1], _MARK_BYTES):
-                address, mark_to_drop = self._freed.popleft()
-                placed.append(AllocationEvent(last, address, -1))
-            else:
-                placed.append(event)
+            if (event.address, event.nbytes) in to_drop:
+                to_drop.remove((event.address, event.nbytes))
+                continue
+            latest = [*latest[1 - len(_MARK_SIZES) :], (len(placed), event)]
+            placed.append(event)
+            blocks = [(one.address, one.nbytes) for _, one in latest]
+            if self._freed and blocks == list(zip(self._freed[0][1], _MARK_SIZES, strict=False)):
+                address, _ = self._freed.popleft()
+                first, *others = (place for place, _ in latest)
+                placed[first] = AllocationEvent(last, address, -1)
+                for place in reversed(others):
+                    del placed[place]
+                to_drop = {(one, -nbytes) for one, nbytes in blocks}
+                latest = []
         placed += [AllocationEvent(last, address, -1) for address, _ in self._freed]
         self._freed.clear()
         return placed
