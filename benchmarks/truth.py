@@ -1,6 +1,6 @@
 """The table of truth: memory at the peak of each phase of a training step, and its time, by model and step config.
 
-216 cases. Each is run until its step repeats, timed for five rounds, and run once more while the allocator's counters are read.
+216 cases. Each is run until its step repeats, once more while the allocator's counters are read, and then timed.
 A result is on the disk as soon as it is there; started again, the command goes on with the cases that are missing or failed.
 
 - ``peaks`` are bytes over what was there before the case, by phase: ``forward``, ``backward``, ``optimizer`` (with
@@ -9,7 +9,8 @@ A result is on the disk as soon as it is there; started again, the command goes 
 - On CUDA they are four counters of ``torch.cuda.memory_stats()``, those of ``.all.peak``: ``requested`` (what tensors asked
   for), ``allocated`` (the same in rounded blocks), ``active`` (with freed blocks that wait for another stream) and ``reserved``
   (what the allocator holds from the driver). A CPU has one figure, what tensors hold; it is called ``allocated``.
-- ``step_time`` is the median of ``step_times``, in seconds. ``settled`` is false, with a note, where a step never repeated.
+- ``step_time`` is the median of ``step_times``, in seconds; with ``--seconds 0`` there are none. ``settled`` is false, with a
+  note, where a step never repeated.
 - A case that does not fit, or that the device lacks something for, has its reason under ``cannot_run``; one that broke, under
   ``failed``.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import platform
 import sys
 import time
@@ -36,10 +38,11 @@ from pytest_gpumem.devices.contract import CannotRun, DeviceUnavailable
 from pytest_gpumem.devices.cuda_runtime import TorchCuda
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices
 from pytest_gpumem.measure.context import MeasuringContext
+from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.step_config.config import StepConfig, combinations
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.train_step import prepared_train_step
-from pytest_gpumem.timing.sampling import TimeBudget
+from pytest_gpumem.timing.sampling import TimeBudget, time_step
 from pytest_gpumem.torch_support.garbage_collector import FrozenHeap, cyclic_collector_off
 from pytest_gpumem.units import format_bytes, format_seconds
 
@@ -126,11 +129,11 @@ class DeviceCounters:
 Counters = CudaCounters | DeviceCounters
 
 
-def result_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]:
+def result_of(case: Case, device: Device, counters: Counters, seconds: float) -> dict[str, Any]:
     """Return the case's figures, or under ``cannot_run`` or ``failed`` why there are none."""
     head = {"model": case.model, "config": str(case.config)}
     try:
-        return head | figures_of(case, device, counters)
+        return head | figures_of(case, device, counters, seconds)
     except (CannotRun, ConfigError) as error:
         return head | {"cannot_run": str(error)}
     except Exception as error:  # noqa: BLE001 - the others are to run whatever becomes of this one
@@ -142,33 +145,42 @@ def result_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]:
         return head | {"failed": f"{type(error).__name__}: {first_line}"}
 
 
-def figures_of(case: Case, device: Device, counters: Counters) -> dict[str, Any]:
-    """Settle the step, time it, and read the counters over one more."""
+def figures_of(case: Case, device: Device, counters: Counters, seconds: float) -> dict[str, Any]:
+    """Settle the step, read the counters over one more, and time it for at most ``seconds``; not at all for 0."""
     device.quiesce()
     torch.manual_seed(SEED)
     before = counters.current()
-    bench = MeasuringContext(device, TimeBudget())
     with (
         _collections_made_short(),
-        prepared_train_step(bench, case.subject.build, case.subject.batch, config=case.config) as prepared,
+        prepared_train_step(
+            MeasuringContext(device, None), case.subject.build, case.subject.batch, config=case.config
+        ) as prepared,
     ):
         step = prepared.measure()
         figures, workload = step.figures, step.workload
-        assert figures.times is not None, "the bench times"
         rest = counters.current()
         peaks = {"rest": rest} | peaks_of(prepared.phases, counters)
         notes = list(step.notes)
+        # Not before: how many steps it takes is chance, and which blocks the next one finds depends on them.
+        times = times_of(prepared.phases, device, seconds) if seconds else {}
     return {
         "batch": workload.batch,
         "parameters": workload.parameters,
         "settled": figures.settled,
         "notes": notes,
-        "step_time": round(figures.times.median, 6),
-        "step_times": [round(seconds, 6) for seconds in figures.times.rounds],
+        **times,
         "peaks": {
             phase: {name: size - before[name] for name, size in reading.items()} for phase, reading in peaks.items()
         },
     }
+
+
+def times_of(phases: Sequence[Phase], device: Device, seconds: float) -> dict[str, Any]:
+    """Run steps for at most about as many ``seconds``. Returns the times of its rounds and their median, in seconds."""
+    with cyclic_collector_off():
+        # A sample takes half of a budget.
+        times = time_step(lambda: run_phases(phases), phases, device, TimeBudget(2 * seconds))
+    return {"step_time": round(times.median, 6), "step_times": [round(one, 6) for one in times.rounds]}
 
 
 def peaks_of(phases: Sequence[Phase], counters: Counters) -> dict[str, Bytes]:
@@ -241,6 +253,9 @@ def _lines(value: object, indent: str = "") -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases that were asked for, and print the table. Returns the exit status: 1 when a case has failed."""
     options = parser().parse_args(arguments)
+    if not 0 <= options.seconds < math.inf:
+        print(f"--seconds {options.seconds}: expected a number of seconds, 0 for no times", file=sys.stderr)
+        return 2
     chosen = cases(options.size, options.only)
     if not chosen:
         print(f"no case has {' or '.join(options.only)} in its name; --list shows the names", file=sys.stderr)
@@ -256,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        run(chosen, device, file, again=options.again)
+        run(chosen, device, file, seconds=options.seconds, again=options.again)
     except KeyboardInterrupt:
         print(f"\ninterrupted; what was measured is in {file.path}", file=sys.stderr)
         return INTERRUPTED
@@ -277,6 +292,13 @@ def parser() -> argparse.ArgumentParser:
         help="cases with this in their name, such as 'gpt2' or 'bert*-fused'; may be given again",
     )
     made.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s")
+    made.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="the most that the times of a step may take; 0 takes none, as on an emulated GPU (default: %(default)s)",
+    )
     made.add_argument("--list", action="store_true", help="print the names of the cases and run none")
     made.add_argument("--again", action="store_true", help="measure cases that the file has already, too")
     return made
@@ -296,7 +318,7 @@ def environment_of(device: Device) -> Mapping[str, str | int]:
     }
 
 
-def run(chosen: Sequence[Case], device: Device, file: TruthFile, *, again: bool) -> None:
+def run(chosen: Sequence[Case], device: Device, file: TruthFile, *, seconds: float, again: bool) -> None:
     """Run the cases one after the other, and say so."""
     counters = CudaCounters(TorchCuda()) if device.name == "cuda" else DeviceCounters(device)
     todo = [case for case in chosen if again or not file.has(case.name)]
@@ -306,7 +328,7 @@ def run(chosen: Sequence[Case], device: Device, file: TruthFile, *, again: bool)
         print(f"{file.path} is of another environment; it is kept as {file.before.name}", flush=True)
     for number, case in enumerate(todo, 1):
         began = time.perf_counter()
-        result = result_of(case, device, counters)
+        result = result_of(case, device, counters, seconds)
         file.put(case.name, result)
         took = time.perf_counter() - began
         print(f"[{number}/{len(todo)}] {case.name}: {_in_short(result)} (took {took:.1f} s)", flush=True)
@@ -335,7 +357,7 @@ def _cells(result: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         *(format_bytes(peaks[phase]["allocated"]) for phase in PHASES),
         format_bytes(reserved) if reserved else "",
-        format_seconds(result["step_time"]),
+        format_seconds(result["step_time"]) if "step_time" in result else "",
     )
 
 
@@ -343,7 +365,8 @@ def _in_short(result: Mapping[str, Any]) -> str:
     if "peaks" not in result:
         return str(result.get("cannot_run") or result["failed"])
     highest = max(result["peaks"][phase]["allocated"] for phase in PHASES)
-    return f"{format_bytes(highest)}, {format_seconds(result['step_time'])}"
+    time_of = f", {format_seconds(result['step_time'])}" if "step_time" in result else ""
+    return f"{format_bytes(highest)}{time_of}"
 
 
 if __name__ == "__main__":

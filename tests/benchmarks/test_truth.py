@@ -47,13 +47,12 @@ def test_there_are_216_cases_of_models_with_the_published_number_of_parameters()
     [pytest.param(name, marks=[] if name == "vit-b-16" else pytest.mark.thorough) for name in FULL_PARAMETERS],
 )
 def test_a_case_has_the_peaks_of_its_phases_and_between_steps_parameters_state_and_batch(model, device):
-    plain, blocks = (
-        result_of(case, device, DeviceCounters(device))
-        for case in cases("small")
-        if case.name in (f"{model}/amp-bf16-adamw-fused", f"{model}/amp-bf16-ckpt-blocks-adamw-fused")
-    )
+    small = {case.name: case for case in cases("small")}
+    plain = result_of(small[f"{model}/amp-bf16-adamw-fused"], device, DeviceCounters(device), 0.1)
+    blocks = result_of(small[f"{model}/amp-bf16-ckpt-blocks-adamw-fused"], device, DeviceCounters(device), 0)
     assert plain["settled"]
-    assert plain["step_time"] > 0
+    assert 0 < min(plain["step_times"]) <= plain["step_time"] <= max(plain["step_times"])
+    assert plain.keys() - blocks.keys() == {"step_time", "step_times"}
     assert plain["peaks"].keys() == {"rest", "forward", "backward", "optimizer"}
     assert blocks["peaks"]["forward"]["allocated"] < plain["peaks"]["forward"]["allocated"]
     assert blocks["peaks"]["rest"] == plain["peaks"]["rest"]
@@ -119,7 +118,7 @@ def test_a_case_that_cannot_run_says_why(device, error, key, reason):
         raise error
 
     case = Case("broken", Subject(build, dict), StepConfig.parse("fp32,optimizer=sgd"))
-    result = result_of(case, device, DeviceCounters(device))
+    result = result_of(case, device, DeviceCounters(device), 0)
     assert result == {"model": "broken", "config": "fp32,optimizer=sgd", key: reason}
 
 
@@ -141,10 +140,10 @@ def test_a_run_that_was_interrupted_or_failed_is_taken_up_and_another_environmen
             raise KeyboardInterrupt
         return given[case.name]
 
-    def run():
+    def run(*more):
         asked.clear()
         arguments = ["--device", "cpu", "--size", "small", "--out", str(tmp_path), "--only", SGD, "--only", BF16]
-        return truth.main(arguments)
+        return truth.main([*arguments, *more])
 
     def kept():
         return {path.name: json.loads(path.read_text()) for path in tmp_path.glob("cpu-*/*")}
@@ -157,7 +156,7 @@ def test_a_run_that_was_interrupted_or_failed_is_taken_up_and_another_environmen
     assert (run(), asked) == (1, [BF16])
     assert f"{BF16} failed: RuntimeError: no" in capsys.readouterr().out
     given[BF16] = {"cannot_run": "out of memory"}
-    assert (run(), asked) == (0, [BF16])
+    assert (run("--seconds", "0"), asked) == (0, [BF16])
     assert (run(), asked) == (0, [])
     assert f"{BF16} cannot run: out of memory" in capsys.readouterr().out
     before = kept()["truth-small.json"]
@@ -166,3 +165,9 @@ def test_a_run_that_was_interrupted_or_failed_is_taken_up_and_another_environmen
     assert (run(), asked) == (0, [SGD, BF16])
     assert kept()["truth-small.before-1.json"] == before
     assert kept()["truth-small.json"]["environment"] == {"torch": "another"}
+
+
+@pytest.mark.parametrize("seconds", ["-1", "inf", "nan"])
+def test_seconds_that_are_none_are_refused(capsys, seconds):
+    assert truth.main(["--device", "cpu", "--seconds", seconds]) == 2
+    assert capsys.readouterr().err == f"--seconds {float(seconds)}: expected a number of seconds, 0 for no times\n"

@@ -55,12 +55,12 @@ class GpuProject:
 
     def run(self, *arguments: str) -> pytest.RunResult:
         """Run pytest with the plugin in a process of its own, which begins with torch loaded if a GPU is emulated."""
-        quiet = ("-p", "no:randomly", "-p", "no:cacheprovider")
-        if current_emulation() is not None and preloaded.is_loaded_for(os.environ):
-            return preloaded.run_pytest(self.path, *quiet, *arguments, before=emulate)
         installed = any(one.name == "gpumem" for one in entry_points(group="pytest11"))
         plugin = () if installed else ("-p", "pytest_gpumem.plugin")
-        return self._pytester.runpytest_subprocess(*plugin, *quiet, *arguments, timeout=SECONDS)
+        arguments = (*plugin, "-p", "no:randomly", "-p", "no:cacheprovider", *arguments)
+        if current_emulation() is not None and preloaded.is_loaded_for(os.environ):
+            return preloaded.run_pytest(self.path, *arguments, before=emulate)
+        return self._pytester.runpytest_subprocess(*arguments, timeout=SECONDS)
 
     def figures(self, *tests: str, arguments: tuple[str, ...] = ()) -> dict[str, dict[str, int]]:
         """Bytes that repeat, by test and metric, of a run in which every test passes."""
