@@ -48,7 +48,7 @@ def told(pytester, monkeypatch):
 
 
 def in_a_terminal(pytester, *arguments: str) -> str:
-    child = pytester.spawn_pytest(" ".join([*ARGUMENTS, *arguments]))
+    child = pytester.spawn_pytest(" ".join([*ARGUMENTS, *arguments]), expect_timeout=120)
     text = child.read().decode()
     child.close()
     return text.replace("\r\n", "\n")
