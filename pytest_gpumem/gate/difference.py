@@ -191,20 +191,23 @@ def with_changed_lines(difference: Difference, has_changed: Callable[[Row], bool
 
 
 def difference(before: Composition, after: Composition) -> Difference:
-    """Return what changed. ``before`` may be a baseline's: the rows of a category that it did not keep are compared as one."""
+    """Return what changed. The rows of a category that a side did not keep, as a baseline's, are compared as one."""
     (old, not_kept), (new, rests) = _without_rests(before), _without_rests(after)
-    smallest = min((row.nbytes for row in old), default=0)
+    smallest, smallest_now = (min((row.nbytes for row in rows), default=0) for rows in (old, new))
     for key in _SAME:
         old, new = _without_equals(old, new, key)
     old, new = _without_equal_layers(old, new)
     new = _least_increase_first(old, new)
     for key in _MOVED:
         old, new = _without_moved(old, new, key)
+    not_kept_now = dict(rests)
     for category, most in not_kept.items():
         # Older baselines do not say of what category the rows are that they did not keep.
         within = None if category == "other" and before.rest else category
         new, rests[category] = _folded(new, within, smallest, most, rests[category])
-    old += [Row(category, nbytes, operator=REST) for category, nbytes in not_kept.items()]
+    for category, most in not_kept_now.items():
+        old, not_kept[category] = _folded(old, category, smallest_now, most, not_kept[category])
+    old += [Row(category, nbytes, operator=REST) for category, nbytes in not_kept.items() if nbytes]
     new += [Row(category, nbytes, operator=REST) for category, nbytes in rests.items() if nbytes]
     changes: list[Change] = []
     for key in _GREW:
@@ -352,20 +355,20 @@ def _identity(row: Row) -> tuple[str, str, str, str]:
     return row.category, row.module, row.operator, row.tensor
 
 
-def _folded(new: list[Row], category: str | None, smallest: int, most: int, folded: int) -> tuple[list[Row], int]:
-    """Return ``new`` without the rows that the baseline would not have kept, up to the size of its rest, and their bytes.
+def _folded(rows: list[Row], category: str | None, smallest: int, most: int, folded: int) -> tuple[list[Row], int]:
+    """Return a side's rows without those that the other would not have kept, up to the size of its rest, and their bytes.
 
     They may exceed the rest by less than the smallest row that was kept, as a difference within that is no row's increase.
 
     Args:
-        new: The rows that are not as they were.
+        rows: The rows that the other side has not.
         category: Of which rows are folded; ``None`` for all.
-        smallest: Bytes of the smallest row that the baseline kept.
+        smallest: Bytes of the smallest row that the other side kept.
         most: Bytes of the rows that it did not keep.
         folded: Bytes that are folded already.
     """
     kept: list[Row] = []
-    for row in sorted(new, key=lambda row: row.nbytes):
+    for row in sorted(rows, key=lambda row: row.nbytes):
         fits = row.nbytes <= smallest and folded + row.nbytes < most + smallest
         if fits and category in (None, row.category):
             folded += row.nbytes

@@ -436,6 +436,17 @@ def test_a_large_new_row_is_first_also_against_what_a_baseline_kept():
     assert change.row == new
 
 
+@pytest.mark.parametrize("grown", [True, False], ids=["more", "less"])
+def test_a_large_row_moves_none_of_the_small_ones_where_neither_side_kept_them(grown):
+    small = [replace(one, category="parameter") for one in many(200, 400)]
+    big = row(operator="clone", shape=(8, 4096))
+    without, with_big = stored(made_of(WEIGHTS, *small)), stored(made_of(WEIGHTS, *small, big))
+    assert len(with_big.rows) < len(without.rows)
+    before, after = (without, with_big) if grown else (with_big, without)
+    (change,) = difference(before, after).changes
+    assert change.row == big
+
+
 # Properties
 
 rows = st.builds(
