@@ -11,6 +11,7 @@ from pytest_gpumem.bisect.journal import journals_folder
 from pytest_gpumem.cli.ab import environments
 from pytest_gpumem.cli.streams import input_errors, screen, write_lines
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
+from pytest_gpumem.requirements.environments import bytes_in
 from pytest_gpumem.units import counted, format_bytes
 
 
@@ -30,8 +31,8 @@ def cache(*, clear: bool) -> None:
     """
     kept = environments()
     with input_errors(OSError):
-        found = kept.kept()
-        sizes = [one.nbytes for one in found]
+        found, unfinished = kept.kept(), kept.unfinished()
+        sizes = [bytes_in(one.folder) for one in found]
     columns = (Column("requirements", left=True), Column("holds", left=True, weight=2), Column("made"), Column("size"))
     rows = tuple(
         tuple(
@@ -49,10 +50,12 @@ def cache(*, clear: bool) -> None:
     )
     if rows:
         write_lines([*laid_out(Table(columns, rows), screen()), ""])
+    told = f"{counted(len(found), 'environment')}, {format_bytes(sum(sizes))}"
+    if unfinished:
+        told += f", and {len(unfinished)} not finished, {format_bytes(sum(map(bytes_in, unfinished)))}"
     if clear:
         with input_errors(OSError):
             kept.clear()
             if journals_folder().exists():
                 shutil.rmtree(journals_folder())
-    told = f"{counted(len(found), 'environment')}, {format_bytes(sum(sizes))}"
     click.echo(f"gpumem cache: {'removed ' if clear else ''}{told}, in {kept.folder}")

@@ -10,7 +10,8 @@ import site
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from pytest_gpumem.requirements.installers import Installer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from filelock import FileLock
 
     from pytest_gpumem.processes import Stop
     from pytest_gpumem.requirements.requirement_set import RequirementSet
@@ -54,10 +57,10 @@ class VirtualEnvironment:
         is_layer = any((one / _LAYER).exists() for one in own)
         return (*own, *(site_folders_here() if is_layer else ()))
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its files."""
-        return sum(path.lstat().st_size for path in self.folder.rglob("*") if not path.is_symlink() and path.is_file())
+
+def bytes_in(folder: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink() and path.is_file())
 
 
 def interpreter(folder: Path) -> Path:
@@ -85,6 +88,11 @@ class Environments:
         found = (_read(path.parent) for path in self.folder.glob(f"*/{_DONE}"))
         return sorted((one for one in found if one is not None), key=lambda one: -one.made)
 
+    def unfinished(self) -> list[Path]:
+        """Return the folders of environments that are being made, or that something broke off."""
+        finished = {one.folder for one in self.kept()}
+        return [path for path in sorted(self.folder.glob("*")) if path.is_dir() and path not in finished]
+
     def clear(self) -> None:
         """Remove all environments, also those that were not finished. Raises ``OSError``."""
         if self.folder.exists():
@@ -104,8 +112,9 @@ class Environments:
     ) -> VirtualEnvironment:
         """Return an environment that holds ``wanted``: one that is there, or a new one.
 
-        A set that is not of exact releases is installed anew each time, as another release may have come. Nothing is left of an
-        environment that cannot be made. Raises `NotInstalled` and `Stopped`.
+        A set that is not of exact releases is installed anew each time, as another release may have come, into an environment
+        that stays until the next one of this set, and while this process runs. Nothing is left of an environment that cannot be
+        made. Raises `NotInstalled` and `Stopped`.
         """
         try:
             return self._made(wanted, stop, tick, emulated=emulated)
@@ -115,9 +124,13 @@ class Environments:
     def _made(
         self, wanted: RequirementSet, stop: Stop, tick: Callable[[], None], *, emulated: bool
     ) -> VirtualEnvironment:
+        self.folder.mkdir(parents=True, exist_ok=True)
         folder = self.folder / _key(wanted, emulated=emulated)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock"), stop):
+        if not wanted.is_exact:
+            _remove_unused(folder)
+            folder = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}")
+        lock = _locked(folder, stop)
+        try:
             found = self.find(wanted, emulated=emulated)
             if found is not None:
                 return found
@@ -130,6 +143,11 @@ class Environments:
             made = _read(folder)
             assert made is not None, "it has been written"
             return made
+        finally:
+            if wanted.is_exact:
+                lock.release()
+            else:
+                _in_use.append(lock)
 
     def _fill(
         self, folder: Path, wanted: RequirementSet, stop: Stop, tick: Callable[[], None], *, emulated: bool
@@ -160,20 +178,38 @@ class Environments:
         (folder / _DONE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-@contextmanager
-def _locked(file: Path, stop: Stop) -> Iterator[None]:
-    """Hold the lock of an environment, for which another process may have to end first. Raises `Stopped`."""
-    from filelock import FileLock, Timeout
+_in_use: list[FileLock] = []
+"""Locks of the environments that this process alone uses; the system releases them when it ends, however it does."""
 
-    lock = FileLock(file)
+
+def _lock(folder: Path) -> FileLock:
+    from filelock import FileLock
+
+    # Environments are made in threads, which end before the process does.
+    return FileLock(folder.with_suffix(".lock"), thread_local=False)
+
+
+def _locked(folder: Path, stop: Stop) -> FileLock:
+    """Return the lock of an environment, for which another process may have to end first. Raises `Stopped`."""
+    from filelock import Timeout
+
+    lock = _lock(folder)
     while not lock.is_locked:
         stop.check()
         with suppress(Timeout):
             lock.acquire(timeout=POLL_SECONDS)
-    try:
-        yield
-    finally:
-        lock.release()
+    return lock
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove the environments of a set of no exact releases that no process uses any more."""
+    from filelock import Timeout
+
+    for one in folder.parent.glob(f"{folder.name}-*"):
+        if one.is_dir():
+            with suppress(Timeout), _lock(one).acquire(timeout=0) as lock:
+                shutil.rmtree(one, ignore_errors=True)
+                Path(lock.lock_file).unlink()
 
 
 def _key(wanted: RequirementSet, *, emulated: bool) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 from filelock import FileLock
 
 from pytest_gpumem.bisect.journal import Journal
+from pytest_gpumem.cli.main import main
 from pytest_gpumem.git import plain_environment
 from pytest_gpumem.processes import Stop, Stopped
 from pytest_gpumem.requirements import environments
-from pytest_gpumem.requirements.environments import Environments, interpreter
+from pytest_gpumem.requirements.environments import Environments, cache_folder, interpreter
 from pytest_gpumem.requirements.pip import pip_command
 from pytest_gpumem.requirements.releases import releases_of
 from pytest_gpumem.requirements.requirement_set import requirement_set
@@ -33,6 +36,47 @@ def test_waiting_for_another_process_that_makes_the_same_environment_can_be_inte
     lock = tmp_path / f"{environments._key(wanted, emulated=False)}.lock"
     with FileLock(lock), pytest.raises(Stopped):
         Environments(tmp_path, plain_environment()).make(wanted, stopped)
+
+
+@pytest.fixture
+def filled(monkeypatch):
+    """Environments that nothing is installed into: making one takes no time."""
+
+    def fill(self, folder, wanted, stop, tick, *, emulated):
+        interpreter(folder).parent.mkdir(parents=True)
+        interpreter(folder).touch()
+        record = {"name": str(wanted), "packages": {}, "modules": [], "made": 0.0}
+        (folder / "environment.json").write_text(json.dumps(record), encoding="utf-8")
+
+    monkeypatch.setattr(Environments, "_fill", fill)
+    monkeypatch.setattr(environments, "_in_use", [])
+
+
+def test_an_environment_of_no_exact_release_stays_while_a_process_uses_it(tmp_path, filled):
+    made = Environments(tmp_path, plain_environment())
+    wanted = requirement_set(["tinymodels"])
+    first, second = made.make(wanted, Stop()), made.make(wanted, Stop())
+    other = made.make(requirement_set(["tinymodels>1"]), Stop())
+    assert first.folder.exists()
+    assert first.folder != second.folder
+    for lock in environments._in_use:
+        lock.release()
+    third = made.make(wanted, Stop())
+    assert {one.folder for one in made.kept()} == {third.folder, other.folder}
+    assert {path.stem for path in tmp_path.glob("*.lock")} == {third.folder.name, other.folder.name}
+
+
+def test_an_environment_that_a_signal_broke_off_is_counted_and_removed(tmp_path, filled, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = Environments(cache_folder(), plain_environment())
+    made.make(requirement_set(["tinymodels==1.0"]), Stop())
+    (made.folder / "0123456789abcdef" / "lib").mkdir(parents=True)
+    (made.folder / "0123456789abcdef" / "lib" / "half.py").write_bytes(bytes(2000))
+    listed = CliRunner().invoke(main, ["cache"])
+    assert "1 environment, " in listed.output
+    assert ", and 1 not finished, 2.00 kB, in " in listed.output
+    assert CliRunner().invoke(main, ["cache", "--clear"]).exit_code == 0
+    assert CliRunner().invoke(main, ["cache"]).output.startswith("gpumem cache: 0 environments, 0 B, in ")
 
 
 def test_listing_releases_can_be_interrupted(stopped):
