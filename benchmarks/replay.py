@@ -76,8 +76,8 @@ ABOUT = (
 class Replay:
     """A regression of a released package.
 
-    ``good`` and ``bad`` are requirements, ``devices`` those that it can be seen on. ``line`` is what the report has to name:
-    the changed line, or what keeps tensors that are kept; empty where the change is in C++.
+    ``good`` and ``bad`` are requirements, ``devices`` those that it can be seen on. ``lines`` are what the report has to name
+    one of: a changed line that takes more, or what keeps tensors that are kept; none where the change is in C++.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Replay:
     thread: str
     cause: str
     metric: str
-    line: str
+    lines: tuple[str, ...]
     devices: tuple[str, ...]
 
     @classmethod
@@ -196,7 +196,7 @@ def replayed(replay: Replay, device: str) -> Result:
         metric.get("base"),
         metric.get("head"),
         compared.status == 1 and metric.get("outcome") == "regressed",
-        next((number for number, row in enumerate(rows) if replay.line in row), None) if replay.line else None,
+        next((number for number, row in enumerate(rows) if any(line in row for line in replay.lines)), None),
         _sum_of_differences(control),
         round(compared.cpu_seconds, 1),
         f"{datetime.now(timezone.utc):%Y-%m-%d}",
@@ -234,7 +234,7 @@ def _cells(result: Result, replay: Replay) -> tuple[str, ...]:
         shown(replay.metric, result.before, "si") or "-",
         shown(replay.metric, result.after, "si") or "-",
         "yes" if result.caught else f"no{': ' if result.why_not else ''}{result.why_not}",
-        place if replay.line else "in C++",
+        place if replay.lines else "in C++",
         "-" if result.control is None else f"{result.control:.0f}",
         f"{result.cpu_seconds:.0f}",
     )
@@ -246,7 +246,7 @@ def short_table(results: Iterable[Result], known: dict[str, Replay]) -> list[str
     rows = [("package", "releases", "device", "before → after", "changed line"), ("---",) * 5]
     for name in sorted(chosen):
         cells = dict(zip(HEADER, _cells(chosen[name], known[name]), strict=True))
-        line = known[name].line.rpartition(": ")[2].rstrip(":")
+        line = " or ".join(one.rpartition(": ")[2].rstrip(":") for one in known[name].lines)
         named = {"first": line, "no": f"not named: {line}"}.get(cells["changed line"], cells["changed line"])
         grown = f"{cells['before']} → {cells['after']}" if chosen[name].caught else "missed"
         rows.append((cells["package"], cells["releases"], cells["device"], grown, named))
@@ -262,7 +262,7 @@ def recorded(folder: Path, known: dict[str, Replay]) -> list[Result]:
 
 def page(results: Sequence[Result], known: dict[str, Replay]) -> str:
     """Return the page of all results."""
-    of_python = [one for one in results if known[one.name].line]
+    of_python = [one for one in results if known[one.name].lines]
     causes = [f"- `{one.name}`: {one.cause}." for one in known.values() if any(r.name == one.name for r in results)]
     machines = sorted({f"- {one.date}: {one.machine}" for one in results})
     counted = (

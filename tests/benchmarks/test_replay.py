@@ -30,7 +30,8 @@ def test_a_replay_names_files_releases_metrics_and_devices_that_there_are(one):
     assert not one.cause.endswith(".")
     assert {*one.devices} <= {*DEVICES}
     assert one.devices
-    assert ":" not in one.line or one.line.startswith(f"{one.package} {one.releases[1]}: ")
+    assert all(one.lines)
+    assert all(line.startswith(f"{one.package} {one.releases[1]}: ") for line in one.lines if ":" in line)
 
 
 def test_each_test_of_the_folder_is_that_of_a_replay():
@@ -74,3 +75,7 @@ def test_the_tables_of_the_readmes_are_those_of_the_record():
     assert {*shown[: shown.index("")]} <= {*table}
     caught = {one.name for one in results if one.caught}
     assert f"for {len(caught)} of [{len(known)} pairs of releases]" in "\n".join(first)
+    in_python = {name for name, one in known.items() if one.lines}
+    # On every device that it is run on.
+    named_first = in_python - {one.name for one in results if one.place != 0}
+    assert f"first for {len(named_first)} of the {len(in_python)} whose change is in Python" in "\n".join(first)
