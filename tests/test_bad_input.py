@@ -21,7 +21,7 @@ def usage_error(result: pytest.RunResult) -> str:
     ("arguments", "said", "workers"),
     [
         ("max_bg=1", "unknown argument 'max_bg'; did you mean 'max_gb'?", []),
-        ("max_bg=1", "unknown argument 'max_bg'; did you mean 'max_gb'?", ["-n", "2"]),
+        ("max_bg=1", "unknown argument 'max_bg'; did you mean 'max_gb'?", ["-n1"]),
         ("6.5", "takes keyword arguments only, got 6.5; write max_gb=6.5", []),
         ("device='gpu'", "device 'gpu': no such device; did you mean 'cuda'?", []),
         ("max_retained=None", "max_retained is None, which is no limit; leave it out where there is none", []),
@@ -66,7 +66,7 @@ def test_wrong_settings_are_told_once_under_workers(project):
 
 @pytest.mark.parametrize(
     ("option", "workers"),
-    [("--gpumem-baseline", []), ("--gpumem-update=all", []), ("--gpumem-baseline", ["-n2"])],
+    [("--gpumem-baseline", []), ("--gpumem-update=all", []), ("--gpumem-baseline", ["-n1"])],
     ids=["gate", "update", "workers"],
 )
 def test_a_broken_store_file_is_named_and_left_as_it_was(project, option, workers):
@@ -195,7 +195,7 @@ def test_a_step_that_cannot_be_made_is_explained(project, call, said):
     [
         pytest.param("--gpumem-baseline", [], id="gate"),
         pytest.param("--gpumem-update=new", [], id="update"),
-        pytest.param("--gpumem-baseline", ["-n", "2"], id="workers"),
+        pytest.param("--gpumem-baseline", ["-n1"], id="workers"),
     ],
 )
 def test_a_test_file_outside_of_the_root_directory_is_named_with_what_mends_it(project, option, workers):

@@ -165,7 +165,7 @@ def test_an_expected_failure_stays_one(grown):
     assert reported(grown)["passed"] is True
 
 
-@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
 def test_another_test_that_ends_the_session_with_status_0_ends_it_red(project, workers):
     ends = "\n\ndef test_ends():\n    pytest.exit('enough', returncode=0)\n"
     project.write(SMALL + SMALL.replace("step", "other"))

@@ -85,7 +85,7 @@ def test_tests_are_selected_by_markers_that_a_conftest_added(project, option, se
     )
 
 
-@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
 def test_a_wrong_marker_of_a_conftest_is_a_usage_error_also_for_a_deselected_test(project, workers):
     project.write(PLAIN)
     conftest(project, MARKING["last"].replace("max_memory", "max_memry"))

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 ALONE = pytest.param([], id="alone")
-WORKERS = [ALONE, pytest.param(["-n", "2"], id="workers")]
+WORKERS = [ALONE, pytest.param(["-n1"], id="workers")]
 CONFTEST = """
 import os
 
@@ -97,7 +97,7 @@ def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_anot
     [
         pytest.param(MARKED.format("", "other"), [], id="beside another"),
         pytest.param("", [], id="alone"),
-        pytest.param("", ["-n", "2"], id="workers"),
+        pytest.param("", ["-n1"], id="workers"),
     ],
 )
 def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_devices, workers, beside):
@@ -232,7 +232,7 @@ def test_pruning_a_test_by_its_id_leaves_its_baselines_of_devices_that_are_not_h
         pytest.param("improved", MARKED.format("", "other"), [], id="improved"),
         pytest.param("all", MARKED.format("", "other"), [], id="all"),
         pytest.param("all", "", [], id="beside no other"),
-        pytest.param("all", "", ["-n", "2"], id="workers"),
+        pytest.param("all", "", ["-n1"], id="workers"),
     ],
 )
 def test_an_update_tells_of_a_test_that_is_not_measured_any_more_and_leaves_its_baseline(
@@ -290,7 +290,7 @@ SKIPPED_IN_SET_UP = (
         pytest.param("@pytest.mark.gpumem\n", SKIPS, [], id="marked"),
         pytest.param("", SKIPS, [], id="not measured any more"),
         pytest.param("", SKIPPED_BY_MARK, [], id="by a marker"),
-        pytest.param("", SKIPPED_BY_MARK, ["-n", "2"], id="workers"),
+        pytest.param("", SKIPPED_BY_MARK, ["-n1"], id="workers"),
     ],
 )
 def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project, workers, marker, skips):
@@ -325,7 +325,7 @@ def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_b
     [
         pytest.param(PLAIN, [], id="runs"),
         pytest.param(SKIPS, [], id="skips"),
-        pytest.param(PLAIN, ["-n", "2"], id="workers"),
+        pytest.param(PLAIN, ["-n1"], id="workers"),
     ],
 )
 def test_a_gate_is_red_whose_tests_all_lost_their_markers_on_a_machine_without_their_device(

@@ -113,7 +113,7 @@ def test_on_the_cpu_the_option_is_an_error(project):
     )
 
 
-@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
 def test_in_the_settings_it_is_for_sessions_on_a_gpu_and_others_say_so(project, workers):
     project.settings("[tool.gpumem]\npack = true\n")
     project.write(SUITE)

@@ -37,7 +37,7 @@ def test_without_a_gpu_a_fixture_skips_and_a_marked_test_runs_unmeasured(project
     )
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
 def test_a_gate_that_gated_nothing_ends_red_with_one_sentence(project, workers):
     project.write(BOTH)
     result = project.run("--gpumem-baseline", *workers, device=None, separate=HIDING or bool(workers))
