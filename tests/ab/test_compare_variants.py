@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.ab.compare_variants import is_settled, reports_in_turns
+from pytest_gpumem.ab.checkout import Checkout
+from pytest_gpumem.ab.compare_variants import is_emulated, is_settled, reports_in_turns
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.verdicts import compare_runs
 from pytest_gpumem.gate.baseline import Key
@@ -116,3 +117,23 @@ def test_without_times_each_side_runs_once():
 
 def test_where_nothing_can_be_compared_one_pair_is_enough():
     assert is_settled(report(1), None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "emulated"),
+    [
+        (["--gpumem-device=emulated:h100"], "", True),
+        (["--gpumem-device", "emulated:h100", "-q"], "", True),
+        (["--gpumem-device=cpu"], "", False),
+        ([], 'device = "emulated:l4"', True),
+        ([], 'device = "cpu"', False),
+        ([], "", False),
+        (["--gpumem-device=cpu"], 'device = "emulated:l4"', False),
+        (["--gpumem-device=emulated:l4", "--gpumem-device=cpu"], "", False),
+    ],
+)
+def test_whether_runs_are_emulated_is_said_by_the_last_argument_or_else_the_settings(
+    tmp_path, arguments, settings, emulated
+):
+    (tmp_path / "pyproject.toml").write_text(f"[tool.gpumem]\n{settings}\n", encoding="utf-8")
+    assert is_emulated(arguments, Checkout.as_it_is(tmp_path)) is emulated
