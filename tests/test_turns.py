@@ -8,6 +8,7 @@ from tests.conftest import _LEFT_OUT
 
 CONFTEST = """
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,11 @@ class Memory:
 
     @property
     def ledger(self):
-        return SimpleNamespace(reserved=self.reserved, leave=lambda: None)
+        return SimpleNamespace(reserved=self.reserved, leave=self.leave)
+
+    def leave(self):
+        with Path("left").open("a") as file:
+            file.write("left\\n")
 
     @contextmanager
     def reserved(self, wanted, now):
@@ -99,6 +104,11 @@ def session(pytester):
 
 def test_a_test_that_runs_out_runs_once_more_and_only_that_is_reported(session):
     session(GROWS).assert_outcomes(passed=1)
+
+
+def test_a_session_leaves_the_ledger_once_at_its_end(session, pytester):
+    session(GROWS + GROWS.replace("shares", "shares_too")).assert_outcomes(passed=2)
+    assert (pytester.path / "left").read_text() == "left\n"
 
 
 RERUNS = {"an option": ["--reruns=1"], "forced": ["--force-reruns=1"], "a setting": ["-o", "reruns=1"]}
