@@ -166,11 +166,13 @@ class Runner:
         self.values: bool = options.values
         self.workspace: str = options.workspace
         self.before: int = options.before
+        self.addresses: str = options.addresses
         self.torch = ""
 
     def run(self, do: str, gpu: str, *, own_workspace: bool, **asked: Any) -> Any:
         """Have a new process do something on an emulated GPU. Raises ``RuntimeError`` with what it wrote when it fails."""
         environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+        environment["GPUMEM_EMULATED_ADDRESSES"] = self.addresses
         if self.workspace and not own_workspace:
             environment["CUBLAS_WORKSPACE_CONFIG"] = self.workspace
         asked |= {"do": do, "gpu": gpu, "values": self.values, "before": self.before}
@@ -184,6 +186,7 @@ class Runner:
             "torch": self.torch,
             "python": platform.python_version(),
             "CUBLAS_WORKSPACE_CONFIG": {"cs336": self.workspace or None, "liger": None},
+            "GPUMEM_EMULATED_ADDRESSES": self.addresses,
             "host_values": self.values,
             "steps_before": self.before,
         }
@@ -299,6 +302,12 @@ def main() -> int:
     """Run all, print the emulated peaks beside the published ones, and tell whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="cases with this in their name; nothing is written")
+    parser.add_argument(
+        "--addresses",
+        choices=("ascending", "descending"),
+        default="ascending",
+        help="the order in which the host gives address space: on ordinary Linux it descends (default: %(default)s)",
+    )
     parser.add_argument(
         "--workspace", default=WORKSPACE, help="cuBLAS's for the model, '' for torch's own (default: %(default)s)"
     )

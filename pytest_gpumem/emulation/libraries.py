@@ -39,7 +39,7 @@ LIBRARIES = (
         "libcudart",
         re.compile(r"(__)?cuda"),
         801,
-        ("device.c", "card.c", "memory.c", "streams.c", "kernels.c", "errors.c"),
+        ("device.c", "card.c", "addresses.c", "memory.c", "streams.c", "kernels.c", "errors.c", "modes.c"),
     ),
     Library("libcublasLt", re.compile("cublasLt"), 15, ("cublaslt.c",)),
     Library(

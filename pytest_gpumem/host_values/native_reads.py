@@ -103,6 +103,7 @@ def answer_native_reads(mode: HostValues) -> None:
     if emulation is not None:
         ask = emulation.runtime.gpumem_ask_of_reads
         ask(asked)
+        emulation.runtime.gpumem_hide_a_mode()
         atexit.register(ask, None)
 
 

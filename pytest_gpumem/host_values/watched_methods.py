@@ -19,6 +19,7 @@ from pytest_gpumem.torch_support.private_api import (
     current_dispatch_mode,
     never_compiled,
     outside_torch_function,
+    remember_functions_that_take_a_device,
     script_as,
 )
 
@@ -34,6 +35,7 @@ _OURS_AND_TORCHS = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file
 
 def watch_methods(mode: HostValues) -> None:
     """Note what the host reads by methods that no operator shows, or makes a float of; also where the mode is away."""
+    remember_functions_that_take_a_device()
     for name, seen in _READING.items():
         _replace(torch.Tensor, name, partial(_read, seen=seen), mode)
     for name, watching in _METHODS.items():

@@ -605,6 +605,16 @@ def print_by_way_of_the_host(within: Callable[[], AbstractContextManager[object]
     torch._tensor_str._tensor_str = printed
 
 
+def remember_functions_that_take_a_device() -> None:
+    """Have a default device apply to torch's functions, although others stand in their place from now on.
+
+    ``torch.device`` as a context and ``torch.set_default_device`` look a function up in a set that torch makes at first use.
+    """
+    from torch.utils import _device
+
+    _device._device_constructors()
+
+
 def script_as(function: Callable[..., object], operator: str) -> None:
     """Let TorchScript take a Python function that stands in the place of a built-in one for that ``operator``."""
     from torch.jit import _builtins

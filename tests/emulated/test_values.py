@@ -49,6 +49,56 @@ print(torch.cuda.memory_stats()["requested_bytes.all.peak"] // 10**6)
     assert on_gpu(source) == on_gpu(source, before=WITHOUT_VALUES)
 
 
+MADE_OF_OTHERS = {
+    "attention with a bias": (
+        "q, k, v, bias = (torch.randn(1, 8, 512, one, device='cuda', requires_grad=True) for one in (64, 64, 64, 512))",
+        "torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.mT.contiguous().mT, dropout_p=0.1)",
+    ),
+    "isclose": ("x, y = torch.randn(2, 1 << 20, device='cuda')", "torch.isclose(x, y, equal_nan=True)"),
+}
+
+
+@pytest.mark.parametrize(("given", "call"), MADE_OF_OTHERS.values(), ids=MADE_OF_OTHERS)
+def test_operators_made_of_others_take_the_memory_that_they_take_without_the_values(on_gpu, given, call):
+    # With a dispatch mode torch's own write to no tensor in place: the scores of attention were there twice.
+    source = f"""
+{given}
+torch.cuda.reset_peak_memory_stats()
+result = {call}
+print(torch.cuda.memory_stats()["requested_bytes.all.peak"], torch.cuda.memory_stats()["allocation.all.allocated"])
+"""
+    assert on_gpu(source) == on_gpu(source, before=WITHOUT_VALUES)
+
+
+def test_a_mode_of_the_program_is_still_told_to_operators(on_gpu):
+    source = """
+from torch.utils.flop_counter import FlopCounterMode
+x, y = torch.randn(2, 1 << 20, device="cuda")
+with FlopCounterMode(display=False):
+    torch.isclose(x, y, equal_nan=True)
+print(torch.cuda.memory_stats()["allocation.all.allocated"])
+"""
+    counted = on_gpu(source)
+    assert counted == on_gpu(source, before=WITHOUT_VALUES)
+    assert counted != on_gpu(source.replace("with FlopCounterMode(display=False):", "if True:"))
+
+
+def test_a_default_device_holds_for_the_functions_that_are_watched(on_gpu):
+    source = """
+made = {
+    "tensor": lambda: torch.tensor([1.0]),
+    "as_tensor": lambda: torch.as_tensor([1.0]),
+    "asarray": lambda: torch.asarray([1.0]),
+    "sparse_coo_tensor": lambda: torch.sparse_coo_tensor([[0]], [1.0], (2,)),
+}
+with torch.device("cuda"):
+    print({name for name, make in made.items() if not make().is_cuda})
+torch.set_default_device("cuda")
+print({name for name, make in made.items() if not make().is_cuda})
+"""
+    assert on_gpu(source) == "set()\nset()\n"
+
+
 def test_a_process_ends_when_autograds_thread_has_let_go_of_what_it_ran(on_gpu):
     # Were it ending while the thread asks for Python's lock, it would abort. The callback goes with the thread's last hold on it.
     before = (

@@ -8,6 +8,10 @@
 #define MOST_DEVICES 64
 #define MIB ((size_t)1 << 20)
 
+/* Of the host's memory, and of a device's: the driver gives it in pages of this size. */
+static const size_t PAGE = 4096, DEVICE_PAGE = 2 << 20;
+static inline size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
 /* A GPU, as cudaDeviceProp tells it. Set by gpumem_configure before torch is loaded. */
 typedef struct {
     char name[256];
@@ -54,6 +58,8 @@ void *gpumem_reserve(size_t bytes, size_t charged, int device);
 int gpumem_unreserve(void *at);
 /* The device that an address belongs to (-1: pinned memory of the host); `otherwise` where it is none of these. */
 int gpumem_device_of(const void *at, int otherwise);
+/* The bytes of a device that the region at an address takes; 0 where it takes none. */
+size_t gpumem_charged_at(const void *at);
 void gpumem_uuid(int device, unsigned char uuid[16]);
 
 #endif

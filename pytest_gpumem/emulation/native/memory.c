@@ -1,7 +1,6 @@
-/* Device memory is address space of the host that nobody touches: only small copies and fills write to it. */
+/* Device memory: nobody touches it, only small copies and fills write to it. */
 #define _GNU_SOURCE
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -14,149 +13,8 @@ void gpumem_all_done(void);
 
 /* Copies and fills up to this size are real; larger ones leave zeros. */
 static const size_t REAL_BYTES = 1 << 20;
-static const size_t PAGE = 4096;
-/* The driver gives device memory in pages of this size. */
-static const size_t DEVICE_PAGE = 2 << 20;
-
-typedef struct {
-    uintptr_t at;
-    size_t size, charged;
-    int device;
-} Region;
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static Region *regions; /* in order of address */
-static size_t region_count, region_room;
-
-static size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-/* The number of regions that begin at or before an address. */
-static size_t until(uintptr_t at) {
-    size_t low = 0, high = region_count;
-    while (low < high) {
-        size_t middle = (low + high) / 2;
-        if (regions[middle].at <= at) low = middle + 1;
-        else high = middle;
-    }
-    return low;
-}
-
-static Region *find(const void *at) {
-    size_t index = until((uintptr_t)at);
-    if (!index) return NULL;
-    Region *region = &regions[index - 1];
-    return (uintptr_t)at - region->at < region->size ? region : NULL;
-}
-
-int gpumem_device_of(const void *at, int otherwise) {
-    pthread_mutex_lock(&lock);
-    Region *region = find(at);
-    int device = region ? region->device : otherwise;
-    pthread_mutex_unlock(&lock);
-    return device;
-}
 
 static int is_ours(const void *at) { return gpumem_device_of(at, -2) != -2; }
-
-/* Where device memory lies decides peaks where torch's allocator takes the lower of two free blocks of equal size. Units, and
-   that the newest is filled first, are in no documentation: by what evidence is in docs/architecture.md. */
-static const size_t UNIT = 32 << 20;
-static const uintptr_t FIRST_ADDRESS = 0x100000000000, LAST_ADDRESS = 0x600000000000;
-
-/* The lowest room for `size` in a unit of which some is taken; 0 where there is none. */
-static uintptr_t room_in_unit(uintptr_t unit, size_t size) {
-    uintptr_t at = unit;
-    size_t index = until(unit);
-    for (index -= index > 0; index < region_count && regions[index].at < at + size; index++) {
-        uintptr_t end = rounded(regions[index].at + regions[index].size, DEVICE_PAGE);
-        if (end > at) at = end;
-    }
-    return at + size <= unit + UNIT ? at : 0;
-}
-
-/* An address for `size` bytes of a device, a multiple of the driver's page: in the highest unit that has room beside what is in
-   it, else in the lowest units that nothing is in. */
-static uintptr_t place(size_t size, int device) {
-    size_t each = (LAST_ADDRESS - FIRST_ADDRESS) / gpumem_gpu.count / UNIT * UNIT;
-    uintptr_t first = FIRST_ADDRESS + device * each, last = first + each, looked_at = last;
-    size_t begin = until(first - 1), end = until(last - 1);
-    for (size_t i = end; size < UNIT && i-- > begin;) {
-        uintptr_t of_region[] = {(regions[i].at + regions[i].size - 1) / UNIT * UNIT, regions[i].at / UNIT * UNIT};
-        for (int n = 0; n < 2; n++) {
-            if (of_region[n] >= looked_at) continue;
-            looked_at = of_region[n];
-            uintptr_t at = room_in_unit(looked_at, size);
-            if (at) return at;
-        }
-    }
-    uintptr_t at = first;
-    for (size_t i = begin; i < end; i++) {
-        if (regions[i].at / UNIT * UNIT >= at + size) break;
-        at = rounded(regions[i].at + regions[i].size, UNIT);
-    }
-    return at + size <= last ? at : 0;
-}
-
-static void *map_memory(uintptr_t at, size_t size) {
-    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED_NOREPLACE : 0);
-    return mmap((void *)at, size, PROT_READ | PROT_WRITE, flags, -1, 0);
-}
-
-void *gpumem_reserve(size_t bytes, size_t charged, int device) {
-    size_t size = rounded(bytes ? bytes : 1, PAGE);
-    pthread_mutex_lock(&lock);
-    uintptr_t wanted = device < 0 ? 0 : place(rounded(size, DEVICE_PAGE), device);
-    void *at = map_memory(wanted, size);
-    if (at == MAP_FAILED && wanted) at = map_memory(0, size);
-    if (at == MAP_FAILED) { pthread_mutex_unlock(&lock); gpumem_no_room(bytes); return NULL; }
-    madvise(at, size, MADV_NOHUGEPAGE);
-    madvise(at, size, MADV_DONTDUMP);
-    if (region_count == region_room) {
-        region_room = region_room ? 2 * region_room : 256;
-        regions = realloc(regions, region_room * sizeof *regions);
-        if (!regions) abort();
-    }
-    size_t index = until((uintptr_t)at);
-    memmove(regions + index + 1, regions + index, (region_count - index) * sizeof *regions);
-    regions[index] = (Region){(uintptr_t)at, size, charged, device};
-    region_count++;
-    pthread_mutex_unlock(&lock);
-    return at;
-}
-
-int gpumem_unreserve(void *at) {
-    pthread_mutex_lock(&lock);
-    Region *region = find(at);
-    if (!region || region->at != (uintptr_t)at) { pthread_mutex_unlock(&lock); return 0; }
-    Region gone = *region;
-    size_t index = (size_t)(region - regions);
-    memmove(regions + index, regions + index + 1, (region_count - index - 1) * sizeof *regions);
-    region_count--;
-    if (gone.device >= 0) gpumem_card_give_back(gone.device, gone.charged);
-    munmap((void *)gone.at, gone.size); /* before another thread may be given the address */
-    pthread_mutex_unlock(&lock);
-    return 1;
-}
-
-size_t gpumem_used(int device) {
-    pthread_mutex_lock(&lock);
-    size_t used = gpumem_card_used(device);
-    pthread_mutex_unlock(&lock);
-    return used;
-}
-
-int gpumem_charge(int device, size_t bytes) {
-    pthread_mutex_lock(&lock);
-    int fits = gpumem_card_take(device, bytes);
-    pthread_mutex_unlock(&lock);
-    return fits;
-}
-
-void gpumem_release(int device, size_t bytes) {
-    pthread_mutex_lock(&lock);
-    gpumem_card_give_back(device, bytes);
-    pthread_mutex_unlock(&lock);
-}
 
 int cudaMalloc(void **at, size_t bytes) {
     *at = NULL;
@@ -271,6 +129,7 @@ int cudaMemset(void *at, int value, size_t bytes) {
 int cudaMemsetAsync(void *at, int value, size_t bytes, void *stream) { return cudaMemset(at, value, bytes); }
 
 /* The driver's own pool (cudaMallocAsync): one for each device, which keeps what it was once given. */
+static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t pool_used[MOST_DEVICES], pool_most_used[MOST_DEVICES];
 static const size_t POOL_PAGE = 32 << 20;
 static int of_pool(const void *pool) { return (int)((uintptr_t)pool - 0x1000); }
@@ -279,18 +138,17 @@ int cudaDeviceGetDefaultMemPool(void **pool, int device) { *pool = (void *)(uint
 int cudaMallocAsync(void **at, size_t bytes, void *stream) {
     int error = cudaMalloc(at, bytes), device = gpumem_current();
     if (error) return error;
-    pthread_mutex_lock(&lock);
-    Region *region = find(*at);
-    pool_used[device] += region ? region->charged : 0;
+    pthread_mutex_lock(&pool_lock);
+    pool_used[device] += gpumem_charged_at(*at);
     if (pool_used[device] > pool_most_used[device]) pool_most_used[device] = pool_used[device];
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&pool_lock);
     return SUCCESS;
 }
 int cudaFreeAsync(void *at, void *stream) {
-    pthread_mutex_lock(&lock);
-    Region *region = at ? find(at) : NULL;
-    if (region && region->device >= 0) pool_used[region->device] -= region->charged;
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_lock(&pool_lock);
+    size_t charged = gpumem_charged_at(at);
+    if (charged) pool_used[gpumem_device_of(at, 0)] -= charged;
+    pthread_mutex_unlock(&pool_lock);
     return !at || gpumem_unreserve(at) ? SUCCESS : gpumem_fail(INVALID_VALUE);
 }
 /* Attributes of cudaMemPoolAttr: reserved now 5, at most 6; used now 7, at most 8. */
