@@ -23,6 +23,9 @@ class SilentCuda:
     def synchronize(self) -> None:
         return
 
+    def finish_backward(self) -> None:
+        return
+
     def clear_workspaces(self) -> None:
         return
 

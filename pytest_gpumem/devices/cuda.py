@@ -127,8 +127,15 @@ class CudaDevice(Device):
         for other in self._others:
             other.synchronize()
 
+    def finish_backward(self) -> None:
+        """Wait until autograd has let go of what it worked on; else that is live for a while, and taken for workspaces."""
+        self.runtime.finish_backward()
+        for other in self._others:
+            other.finish_backward()
+
     def empty_cache(self) -> None:
         # A block that another stream has used is freed when that stream's event is seen: emptying the cache looks.
+        self.finish_backward()
         self.synchronize()
         self.runtime.empty_cache()
 
@@ -268,6 +275,10 @@ class OtherGpu(CudaDevice):
     def synchronize(self) -> None:
         if self.is_used:
             super().synchronize()
+
+    def finish_backward(self) -> None:
+        if self.is_used:
+            super().finish_backward()
 
     def reset_peak(self) -> None:
         if self.is_used:

@@ -27,6 +27,7 @@ from pytest_gpumem.torch_support.private_api import (
     cuda_has_allocated,
     cuda_history_is_on,
     cuda_snapshot,
+    in_backward,
     run_in_backward,
     start_cuda_history,
     stop_cuda_history,
@@ -162,6 +163,12 @@ class TorchCuda:
         import torch
 
         torch.cuda.synchronize(self._index)
+
+    def finish_backward(self) -> None:
+        """Wait until the thread in which autograd ran backward has let go of what it worked on."""
+        if not in_backward():
+            with beneath_modes():
+                run_in_backward(lambda: None, self.torch_device())
 
     def allocate(self, nbytes: int) -> object:
         import torch

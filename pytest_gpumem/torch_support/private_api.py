@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from contextlib import contextmanager, nullcontext
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from pytest_gpumem.values.events import AllocationEvent, Threads
@@ -93,21 +93,35 @@ def clear_cublas_workspaces() -> None:
 
 
 def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
-    """Call ``call`` in the thread in which autograd runs backward of tensors on ``device``, on the current stream."""
+    """Call ``call`` in the thread in which autograd runs backward of tensors on ``device``, on the current stream.
+
+    It allocates nothing. When it returns, that thread has let go of what earlier passes left it: it drops a pass's last
+    gradients only after it has woken whoever waits for them, and takes up the next one afterwards.
+    """
     import torch
 
-    class Nothing(torch.autograd.Function):
+    with torch.inference_mode(False), torch.enable_grad():
+        empty = torch.empty(0, device=device, requires_grad=True)
+        result: Any = _node_that_calls().apply(empty, call)
+        torch.autograd.backward([result], [result.detach()])
+
+
+@cache
+def _node_that_calls() -> Any:
+    import torch
+
+    class Calling(torch.autograd.Function):
         @staticmethod
-        def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
+            ctx.call = call
             return tensor.view_as(tensor)
 
         @staticmethod
-        def backward(_ctx: Any, *_: torch.Tensor) -> None:
-            call()
+        def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, None]:
+            ctx.call()
+            return None, None
 
-    with torch.inference_mode(False), torch.enable_grad():
-        result: Any = Nothing.apply(torch.empty(1, device=device, requires_grad=True))  # type: ignore[no-untyped-call]
-        torch.autograd.backward([result], [result.detach()])
+    return Calling
 
 
 def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,6 +88,9 @@ class SyntheticCuda(SilentCuda):
     def synchronize(self):
         self.calls.append("synchronize")
 
+    def finish_backward(self):
+        self.calls.append("finish_backward")
+
     def allocate(self, nbytes):
         block = Block()
         if self._counts:
@@ -521,7 +524,7 @@ def test_settling_waits_and_drops_workspaces_before_the_cache(cuda, device):
     assert device.live() == 32 * MIB
     cuda.calls.clear()
     device.quiesce()
-    assert cuda.calls == ["synchronize", "clear_workspaces", "empty_cache"]
+    assert cuda.calls == ["finish_backward", "synchronize", "clear_workspaces", "empty_cache"]
     assert (device.live(), device.reserved()) == (0, 0)
 
 

@@ -237,3 +237,33 @@ def test_what_is_beside_workspaces_does_not_depend_on_their_size(project, measur
     beside = {name: peak - workspaces for name, (peak, workspaces, *_) in small.items()}
     assert beside == {name: measured[name][0] - measured[name][1] for name in small}
     assert sum(small[name][1] for name in small) < sum(measured[name][1] for name in small)
+
+
+def test_what_autograds_thread_has_still_to_let_go_is_neither_live_nor_a_workspace(on_gpu):
+    # The thread drops a pass's last objects after it has woken whoever waits for the pass, who goes on first on a single core.
+    source = """
+import os, threading, time
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+from pytest_gpumem.devices.registry import make_cuda
+class Callback:
+    def __init__(self):
+        self.kept = torch.empty(10**7, device="cuda")
+    def __call__(self):
+        pass
+    def __del__(self):
+        if threading.current_thread() is not threading.main_thread():
+            late.append(True)
+            time.sleep(0.1)
+device, late, seen = make_cuda(), [], set()
+device.open()
+weight = torch.ones(4, device="cuda", requires_grad=True)
+weight.grad = torch.zeros_like(weight)
+weight.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(Callback()))
+until = time.monotonic() + 60
+while not late and time.monotonic() < until:
+    weight.sum().backward()
+    device.settle()
+    seen.add((device.live(), device.workspaces()))
+print(len(late), seen)
+"""
+    assert on_gpu(source) == "1 {(32, (0,))}\n"
