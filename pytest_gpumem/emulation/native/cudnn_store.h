@@ -8,7 +8,7 @@
 /* cudnnBackendDescriptorType_t */
 enum {
     ENGINE = 2, ENGINE_CONFIG = 3, HEURISTICS = 4, PLAN = 5, FIRST_CONVOLUTION = 10, LAST_CONVOLUTION = 12, GRAPH = 15,
-    DEVICE_PROPERTIES = 38,
+    REDUCTION = 22, DEVICE_PROPERTIES = 38,
 };
 /* cudnnBackendAttributeName_t */
 enum {
@@ -17,6 +17,7 @@ enum {
     PLAN_WORKSPACE = 402, PLAN_JSON = 405, PLAN_DEVICE = 407,
     GRAPH_ENGINE_COUNT = 802,
     TENSOR_TYPE = 901, TENSOR_SIZES = 902,
+    REDUCTION_INPUT = 1610, REDUCTION_OUTPUT = 1611,
     DEVICE_JSON = 2702,
 };
 /* cudnnBackendAttributeType_t */
@@ -33,6 +34,7 @@ typedef struct {
     int holders;           /* the caller, and each attribute that refers to it */
     int convolution;       /* whether it is a convolution, or made of one: a graph, its heuristics, its plans */
     int64_t most;          /* of a convolution and what is made of it: the most that its workspace is estimated at */
+    int64_t whole_heads;   /* of attention's backward: gradients of all heads, which are added up for those that share keys */
     void *real;            /* the real library's descriptor of the same, where there is one */
     Attribute *attributes; /* in the order in which they were set */
 } Descriptor;
