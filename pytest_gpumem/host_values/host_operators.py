@@ -30,6 +30,7 @@ _OF_MASKS = frozenset({"_nested_tensor_from_mask", "_nested_tensor_from_mask_lef
 """Operators by which an encoder leaves padding out."""
 _READ_UNTAGGED = _OF_MASKS | frozenset(
     {"is_nonzero", "where.default", "nonzero_numpy", "combinations", "tensor_split.tensor_indices_or_sections"}
+    | {"linalg_matrix_exp"}  # the norm, by which it chooses a formula
     | {"_pack_padded_sequence", "_nested_from_padded", "isin.Scalar_Tensor", "_coalesce"}
     | {f"_to_sparse{kind}" for kind in ("", "_csr", "_csc", "_bsr", "_bsc")}
 )

@@ -43,6 +43,7 @@ TABLE: list[tuple[str, str]] = [
     (CAUGHT, "x[(x > 0).cpu()] = 0"),
     (CAUGHT, "x.index_put_((x > 0,), torch.tensor(1.0), accumulate=True)"),
     (CAUGHT, "torch.where(x > 0)"),
+    (CAUGHT, "torch.linalg.matrix_exp(x[:8, :8])"),
     (CAUGHT, "if loss > 1: expert(x)"),
     (CAUGHT, "if (x > 0).any().cpu(): expert(x)"),
     (CAUGHT, "host = x.to('cpu') > 0\nif host.any(): expert(x)"),
