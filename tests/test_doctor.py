@@ -279,6 +279,15 @@ def test_wrong_settings_end_with_2(seen_once, tmp_path, monkeypatch, settings, s
     assert said in done.output or "pyproject.toml" in done.output
 
 
+def test_a_pytest_that_does_not_load_the_plugin_ends_with_2(seen_once, tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-p no:gpumem"\n')
+    monkeypatch.chdir(tmp_path)
+    done = doctor()
+    assert done.exit_code == 2
+    assert "pytest does not load pytest-gpumem here" in done.output
+    assert "-p pytest_gpumem.plugin" in done.output
+
+
 def test_a_device_that_a_conftest_adds_is_looked_at(seen_once, tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text('[tool.gpumem]\ndevice = "tpu"\n')
     (tmp_path / "conftest.py").write_text(

@@ -17,7 +17,7 @@ from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.cli.streams import InputError, input_errors
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import Settings, settings_of
+from pytest_gpumem.config.settings import Settings, is_loaded, settings_of
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.stored import StoredBaseline
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
 """A command has imported the plugin before pytest could, of which pytest warns."""
+
+NOT_LOADED = (
+    "pytest does not load pytest-gpumem here: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, addopts has -p no:gpumem, or the package is "
+    "not installed (pip install pytest-gpumem); -p pytest_gpumem.plugin in addopts loads it in any case"
+)
+"""An error, and what to do."""
 
 T = TypeVar("T")
 
@@ -179,6 +185,9 @@ def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str, emulates: 
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_cmdline_main(self, config: pytest.Config) -> pytest.ExitCode:
+            if not is_loaded(config):
+                found.append(SettingsError(NOT_LOADED))
+                return pytest.ExitCode.OK
             try:
                 found.append(read(config))
             except SettingsError as error:

@@ -142,6 +142,11 @@ KEYS: Mapping[str, Kind] = MappingProxyType(
 """The keys of ``[tool.gpumem]``."""
 
 
+def is_loaded(config: pytest.Config) -> bool:
+    """Return whether pytest knows the plugin's options."""
+    return all(hasattr(config.option, option.dest) for option in OPTIONS)
+
+
 def settings_of(config: pytest.Config) -> Settings:
     """Return the settings of a session: options over ``[tool.gpumem]`` of the root directory's pyproject.toml over defaults.
 
