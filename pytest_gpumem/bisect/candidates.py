@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from pytest_gpumem.ab.variants import Variant
+from pytest_gpumem.bisect.search import Graph
 from pytest_gpumem.git import GitError, Revision, git
 from pytest_gpumem.requirements.releases import between
 from pytest_gpumem.requirements.requirement_set import RequirementSet
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.ab.checkout import Checkout
 
-_FIELD = "\x1f"
+_FIELDS = ("%m", "%H", "%P", "%as", "%an", "%s")
 AT = "@ "
 """The beginning of a release that lies at an address: ``"@ git+https://..."``."""
 
@@ -33,6 +34,8 @@ class Candidate:
     told: str = ""
     parents: int = 1
     """The number of a commit's parents: several of a merge."""
+    after: tuple[str, ...] | None = None
+    """The commits that it comes from, of a search in branches; ``None`` where it comes from the one before it in its row."""
     package: str = ""
     """The package that it is a release of."""
     backwards: bool = False
@@ -51,7 +54,8 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
         checkout: The checkout.
         good: The first one.
         bad: The last one. It may be the earlier one: a commit that mended something is found as well.
-        first_parent: Whether a merge stands for all that it brought.
+        first_parent: Whether a merge stands for all that it brought. Without it the commits of merged branches are there, too,
+            and each says what it comes from.
 
     Raises:
         GitError: Neither is an ancestor of the other, or both are the same commit.
@@ -69,17 +73,60 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
 
 
 def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) -> list[Candidate]:
-    """Return the commits from one to a later one, both included, the oldest first."""
-    listed = ["--first-parent"] if first_parent else ["--topo-order"]
-    form = f"--format=%H{_FIELD}%P{_FIELD}%s{_FIELD}%an{_FIELD}%as"
-    lines = git(top, "log", "--reverse", *listed, form, f"{first.commit}..{last.commit}").splitlines()
-    lines = [git(top, "log", "-1", form, first.commit).strip("\n"), *lines]
-    found = []
-    for line in lines:
-        commit, parents, subject, author, day = line.split(_FIELD)
-        named = {first.commit: first, last.commit: last}.get(commit, Revision(commit, commit))
-        found.append(Candidate(Variant(named), commit[:9], f"{subject} ({author}, {day})", len(parents.split())))
-    return found
+    """Return the commits from one to a later one, both included, the oldest first.
+
+    With branches the commits that they left before the first one stand behind it, as its parents: it has all of them.
+    """
+    (start,) = _log(top, "--max-count=1", first.commit)
+    listed = ["--first-parent"] if first_parent else ["--topo-order", "--boundary"]
+    others = [
+        one for one in _log(top, "--reverse", *listed, f"{first.commit}..{last.commit}") if one.hash != start.hash
+    ]
+    left = [one for one in others if one.is_boundary]
+    inner = [one for one in others if not one.is_boundary]
+
+    def candidate(one: _Commit, after: tuple[str, ...]) -> Candidate:
+        named = {first.commit: first, last.commit: last}.get(one.hash, Revision(one.hash, one.hash))
+        told = f"{one.subject} ({one.author}, {one.day})"
+        return Candidate(Variant(named), one.hash[:9], told, len(one.parents), after=None if first_parent else after)
+
+    return [
+        candidate(start, tuple(one.hash for one in left)),
+        *(candidate(one, ()) for one in left),
+        *(candidate(one, one.parents) for one in inner),
+    ]
+
+
+class _Commit(NamedTuple):
+    """A commit as git lists it. One at the boundary is listed since another that is comes from it."""
+
+    is_boundary: bool
+    hash: str
+    parents: tuple[str, ...]
+    day: str
+    author: str
+    subject: str
+
+
+def _log(top: Path, *which: str) -> list[_Commit]:
+    """Return the commits that ``git log`` lists. Raises `GitError`."""
+    # No text of a commit has the character 0, and some have any other that ends a line.
+    form = f"--format=tformat:{'%x00'.join(_FIELDS)}"
+    texts = git(top, "-c", "log.showSignature=false", "log", "-z", form, *which).split("\0")[:-1]
+    rows = (texts[at : at + len(_FIELDS)] for at in range(0, len(texts), len(_FIELDS)))
+    return [
+        _Commit(mark == "-", commit, tuple(parents.split()), day, author, subject)
+        for mark, commit, parents, day, author, subject in rows
+    ]
+
+
+def graph_of(row: Sequence[Candidate]) -> Graph:
+    """Return how the candidates of a row come from one another."""
+    if any(one.after is None for one in row):
+        return Graph.line(len(row))
+    places = {one.variant.revision.commit: at for at, one in enumerate(row) if one.variant.revision is not None}
+    parents = [tuple(places[name] for name in one.after or () if name in places) for one in row]
+    return Graph(parents, backwards=any(one.backwards for one in row))
 
 
 def _is_ancestor(top: Path, earlier: Revision, later: Revision) -> bool:

@@ -14,6 +14,7 @@ from pytest_gpumem.ab.compare_variants import reports_in_turns, settings_in
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.variants import why_unused
 from pytest_gpumem.ab.verdicts import compare_runs
+from pytest_gpumem.bisect.candidates import graph_of
 from pytest_gpumem.bisect.search import bounds, next_ones
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings
 from pytest_gpumem.gate.verdict import Outcome
@@ -112,8 +113,8 @@ class Search:
         self._check_ends(ends, metric, first, last, good, bad)
         assert metric is not None, "it has been checked"
         tried = self._tried_between(ends, metric)
-        left = bounds(len(self.candidates), {at: one.answer for at, one in tried.items()})
-        between = tuple(self.candidates[left.good + 1 : left.bad])
+        left = bounds(graph_of(self.candidates), {at: one.answer for at, one in tried.items()})
+        between = tuple(self.candidates[at] for at in left.between)
         step = self._step(self.candidates[left.good], self.candidates[left.bad])
         return Found(
             metric,
@@ -134,7 +135,8 @@ class Search:
             len(self.candidates) - 1: Tried(last, "bad", _value(ends, metric, "new")),
         }
         jobs = 1 if metric == TIMED else self.jobs
-        while wanted := next_ones(len(self.candidates), {at: one.answer for at, one in tried.items()}, jobs):
+        graph = graph_of(self.candidates)
+        while wanted := next_ones(graph, {at: one.answer for at, one in tried.items()}, jobs):
             with ThreadPoolExecutor(max_workers=len(wanted)) as threads:
                 done = threads.map(lambda at: self._judge(self.candidates[at], first, metric), wanted)
                 tried.update(zip(wanted, done, strict=True))

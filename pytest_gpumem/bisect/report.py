@@ -142,7 +142,7 @@ def notes(found: Found) -> list[str]:
             of_whole = f"{difference(found.metric, part, units)} of {difference(found.metric, whole, units)}"
             told.append(f"it is {of_whole}: for the rest go on with --good {found.bad.name}")
     _, later = _in_time(found)
-    if later.parents > 1 and not found.skipped:
+    if later.parents > 1 and later.after is None and not found.skipped:
         ends = (later.name, f"{later.name}^") if found.bad.backwards else (f"{later.name}^", later.name)
         told.append(f"{later.name} is a merge; to look at what it brought: --all --good {ends[0]} --bad {ends[1]}")
     return told

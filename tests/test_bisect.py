@@ -1,0 +1,156 @@
+"""``gpumem bisect`` in histories with branches, and in those that a line of ``git log`` does not tell as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from pytest_gpumem.ab.checkout import Checkout
+from pytest_gpumem.bisect.candidates import commits, graph_of
+from tests.test_ab import PLAIN
+from tests.test_upgrades import MB, Commits, gpumem
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """An empty repository. What lies in the caches is this test's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("PYTEST_ADDOPTS", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    made = Commits(tmp_path / "repository")
+    monkeypatch.chdir(made.path)
+    return made
+
+
+def write(repository, name, text=""):
+    """Commit a file under its name, and return the commit."""
+    (repository.path / name).write_text(text, encoding="utf-8")
+    repository.git("add", "--all")
+    repository.git("commit", "--quiet", "--message", name)
+    return head(repository)
+
+
+def head(repository):
+    return repository.git("rev-parse", "HEAD").strip()
+
+
+@pytest.fixture
+def merged(repository):
+    """A branch of six commits that left before the culprit and is merged after it, and the commits by name.
+
+    ``start`` is good; ``culprit`` needs more, ``branch-0`` to ``branch-5`` do not, and ``merge`` and ``last`` have both.
+    """
+    made = {}
+    (repository.path / "shipped.py").write_text(f"PEAK = {10 * MB}\n", encoding="utf-8")
+    made["fork"] = write(repository, "fork")
+    repository.git("checkout", "--quiet", "-b", "feature")
+    for number in range(6):
+        made[f"branch-{number}"] = write(repository, f"branch-{number}")
+    repository.git("checkout", "--quiet", "main")
+    made["start"] = write(repository, "start")
+    made["culprit"] = write(repository, "shipped.py", f"PEAK = {12 * MB}\n")
+    repository.git("merge", "--quiet", "--no-ff", "--message=merge", "feature")
+    made["merge"] = head(repository)
+    made["last"] = write(repository, "last")
+    return made
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_merged_branch_that_left_before_the_culprit_is_not_named(repository, merged, jobs):
+    ends = ["--all", "--jobs", jobs, "--good", merged["start"], "--bad", "main"]
+    result = gpumem("bisect", *ends, "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    assert f"gpumem bisect: {merged['culprit'][:9]} shipped.py (Ada, " in result.stdout
+    assert f"(+20.0 %), after {merged['start'][:9]}\n" in result.stdout
+    assert result.stderr.count("1 measured in") <= 6
+
+
+def test_a_culprit_on_a_merged_branch_is_compared_with_its_parent_there(repository, merged):
+    """The branch left before the good end, whose history the first commit of the branch is not in."""
+    repository.git("checkout", "--quiet", "-b", "another", merged["fork"])
+    culprit = write(repository, "shipped.py", f"PEAK = {14 * MB}\n")
+    repository.git("checkout", "--quiet", "-b", "together", merged["start"])
+    repository.git("merge", "--quiet", "--no-ff", "--message=both", "another")
+    result = gpumem("bisect", "--all", "--good", merged["start"], "--bad", "together", "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    assert f"gpumem bisect: {culprit[:9]} shipped.py (Ada, " in result.stdout
+    assert f"(+40.0 %), after {merged['fork'][:9]}\n" in result.stdout
+
+
+def test_a_culprit_that_cannot_be_run_is_one_of_two(repository, merged):
+    repository.git("checkout", "--quiet", "-b", "broken", merged["start"])
+    culprit = write(repository, "shipped.py", f"import nothing_there\nPEAK = {12 * MB}\n")
+    mended = write(repository, "shipped.py", f"PEAK = {12 * MB}\n")
+    repository.git("merge", "--quiet", "--no-ff", "--message=both", "feature")
+    result = gpumem("bisect", "--all", "--good", merged["start"], "--bad", "broken", "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    assert f"gpumem bisect: one of {culprit[:9]}, {mended[:9]} did it: " in result.stdout
+    assert "skipped  ModuleNotFoundError: No module named 'nothing_there'" in result.stdout
+
+
+def test_the_commit_that_mended_it_is_found_in_a_history_with_branches(repository, merged):
+    mender = write(repository, "shipped.py", f"PEAK = {10 * MB}\n")
+    repository.git("checkout", "--quiet", "-b", "later", "HEAD~1")
+    write(repository, "later")
+    repository.git("checkout", "--quiet", "main")
+    repository.git("merge", "--quiet", "--no-ff", "--message=again", "later")
+    result = gpumem("bisect", "--all", "--good", "main", "--bad", merged["merge"], "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    assert f"gpumem bisect: {mender[:9]} shipped.py (Ada, " in result.stdout
+    assert f"mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after {merged['last'][:9]}\n" in result.stdout
+
+
+def ends_of(repository, good, bad):
+    checkout = Checkout.around(repository.path)
+    return checkout, checkout.revision(good), checkout.revision(bad)
+
+
+def test_only_a_search_in_branches_has_a_graph_that_is_no_line(repository, merged):
+    ends = ends_of(repository, merged["start"], "main")
+    line = commits(*ends)
+    assert [one.variant.revision.commit for one in line] == [
+        merged[one] for one in ("start", "culprit", "merge", "last")
+    ]
+    assert graph_of(line).parents == [(), (0,), (1,), (2,)]
+    branched = commits(*ends, first_parent=False)
+    assert {one.variant.revision.commit for one in branched} == set(merged.values())
+    assert branched[0].variant.revision.commit == merged["start"]
+    assert branched[1].variant.revision.commit == merged["fork"], "the branch left there"
+
+
+@pytest.mark.parametrize("ends_a_line", ["\u2028", "\f", "\x85", "\x1f", "\r", "\x1e"])
+def test_a_subject_with_a_character_that_ends_a_line_is_one_subject(repository, ends_a_line):
+    write(repository, "first")
+    subject = f"one{ends_a_line}two"
+    repository.git("commit", "--quiet", "--allow-empty", "--message", subject)
+    write(repository, "last")
+    row = commits(*ends_of(repository, "HEAD~2", "main"))
+    assert [one.told.rpartition(" (Ada, ")[0] for one in row] == ["first", subject, "last"]
+
+
+GPG = """#!/bin/sh
+case "$*" in
+*--verify*) echo "gpg: Good signature from Ada" >&2; echo "[GNUPG:] GOODSIG 1 Ada" ;;
+*) cat >/dev/null; printf -- "-----BEGIN PGP SIGNATURE-----\n\n-----END PGP SIGNATURE-----\n"
+   printf "\n[GNUPG:] SIG_CREATED D\n" >&2 ;;
+esac
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell script stands in for gpg")
+def test_signatures_that_git_shows_are_no_commits(repository, tmp_path):
+    gpg = tmp_path / "gpg"
+    gpg.write_text(GPG, encoding="utf-8")
+    gpg.chmod(0o755)
+    for name, value in {"gpg.program": str(gpg), "log.showSignature": "true", "user.signingKey": "1"}.items():
+        repository.git("config", name, value)
+    write(repository, "first")
+    repository.git("commit", "--quiet", "--allow-empty", "--gpg-sign", "--message=signed")
+    shown = subprocess.run(["git", "log"], cwd=repository.path, check=True, capture_output=True, text=True).stdout
+    assert "gpg: Good signature" in shown
+    row = commits(*ends_of(repository, "HEAD~1", "main"))
+    assert [one.told.partition(" ")[0] for one in row] == ["first", "signed"]
