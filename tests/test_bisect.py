@@ -104,6 +104,30 @@ def test_the_commit_that_mended_it_is_found_in_a_history_with_branches(repositor
     assert f"mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after {merged['last'][:9]}\n" in result.stdout
 
 
+NO_WORKTREES = "--setup ran in worktrees that are gone now: what it installed may have to be installed again\n"
+
+
+def test_runs_with_a_setup_are_one_at_a_time(repository, tmp_path):
+    """What --setup installs is there for every run, until the next one installs something else."""
+    log = tmp_path / "log"
+    conftest = repository.path / "conftest.py"
+    ended = (
+        f"\n\ndef pytest_sessionfinish():\n    with open({str(log)!r}, 'a') as file:\n        file.write('end\\n')\n"
+    )
+    conftest.write_text(conftest.read_text(encoding="utf-8") + ended, encoding="utf-8")
+    for number in range(6):
+        repository.commit(number, (12 if number > 3 else 10) * MB)
+    given = ["--jobs", "3", "--setup", f"echo begin >> '{log}'", "--good", "HEAD~5"]
+    result = gpumem("bisect", *given, "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    lines = log.read_text(encoding="utf-8").split()
+    assert lines == ["begin", "end"] * (len(lines) // 2), "one begins when the one before it has ended"
+    assert "with --setup runs are one at a time: what it installs for one" in result.stderr
+    assert result.stderr.endswith(NO_WORKTREES)
+    compared = gpumem("ab", "main", "--setup", "true", "--", *PLAIN)
+    assert NO_WORKTREES in compared.stderr, "it is the same line"
+
+
 def ends_of(repository, good, bad):
     checkout = Checkout.around(repository.path)
     return checkout, checkout.revision(good), checkout.revision(bad)

@@ -20,7 +20,9 @@ import pytest
 import uv
 from click.testing import CliRunner
 
+from pytest_gpumem.bisect.driver import Search
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.processes import Stopped
 from pytest_gpumem.requirements import installers
 from tests.packages_here import make_wheel
 from tests.test_ab import PLAIN
@@ -327,6 +329,25 @@ def test_runs_of_an_interrupted_bisection_go_with_the_environments(project, tmp_
     assert kept_runs(tmp_path) == [kept]
     assert gpumem("cache", "--clear").exit_code == 0
     assert kept_runs(tmp_path) == []
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_without_git_an_interrupted_bisection_goes_on_if_no_code_was_edited(project, index, monkeypatch, edited):
+    for minor in range(3):
+        release(index, f"1.{minor}", (12 if minor else 10) * MB)
+
+    def interrupted(*_arguments):
+        raise Stopped(signal.SIGINT)
+
+    command = ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.2", "test_it.py", "--", *PLAIN]
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Search, "_tried_between", interrupted)
+        assert gpumem(*command).exit_code == 130
+    if edited:
+        (project / "test_it.py").write_text("def test_a():\n    ...\n", encoding="utf-8")
+    result = gpumem(*command)
+    assert result.exit_code == 0, result.output
+    assert ("going on with 2 runs of an earlier start\n" in result.stderr) is not edited
 
 
 @pytest.mark.parametrize(

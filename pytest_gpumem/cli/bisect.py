@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.compare_variants import SIGNALLED, set_up
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import refused, without_baselines
+from pytest_gpumem.ab.runs import AFTER_SETUP, refused, without_baselines
 from pytest_gpumem.baselines.history import events_of, file_changes, texts_of
 from pytest_gpumem.baselines.selecting import selected
 from pytest_gpumem.baselines.store import path_of
@@ -24,6 +24,7 @@ from pytest_gpumem.bisect.journal import Journal
 from pytest_gpumem.bisect.memory import most_jobs
 from pytest_gpumem.bisect.red_report import red_of
 from pytest_gpumem.bisect.report import lines, markdown, nothing_as_json, nothing_as_markdown, to_json
+from pytest_gpumem.bisect.state import state_of
 from pytest_gpumem.cli.ab import (
     PYTEST_ARGUMENTS,
     WithPytestArguments,
@@ -36,7 +37,7 @@ from pytest_gpumem.cli.ab import (
 )
 from pytest_gpumem.cli.project import checkout_of, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, screen, write_lines
-from pytest_gpumem.git import GitError, Revision, git, plain_environment
+from pytest_gpumem.git import GitError, Revision, plain_environment
 from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.processes import Stopped, noted_signals
 from pytest_gpumem.reports.errors import ReportError
@@ -91,7 +92,7 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
     type=WholeNumber(min=1),
     default=1,
     show_default=True,
-    help="Run so many at a time, as far as memory allows.",
+    help="Run so many at a time, as far as memory allows; with --setup one.",
 )
 @max_slowdown_option("How much longer a step may take, with --metric step_time.")
 @click.option(
@@ -189,20 +190,31 @@ class _Rows:
         """Return what was found in a row. Only of a search that is interrupted its runs are kept. Raises as `Search.find`."""
         _say(f"{counted(len(row), 'candidate')}, {row[0].name} to {row[-1].name}")
         runner = self.runner
-        state = "" if row[0].variant.revision is not None else _state(runner.checkout)
+        of_code = row[0].variant.revision is not None
+        state = "" if of_code else state_of(runner.checkout)
         told = [str(runner.checkout.top), state, runner.arguments, runner.setup, self.metric, *runner.only]
         told += [str(one.variant.requirements and one.variant.requirements.lines) + one.name for one in row]
         journal = Journal.of(told)
-        jobs = most_jobs(self.jobs)
-        if jobs < self.jobs:
-            _say(f"there is memory for {counted(jobs, 'run')} at a time")
         try:
-            found = Search(row, runner, self.provisioner, journal, self.metric, jobs, self.max_slowdown).find()
+            found = Search(row, runner, self.provisioner, journal, self.metric, self._jobs(), self.max_slowdown).find()
         except (RunFailed, NothingFound, NotInstalled, GitError):
             journal.remove()
             raise
+        finally:
+            if of_code and runner.setup is not None:
+                _say(AFTER_SETUP)
         journal.remove()
         return found
+
+    def _jobs(self) -> int:
+        """Return the number of runs at a time, and tell where they are less than was asked for."""
+        if self.jobs > 1 and self.runner.setup is not None:
+            _say("with --setup runs are one at a time: what it installs for one would be there for the others, too")
+            return 1
+        jobs = most_jobs(self.jobs)
+        if jobs < self.jobs:
+            _say(f"there is memory for {counted(jobs, 'run')} at a time")
+        return jobs
 
     def releases(self, package: str, good: str, bad: str, beside: Mapping[str, str] | None = None) -> list[Candidate]:
         """Return the releases of a package that its index has from one to another."""
@@ -298,16 +310,6 @@ def _check_ends(
 
 def _say(text: str) -> None:
     click.echo(text, err=True)
-
-
-def _state(checkout: Checkout) -> str:
-    """Return what tells the checkout as it is from what it was: its commit and its changes; nothing where there is no git."""
-    try:
-        untracked = git(checkout.top, "ls-files", "-z", "--others", "--exclude-standard").split("\0")
-        files = [(name, path.stat().st_mtime_ns) for name in untracked if (path := checkout.top / name).is_file()]
-        return git(checkout.top, "rev-parse", "HEAD") + git(checkout.top, "diff", "HEAD") + str(files)
-    except (GitError, OSError):
-        return ""
 
 
 def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -> tuple[dict[str, str], dict[str, str]]:
