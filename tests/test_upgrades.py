@@ -155,6 +155,58 @@ def test_uv_installs_the_same_where_it_is_on_the_path(project, index, tmp_path, 
     )
 
 
+BACKEND = """import zipfile
+
+FILES = {{
+    "tinymodels/__init__.py": "PEAK = {peak}",
+    "tinymodels-4.0.dist-info/METADATA": "Metadata-Version: 2.1\\nName: tinymodels\\nVersion: 4.0\\n",
+    "tinymodels-4.0.dist-info/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+}}
+
+
+def build_wheel(folder, *_):
+    with zipfile.ZipFile(f"{{folder}}/tinymodels-4.0-py3-none-any.whl", "w") as wheel:
+        for name, text in FILES.items():
+            wheel.writestr(name, text)
+        wheel.writestr("tinymodels-4.0.dist-info/RECORD", "".join(f"{{name}},,\\n" for name in FILES))
+    return "tinymodels-4.0-py3-none-any.whl"
+
+
+build_editable = build_wheel
+"""
+"""A build backend that needs nothing: of a project that lies in a folder."""
+
+
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--find-links wheels\ntinymodels==4.0",
+        "reqs/wheels/tinymodels-4.0-py3-none-any.whl",
+        "../source",
+        "-e ../source",
+    ],
+)
+def test_paths_in_a_file_of_requirements_are_those_of_pip(project, index, monkeypatch, installer, line):
+    release(index, "1.0", 10 * MB)
+    release(project / "reqs" / "wheels", "4.0", 12 * MB)
+    source = project.parent / "source"
+    source.mkdir()
+    (source / "backend.py").write_text(BACKEND.format(peak=12 * MB), encoding="utf-8")
+    (source / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n', encoding="utf-8"
+    )
+    (project / "reqs" / "new.txt").write_text(f"{line}\n", encoding="utf-8")
+    if installer == "uv":
+        monkeypatch.setattr(installers, "find_uv", uv.find_uv_bin)
+        for name, value in {"UV_OFFLINE": "1", "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(index)}.items():
+            monkeypatch.setenv(name, value)
+    command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", "-r", "reqs/new.txt", "--", *PLAIN]
+    result = gpumem(*command)
+    assert result.exit_code == 1, result.output
+    assert "regressed" in result.stdout
+
+
 def test_a_set_beside_what_is_installed_here_leaves_it_alone(project, index, tmp_path):
     """What satisfies a requirement is used from here: pytest, which tinymodels requires, is in no environment."""
     release(index, "1.0", 10 * MB, requires="pytest")

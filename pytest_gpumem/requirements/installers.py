@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _NVIDIA = re.compile(r"^(Requires-Dist: (?:cuda|nvidia)-[^;\n]*).*$", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
-_AT_ADDRESS = re.compile(r"^[A-Za-z0-9._-]+ @ \S+", re.MULTILINE)
+_AT_ADDRESS = re.compile(r"^(?:[A-Za-z0-9._-]+ @ \S+|-e .+|(?:/|file:|[A-Za-z]:[\\/]).+)", re.MULTILINE)
+"""A line of uv's lock file of what comes from an address, or from a path where it has no name before it is built."""
 _ERROR = re.compile(r"^(?:ERROR|error):\s*(.+)$", re.MULTILINE)
 _CAUSE = re.compile(r"^\s*(?:\u2570\u2500\u25b6|\u00d7|\u251c\u2500\u25b6|cause:)\s*(.+)$", re.MULTILINE)
 _NOT_REACHED = re.compile(r"Retrying \(Retry\(total=0\b.*after connection broken by ['\"]?(\w+)")
