@@ -18,8 +18,8 @@ _OLDEST = (9, 8)
 
 
 WHY_RECURRENT = (
-    "what recurrent layers keep for backward is taken as on an H100 with cuDNN 9.19, and their workspaces as less than there, or "
-    "0 on other GPUs than Hopper's, since cuDNN tells both on a GPU only"
+    "what recurrent layers keep for backward is taken as on an H100 with cuDNN 9.19, and their workspaces as less than there "
+    "(0 on GPUs that are not Hopper's), since cuDNN tells both on a GPU only"
 )
 """The reason why peaks with recurrent layers may be too low, as a clause."""
 

@@ -125,7 +125,9 @@ def test_inference_keeps_nothing(on_gpu):
         "print(cudnn.lacking())\n"
     )
     assert told.splitlines()[0] == "0"
-    assert told.splitlines()[1].startswith("what recurrent layers keep for backward is taken as on an H100 with cuDNN 9.19, ")
+    assert told.splitlines()[1].startswith(
+        "what recurrent layers keep for backward is taken as on an H100 with cuDNN 9.19, "
+    )
 
 
 PROJECT = """
