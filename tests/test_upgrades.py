@@ -307,6 +307,7 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
         ),
         ("1.0", "9.9", "9.9 cannot be measured: tinymodels==9.9 cannot be installed: "),
         ("1.0", "1.0", "--good and --bad are the same release of tinymodels: 1.0"),
+        ("1.0+cpu", "1.0", "tinymodels 1.0+cpu and 1.0 are one release on the index"),
         ("main", "1.0", "'main' is no release of tinymodels, like 4.38.2"),
     ],
 )
@@ -459,6 +460,36 @@ def test_of_several_packages_the_one_that_did_it_is_found_and_then_its_release(p
         "gpumem bisect: tinymodels 1.1 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.0\n"
         in result.stdout
     )
+
+
+def lock_files(project, **pins):
+    """Write ``old.txt`` and ``new.txt`` with both releases of each package."""
+    for at, file in enumerate(("old.txt", "new.txt")):
+        text = "".join(f"{name}=={both[at]}\n" for name, both in pins.items())
+        (project / file).write_text(text, encoding="utf-8")
+    return ["--packages", "--good", "old.txt", "--bad", "new.txt"]
+
+
+def test_packages_that_differ_in_their_build_only_are_one_release(project, index):
+    locks = lock_files(project, tinymodels=("1.4", "1.4+local"), another=("1.0+cpu", "1.0+cu126"), same=("1.0", "1.0"))
+    result = gpumem("bisect", *locks, "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 2, result.output
+    assert result.stderr == (
+        "Error: another 1.0+cpu and 1.0+cu126 are one release on the index; "
+        "tinymodels 1.4 and 1.4+local are one release on the index, so that there is no release to search in\n"
+    )
+
+
+def test_of_packages_that_differ_those_of_another_release_are_searched(project, index):
+    for minor in range(2):
+        release(index, f"1.{minor}", (12 if minor else 10) * MB)
+    release(index, "1.0", 0, "another")
+    locks = lock_files(project, tinymodels=("1.0", "1.1+local"), another=("1.0+cpu", "1.0+cu126"))
+    result = gpumem("bisect", *locks, "test_it.py", "--", *PLAIN)
+    assert result.exit_code == 0, result.output
+    assert "another 1.0+cpu and 1.0+cu126 are one release on the index\n" in result.stderr
+    assert "these differ: tinymodels 1.1+local, was 1.0\n" in result.stderr
+    assert "gpumem bisect: tinymodels 1.1 did it: " in result.stdout
 
 
 class Commits:

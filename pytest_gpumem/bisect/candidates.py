@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 from pytest_gpumem.ab.variants import Variant
 from pytest_gpumem.bisect.search import Graph
 from pytest_gpumem.git import GitError, Revision, git
-from pytest_gpumem.requirements.releases import between
+from pytest_gpumem.requirements.releases import between, is_same, public
 from pytest_gpumem.requirements.requirement_set import RequirementSet
 
 if TYPE_CHECKING:
@@ -171,9 +171,9 @@ def releases(
 def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str], list[Candidate]]:
     """Return the packages that differ, sorted, and a row in which one after another gets the release that it has in ``bad``.
 
-    What only one of both has is not changed.
+    What only one of both has is not changed, and neither is what is `one_release`.
     """
-    differ = sorted(name for name in good.keys() & bad.keys() if good[name] != bad[name])
+    differ = sorted(name for name in good.keys() & bad.keys() if not is_same(good[name], bad[name]))
     row = []
     for number in range(len(differ) + 1):
         pins = {**{name: good[name] for name in differ}, **{name: bad[name] for name in differ[:number]}}
@@ -182,13 +182,20 @@ def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str]
     return differ, row
 
 
+def one_release(good: Mapping[str, str], bad: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each package of which both have another build of one release, which no index tells apart."""
+    same = sorted(
+        name for name in good.keys() & bad.keys() if good[name] != bad[name] and is_same(good[name], bad[name])
+    )
+    return [f"{name} {good[name]} and {bad[name]} are one release on the index" for name in same]
+
+
 def _pinned(pins: Mapping[str, str], name: str) -> RequirementSet:
-    # A local version, as of a build of torch for the CPU, is on no index.
     return RequirementSet(tuple(_line(one, pins[one]) for one in sorted(pins)), name=name)
 
 
 def _line(package: str, release: str) -> str:
-    return f"{package} {release}" if release.startswith(AT) else f"{package}=={release.partition('+')[0]}"
+    return f"{package} {release}" if release.startswith(AT) else f"{package}=={public(release)}"
 
 
 def _words(package: str, release: str) -> str:

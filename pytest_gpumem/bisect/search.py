@@ -63,7 +63,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What may have made the change: ``changed``, which has it, and ``suspects`` with it, as bits.
+    """The steps that may have made the change: ``changed``, which has it, and ``suspects`` with it, as bits.
 
     ``before`` is the parent of the earliest suspect on the way of first parents; ``None`` where the graph has none.
     """

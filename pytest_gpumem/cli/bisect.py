@@ -18,7 +18,7 @@ from pytest_gpumem.baselines.history import events_of, file_changes, texts_of
 from pytest_gpumem.baselines.selecting import selected
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.bisect import candidates
-from pytest_gpumem.bisect.candidates import AT, commits, pins_of, releases
+from pytest_gpumem.bisect.candidates import AT, commits, one_release, pins_of, releases
 from pytest_gpumem.bisect.driver import JUDGED, TIMED, NothingFound, Search
 from pytest_gpumem.bisect.journal import Journal
 from pytest_gpumem.bisect.memory import most_jobs
@@ -43,7 +43,7 @@ from pytest_gpumem.processes import Stopped, noted_signals
 from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.requirements.errors import NotInstalled, RequirementError
 from pytest_gpumem.requirements.installed import versions
-from pytest_gpumem.requirements.releases import releases_of
+from pytest_gpumem.requirements.releases import is_same, public, releases_of
 from pytest_gpumem.requirements.requirement_set import requirement_set
 from pytest_gpumem.units import counted
 
@@ -225,8 +225,10 @@ class _Rows:
                 Version(release)
             except InvalidVersion:
                 raise RequirementError(f"{release!r} is no release of {package}, like 4.38.2") from None
-        if not bad.startswith(AT) and Version(good) == Version(bad):
+        if good == bad:
             raise RequirementError(f"--good and --bad are the same release of {package}: {good}")
+        if not bad.startswith(AT) and is_same(good, bad):
+            raise RequirementError(f"{package} {good} and {bad} are one release on the index")
         try:
             listed = releases_of(package, plain_environment(), self.provisioner.stop)
         except NotInstalled:
@@ -335,19 +337,24 @@ def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -
 def _in_packages(rows: _Rows, then: dict[str, str], now: dict[str, str]) -> Found:
     """Return which of the packages that differ did it and, where releases lie between, which release of it."""
     differ, row = candidates.packages(then, now)
+    same = one_release(then, now)
     if not differ:
-        raise NothingFound("the packages are the same on both sides, as far as both are known")
-    _say(f"these differ: {'; '.join(changed_releases(then, now))}")
+        why = "; ".join(same) or "the packages are the same on both sides, as far as both are known"
+        raise NothingFound(f"{why}, so that there is no release to search in" if same else why)
+    for sentence in same:
+        _say(sentence)
+    _say(
+        f"these differ: {'; '.join(changed_releases(*({name: side[name] for name in differ} for side in (then, now))))}"
+    )
     found = rows.find(row) if len(differ) > 1 else None
     at = 1 if found is None else row.index(found.bad)
     if found is not None and found.skipped:
         return found
     culprit = differ[at - 1]
     beside = {name: (now if number < at - 1 else then)[name] for number, name in enumerate(differ) if name != culprit}
-    between = rows.releases(culprit, _public(then[culprit]), _public(now[culprit]), beside)
+    between = rows.releases(culprit, _on_index(then[culprit]), _on_index(now[culprit]), beside)
     return found if found is not None and len(between) == len(row[:2]) else rows.find(between)
 
 
-def _public(release: str) -> str:
-    """Return a release without its local part, which is on no index: ``2.13.0`` of ``2.13.0+cpu``."""
-    return release if release.startswith(AT) else release.partition("+")[0]
+def _on_index(release: str) -> str:
+    return release if release.startswith(AT) else public(release)

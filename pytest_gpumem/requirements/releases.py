@@ -55,6 +55,19 @@ def between(releases: Iterable[str], good: str, bad: str) -> list[str]:
     return ordered if Version(good) == low else ordered[::-1]
 
 
+def public(release: str) -> str:
+    """Return a release without its local part, which is on no index: ``2.13.0`` of ``2.13.0+cpu``."""
+    return release.partition("+")[0]
+
+
+def is_same(one: str, other: str) -> bool:
+    """Return whether two are one release on an index: ``2.13.0+cpu`` and ``2.13``."""
+    try:
+        return Version(public(one)) == Version(public(other))
+    except InvalidVersion:
+        return one == other
+
+
 def _version(text: str) -> Version:
     try:
         return Version(text)
