@@ -34,8 +34,8 @@ QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning
 """A command has imported the plugin before pytest could, of which pytest warns."""
 
 NOT_LOADED = (
-    "pytest does not load pytest-gpumem here: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, addopts has -p no:gpumem, or the package is "
-    "not installed (pip install pytest-gpumem); -p pytest_gpumem.plugin in addopts loads it in any case"
+    "pytest does not load pytest-gpumem here: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, addopts has -p no:gpumem, or the package "
+    "is not installed (pip install pytest-gpumem); -p pytest_gpumem.plugin in addopts loads it in any case"
 )
 """An error, and what to do."""
 
