@@ -285,7 +285,8 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
         in result.stdout
     )
     assert ("skipped  ImportError: broken release" in result.stdout) is broken
-    assert "to accept it: pytest test_it.py" in result.stdout
+    accepting = f"to accept it, install tinymodels 1.8 first: pytest test_it.py {' '.join(PLAIN)} --gpumem-update=all\n"
+    assert result.stdout.endswith(accepting)
     # Both ends, and as many as halving eight steps takes; what is skipped comes on top, and leaves uneven halves.
     assert len(environments(tmp_path)) <= 2 + 3 + 2 * broken
     assert "| `1.7` | 12.00 MB | bad |" in (project / "found.md").read_text(encoding="utf-8")
@@ -330,6 +331,7 @@ def test_a_release_that_mended_it_is_named_where_the_bad_one_is_earlier(project,
         "gpumem bisect: tinymodels 1.2 mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after 1.1\n"
         in result.stdout
     )
+    assert "to accept it" not in result.stdout
 
 
 def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_much_less(project, index):
@@ -490,6 +492,34 @@ def test_of_packages_that_differ_those_of_another_release_are_searched(project, 
     assert "another 1.0+cpu and 1.0+cu126 are one release on the index\n" in result.stderr
     assert "these differ: tinymodels 1.1+local, was 1.0\n" in result.stderr
     assert "gpumem bisect: tinymodels 1.1 did it: " in result.stdout
+    assert "to accept it, install what new.txt pins first: pytest test_it.py" in result.stdout
+
+
+def test_a_release_that_is_installed_here_is_accepted_as_it_is(project, index, monkeypatch):
+    for minor in range(2):
+        release(index, f"1.{minor}", (12 if minor else 10) * MB)
+    monkeypatch.setattr("pytest_gpumem.cli.bisect.versions", lambda names: dict.fromkeys(names, "1.1+local"))
+    ends = ["--package", "tinymodels", "--good", "1.0", "--bad", "1.1"]
+    result = gpumem("bisect", *ends, "test_it.py", "--", *PLAIN)
+    assert "to accept it: pytest test_it.py" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("memlib[x]", "'memlib[x]' is more than the name of a package: give memlib alone\n"),
+        ("memlib==1.0", "'memlib==1.0' is more than the name of a package: give memlib alone\n"),
+        ("memlib @ https://example.org/m.whl", "is more than the name of a package: give memlib alone\n"),
+        ("", "'' is no name of a package, like transformers\n"),
+        ("-r x", "'-r x' is no name of a package, like transformers\n"),
+    ],
+)
+def test_what_is_no_name_of_a_package_is_told_before_anything_runs(project, index, name, said):
+    result = gpumem("bisect", "--package", name, "--good", "1.0", "--bad", "1.1", "test_it.py")
+    assert result.exit_code == 2, result.output
+    assert "Invalid value for '--package': " in result.stderr
+    assert result.stderr.endswith(said)
+    assert "candidates" not in result.stderr
 
 
 class Commits:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from pytest_gpumem.ab.checkout import Checkout
@@ -57,6 +58,19 @@ if TYPE_CHECKING:
     from pytest_gpumem.bisect.red_report import Red
 
 
+def _name_alone(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """Return the name of a package. Raises ``click.BadParameter`` for whatever else pip would take in its place."""
+    if value is None:
+        return None
+    try:
+        wanted = Requirement(value)
+    except InvalidRequirement:
+        raise click.BadParameter(f"{value!r} is no name of a package, like transformers") from None
+    if str(wanted) != wanted.name:
+        raise click.BadParameter(f"{value!r} is more than the name of a package: give {wanted.name} alone")
+    return wanted.name
+
+
 _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
 
 
@@ -71,7 +85,12 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
 )
 @click.option("--good", metavar="WHICH", help="The revision, release or lock file of which the test needs less.")
 @click.option("--bad", metavar="WHICH", help="The one of which it needs more; of revisions HEAD if it is left out.")
-@click.option("--package", metavar="NAME", help="Search in the releases of this package, from --good to --bad.")
+@click.option(
+    "--package",
+    metavar="NAME",
+    callback=_name_alone,
+    help="Search in the releases of this package, from --good to --bad.",
+)
 @click.option(
     "--packages",
     is_flag=True,
@@ -171,8 +190,11 @@ def bisect(
             context.exit(SIGNALLED + stopped.signum)
     write_lines(lines(found, screen()))
     accepted = [*tests, *given] if red is None else [red.nodeid, *options]
-    if red is None or red.gated:
-        click.echo(f"to accept it: pytest {shlex.join(accepted)} --gpumem-update=all")
+    release_mended_it = found.bad.backwards and bool(found.bad.package)
+    if (red is None or red.gated) and not release_mended_it:
+        needed = "" if found.bad.variant.revision is not None else _not_here(package, bad, red)
+        first = f", install {needed} first" if needed else ""
+        click.echo(f"to accept it{first}: pytest {shlex.join(accepted)} --gpumem-update=all")
     write_reports(files, {".json": lambda one: to_json(one, red), ".md": lambda one: markdown(one, red)}, found)
 
 
@@ -237,6 +259,19 @@ class _Rows:
             # It may be on no index at all.
             listed = []
         return releases(package, listed, good, bad, beside)
+
+
+def _not_here(package: str | None, bad: str | None, red: Red | None) -> str:
+    """Return what of the bad end is not what is installed here: its figures cannot be measured before it is."""
+    if package is not None:
+        needed = {package: bad or ""}
+    elif red is not None:
+        needed = dict(red.now)
+    else:
+        needed = pins_of(requirement_set([f"-r {bad}"])) if bad is not None else {}
+    here = versions(needed)
+    others = [f"{name} {one}" for name, one in needed.items() if name not in here or not is_same(here[name], one)]
+    return f"what {bad} pins" if others and package is None and red is None else " and ".join(others)
 
 
 def _red(source: Path) -> Red:
