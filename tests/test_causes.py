@@ -234,6 +234,22 @@ def test_two_revisions_compared_have_the_causes_before_tests(planted):
     assert text.index("| 1 | `model.py:8` | 4 of 5 |") < text.index("| `test_it.py::test_depth[2]` |")
 
 
+ALONE = """\
+def test_alone(gpumem):
+    gpumem.infer_step(lambda: Attention().eval(), torch.ones(4, 128, 32))
+"""
+
+
+def test_a_module_that_is_also_measured_alone_is_the_same_cause(planted):
+    planted.project.write(TESTS.replace("import Model", "import Attention, Model") + f"\n\n{ALONE}")
+    planted.project.run("--gpumem-update=new", "-k", "alone").assert_outcomes(passed=1)
+    planted.plant(SCORES)
+    planted.gate("--gpumem-report=report.json")
+    (cause,) = planted.causes()
+    assert (cause["lines"][0], cause["module"], len(cause["tests"])) == ("model.py:8", "*.attention, Attention", 5)
+    assert "gpumem accept: 5 accepted" in accept(planted, "--cause", "1")
+
+
 def accept(planted, *arguments, code=0):
     done = planted.project.gpumem("accept", "report.json", *arguments)
     assert done.returncode == code, done.stdout + done.stderr

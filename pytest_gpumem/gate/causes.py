@@ -9,11 +9,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.gate.growths import ENOUGH, growths_of
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.values.source_lines import file_and_line
+from pytest_gpumem.units import counted
+from pytest_gpumem.values.source_lines import file_and_line, package_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 LEAST = 0.1
 """Share of a growth that a line has to explain at least to be one of its causes."""
+_MOST_MODULES = 2
+"""Modules of a cause that are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,14 @@ class Share:
 class Cause:
     """Something that explains growth of one or several tests.
 
-    ``lines`` are of one module, those that explain most first. They are empty for what is known by its module alone, or by its
-    category, and where it is packages whose releases differ, or a budget.
+    ``lines`` are those that explain most first. They are empty for what is known by its module alone, or by its category, and
+    where it is packages whose releases differ, or a budget.
     """
 
     kind: Literal["line", "packages", "budget"]
     lines: tuple[str, ...]
-    module: str
+    modules: tuple[str, ...]
+    """Paths of the modules that its lines ran in, those of most growths first: where one is the model itself, its class."""
     operator: str
     what: str
     """The tensors, or of a budget its metric and limit."""
@@ -54,6 +59,18 @@ class Cause:
     """Attributes and variables that keep the tensors, of those that each step keeps."""
     packages: tuple[str, ...] = ()
     """Packages whose releases differ from those of the baseline in each of its tests, as clauses."""
+
+    @property
+    def module(self) -> str:
+        """What its modules are: ``*.attn`` where all paths end so, else the first of them, as ``*.attn, Attention``."""
+        if len(self.modules) < 2:
+            return "".join(self.modules)
+        end = _common_end([module.split(".") for module in self.modules])
+        if set(end) - {"*"}:
+            return ".".join(end if end[0] == "*" else ("*", *end))
+        more = len(self.modules) - _MOST_MODULES
+        named = ", ".join(self.modules[:_MOST_MODULES])
+        return f"{named} and {counted(more, 'other')}" if more > 0 else named
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -162,22 +179,35 @@ def _chosen(growths: Sequence[Explained]) -> list[Place]:
 
 
 def _joined(chosen: Sequence[Place], growths: Sequence[Explained]) -> dict[Place, Place]:
-    """Return the first place of the cause of each: lines of one module in one file are one where they explain the same tests.
+    """Return the first place of the cause of each.
 
-    A later one may explain fewer tests than the first.
+    A line of the project is one cause in whichever modules it ran: a model has a module by its attribute, a test of the module
+    alone by its class. Lines of one module in one file are one where they explain the same tests; a later one may explain
+    fewer than the first.
     """
     tests: dict[Place, set[str]] = {place: set() for place in chosen}
+    of_packages = set()
     for one in growths:
-        for place in one.parts:
+        for place, part in one.parts.items():
             if place in tests and one.at(place) > 0:
                 tests[place].add(one.growth.test)
-    firsts: dict[tuple[str, str], list[Place]] = defaultdict(list)
-    first_of = {}
+                if package_of(part.line):
+                    of_packages.add(place)
+    of_line: dict[Place | str, list[Place]] = defaultdict(list)
     for place in chosen:
-        earlier = firsts[_file(place), place.module]
-        first_of[place] = next((one for one in earlier if _file(place) and tests[place] <= tests[one]), place)
-        if first_of[place] == place:
-            earlier.append(place)
+        of_line[place if place in of_packages or not place.line else place.line].append(place)
+    firsts: dict[tuple[str, str], list[Place]] = defaultdict(list)
+    first_of: dict[Place, Place] = {}
+    explained: dict[Place, set[str]] = {}
+    for places in of_line.values():
+        file, mine = _file(places[0]), set[str]().union(*(tests[place] for place in places))
+        earlier = [one for place in places for one in firsts[file, place.module]] if file else []
+        first = next((one for one in earlier if mine <= explained[one]), places[0])
+        explained.setdefault(first, mine)
+        for place in places:
+            first_of[place] = first
+            if first not in earlier:
+                firsts[file, place.module].append(first)
     return first_of
 
 
@@ -214,8 +244,8 @@ def _cause_at(places: Sequence[Place], mine: Sequence[tuple[Explained, float]]) 
     explained = [one for one, _ in mine]
     return Cause(
         "line",
-        tuple(parts[place].line for place in by_size if place.line),
-        shown.module,
+        tuple(dict.fromkeys(parts[place].line for place in by_size if place.line)),
+        _modules(parts, explained, shown.module),
         shown.operator,
         shown.what,
         shown.category,
@@ -224,6 +254,21 @@ def _cause_at(places: Sequence[Place], mine: Sequence[tuple[Explained, float]]) 
         tuple(dict.fromkeys(holder for one in explained for holder in one.holders)),
         _in_all(explained),
     )
+
+
+def _modules(parts: Iterable[Place], growths: Sequence[Explained], shown: str) -> tuple[str, ...]:
+    """Return the modules of places, those of most growths first; of a single one ``shown``, the path of its largest row."""
+    counts = Counter(place.module for one in growths for place in parts if one.at(place) > 0)
+    names = sorted((name for name in counts if name), key=lambda name: (-counts[name], name))
+    if len(names) > 1:
+        return tuple(names)
+    return tuple(filter(None, [shown or "".join(names)]))
+
+
+def _common_end(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the parts that all paths end with."""
+    from_the_end = zip(*(reversed(path) for path in paths), strict=False)
+    return tuple(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, from_the_end))[::-1]
 
 
 def _in_all(growths: Sequence[Explained]) -> tuple[str, ...]:
@@ -241,4 +286,4 @@ def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[Explain
             groups[f"{one.growth.metric} {one.budget}", ()].append(one)
     for (what, packages), mine in groups.items():
         shares = tuple(Share(one.growth, one.growth.amount) for one in mine)
-        yield Cause(kind, (), "", "", what, "", "", shares, packages=packages)
+        yield Cause(kind, (), (), "", what, "", "", shares, packages=packages)

@@ -73,7 +73,7 @@ def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
     if any(METRICS[name].kind in ("time", "throughput") for name in worse):
         return True
     files = {file_and_line(line)[0] for cause in causes for line in cause.lines}
-    modules = {cause.module for cause in causes}
+    modules = {module for cause in causes for module in cause.modules}
     grown = (
         tally.place
         for verdict in test.verdicts

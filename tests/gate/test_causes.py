@@ -88,6 +88,31 @@ def test_a_module_within_another_model_is_the_same():
     assert told(found) == [(("model.py:38",), 2, 13 * MB)]
 
 
+def test_a_line_is_one_cause_in_whichever_modules_it_ran():
+    """A module that is measured alone has its class as its name, and an attribute's within a model."""
+    alone, listed = (replace(SCORES, module=module) for module in ("Attention", "*"))
+    other = [replace(row, site="model.py:39") for row in (SCORES, alone)]
+    tests = [
+        *(regressed(f"test_{n}", (SCORES, 6 * MB), (other[0], 3 * MB)) for n in range(3)),
+        *(regressed(f"test_alone_{n}", (alone, 7 * MB), (other[1], 4 * MB)) for n in range(2)),
+        regressed("test_listed", (listed, 5 * MB)),
+    ]
+    (cause,) = causes_of(tests).causes
+    assert (cause.lines, len(cause.tests)) == (("model.py:38", "model.py:39"), 6)
+    assert cause.modules == ("blocks.*.attn", "Attention", "*")
+    assert cause.module == "blocks.*.attn, Attention and 1 other"
+    assert causes_of(tests[:4]).causes[0].module == "blocks.*.attn, Attention"
+    elsewhere = replace(SCORES, module="layers.*.attn")
+    (cause,) = causes_of([tests[0], regressed("test_a", (elsewhere, 5 * MB))]).causes
+    assert cause.module == "*.attn"
+
+
+def test_a_line_of_a_package_is_a_cause_for_each_module():
+    rows = [replace(SCORES, library="lib 1.0: norm.py:7", module=module) for module in ("attn_norm", "mlp_norm")]
+    found = causes_of([regressed(f"test_{n}", (row, MB)) for n, row in enumerate(rows)])
+    assert [cause.module for cause in found.causes] == ["attn_norm", "mlp_norm"]
+
+
 def test_lines_of_two_releases_of_a_package_are_the_same():
     rows = [replace(SCORES, site=f"test_{n}.py:9", library=f"lib {n}.0: attn.py:7") for n in (1, 2)]
     found = causes_of([regressed(f"test_{n}", (row, n * MB)) for n, row in enumerate(rows, 1)])

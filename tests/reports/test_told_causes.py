@@ -8,6 +8,7 @@ from pytest_gpumem.gate.causes import causes_of
 from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.reports.causes import causes_in
+from pytest_gpumem.reports.github import annotation_lines
 from pytest_gpumem.reports.html.page import page_of
 from pytest_gpumem.reports.layout import Screen, text_of
 from pytest_gpumem.reports.markdown import MOST_FOLDED, MOST_OF_A_COMMENT, markdown
@@ -108,6 +109,14 @@ def test_shards_on_two_devices_have_growth_of_their_own():
         "tests/test_gpt.py::test_a",
         "tests/test_gpt.py::test_b",
     ]
+
+
+def test_a_line_that_ran_in_a_model_and_alone_is_one_annotation():
+    alone = replace(SCORES, module="Attention")
+    report = session(grown("test_a", SCORES), grown("test_b", alone), grown("test_c", SCORES))
+    (error,) = annotation_lines(report)
+    assert error.startswith("::error file=model.py,line=38,")
+    assert told(*report.results) == ["test_b", "test_c"]
 
 
 def test_a_cause_on_some_ranks_says_on_which():
