@@ -71,7 +71,8 @@ def causes_in(report: SessionReport) -> CausesOf:
 
 
 def _measured(tests: Iterable[TestVerdict]) -> int:
-    return sum(not test.unmeasured for test in tests)
+    """Return how many tests were measured; one that shards measured on several devices has a verdict for each."""
+    return len({test.nodeid for test in tests if not test.unmeasured})
 
 
 def name_of(cause: Cause, units: UnitSystem) -> str:

@@ -49,12 +49,10 @@ def cause_lines(test: str, told_at: Sequence[tuple[Cause, str]], units: UnitSyst
 
 
 def explained_by_causes(found: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
-    """Return the causes of those tests that lines of code explain and that have no other reason to fail, by test."""
+    """Return the causes of those tests that they explain and that have no other reason to fail, by test."""
     of_test: dict[str, list[Cause]] = {}
     others = {share.growth.test for share in found.unexplained}
     for cause in found.causes:
-        if cause.kind != "line":
-            others.update(cause.tests)
         for test in cause.tests:
             of_test.setdefault(test, []).append(cause)
     mine = [test for test in tests if test.nodeid in of_test]
@@ -68,9 +66,13 @@ def explained_by_causes(found: Causes, tests: Iterable[TestVerdict]) -> dict[str
 
 
 def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
-    """Return whether a test fails also by time, or does more work at other places than its causes."""
-    worse = {one.metric for verdict in test.verdicts for one in verdict.metrics if one.outcome in FAILING}
-    if any(METRICS[name].kind in ("time", "throughput") for name in worse):
+    """Return whether a test fails also by time, by what no budget among its causes is of, or does more work elsewhere."""
+    failing = {one.metric for verdict in test.verdicts for one in verdict.metrics if one.outcome in FAILING}
+    if any(METRICS[name].kind in ("time", "throughput") for name in failing):
+        return True
+    # A budget explains its own metric; by what lines or packages take, other metrics grow, too.
+    by_causes = {share.growth.metric for cause in causes for share in cause.shares if share.growth.test == test.nodeid}
+    if any(cause.kind == "budget" for cause in causes) and not failing <= by_causes:
         return True
     files = {file_and_line(line)[0] for cause in causes for line in cause.lines}
     modules = {module for cause in causes for module in cause.modules}
@@ -79,7 +81,7 @@ def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
         for verdict in test.verdicts
         for name, tallies in verdict.count_changes.items()
         for tally in tallies
-        if name in worse and tally.amount > 0
+        if name in failing and tally.amount > 0
     )
     lines = ((place.library or place.site, place.module) for place in grown)
     return any(line and file_and_line(line)[0] not in files and module not in modules for line, module in lines)

@@ -14,11 +14,11 @@ from pytest_gpumem.reports.layout import Screen, text_of
 from pytest_gpumem.reports.markdown import MOST_FOLDED, MOST_OF_A_COMMENT, markdown
 from pytest_gpumem.reports.terminal import terminal_text
 from pytest_gpumem.reports.told_causes import explained_by_causes, short_failures, told_before
-from pytest_gpumem.values.composition import Row
+from pytest_gpumem.values.composition import REST, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 from pytest_gpumem.values.rank import Rank, name_on
 from tests.reports.rendered import read
-from tests.reports.sessions import GB, measured, peak, result, session
+from tests.reports.sessions import GB, ORIGIN, measured, peak, result, session
 
 SCORES = Row("activation", GB, "blocks.*.attn", "model.py:38", "", "_softmax", "float32[8, 256, 256]", 4)
 LOSS = Row("temporary", GB, "", "train.py:7", "", "log_softmax", "float32[8, 256]", 1)
@@ -79,6 +79,48 @@ def test_what_a_test_has_besides_is_told_in_full():
     assert told(a, grown("test_b", SCORES, replace(SCORES, site="", module="", operator="(others)"))) == []
 
 
+def over(test, metric="peak_allocated", *others, **changes):
+    """A test that is over its budget."""
+    budget = MetricVerdict(metric, Outcome.OVER_BUDGET, 12 * GB, budget=10 * GB)
+    return result(
+        measured(budget, *others), test=test, failure="GPU memory is over its budget\n\n  and more", **changes
+    )
+
+
+def by_packages(test, *metrics, **changes):
+    """A test whose peak has grown with the release of a package, at no line that is known."""
+    one = grown(test, replace(SCORES, site="", module="", operator=REST), metrics=metrics, **changes)
+    (verdict,) = one.verdict.verdicts
+    environment = replace(verdict.measurement.environment, packages={"lib": "2.0"})
+    measurement = replace(verdict.measurement, environment=environment)
+    origin = replace(ORIGIN, packages={"lib": "1.0"})
+    return replace(
+        one, verdict=replace(one.verdict, verdicts=(replace(verdict, measurement=measurement, origin=origin),))
+    )
+
+
+def test_a_budget_that_several_tests_exceed_is_told_once():
+    tests = [over(f"test_{n}") for n in range(3)]
+    assert told(*tests) == ["test_1", "test_2"]
+    _, error = annotation_lines(session(*tests))
+    assert "budget of peak allocated%3A 10.00 GB" in error
+    assert "2 more tests that failed by these causes only" in read(markdown(session(*tests))).text
+    assert told(tests[0], over("test_b", "retained")) == []
+    work = MetricVerdict("operators", Outcome.REGRESSED, 110, 100, 0)
+    assert told(tests[0], over("test_b", "peak_allocated", work)) == []
+    assert told(tests[0], over("test_b", failed_by_itself=True)) == []
+
+
+def test_packages_that_explain_several_tests_are_told_once():
+    tests = [by_packages(f"test_{n}") for n in range(3)]
+    assert [cause.kind for cause in causes_in(session(*tests)).causes.causes] == ["packages"]
+    assert told(*tests) == ["test_1", "test_2"]
+    assert len(annotation_lines(session(*tests))) == 1
+    assert "2 more tests that failed by these causes only" in read(markdown(session(*tests))).text
+    slower = MetricVerdict("step_time", Outcome.REGRESSED, 0.2, 0.1, 0.01)
+    assert told(tests[0], by_packages("test_b", slower)) == []
+
+
 def test_the_short_text_has_the_share_of_each_cause_and_at_most_six_lines():
     rows = [replace(SCORES, site=f"model.py:{n}", module=f"part{n}") for n in range(3)]
     verdicts = [one.verdict for one in (grown("test_a", *rows), grown("test_b", *rows))]
@@ -99,7 +141,9 @@ def test_shards_on_two_devices_have_growth_of_their_own():
         grown("test_a", SCORES),
         grown("test_a", replace(SCORES, nbytes=2 * GB), measurement={"environment": a100}),
     )
-    (cause,) = causes_in(session(*results)).causes.causes
+    found = causes_in(session(*results, grown("test_b", LOSS)))
+    assert found.measured == 2
+    cause, _ = found.causes.causes
     assert [(share.growth.device, share.amount) for share in cause.shares] == [
         ("A100", 2 * GB),
         ("NVIDIA H100 80GB HBM3", GB),
