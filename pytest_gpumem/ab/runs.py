@@ -142,7 +142,7 @@ ABOUT_BASELINES = ("--gpumem-baseline", "--gpumem-update", "--gpumem-store", "--
 _WITH_VALUE = ("--gpumem-update", "--gpumem-store")
 PLUGIN = "gpumem_ab_collector"
 AFTER_SETUP = "--setup ran in worktrees that are gone now: what it installed may have to be installed again"
-"""What is told at the end where --setup ran in worktrees."""
+"""The last line where ``--setup`` ran in worktrees."""
 MOST_LINES = 25
 """Number of last lines that are shown of a run that failed."""
 
