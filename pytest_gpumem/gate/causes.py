@@ -62,7 +62,7 @@ class Cause:
 
     @property
     def module(self) -> str:
-        """What its modules are: ``*.attn`` where all paths end so, else the first of them, as ``*.attn, Attention``."""
+        """Its modules as one path: ``*.attn`` where all paths end so, else the first of them, as ``*.attn, Attention``."""
         if len(self.modules) < 2:
             return "".join(self.modules)
         end = _common_end([module.split(".") for module in self.modules])
