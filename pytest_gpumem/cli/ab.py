@@ -11,7 +11,7 @@ import click
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.compare_variants import Ended, Plan, Progress, compare_variants
-from pytest_gpumem.ab.runs import refused
+from pytest_gpumem.ab.runs import AFTER_SETUP, refused
 from pytest_gpumem.ab.variants import Variant
 from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, renamed, screen, write_lines
 from pytest_gpumem.git import GitError, plain_environment
@@ -221,9 +221,7 @@ def ab(
     elif ended.why is not None:
         write_reports(files, _OF_NOTHING, ended.why)
     if setup is not None:
-        click.echo(
-            "--setup ran in worktrees that are gone now: what it installed may have to be installed again", err=True
-        )
+        click.echo(AFTER_SETUP, err=True)
     if ended.why is not None:
         click.echo(ended.why, err=True)
     context.exit(ended.exit_status)
