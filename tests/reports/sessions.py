@@ -63,6 +63,13 @@ REGRESSED = result(
     '  accept:   pytest "tests/test_gpt.py::test_b" --gpumem-update=all',
     accept='pytest "tests/test_gpt.py::test_b" --gpumem-update=all',
 )
+UNEXPLAINED = replace(
+    REGRESSED,
+    verdict=replace(
+        REGRESSED.verdict, verdicts=(measured(peak(Outcome.REGRESSED), origin=replace(ORIGIN, torch="2.11.0")),)
+    ),
+)
+"""One whose growth no line and no package explains."""
 
 
 def explained(text: str) -> Explanation:

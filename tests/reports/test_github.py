@@ -16,7 +16,7 @@ from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
-from tests.reports.sessions import OK, REGRESSED, everything, measured, peak, result, session
+from tests.reports.sessions import OK, REGRESSED, UNEXPLAINED, everything, measured, peak, result, session
 
 UNSURE = result(
     measured(MetricVerdict("step_time", Outcome.UNCERTAIN, 0.1, 0.1, 0.004, reason="another process was there")),
@@ -101,7 +101,7 @@ def test_a_green_session_has_no_annotations():
 def test_of_many_the_most_serious_are_shown_and_the_last_says_how_many_more():
     over = result(measured(peak(Outcome.OVER_BUDGET)), test="test_over", failure="over")
     broke = result(measured(peak(Outcome.OK)), test="test_broke", failed_by_itself=True)
-    found = commands(session(*[broke] * 3, *[REGRESSED] * 12, over, *[UNSURE] * 12, errors=("disk full",)))
+    found = commands(session(*[broke] * 3, *[UNEXPLAINED] * 12, over, *[UNSURE] * 12, errors=("disk full",)))
     assert [kind for kind, _, _ in found] == ["error"] * 10 + ["warning"] * 10
     titles = [properties["title"] for _, properties, _ in found]
     assert titles[:10] == ["gpumem", "gpumem: test_over", *["gpumem: test_b"] * 7, "gpumem"]

@@ -14,7 +14,19 @@ from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Stored, Terms
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
-from tests.reports.sessions import GB, H100, OK, REGRESSED, everything, explained, measured, peak, result, session
+from tests.reports.sessions import (
+    GB,
+    H100,
+    OK,
+    REGRESSED,
+    UNEXPLAINED,
+    everything,
+    explained,
+    measured,
+    peak,
+    result,
+    session,
+)
 
 NEW = result(measured(peak(Outcome.NEW, then=None), reason="there is no baseline for it yet"), test="test_new")
 IMPROVED = result(measured(peak(Outcome.IMPROVED, 7 * GB)), test="test_less")
@@ -204,7 +216,7 @@ def test_no_text_of_a_test_adds_a_tag_a_cell_or_an_attribute_and_none_is_lost(na
 def many(count: int) -> tuple[TestResult, ...]:
     return tuple(
         replace(one, verdict=replace(one.verdict, test=f"test_{number:04}[{'é' * 40}]"))
-        for number, one in enumerate([REGRESSED] * count)
+        for number, one in enumerate([UNEXPLAINED] * count)
     )
 
 
