@@ -271,7 +271,11 @@ def test_a_merged_report_is_accepted_on_each_of_its_devices(grown):
     result = CliRunner().invoke(main, ["merge", "report.json", "other.json", "--report", "whole.json"])
     assert result.exit_code == 1, result.output
     # The other device's baselines have gone: they are no longer those that the report was compared with.
-    assert "is not in the store any more" in accept("whole.json", code=1)
+    output = accept("whole.json", code=1)
+    assert [line.partition(": the baseline of call ")[0] for line in output.splitlines() if "any more" in line] == [
+        "not accepted: test_it.py::test_a on cpu-other",
+        "not accepted: test_it.py::test_b on cpu-other",
+    ]
     accept("whole.json", "--force-commit")
     assert sorted(grown.stored()) == ["cpu-other/test_it.py.toml", "cpu-x86_64/test_it.py.toml"]
 

@@ -215,6 +215,17 @@ def test_two_reports_compared_have_the_causes_before_tests(planted, how):
     assert sum("as in test_it.py::test_depth[1]" in line for line in lines[table:]) == 3
 
 
+def test_reports_of_sessions_that_recorded_nothing_are_compared_by_what_they_counted(planted):
+    planted.gate("--gpumem-report=old.json")
+    planted.plant(SCORES)
+    planted.project.run("--gpumem-report=new.json").assert_outcomes(passed=5)
+    lines = planted.project.gpumem("compare", "old.json", "new.json").stdout.splitlines()
+    table = next(n for n, line in enumerate(lines) if line.startswith("# cause "))
+    assert lines[table + 1].split()[:7] == ["1", "_softmax", "4", "of", "5", "+8", "+3"]
+    note = "not explained: peak allocated +2.77 MB in 4 tests: test_it.py::test_depth[1] and 3 others"
+    assert note in lines[: next(n for n, line in enumerate(lines) if line.startswith("test  "))]
+
+
 def test_two_revisions_compared_have_the_causes_before_tests(planted):
     def git(*arguments):
         identity = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false"]

@@ -237,6 +237,15 @@ def test_a_comment_without_a_reason_names_who_accepted(asked):
     assert 'reason = "accepted by a-maintainer in #7"' in stored(asked)
 
 
+def test_a_comment_with_another_word_accepts_nothing_and_gets_no_answer(asked):
+    asked.runner.values["github.event.comment.body"] = "/gpumem acceptance of #12"
+    was = stored(asked)
+    assert not accepts(asked)
+    assert "the comment has another word than accept" in asked.runner.log
+    assert stored(asked) == was
+    assert "steps.accept.outputs.asked" not in asked.runner.values
+
+
 @pytest.mark.parametrize(
     ("environment", "before", "told"),
     [

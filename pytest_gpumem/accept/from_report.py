@@ -38,6 +38,11 @@ class Candidate:
         return self.result.verdict.nodeid
 
     @property
+    def device(self) -> str:
+        """The slug of the device that it ran on: shards may have run a test on several."""
+        return ", ".join(dict.fromkeys(one.measurement.environment.slug for one in self.result.verdict.verdicts))
+
+    @property
     def changes_store(self) -> bool:
         return self.changes is not None and self.changes.any
 

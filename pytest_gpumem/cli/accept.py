@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,7 +137,12 @@ def accept(
         sys.exit(INTERRUPTED)
     with input_errors(StoreError, BackendError):
         unlocked = {there.change(entries, gone) for entries, gone in by_device(accepted).values()}
-    refused = [(one.title, one.refused) for one in candidates if one.refused and (tests or causes or one.result.failed)]
+    titles = Counter(one.title for one in candidates)
+    refused = [
+        (f"{one.title} on {one.device}" if titles[one.title] > 1 else one.title, one.refused)
+        for one in candidates
+        if one.refused and (tests or causes or one.result.failed)
+    ]
     refused += _with_nothing_to_accept(report, tests, candidates)
     for one in accepted:
         write_lines(f"accepted {line}" for line in _figures(one, units))

@@ -27,6 +27,8 @@ LEAST = 0.1
 """Share of a growth that a line has to explain at least to be one of its causes."""
 _MOST_MODULES = 2
 """Modules of a cause that are named."""
+_SEVERAL = 2
+"""Tests that have to exceed one budget to have a cause in common; of a single one, its own text says it all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +279,7 @@ def _in_all(growths: Sequence[Explained]) -> tuple[str, ...]:
 
 
 def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[Explained]) -> Iterator[Cause]:
-    """Yield the causes of growth that no line explains: the same packages differ, or the same budget is exceeded."""
+    """Yield the causes of growth that no line explains: the same packages differ, or several tests exceed the same budget."""
     groups: dict[tuple[str, tuple[str, ...]], list[Explained]] = defaultdict(list)
     for one in growths:
         if kind == "packages" and one.packages:
@@ -285,5 +287,7 @@ def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[Explain
         elif kind == "budget" and one.budget:
             groups[f"{one.growth.metric} {one.budget}", ()].append(one)
     for (what, packages), mine in groups.items():
+        if kind == "budget" and len({one.growth.test for one in mine}) < _SEVERAL:
+            continue
         shares = tuple(Share(one.growth, one.growth.amount) for one in mine)
         yield Cause(kind, (), (), "", what, "", "", shares, packages=packages)

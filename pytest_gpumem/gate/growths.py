@@ -85,20 +85,28 @@ def growths_of(tests: Iterable[TestVerdict]) -> list[Explained]:
 
 
 def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
-    """Yield what grew in a measurement: bytes that are kept, the peak, garbage, and syncs; else other work; else time."""
+    """Yield what grew in a measurement: bytes that are kept, the peak, garbage, and syncs; else other work; else time.
+
+    Where nothing is known of what the bytes are, there is other work, too.
+    """
     worse = {one.metric: one for one in verdict.metrics if one.outcome in _WORSE and _amount(one) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
     memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
     measurement, explanation = verdict.measurement, verdict.measurement.explanation
     # More operators are what memory grows by; who reads a value may do so anywhere.
     syncs = [name for name in work if name == "syncs"]
-    for name in [*_one_of_each(memory), *syncs] or work[:1] or names[:1]:
+    chosen = [*_one_of_each(memory), *syncs] or work[:1] or names[:1]
+    parts = {name: _parts(verdict, name) for name in chosen}
+    if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
+        # Of tests that were not recorded the work is known at least.
+        parts |= {name: _parts(verdict, name) for name in work[:1]}
+    for name, mine in parts.items():
         one = worse[name]
         kept = name in _KEPT and explanation is not None
         no_more = one.baseline is None or one.value <= one.baseline
         yield Explained(
             Growth(test, measurement.name, name, measurement.environment.device, _amount(one)),
-            _parts(verdict, name),
+            mine,
             explanation.holders if kept and explanation is not None else (),
             verdict.changed_packages,
             f"{one.budget}" if one.outcome is Outcome.OVER_BUDGET and no_more else "",

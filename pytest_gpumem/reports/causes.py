@@ -56,10 +56,18 @@ class CausesOf:
 
     @property
     def tell(self) -> bool:
-        """True if there are several tests to tell of: a single one says itself what grew."""
+        """True if there are several tests to tell of: a single one says itself what grew.
+
+        That nothing explains times alone is no news: no line does.
+        """
         found = self.causes
-        shares = (*(share for cause in found.causes for share in cause.shares), *found.unexplained)
-        return bool(found.causes) and len({share.growth.test for share in shares}) > 1
+        left = [
+            share
+            for share in found.unexplained
+            if found.causes or METRICS[share.growth.metric].kind in ("memory", "work")
+        ]
+        shares = (*(share for cause in found.causes for share in cause.shares), *left)
+        return len({share.growth.test for share in shares}) > 1
 
 
 def causes_in(report: SessionReport) -> CausesOf:
@@ -104,8 +112,11 @@ def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
     ]
 
 
-def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[str]:
-    """Return a line for what else is known of a cause, of those that are not shown, and of what is not explained."""
+def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = "") -> list[str]:
+    """Return a line for what else is known of a cause, of those that are not shown, and of what is not explained.
+
+    ``hint`` is how to see those that are not shown, where that can be asked for.
+    """
     lines = []
     causes = found.causes.causes
     for cause in causes[:most]:
@@ -118,7 +129,7 @@ def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
         ]
         lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
     if most is not None and len(causes) > most:
-        lines.append(f"... and {counted(len(causes) - most, 'other cause')} (-v shows all)")
+        lines.append(f"... and {counted(len(causes) - most, 'other cause')}{f' ({hint})' if hint else ''}")
     left = found.causes.unexplained
     if left:
         tests = sorted({share.growth.test for share in left})
@@ -173,8 +184,10 @@ def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
         ]
         for cells in cause_cells(found, units)
     ]
-    header, rows = without_empty(HEADER, rows, range(_ALWAYS))
     notes = [f"- {escaping.plain(note)}" for note in cause_notes(found, units)]
+    if not rows:
+        return "\n".join(notes)
+    header, rows = without_empty(HEADER, rows, range(_ALWAYS))
     text = escaping.table(list(header), rows, (1, *range(5, len(header))))
     return "\n".join([text, "", *notes]) if notes else text
 

@@ -93,7 +93,8 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
     text: list[Line | str] = []
     found = causes_between(report)
     if found.tell:
-        text += [*laid_out(cause_table(found, units), screen), *map(screen.legible, cause_notes(found, units)), ""]
+        text += laid_out(cause_table(found, units), screen) if found.causes.causes else []
+        text += [*map(screen.legible, cause_notes(found, units)), ""]
     rows = [tuple(Span(cell, _STYLES.get(cells[-1])) for cell in cells) for cells in _cells(report, units)]
     name, metric, *figures, last, verdict = form.header
     columns = (

@@ -160,7 +160,8 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
     pieces: list[Piece] = []
     if found.tell and not quiet:
         most = None if everything else MOST_CAUSES
-        pieces += [cause_table(found, units, most), *map(_line, cause_notes(found, units, most)), NOTHING]
+        pieces += [cause_table(found, units, most)] if found.causes.causes else []
+        pieces += [*map(_line, cause_notes(found, units, most, hint="-v shows all")), NOTHING]
     if chosen:
         pieces.append(summary_table(chosen, units, everything=everything))
         pieces += [_line(text, "aside") for text in not_shown(measured, chosen)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 MOST_SHORT = 20
-"""Shortened failures that pytest shows; more are counted, unless ``-v`` asks for them."""
+"""The most shortened failures that pytest shows. Where there are more, all of them are only counted, unless ``-v`` asks."""
 
 
 def tell_causes_once(reporter: Any, report: SessionReport) -> None:

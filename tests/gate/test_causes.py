@@ -169,6 +169,17 @@ def test_many_small_rows_at_the_peak_are_explained_by_what_was_left():
     ]
 
 
+def test_more_operators_are_told_beside_bytes_of_which_nothing_is_known():
+    counts = MetricVerdict("operators", Outcome.REGRESSED, 110, 100, 0)
+    changes = {"operators": (Tally("bmm", 10, OperatorSite()),)}
+    unknown = regressed("test_a", (OTHERS, 6 * MB), metrics=(counts,), count_changes=changes)
+    found = causes_of([unknown])
+    assert [(cause.module, cause.metric, cause.total) for cause in found.causes] == [("bmm", "operators", 10)]
+    assert [(share.growth.metric, share.amount) for share in found.unexplained] == [("peak_allocated", 6 * MB)]
+    known = regressed("test_a", (SCORES, 6 * MB), metrics=(counts,), count_changes=changes)
+    assert told(causes_of([known])) == [(("model.py:38",), 1, 6 * MB)]
+
+
 def test_more_than_in_the_baseline_is_no_cause_by_its_budget():
     over = MetricVerdict("peak_allocated", Outcome.OVER_BUDGET, 12 * MB, baseline=9 * MB, budget=10 * MB)
     found = causes_of([TestVerdict("test_it.py", "test_a", (verdict(over),))])
@@ -180,12 +191,16 @@ def test_what_no_line_explains_is_of_the_packages_that_differ_or_of_a_budget_or_
     same = [regressed(name, (OTHERS, 5 * MB), packages="1.0") for name in ("test_a", "test_b")]
     over = MetricVerdict("peak_allocated", Outcome.OVER_BUDGET, 12 * MB, budget=10 * MB)
     budgets = [TestVerdict("test_it.py", name, (verdict(over),)) for name in ("test_c", "test_d", "test_e")]
-    found = causes_of([*same, *budgets, regressed("test_f", (OTHERS, 3 * MB))])
+    alone = TestVerdict("test_it.py", "test_g", (verdict(replace(over, budget=11 * MB)),))
+    found = causes_of([*same, *budgets, alone, regressed("test_f", (OTHERS, 3 * MB))])
     assert [(cause.kind, cause.packages, cause.what, len(cause.tests), cause.total) for cause in found.causes] == [
         ("budget", (), "peak_allocated 10000000", 3, 6 * MB),
         ("packages", ("lib 2.0, was 1.0",), "", 2, 10 * MB),
     ]
-    assert [(share.growth.test, share.amount) for share in found.unexplained] == [("test_it.py::test_f", 3 * MB)]
+    assert [(share.growth.test, share.amount) for share in found.unexplained] == [
+        ("test_it.py::test_f", 3 * MB),
+        ("test_it.py::test_g", 1 * MB),
+    ]
 
 
 def test_a_line_says_which_packages_differ_in_all_of_its_tests():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from pytest_gpumem.gate.causes import causes_of
@@ -9,7 +10,7 @@ from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.reports.causes import causes_in
 from pytest_gpumem.reports.github import annotation_lines
-from pytest_gpumem.reports.html.page import page_of
+from pytest_gpumem.reports.html.page import html, page_of
 from pytest_gpumem.reports.layout import Screen, text_of
 from pytest_gpumem.reports.markdown import MOST_FOLDED, MOST_OF_A_COMMENT, markdown
 from pytest_gpumem.reports.terminal import terminal_text
@@ -172,6 +173,19 @@ def test_a_cause_on_some_ranks_says_on_which():
     assert not any("only on" in line for line in text(report))
 
 
+def test_what_nothing_explains_is_told_also_where_there_is_no_cause():
+    report = session(*(grown(f"test_{n}", replace(SCORES, site="", module="", operator=REST)) for n in range(3)))
+    note = "not explained: peak allocated +3.00 GB in 3 tests: tests/test_gpt.py::test_0 and 2 others"
+    assert text(report)[0] == note
+    assert not any(line.startswith("# cause") for line in text(report))
+    assert note in read(markdown(report)).text
+    assert note in html(report)
+    assert note not in text(session(report.results[0]))
+    slower = MetricVerdict("step_time", Outcome.REGRESSED, 0.2, 0.1, 0.01)
+    report = session(*(result(measured(slower), test=f"test_{n}", failure="slower") for n in range(3)))
+    assert not any("not explained" in line for line in text(report))
+
+
 def test_markdown_folds_the_tests_that_others_tell():
     report = session(*(grown(f"test_{number}", SCORES) for number in range(14)), grown("test_x", LOSS))
     page = read(markdown(report))
@@ -179,6 +193,17 @@ def test_markdown_folds_the_tests_that_others_tell():
     assert markdown(report).count("What was measured") == 2
     for number in range(14):
         assert f"tests/test_gpt.py::test_{number}" in page.text
+
+
+def test_the_comment_of_one_change_in_twelve_tests_is_read_at_one_sight():
+    others = [result(measured(peak(Outcome.OK)), test=f"test_as_before_{number}") for number in range(9)]
+    comment = markdown(
+        session(*(grown(f"test_{number}", SCORES) for number in range(12)), *others), most=MOST_OF_A_COMMENT
+    )
+    # What is folded is a line.
+    rendered = re.sub(r"<details><summary>(.*?)</summary>.*?</details>", r"\1", comment, flags=re.DOTALL)
+    assert len(rendered.splitlines()) < 30, rendered
+    assert "| 12 of 21 |" in rendered
 
 
 def test_two_thousand_tests_end_in_less_than_120_lines_and_fit_into_a_comment():
@@ -199,6 +224,7 @@ def test_two_thousand_tests_end_in_less_than_120_lines_and_fit_into_a_comment():
     assert "... and 1980 other notes (-v shows all)" in lines
     assert len(text(report, verbosity=1)) > 4000
     comment = markdown(report, most=MOST_OF_A_COMMENT)
+    assert "... and 30 other causes\n" in comment.replace("\\", "")
     assert comment.index("#### Causes") < comment.index("tests/test_gpt.py::test_0`  ")
     assert f"and {2000 - 40 - MOST_FOLDED} others" in markdown(report)
     assert len(explained_by_causes(causes_in(report).causes, [one.verdict for one in results])) == 2000
