@@ -16,9 +16,9 @@ import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.baselines.location import is_url
-from pytest_gpumem.cli.project import read_config
+from pytest_gpumem.cli.project import check_pyproject, read_config
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, read_report, write_lines
-from pytest_gpumem.config.settings import DEFAULT_STORE
+from pytest_gpumem.config.settings import DEFAULT_STORE, settings_of
 from pytest_gpumem.devices.registry import BUILT_IN
 from pytest_gpumem.doctor import looking
 from pytest_gpumem.git import GitError
@@ -92,7 +92,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     if yes and dry_run:
         raise click.UsageError("--yes writes, and --dry-run does not: give one of them")
     environment = dict(os.environ)
-    _check_settings(Path.cwd())
+    check_pyproject()
     place = _place()
     sources = sources_of(_texts(place.root))
     found = find_tests(sources, place.names)
@@ -159,6 +159,8 @@ def _place() -> _Place:
     def read(config: pytest.Config) -> tuple[Path, Names, str]:
         names = Names(*map(config.getini, ("python_files", "python_classes", "python_functions")))
         root = config.rootpath
+        # What is there has to be right: it is left alone, and every session would end at it.
+        settings_of(config)
         tests = Path.cwd().relative_to(root).as_posix() if Path.cwd().is_relative_to(root) else "."
         # As pytest does: in a folder below the root directory, it collects what is there.
         folders = config.getini("testpaths") if tests == "." else [tests]
@@ -172,14 +174,6 @@ def _place() -> _Place:
     except GitError:
         top = None
     return _Place(root, names, top, tests)
-
-
-def _check_settings(folder: Path) -> None:
-    """Raise `InputError` for a pyproject.toml that cannot be read: pytest would name it, too, but not what init does."""
-    path = next((each / SETTINGS for each in (folder, *folder.parents) if (each / SETTINGS).exists()), None)
-    if path is not None:
-        with input_errors(ProposalError):
-            Project(settings=_text(path)).check_settings()
 
 
 def _texts(root: Path) -> dict[str, str]:

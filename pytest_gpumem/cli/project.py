@@ -17,7 +17,7 @@ from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.cli.streams import InputError, input_errors
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import Settings, is_loaded, settings_of
+from pytest_gpumem.config.settings import Settings, check_readable, is_loaded, settings_of
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.stored import StoredBaseline
@@ -25,7 +25,7 @@ from pytest_gpumem.units import nearest
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from pytest_gpumem.baselines.backend import Backend
     from pytest_gpumem.devices.registry import DeviceFactory
@@ -173,6 +173,34 @@ def read_config(read: Callable[[pytest.Config], T]) -> T:
     return _from_pytest(read, "--noconftest", "-o", "addopts=", emulates=False)
 
 
+def run_pytest(arguments: Sequence[str], plugin: object) -> int:
+    """Run pytest in this process with a plugin, and return its exit status.
+
+    Raises `InputError` where pytest ends by a pyproject.toml that cannot be read: it expects one that can, with a table `tool`.
+    """
+    try:
+        return int(pytest.main([*arguments, *QUIET], plugins=[plugin]))
+    except Exception:
+        check_pyproject()
+        raise
+
+
+def check_pyproject() -> None:
+    """Raise `InputError` where the nearest pyproject.toml, in this folder or one around it, cannot be read."""
+    here = Path.cwd()
+    path = next((each / "pyproject.toml" for each in (here, *here.parents) if _is_there(each / "pyproject.toml")), None)
+    if path is not None:
+        with input_errors(SettingsError):
+            check_readable(path)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return True  # it cannot be looked at, which reading it says
+
+
 def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str, emulates: bool = True) -> T:
     """Start pytest, which finds the root folder, and stop it before it collects; return what ``read`` finds in its config."""
     found: list[T | SettingsError] = []
@@ -196,7 +224,7 @@ def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str, emulates: 
 
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
-        pytest.main(["-s", *QUIET, *arguments], plugins=[Reader()])
+        run_pytest(["-s", *arguments], Reader())
     if not found:
         raise _NotStarted("pytest cannot be started here:", *output.getvalue().strip().splitlines())
     if isinstance(found[0], SettingsError):

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.baselines.selecting import unused
-from pytest_gpumem.cli.project import QUIET
+from pytest_gpumem.cli.project import run_pytest
 from pytest_gpumem.cli.streams import InputError, write_lines
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.config.selection import without_group
@@ -42,7 +42,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     collected = _Collected()
     # Nothing is gated here, which would make the collection red.
     arguments = [argument for argument in pytest_args if argument != "--gpumem-baseline"]
-    status = pytest.main(["--collect-only", "-qq", "--no-header", *QUIET, *arguments], plugins=[collected])
+    status = run_pytest(["--collect-only", "-qq", "--no-header", *arguments], collected)
     if status == pytest.ExitCode.USAGE_ERROR:
         raise InputError("pytest could not be started so (see above); nothing was removed")
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or collected.session is None:

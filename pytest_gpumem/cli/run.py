@@ -11,7 +11,7 @@ from typing import Any
 import click
 import pytest
 
-from pytest_gpumem.cli.project import QUIET
+from pytest_gpumem.cli.project import run_pytest
 from pytest_gpumem.cli.streams import INTERRUPTED, WholeNumber
 from pytest_gpumem.config import renamed
 from pytest_gpumem.config.kinds import FLAG
@@ -101,8 +101,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     chosen = [*([f"--steps={steps}"] if steps != STEPS else []), *([f"--as={name}"] if name != "run" else [])]
     again = Command(("gpumem", "run", os.path.relpath(path), *chosen), ("--", *arguments) if arguments else ())
     session = ScriptSession(Script(path, arguments, steps, name, again))
-    pytests = ["-s", "-rs", "-p", "no:warnings", *QUIET]
-    status = int(pytest.main([str(path), *pytests, *given], plugins=[session]))
+    status = run_pytest([str(path), "-s", "-rs", "-p", "no:warnings", *given], session)
     # A test may be skipped; who runs a script wants it measured.
     status = 1 if session.skipped and status == 0 else _STATUS.get(status, status)
     session.has_ended(passed=status == 0)

@@ -224,24 +224,41 @@ def _check_pack(settings: Settings, *, typed: bool) -> None:
 
 def read_table(path: Path) -> dict[str, Any] | None:
     """Return the ``[tool.gpumem]`` table of a pyproject.toml; ``None`` when there is none. Raises `SettingsError`."""
+    text = _text(path, path.name)
+    return _table(text, path.name) if text is not None and "gpumem" in text else None
+
+
+def check_readable(path: Path) -> None:
+    """Raise `SettingsError` for a pyproject.toml that nothing can be read from, of which pytest itself may end by any error."""
+    text = _text(path, str(path))
+    if text is not None:
+        _table(text, str(path))
+
+
+def _text(path: Path, name: str) -> str | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    if "gpumem" not in text:
-        return None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{name} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
+    except OSError as error:
+        raise SettingsError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def _table(text: str, name: str) -> dict[str, Any] | None:
     try:
         tools = tomllib.loads(text).get("tool", {})
     except RecursionError:
-        raise SettingsError(f"{path.name}: not TOML: it is nested too deeply") from None
+        raise SettingsError(f"{name}: not TOML: it is nested too deeply") from None
     except ValueError as error:
         # Not TOML, or a number of more digits than Python reads.
-        raise SettingsError(f"{path.name}: not TOML: {error}") from None
+        raise SettingsError(f"{name}: not TOML: {error}") from None
     if not isinstance(tools, dict):
-        raise SettingsError(f"{path.name}: tool is {tools!r}, expected a table: [tool.gpumem]")
+        raise SettingsError(f"{name}: tool is {tools!r}, expected a table: [tool.gpumem]")
     table = tools.get("gpumem")
     if table is not None and not isinstance(table, dict):
-        raise SettingsError(f"{path.name}: [tool.gpumem] is {table!r}, expected a table")
+        raise SettingsError(f"{name}: [tool.gpumem] is {table!r}, expected a table")
     return table
 
 

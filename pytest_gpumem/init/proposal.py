@@ -91,10 +91,6 @@ class Project:
             raise ProposalError(f"{SETTINGS} cannot be parsed: {error}; nothing was written") from None
         return parsed
 
-    def check_settings(self) -> None:
-        """Raise `ProposalError` where pyproject.toml is no TOML."""
-        _ = self.parsed_settings
-
     @property
     def settings_table(self) -> dict[str, Any] | None:
         """``[tool.gpumem]``; ``None`` where there is none. Raises `ProposalError`."""
