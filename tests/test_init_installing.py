@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from email.message import Message
 
 import pytest
 
+from pytest_gpumem.init import workflow as workflows
+from pytest_gpumem.init.found_tests import FoundTest, FoundTests
 from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
-from pytest_gpumem.init.workflow import gate_lines
+from pytest_gpumem.init.proposal import Here, Project, proposal
+from pytest_gpumem.init.workflow import PLACEHOLDER, RUNNERS, account, gate_lines, workflow
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -104,3 +108,53 @@ def test_a_requirement_of_another_release_of_torch_is_told(line, expected):
 
 def test_no_line_is_there_twice():
     assert gate_lines("2.13.0", ["pytest", "timm"])[-2:] == [gate_lines("2.13.0", [])[-1], "timm"]
+
+
+# Where it is installed from
+
+
+def proposed(**here):
+    found = FoundTests((FoundTest("test_it.py::test_a", True),))
+    return proposal(Project(), found, Here(torch="2.13.0", **here), None)
+
+
+def test_files_that_name_no_account_are_told_with_what_to_replace():
+    made = proposed()
+    files = ("requirements-gpumem.txt", ".github/workflows/gpumem.yml")
+    assert made.installs_from_nowhere == files
+    (note,) = [one for one in made.notes if one.startswith(f"{PLACEHOLDER} stands for the account")]
+    assert f"replace it in {' and '.join(files)}" in note
+    there = Project(workflow="w.yaml", workflow_text=f"uses: {PLACEHOLDER}/pytest-gpumem/x@v1")
+    assert proposal(there, FoundTests(()), Here(account="me"), None).installs_from_nowhere == ("w.yaml",)
+
+
+def test_files_name_the_account_that_the_package_is_from():
+    made = proposed(account="somebody")
+    texts = {edit.path: edit.after for edit in made.edits}
+    assert "git+https://github.com/somebody/pytest-gpumem@" in texts["requirements-gpumem.txt"]
+    assert "uses: somebody/pytest-gpumem/.github/actions/gpumem@" in texts[".github/workflows/gpumem.yml"]
+    assert made.installs_from_nowhere == ()
+    assert not any(PLACEHOLDER in text for text in (*texts.values(), *made.notes))
+
+
+@pytest.mark.parametrize(
+    ("urls", "expected"),
+    [
+        (["Homepage, https://github.com/me/pytest-gpumem"], "me"),
+        (["Documentation, https://me.github.io/pytest-gpumem/", "Source, https://github.com/you/pytest-gpumem"], "you"),
+        (["Source, https://example.org/pytest-gpumem"], PLACEHOLDER),
+        (None, PLACEHOLDER),
+    ],
+)
+def test_the_account_is_that_of_the_packages_metadata(monkeypatch, urls, expected):
+    message = Message()
+    for url in urls or ():
+        message["Project-URL"] = url
+    monkeypatch.setattr(workflows, "metadata", lambda name: message)
+    assert account() == expected
+
+
+@pytest.mark.parametrize("runner", [one for one in RUNNERS if one != "self-hosted"])
+def test_the_workflow_installs_the_python_that_records_the_baselines(runner):
+    assert 'python-version: "3.14"' in workflow(runner, "r.txt", ".", python="3.14")
+    assert 'python-version: "3.12"' in workflow(runner, "r.txt", ".")

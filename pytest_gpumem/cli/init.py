@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from pytest_gpumem.init.proposal import (
     with_patterns,
 )
 from pytest_gpumem.init.sources import sources_of
-from pytest_gpumem.init.workflow import DEVICES, RUNNERS
+from pytest_gpumem.init.workflow import DEVICES, PLACEHOLDER, RUNNERS, account
 from pytest_gpumem.units import counted
 from pytest_gpumem.whole_file import write_whole
 
@@ -158,9 +159,9 @@ class _Place(NamedTuple):
 def _place() -> _Place:
     def read(config: pytest.Config) -> tuple[Path, Names, str]:
         names = Names(*map(config.getini, ("python_files", "python_classes", "python_functions")))
-        root = config.rootpath
         # What is there has to be right: it is left alone, and every session would end at it.
         settings_of(config)
+        root = config.rootpath
         tests = Path.cwd().relative_to(root).as_posix() if Path.cwd().is_relative_to(root) else "."
         # As pytest does: in a folder below the root directory, it collects what is there.
         folders = config.getini("testpaths") if tests == "." else [tests]
@@ -211,12 +212,14 @@ def _project(place: _Place) -> Project:
     root, top = place.root, place.top or place.root
     settings = _text(root / SETTINGS)
     store = (Project(settings=settings).settings_table or {}).get("store", DEFAULT_STORE)
+    workflow = next((one for one in (WORKFLOW, f"{WORKFLOW[:-3]}yaml") if (top / one).exists()), None)
     return Project(
         settings=settings,
         attributes=_text(root / ATTRIBUTES),
         requirements={name: text for name in REQUIREMENTS_FILES if (text := _text(root / name)) is not None},
         gate_requirements=_text(root / GATE_REQUIREMENTS),
-        workflow=next((one for one in (WORKFLOW, f"{WORKFLOW[:-3]}yaml") if (top / one).exists()), None),
+        workflow=workflow,
+        workflow_text=None if workflow is None else _text(top / workflow),
         setup_cfg=_text(root / "setup.cfg"),
         has_setup_py=(root / "setup.py").exists(),
         folders=sorted(one.name for one in root.iterdir() if one.is_dir()),
@@ -243,6 +246,8 @@ def _here(environment: Mapping[str, str]) -> Here:
         can_emulate=DEVICES["emulated"] in able,
         has_cpu="cpu" in able,
         torch=None if release is None else release.partition("+")[0],
+        python=".".join(platform.python_version_tuple()[:2]),
+        account=account(),
     )
 
 
@@ -334,9 +339,16 @@ def _record(place: _Place, proposed: Proposal, found: FoundTests, environment: M
     if missing:
         write_lines(["", "the gate needs baselines that are not recorded yet; run first:"])
         write_lines([f"  {said}" for said in missing])
-        write_lines(["then commit what was written and recorded; `pytest --gpumem-baseline` is the gate"])
+    done = " and recorded" if missing else ""
+    if not proposed.installs_from_nowhere:
+        said = f"commit what was written{done}; `pytest --gpumem-baseline` is the gate"
     else:
-        write_lines(["", "commit what was written; `pytest --gpumem-baseline` is the gate"])
+        files = " and ".join(map(os.path.normpath, proposed.installs_from_nowhere))
+        said = (
+            f"replace {PLACEHOLDER} in {files}, and commit what was written{done}: before that `pytest --gpumem-baseline` "
+            "gates here, and the workflow cannot install it"
+        )
+    write_lines([f"then {said}"] if missing else ["", said])
 
 
 def _run(place: _Place, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, Sequence[TestVerdict]]:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.config.settings import matches_test
 from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
 from pytest_gpumem.init.patterns import patterns_of
-from pytest_gpumem.init.workflow import DEVICES, REQUIREMENTS, Runner, gate_lines, has_all, workflow
+from pytest_gpumem.init.workflow import (
+    DEVICES,
+    PLACEHOLDER,
+    REQUIREMENTS,
+    Runner,
+    gate_lines,
+    has_all,
+    installs_from_nowhere,
+    workflow,
+)
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
@@ -44,7 +53,7 @@ class ProposalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The devices that this machine can measure on."""
+    """The devices that this machine can measure on, and what is installed on it."""
 
     has_gpu: bool = False
     can_emulate: bool = False
@@ -52,6 +61,10 @@ class Here:
     """False where torch is only there for an emulated GPU."""
     torch: str | None = None
     """The release of torch, without its build."""
+    python: str | None = None
+    """The release of Python that records the baselines, ``"3.13"``."""
+    account: str = PLACEHOLDER
+    """The account on GitHub that this package is from."""
 
     def can_measure(self, device: str) -> bool:
         """Return whether a device can be measured on, as far as is known: True of one that a plugin adds."""
@@ -71,6 +84,7 @@ class Project:
     gate_requirements: str | None = None
     workflow: str | None = None
     """The path of the workflow that is there."""
+    workflow_text: str | None = None
     setup_cfg: str | None = None
     has_setup_py: bool = False
     folders: Sequence[str] = ()
@@ -130,6 +144,8 @@ class Proposal:
     record_on: tuple[str | None, ...]
     record_elsewhere: str | None = None
     """The workflow's device, where it cannot be measured here."""
+    installs_from_nowhere: tuple[str, ...] = ()
+    """The paths of the files that name the placeholder of an account, from which nothing can be installed."""
 
 
 def chosen_runner(found: FoundTests, here: Here) -> tuple[Runner, str]:
@@ -180,7 +196,20 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
             f"the workflow gates on {gated}, which is not here: record its baselines where it is, with "
             f"`python -m pytest --gpumem-update=new --gpumem-device={gated}`"
         )
-    return Proposal(tuple(edits), tuple(notes), tuple(record), elsewhere)
+    nowhere = tuple(_installing_from_nowhere(project, edits))
+    if nowhere:
+        notes.append(
+            f"{PLACEHOLDER} stands for the account on GitHub that pytest-gpumem is under, which this package does not know: "
+            f"replace it in {' and '.join(nowhere)}, or the workflow cannot install the gate"
+        )
+    return Proposal(tuple(edits), tuple(notes), tuple(record), elsewhere, nowhere)
+
+
+def _installing_from_nowhere(project: Project, edits: Sequence[Edit]) -> Iterator[str]:
+    there = {GATE_REQUIREMENTS: project.gate_requirements, project.workflow or WORKFLOW: project.workflow_text}
+    for path, text in {**there, **{edit.path: edit.after for edit in edits}}.items():
+        if installs_from_nowhere(text):
+            yield path
 
 
 def _lacking(table: Mapping[str, Any], found: FoundTests) -> str:
@@ -282,7 +311,7 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
         sources = Sources(
             project.parsed_settings, project.setup_cfg, project.has_setup_py, project.folders, project.requirements
         )
-        lines = gate_lines(here.torch, list(lines_of(sources, here.torch)))
+        lines = gate_lines(here.torch, list(lines_of(sources, here.torch)), here.account)
         if project.gate_requirements is not None:
             yield f"{GATE_REQUIREMENTS} is there, and is left alone; the workflow installs from it"
         elif here.torch is not None:
@@ -298,7 +327,8 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
                 f"pin is not known here. Write it, a line for each: {', '.join(lines)}"
             )
     up = "" if project.folder == "." else "../" * len(project.folder.split("/"))
-    edits.append(Edit(f"{up}{WORKFLOW}", None, workflow(runner, requirements, project.folder, project.tests)))
+    text = workflow(runner, requirements, project.folder, project.tests, account=here.account, python=here.python)
+    edits.append(Edit(f"{up}{WORKFLOW}", None, text))
     yield f"the workflow is for the runner {runner}: {why} (--runner chooses)"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from importlib.metadata import PackageNotFoundError, metadata
 from importlib.resources import files
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -23,7 +24,11 @@ DEVICES: dict[Runner, str] = {"emulated": "emulated:h100", "self-hosted": "cuda"
 REQUIREMENTS = "requirements.txt"
 """The file that the texts install from."""
 _PLUGIN = "pytest-gpumem"
-_LINE = f"{_PLUGIN}[report] @ git+https://github.com/OWNER/{_PLUGIN}@v{__version__}"
+PLACEHOLDER = "owner".upper()
+"""What stands for the account in this package's sources until it has one. Spelt so that replacing it there leaves it here."""
+_REPOSITORY = re.compile(rf"https://github\.com/([^/\s]+)/{_PLUGIN}$")
+_USED = re.compile(rf"(?<=uses: )[^/\s]+(?=/{_PLUGIN}/)")
+_PYTHON = re.compile(r'(?<=python-version: ")[^"]*')
 _BEHIND = re.compile(r"(^|\s)(#|--).*|\s\\$")
 """A comment, options of pip, or the mark of a line that goes on."""
 
@@ -33,7 +38,29 @@ def template(runner: Runner) -> str:
     return (files(__package__) / "workflows" / f"{runner}.yml").read_text(encoding="utf-8")
 
 
-def workflow(runner: Runner, requirements: str, folder: str, tests: str = ".") -> str:
+def account() -> str:
+    """Return the account on GitHub that the installed package says it is from; `PLACEHOLDER` where it does not."""
+    try:
+        urls = metadata(_PLUGIN).get_all("Project-URL") or ()
+    except PackageNotFoundError:
+        return PLACEHOLDER
+    return next((found[1] for url in urls if (found := _REPOSITORY.search(url))), PLACEHOLDER)
+
+
+def installs_from_nowhere(text: str | None) -> bool:
+    """Return whether a workflow or a file of requirements names the placeholder of the account."""
+    return re.search(rf"(?:github\.com/|uses: ){PLACEHOLDER}/", text or "") is not None
+
+
+def workflow(
+    runner: Runner,
+    requirements: str,
+    folder: str,
+    tests: str = ".",
+    *,
+    account: str = PLACEHOLDER,
+    python: str | None = None,
+) -> str:
     """Return the workflow for a project.
 
     Args:
@@ -41,8 +68,12 @@ def workflow(runner: Runner, requirements: str, folder: str, tests: str = ".") -
         requirements: The file to install from, as a path from the project's folder.
         folder: The project's folder in the repository, ``"."`` for its top.
         tests: The folder whose tests it runs, as a path from the project's folder, ``"."`` for what pytest takes.
+        account: The account on GitHub that this package is from.
+        python: The release of Python that it installs, ``"3.13"``; ``None`` for that of docs/ci.md.
     """
-    text = template(runner)
+    text = _USED.sub(account, template(runner))
+    if python is not None:
+        text = _PYTHON.sub(python, text)
     if tests != ".":
         text = re.sub(r'arguments: "?([^"}]*)"?}', lambda found: f"arguments: {_quoted(tests, found[1])}}}", text)
     if requirements != REQUIREMENTS:
@@ -88,6 +119,7 @@ def _is_pinned(line: str) -> bool:
     return [one.operator for one in read.specifier] == ["=="] and not line.endswith(".*")
 
 
-def gate_lines(release: str | None, project: Sequence[str]) -> list[str]:
+def gate_lines(release: str | None, project: Sequence[str], account: str = PLACEHOLDER) -> list[str]:
     """Return the lines of a file of requirements for the gate: those of the ``project`` come last."""
-    return list(dict.fromkeys((f"torch=={release or 'RELEASE'}", "pytest", _LINE, *project)))
+    plugin = f"{_PLUGIN}[report] @ git+https://github.com/{account}/{_PLUGIN}@v{__version__}"
+    return list(dict.fromkeys((f"torch=={release or 'RELEASE'}", "pytest", plugin, *project)))
