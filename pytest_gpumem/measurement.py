@@ -33,6 +33,13 @@ class MeasuringError(RuntimeError):
     """A step could not be measured, so that no figure of it may be believed."""
 
 
+HELD_NOTHING = (
+    "it runs elsewhere, or not at all; put the model and its batch on gpumem.device, or set the device that they are on "
+    '(device = "cpu", say)'
+)
+"""The rest of a reason why nothing was measured on a device, and what to do."""
+
+
 MOST_OF_A_NAME = 200
 """Characters of the name of a measurement."""
 

@@ -149,7 +149,11 @@ def test_a_budget_does_not_make_up_for_a_store_that_is_gone(project):
 
 def test_a_test_that_held_no_tensor_on_the_device_is_unmeasured(project):
     project.write("@pytest.mark.gpumem(max_gb=1)\ndef test_it():\n    assert 1 + 1 == 2\n")
-    project.run().stdout.fnmatch_lines(["gpumem: 0 gated, 1 unmeasured (call held no tensor on cpu: *)"])
+    project.run().stdout.fnmatch_lines(
+        [
+            "gpumem: 0 gated, 1 unmeasured (call held no tensor on cpu: *; put the model * on gpumem.device, or set the device *"
+        ]
+    )
     project.run("--gpumem-strict").assert_outcomes(failed=1)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.measure.growth import grows
 from pytest_gpumem.measure.reading import live_everywhere
-from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.measurement import HELD_NOTHING, MeasuringError
 from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import alive, blocks_of, storages_of
@@ -49,7 +49,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
             live.append(sum(live_everywhere(device)))
         device.close_window(window)
         if sum(peak.allocated for peak in window.everywhere) <= began and {*live} == {began}:
-            raise MeasuringError(f"the step held no tensor on {device.torch_device}: it runs elsewhere, or not at all")
+            raise MeasuringError(f"the step held no tensor on {device.torch_device}: {HELD_NOTHING}")
         if not grows(live):
             return
         # Only of tensors that live: an id is used again.

@@ -11,7 +11,7 @@ from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ra
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import largest_of, live_everywhere, read_once
-from pytest_gpumem.measurement import Measurement, MeasuringError, check_name
+from pytest_gpumem.measurement import HELD_NOTHING, Measurement, MeasuringError, check_name
 from pytest_gpumem.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.runtest.explaining import call_again
 from pytest_gpumem.runtest.judging import NOT_TIMED
@@ -218,7 +218,7 @@ class TestRun:
         measurement = judged.measurement
         if measurement.peak_allocated <= 0:
             here = f"{self.device.torch_device}{' or another GPU' if self.device.others else ''}"
-            self.lost = f"{measurement.name} held no tensor on {here}: it runs elsewhere, or not at all"
+            self.lost = f"{measurement.name} held no tensor on {here}: {HELD_NOTHING}"
         self.judged.append(judged)
         self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
         return measurement
