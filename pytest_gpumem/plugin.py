@@ -17,6 +17,7 @@ from pytest_gpumem.config.options import (
     MARKER_HELP,
     OPTIONS,
     add_options,
+    check_words,
     is_measured,
 )
 from pytest_gpumem.session.stash import SESSION
@@ -40,13 +41,17 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, None, None]:
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None, None, None]:
     # Before any conftest.py, which may import torch.
     if is_emulated(early_config):
         from pytest_gpumem.session.emulating import begin
 
         begin(early_config)
-    return (yield)
+    loaded = yield
+    check_words(parser, args)
+    return loaded
 
 
 def is_emulated(config: pytest.Config) -> bool:

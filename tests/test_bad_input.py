@@ -46,6 +46,7 @@ def test_a_wrong_marker_is_told_also_when_its_test_is_deselected(project):
     [
         ("stroe = 'x'", "unknown key 'stroe'; did you mean 'store'?"),
         ("device = 'gpu'", "gpu: no such device; did you mean 'cuda'?"),
+        ("device = 'emulated'", "emulated: no such device; did you mean 'emulated:h100'?"),
         ("rank_timeout = '٣'", "rank_timeout is '٣', expected a duration above zero"),
     ],
 )

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.config import renamed
+from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.options import MARKER_ARGUMENTS, OPTIONS
-from pytest_gpumem.config.settings import KEYS
+from pytest_gpumem.config.settings import KEYS, settings_from_table
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 MEASURED = """
 def test_it(gpumem):
@@ -40,6 +48,44 @@ def test_a_key_of_the_settings(project, old, now):
     result.stderr.fnmatch_lines(
         [f"ERROR: pyproject.toml: [[]tool.gpumem]: unknown key '{old}'; it is called '{now}' now"]
     )
+
+
+def test_a_key_in_place_of_which_another_has_the_other_value():
+    with pytest.raises(SettingsError, match=r"unknown key 'no_time'; write time = false$"):
+        settings_from_table({"no_time": True}, "pyproject.toml")
+    assert not settings_from_table(tomllib.loads(renamed.REPLACED["no_time"]), "pyproject.toml").time
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [
+        ("--gpumem-no-strict", "did you mean '--no-gpumem-strict'?"),
+        ("--gpumem-basline", "did you mean '--gpumem-baseline'?"),
+        ("--no-gpumem-store=x", "did you mean '--gpumem-store'?"),
+    ],
+)
+def test_an_option_that_no_plugin_has_is_told_with_the_one_that_is_near(project, typed, near):
+    result = project.run(typed, "--gpumem-device=cpu")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: no such option: {typed.partition('=')[0]}; {near}"])
+
+
+def test_an_option_that_a_conftest_adds_may_begin_as_this_plugins_do(project):
+    add = "def pytest_addoption(parser):\n    parser.addoption('--gpumem-own')\n"
+    (project.path / "conftest.py").write_text(add, encoding="utf-8")
+    project.write("def test_it(): ...\n")
+    project.run("--gpumem-own=3").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [(["history", "x"], "gpumem show --format json"), (["doctor"], "--format json")]
+)
+def test_a_flag_for_json_is_answered_with_what_prints_it(command, said):
+    result = CliRunner().invoke(main, [*command, "--json"])
+    assert result.exit_code == 2
+    assert "there is no --json: " in result.output
+    assert said in result.output
+    assert "Did you mean" not in result.output
 
 
 @pytest.mark.parametrize("where", ["marker", "budget"])

@@ -14,7 +14,7 @@ from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli.project import devices_of_plugins, project_settings, read_baselines
-from pytest_gpumem.cli.streams import InputError, format_option, input_errors, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, format_option, input_errors, not_there, screen, write_lines
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import check_device
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
 @format_option("json")
+@not_there("--json", "write --format json")
 def doctor(*, store: str | None, form: str) -> None:
     """Tell what can be measured here and what not, and how to fix it.
 

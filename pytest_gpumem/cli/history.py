@@ -12,7 +12,7 @@ from pytest_gpumem.baselines.selecting import nearest_tests
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli.one_test import keys_of_one_test
 from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, input_errors, renamed, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, input_errors, not_there, renamed, screen, write_lines
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.git import GitError, is_shallow
 from pytest_gpumem.metrics import METRICS
@@ -44,6 +44,7 @@ _SHALLOW = (
     help="The figure to follow, by its name in the store: step_time, flops, peak_reserved, ...",
 )
 @renamed("--device", "--slug")
+@not_there("--json", "it prints a table only; `gpumem show --format json` has the figures that are stored now")
 @click.option("--slug", metavar="SLUG", help="On one device only, by the name of its folder in the store.")
 @click.option("--store", metavar="PATH", help="Where the baselines lie, if not where the project's settings say.")
 def history(*, test: str, metric: str, slug: str | None, store: str | None) -> None:

@@ -71,6 +71,16 @@ def renamed(old: str, now: str, *, is_flag: bool = False) -> Callable[[_Function
     return click.option(old, hidden=True, is_flag=is_flag, default=None, expose_value=False, callback=refuse)
 
 
+def not_there(option: str, instead: str) -> Callable[[_Function], _Function]:
+    """Return a flag that is not shown, and refused with what is written ``instead``: it is near no option that there is."""
+
+    def refuse(_context: click.Context, _parameter: click.Parameter, value: Any) -> None:
+        if value is not None:
+            raise click.UsageError(f"there is no {option}: {instead}")
+
+    return click.option(option, hidden=True, is_flag=True, default=None, expose_value=False, callback=refuse)
+
+
 @contextmanager
 def input_errors(*errors: type[Exception]) -> Iterator[None]:
     """Raise each of ``errors`` as an `InputError` with its message."""

@@ -11,7 +11,7 @@ import pytest
 from pytest_gpumem.config import kinds, renamed
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.formats import FORMATS
-from pytest_gpumem.units import parse_gigabytes, parse_rate, parse_ratio, parse_size
+from pytest_gpumem.units import nearest, parse_gigabytes, parse_rate, parse_ratio, parse_size
 from pytest_gpumem.values.option_words import UPDATE_MODES
 
 if TYPE_CHECKING:
@@ -89,6 +89,11 @@ class Option:
     def flag(self) -> str:
         """The option as it is typed."""
         return f"--gpumem-{self.name.replace('_', '-')}"
+
+    @property
+    def is_flag(self) -> bool:
+        """True if it is switched on and off, and takes no value."""
+        return self.kind is kinds.FLAG
 
     @property
     def negated(self) -> str:
@@ -195,11 +200,30 @@ def is_measured(item: pytest.Item) -> bool:
     return FIXTURE in getattr(item, "fixturenames", ()) or item.get_closest_marker(MARKER) is not None
 
 
+def check_words(parser: pytest.Parser, words: list[str]) -> None:
+    """Raise ``pytest.UsageError`` for a word like an option of this plugin which no plugin has, with the one that is near.
+
+    ``parser`` has the options of all plugins and of the first conftests. It is asked only where there is such a word.
+    """
+    flags = [
+        flag for option in OPTIONS for flag in ((option.flag, option.negated) if option.is_flag else (option.flag,))
+    ]
+    doubtful = [word for word in words if word.partition("=")[0].startswith(("--gpumem-", "--no-gpumem-"))]
+    if all(word.partition("=")[0] in flags for word in doubtful):
+        return
+    _, unknown = parser.parse_known_and_unknown_args(words)
+    for word in doubtful:
+        name = word.partition("=")[0]
+        if word in unknown:
+            negated = f"--no-gpumem-{name.removeprefix('--gpumem-no-')}"
+            raise pytest.UsageError(f"no such option: {name}; {nearest(negated if negated in flags else name, flags)}")
+
+
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
         kind: dict[str, Any] = {"action": "append" if option.kind.is_array else "store", "metavar": option.metavar}
-        if option.kind is kinds.FLAG:
+        if option.is_flag:
             kind = {"action": argparse.BooleanOptionalAction}
         elif option.kind.choices is not None:
             kind = {"choices": option.kind.choices}

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 ARGUMENTS: Mapping[str, str] = MappingProxyType({"max_growth": "tolerance"})
 """Arguments of the marker and keys of ``[[tool.gpumem.budget]]``."""
-KEYS: Mapping[str, str] = MappingProxyType({"measure": "mark", "no_time": "time"})
+KEYS: Mapping[str, str] = MappingProxyType({"measure": "mark"})
 """Keys of ``[tool.gpumem]``."""
+REPLACED: Mapping[str, str] = MappingProxyType({"no_time": "time = false"})
+"""Keys of ``[tool.gpumem]`` in place of which another one has another value."""
 OPTIONS: Mapping[str, str] = MappingProxyType({"--gpumem-no-time": "--no-gpumem-time"})
 """pytest's options."""
 METHODS: Mapping[str, str] = MappingProxyType({"steps": "loop"})
@@ -22,4 +24,6 @@ METHODS: Mapping[str, str] = MappingProxyType({"steps": "loop"})
 
 def hint(name: str, renamed: Mapping[str, str], known: list[str]) -> str:
     """Return a clause for a name that is not ``known``: what it is called now, or else the known ones that come near."""
+    if name in REPLACED:
+        return f"write {REPLACED[name]}"
     return f"it is called {renamed[name]!r} now" if name in renamed else nearest(name, known)

@@ -25,7 +25,7 @@ from pytest_gpumem.values.option_words import (
     EMULATED,
     EMULATED_SLUG,
     UpdateMode,
-    nearest_device,
+    nearest_device_or_emulated,
 )
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def check_device(settings: Settings, valid: list[str]) -> None:
     """Raise `SettingsError` when the device that was asked for is none of ``valid``."""
     if settings.device not in valid:
         raise SettingsError(
-            f"--gpumem-device={settings.device}: no such device; {nearest_device(settings.device, valid)}"
+            f"--gpumem-device={settings.device}: no such device; {nearest_device_or_emulated(settings.device, valid)}"
         )
 
 
