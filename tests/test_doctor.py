@@ -73,7 +73,12 @@ def stored(environment: Environment, *metrics: str, has_times: bool = False) -> 
     ("torch", "status", "fact", "mend"),
     [
         (TorchFacts("2.15.0", "13.0"), "ok", "torch 2.15.0 for CUDA 13.0", None),
-        (TorchFacts("2.13.0+cpu"), "limited", "without CUDA", "PyPI's own index"),
+        (
+            TorchFacts("2.13.0+cpu"),
+            "limited",
+            "without CUDA",
+            "pip install --force-reinstall torch==2.13.0 --index-url https://pypi.org/simple",
+        ),
         (TorchFacts("2.5.1", "12.4"), "no", "too old: 2.6 or newer", "pip install 'torch>=2.6'"),
         (
             TorchFacts(trouble="ModuleNotFoundError: No module named 'torch'"),
@@ -129,7 +134,9 @@ def test_a_gpu_that_is_not_seen_has_the_mend_of_its_cause():
     assert "emulated:h100" in row(FACTS, "cuda").mend
     with_driver = replace(FACTS, driver="470.1")
     assert "driver 470.1 is too old for CUDA 13.0" in row(with_driver, "cuda").mend
-    assert "PyPI's own index" in row(replace(with_driver, torch=TorchFacts("2.15.0+cpu")), "cuda").mend
+    assert row(replace(with_driver, torch=TorchFacts("2.15.0+cpu")), "cuda").mend.startswith(
+        "pip install --force-reinstall torch==2.15.0 --index-url https://pypi.org/simple"
+    )
     assert row(replace(FACTS, torch=TorchFacts(trouble="OSError")), "cuda").mend == "see the row of torch"
 
 
@@ -174,6 +181,29 @@ def test_baselines_of_another_torch_are_told_with_what_follows():
     assert found.mend.startswith(
         'pip install torch==2.13.0; or `pytest --gpumem-update=all --gpumem-reason="torch 2.15.0"`'
     )
+
+
+@pytest.mark.parametrize(
+    ("release", "command"),
+    [
+        ("2.12.0+cpu", "pip install torch==2.12.0+cpu --index-url https://download.pytorch.org/whl/cpu; or"),
+        ("2.12.0+cu126", "pip install torch==2.12.0+cu126 --index-url https://download.pytorch.org/whl/cu126; or"),
+        ("2.12.0+gitabc", "pip install torch==2.12.0; or"),
+    ],
+)
+def test_the_torch_of_baselines_is_installed_in_its_build(release, command):
+    earlier = Environment("cpu-x86_64", "CPU (x86_64)", {**CPU.details, "torch": release})
+    facts = replace(FACTS, store=stored(earlier, "operators"))
+    assert row(facts, "baselines of cpu-x86_64").mend.startswith(command)
+
+
+def test_a_store_behind_a_url_that_cannot_be_read_has_no_history_in_git():
+    store = StoreFacts(
+        "s3://bucket/b", trouble="s3://bucket/b: cannot be read: there are no credentials: set AWS_PROFILE"
+    )
+    mend = row(replace(FACTS, store=store), "store").mend
+    assert "git" not in mend
+    assert "gpumem show --store s3://bucket/b" in mend
 
 
 def test_what_moves_nothing_that_the_baselines_hold_is_well():
@@ -260,6 +290,18 @@ def test_the_command_tells_of_the_projects_store_and_device(seen_once, tmp_path,
     done = doctor()
     assert done.exit_code == 1
     assert re.search(r"^no +store +.*a\.py\.toml", done.output, re.MULTILINE)
+
+
+def test_settings_of_a_nested_project_that_pytest_does_not_read_are_named(seen_once, tmp_path, monkeypatch):
+    nested = tmp_path / "pkg"
+    nested.mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (nested / "pyproject.toml").write_text('[tool.gpumem]\ndevice = "cpu"\n')
+    monkeypatch.chdir(nested)
+    output = doctor().output
+    assert f"{nested / 'pyproject.toml'} has [tool.gpumem], which is not read" in output
+    (nested / "pyproject.toml").write_text('[tool.gpumem]\ndevice = "cpu"\n[tool.pytest.ini_options]\n')
+    assert "which is not read" not in doctor().output
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.url_backend import without_credentials
-from pytest_gpumem.cli.project import devices_of_plugins, project_settings, read_baselines
+from pytest_gpumem.cli.project import devices_of_plugins, project_settings, read_baselines, read_of_project
 from pytest_gpumem.cli.streams import InputError, format_option, input_errors, not_there, screen, write_lines
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import check_device
+from pytest_gpumem.config.settings import check_device, read_table
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN
 from pytest_gpumem.doctor import looking
 from pytest_gpumem.doctor.facts import DeviceFacts, Facts, StoreFacts
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.config.settings import Settings
+
+_SETTINGS = "pyproject.toml"
 
 
 @click.command()
@@ -81,7 +83,19 @@ def _facts(settings: Settings, environment: Mapping[str, str]) -> Facts:
         store=_store(settings),
         compiling=looking.compiling(environment),
         reports=looking.reports(),
+        ignored=_ignored(),
     )
+
+
+def _ignored() -> str | None:
+    """Return the nearest pyproject.toml if it has settings that are not read, since pytest's root directory is above it."""
+    root = read_of_project(lambda config: config.rootpath)
+    here = Path.cwd()
+    nearest = next((each for each in (here, *here.parents) if (each / _SETTINGS).exists()), None)
+    if nearest is None or root not in nearest.parents:
+        return None
+    with input_errors(SettingsError):
+        return None if read_table(nearest / _SETTINGS) is None else str(nearest / _SETTINGS)
 
 
 def _added(settings: Settings) -> DeviceFacts:

@@ -85,6 +85,8 @@ class Facts:
     store: StoreFacts
     compiling: str | None = None
     """A sentence on what torch.compile lacks on an emulated GPU, with its mend."""
+    ignored: str | None = None
+    """The pyproject.toml nearest to this folder, where it has settings that are not read, as pytest's root is above it."""
     reports: tuple[str, ...] = ()
     """A sentence for each format of reports that cannot be written, with its mend."""
 

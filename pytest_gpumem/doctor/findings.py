@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from pytest_gpumem.baselines.location import is_url
 from pytest_gpumem.emulation.torch_build import OLDEST
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.timing.validity import disturbance
@@ -27,6 +28,8 @@ _RECORD_HERE = '`pytest --gpumem-update=all --gpumem-reason="{}"` records them a
 _INSTRUCTION_SETS = ("DEFAULT", "AVX2", "AVX512")
 """Those of torch on x86-64, each of which has the ones before it."""
 _MEGA = 1e6
+_PYPI, _BUILDS = "https://pypi.org/simple", "https://download.pytorch.org/whl"
+"""The index that has the CUDA build on Linux, and the one that has each build in a folder of its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ def findings(facts: Facts) -> list[Finding]:
         *_disturbances(facts),
         *_reports(facts),
         *_store(facts),
+        *_ignored(facts),
         _project(facts),
     ]
 
@@ -98,7 +102,7 @@ def _torch(facts: Facts) -> Finding:
             "limited",
             "torch",
             f"{fact}: no GPU can be measured, real or emulated",
-            "pip install --force-reinstall torch from PyPI's own index, which has the CUDA build",
+            _cuda_build(torch.release),
         )
     return Finding("ok", "torch", fact)
 
@@ -110,6 +114,20 @@ def _numbers(release: str | None) -> tuple[int, ...]:
 def _public(release: str | int | None) -> str:
     """Return a release without the build, as pip has it: ``"2.13.0"`` of ``"2.13.0+cpu"``."""
     return str(release or "").partition("+")[0]
+
+
+def _cuda_build(release: str | None) -> str:
+    """Return the command that replaces a build of torch by the one for CUDA of the same release."""
+    wanted = f"torch=={_public(release)}" if release else "torch"
+    return f"pip install --force-reinstall {wanted} --index-url {_PYPI} brings the CUDA build"
+
+
+def _install(release: str) -> str:
+    """Return the command that installs a release of torch in its build, as ``"2.12.0+cpu"`` names it."""
+    build = release.partition("+")[2]
+    if re.fullmatch(r"cpu|cu[0-9]+|rocm[0-9.]+|xpu", build):
+        return f"pip install torch=={release} --index-url {_BUILDS}/{build}"
+    return f"pip install torch=={_public(release)}"
 
 
 def _has_driver(facts: Facts) -> bool:
@@ -145,7 +163,7 @@ def _mend_of_cuda(facts: Facts) -> str:
     if facts.torch.trouble is not None:
         return "see the row of torch"
     if facts.torch.cuda is None and _has_driver(facts):
-        return "pip install --force-reinstall torch from PyPI's own index, which has the CUDA build"
+        return _cuda_build(facts.torch.release)
     if _has_driver(facts):
         return (
             f"see whether nvidia-smi lists a GPU, CUDA_VISIBLE_DEVICES hides it, or driver {facts.driver} is too old for CUDA "
@@ -161,6 +179,17 @@ def _auto(facts: Facts) -> Finding:
     if cpu is not None and cpu.trouble is None:
         return Finding("ok", "auto", "takes the CPU, as cuda cannot be used")
     return Finding("no", "auto", "neither cuda nor the CPU can be used", "see the rows of both")
+
+
+def _ignored(facts: Facts) -> Iterator[Finding]:
+    if facts.ignored is not None:
+        yield Finding(
+            "limited",
+            "settings",
+            f"{facts.ignored} has [tool.gpumem], which is not read: the root directory of pytest is above it, as its settings "
+            "are there",
+            "move the table into the pyproject.toml of the root directory, or give this one [tool.pytest.ini_options]",
+        )
 
 
 def _project(facts: Facts) -> Finding:
@@ -263,7 +292,7 @@ def _reports(facts: Facts) -> Iterator[Finding]:
 def _store(facts: Facts) -> Iterator[Finding]:
     store = facts.store
     if store.trouble is not None:
-        yield Finding("no", "store", store.trouble, "fix or remove what it names; its history is in git")
+        yield Finding("no", "store", store.trouble, _mend_of_store(store.location))
         return
     here = facts.chosen
     slug = here.environment.slug if here is not None and here.environment is not None else None
@@ -287,6 +316,12 @@ def _store(facts: Facts) -> Iterator[Finding]:
             yield from _compared(f"baselines of {name}", of_device, present[name])
         else:
             yield _absent(f"baselines of {name}", name, sum(one.baselines for one in of_device))
+
+
+def _mend_of_store(location: str) -> str:
+    if is_url(location):
+        return f"mend what it names, until `gpumem show --store {location}` works; --store names another store"
+    return "fix or remove what it names; its history is in git"
 
 
 def _absent(subject: str, slug: str, number: int) -> Finding:
@@ -347,7 +382,7 @@ def _listed(words: list[str]) -> str:
 def _mend_of(differing: Mapping[str, tuple[str | int, str | int]]) -> str:
     mends = []
     if "torch" in differing:
-        mends.append(f"pip install torch=={_public(differing['torch'][0])}")
+        mends.append(_install(str(differing["torch"][0])))
     if "emulated_cudnn" in differing:
         then = differing["emulated_cudnn"][0]
         mends.append("pip uninstall the cuDNN that is here" if then == "none" else f"install cuDNN {then}")

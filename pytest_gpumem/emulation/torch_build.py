@@ -58,8 +58,8 @@ def installed_torch() -> TorchBuild:
         raise EmulationError(f"the torch in {folder} does not say which release it is")
     if cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
         raise EmulationError(
-            f"torch {version} has no CUDA: a GPU is emulated beneath the CUDA build of torch, which needs no GPU "
-            "(pip install --no-deps --force-reinstall torch from PyPI's own index; the CPU's index has another build)"
+            f"torch {version} has no CUDA: a GPU is emulated beneath the CUDA build of torch, which needs no GPU (pip install "
+            f"--no-deps --force-reinstall torch=={version.partition('+')[0]} --index-url https://pypi.org/simple)"
         )
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if release < OLDEST:
