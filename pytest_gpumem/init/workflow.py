@@ -25,7 +25,7 @@ REQUIREMENTS = "requirements.txt"
 """The file that the texts install from."""
 _PLUGIN = "pytest-gpumem"
 PLACEHOLDER = "owner".upper()
-"""What stands for the account in this package's sources until it has one. Spelt so that replacing it there leaves it here."""
+"""The word for the account in this package's sources until it has one. Spelt so that replacing it there leaves it here."""
 _REPOSITORY = re.compile(rf"https://github\.com/([^/\s]+)/{_PLUGIN}$")
 _USED = re.compile(rf"(?<=uses: )[^/\s]+(?=/{_PLUGIN}/)")
 _PYTHON = re.compile(r'(?<=python-version: ")[^"]*')
