@@ -587,7 +587,22 @@ def test_what_the_readme_and_the_policy_say_is_needed_is_what_is_declared():
     needs = re.search(r"^Needs (.+?), or newer", read("README.md"), flags=re.MULTILINE)
     assert needs
     assert dict(re.findall(r"(\w+) ([\d.]*\d)", needs[1])) == least
-    assert {cells[0]: cells[1] for cells in rows(section_of("docs/versions.md", "What it runs on"))[1:]} == least
+    table = rows(section_of("docs/versions.md", "What it runs on"))[1:]
+    assert {cells[0]: cells[1] for cells in table} == least
+    tried = {cells[0]: cells[2] for cells in table}
+    classifiers = re.findall(r"Python :: (3\.\d+)", declared)
+    workflows = "".join(read(f".github/workflows/{name}.yml") for name in ("ci", "wheel"))
+    in_matrix = re.findall(
+        r'"(3\.\d+)"', "".join(re.findall(r"^ +(?:- \{)?python: .+$", workflows, flags=re.MULTILINE))
+    )
+    assert tried["Python"] == classifiers[-1] == max(in_matrix, key=_numbers)
+    assert tried["torch"] == max(re.findall(r'torch: "(\d+\.\d+)\.', workflows), key=_numbers)
+    (pytest_here,) = re.findall(r"^pytest==(\d+\.\d+)", read("constraints.txt"), flags=re.MULTILINE)
+    assert tried["pytest"] == pytest_here
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")]
 
 
 def extras() -> set[str]:
