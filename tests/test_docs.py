@@ -543,6 +543,24 @@ def test_the_changelog_begins_with_this_version():
     assert re.findall(r"^## \[(.+?)\]", read("CHANGELOG.md"), flags=re.MULTILINE)[0] == pytest_gpumem.__version__
 
 
+def test_pages_agree_on_what_ran_on_a_gpu_and_for_how_long():
+    trust = read("docs/trust.md")
+    (minutes,) = re.findall(r"has run this, for (\d+ minutes)", trust)
+    (row,) = [cells for cells in rows(section_of("CONTRIBUTING.md", "Set up")) if cells[0] == "`make gpu`"]
+    assert minutes in row[-1]
+    assert "not known" not in row[-1]
+    assert "[One H100](docs/trust.md#what-is-not-shown) has run the CUDA device" in read("CHANGELOG.md")
+
+
+def test_seconds_of_the_example_are_those_of_the_results():
+    results = read("benchmarks/results/first-two-minutes.md")
+    (row,) = [cells for cells in rows(section_of("CONTRIBUTING.md", "Set up")) if cells[0] == "`make example`"]
+    for text in (row[-1], " ".join(read("Makefile").partition("make test ")[0].split())):
+        (seconds,) = re.findall(r"(\d+) seconds", text)
+        assert f"| gate | 2 min 17 s | {seconds} s, " in results
+        assert re.search(r"(?:two|2) minutes(?: on the CPU)?", text)
+
+
 def test_the_changelog_says_what_the_first_release_is_in_at_most_15_points():
     first = read("CHANGELOG.md").partition("## [0.1.0]")[2].partition("\n## ")[0]
     assert 0 < len(re.findall(r"^- ", first, flags=re.MULTILINE)) <= 15
