@@ -31,6 +31,9 @@ CARRIED = (
     "docs/conf.py",
     ".github/actions/gpumem/action.yml",
     "pytest_gpumem/init/workflows/cpu.yml",
+    "benchmarks/replays/conv3d_bfloat16.toml",
+    "benchmarks/results/replays.md",
+    "benchmarks/results/cpu-x86_64/time-samples.json",
 )
 """Files of each kind that an sdist has."""
 
