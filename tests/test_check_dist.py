@@ -88,6 +88,13 @@ def test_a_link_of_the_wheels_page_that_leads_nowhere_on_the_index_is_found(tmp_
     assert checked(built) == (1, [f"{built.name}: the package index would show a link to {target}"])
 
 
+def test_an_sdist_has_the_data_that_its_tests_and_pages_read():
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = [*table["tool"]["hatch"]["build"]["targets"]["sdist"]["include"], "pyproject.toml"]
+    assert all((ROOT / name).is_file() for name in CARRIED)
+    assert [name for name in CARRIED if not any(name == one or name.startswith(f"{one}/") for one in included)] == []
+
+
 def test_the_substitutions_leave_the_readme_no_link_within_the_repository():
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     page = (ROOT / "README.md").read_text(encoding="utf-8")
