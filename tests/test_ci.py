@@ -142,7 +142,7 @@ def test_what_users_copy_pins_the_action_and_the_plugin_to_this_version():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "pytest_gpumem" / "init").rglob("*.yml")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     actions = re.findall(rf"uses: {ACCOUNT}/pytest-gpumem/\.github/actions/gpumem(\S*)", text)
-    plugins = re.findall(rf"git\+https://github\.com/{ACCOUNT}/pytest-gpumem(\S*)", text)
+    plugins = re.findall(rf"git\+https://github\.com/{ACCOUNT}/pytest-gpumem([^\s`]*)", text)
     assert len(actions) >= 7
     assert {
         *actions,

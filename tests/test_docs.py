@@ -596,6 +596,21 @@ def test_the_readme_is_short_and_says_once_that_nothing_is_published():
     assert [page for page in PAGES for _ in re.findall("PyPI", read(page))] == ["README.md"]
 
 
+def test_the_first_screen_of_the_readme_installs_marks_and_shows_a_red_test():
+    screen = "\n".join(read("README.md").splitlines()[:50])
+    places = [
+        screen.index(one)
+        for one in (
+            "`pip install git+https://",
+            "@pytest.mark.gpumem",
+            "pytest --gpumem-update=new",
+            "Memory regressed:",
+        )
+    ]
+    assert places == sorted(places)
+    assert "| package |" not in screen
+
+
 def test_what_the_readme_and_the_policy_say_is_needed_is_what_is_declared():
     declared = read("pyproject.toml")
     (python,) = re.findall(r'^requires-python = ">=(.+)"$', declared, flags=re.MULTILINE)
@@ -683,7 +698,9 @@ def test_the_readme_leads_to_a_red_test(project):
 
 
 def test_the_failure_in_the_readme_is_a_part_of_that_in_the_guide():
-    (shown,) = (block.text for block in blocks("text") if (block.page, block.section) == ("README.md", "pytest-gpumem"))
+    (shown,) = (
+        block.text for block in blocks("text") if (block.page, block.section) == ("README.md", "What a failure says")
+    )
     whole = read("docs/guide/read-a-failure.md").splitlines()
     assert [line for line in shown.splitlines() if line != "..." and line not in whole] == []
 
