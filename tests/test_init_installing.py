@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from email.message import Message
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from pytest_gpumem.init import workflow as workflows
 from pytest_gpumem.init.found_tests import FoundTest, FoundTests
 from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
 from pytest_gpumem.init.proposal import Here, Project, proposal
+from pytest_gpumem.init.proposal import _device as proposed_device
 from pytest_gpumem.init.workflow import PLACEHOLDER, RUNNERS, account, gate_lines, workflow
 
 if sys.version_info >= (3, 11):
@@ -108,6 +111,21 @@ def test_a_requirement_of_another_release_of_torch_is_told(line, expected):
 
 def test_no_line_is_there_twice():
     assert gate_lines("2.13.0", ["pytest", "timm"])[-2:] == [gate_lines("2.13.0", [])[-1], "timm"]
+
+
+# The device
+
+
+def test_the_reference_names_every_device_that_is_proposed():
+    page = (Path(__file__).parents[1] / "docs" / "reference.md").read_text(encoding="utf-8")
+    section = page.partition("\n## gpumem init\n")[2].partition("\n## ")[0]
+    truths = list(itertools.product((True, False), repeat=4))
+    devices = {
+        proposed_device(FoundTests((), on_gpu=on_gpu), Here(has_gpu, can_emulate, has_cpu))[0]
+        for on_gpu, has_gpu, can_emulate, has_cpu in truths
+    }
+    assert devices == {"cpu", "cuda", "auto", "emulated:h100"}
+    assert [one for one in devices if f"`{one}`" not in section.partition("| `.github")[0]] == []
 
 
 # Where it is installed from
