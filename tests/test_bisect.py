@@ -59,7 +59,7 @@ def merged(repository):
     return made
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.thorough)])
 def test_a_merged_branch_that_left_before_the_culprit_is_not_named(repository, merged, jobs):
     ends = ["--all", "--jobs", jobs, "--good", merged["start"], "--bad", "main"]
     result = gpumem("bisect", *ends, "test_it.py", "--", *PLAIN)
