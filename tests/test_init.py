@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -19,6 +20,8 @@ from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
 from pytest_gpumem.init.workflow import RUNNERS, has_all, template, workflow
+from tests import preloaded
+from tests.heap import hide_what_is_loaded
 from tests.test_ci import faults, valid
 from tests.workflows import read_yaml
 
@@ -89,10 +92,17 @@ def here(monkeypatch):
     return set_to
 
 
+def run_preloaded(words, *, cwd, env, **_more):
+    """Be `subprocess.run` for a session of pytest."""
+    done = preloaded.run(*words[1:], cwd=cwd, env=env, before=hide_what_is_loaded)
+    return subprocess.CompletedProcess(words, done.returncode, done.stdout + done.stderr)
+
+
 @pytest.fixture
 def repository(project, here, monkeypatch):
-    """Write files into a project that is a git repository."""
+    """Write files into a project that is a git repository, whose first baselines a process with torch loaded records."""
     monkeypatch.chdir(project.path)
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run_preloaded}))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:randomly --no-gpumem-time")
     (project.path / ".git").mkdir()
@@ -124,7 +134,9 @@ def there(project) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_repository_gets_a_gate_that_is_green_until_something_holds_a_tensor(repository, layout):
+def test_a_repository_gets_a_gate_that_is_green_until_something_holds_a_tensor(repository, layout, monkeypatch):
+    if layout == "flat":
+        monkeypatch.setattr(command, "subprocess", subprocess)
     files, model = LAYOUTS[layout]
     project = repository(files)
     done = init("--yes")
