@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ from click.testing import CliRunner
 
 from pytest_gpumem.advice import trial
 from pytest_gpumem.cli.main import main
+from tests.models.architectures import NEEDS_TRANSFORMERS
 
 MODELS = """
 import torch
@@ -245,6 +248,16 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["advised_model:make", "--fits", "1GB"], "there is no module 'advised_model'"),
         (["advised_models", "--fits", "1GB"], "'advised_models': write MODULE:FACTORY"),
         (
+            ["advised_models:make", "--fits", "1GB", "--batch", "4x16"],
+            "--batch is for a model by name; advised_models:make",
+        ),
+        (["advised_models:make", "--batch", "4*16"], "'4*16' is no size of a batch: write samples and tokens of each"),
+        (["advised_models:make", "--config", "amp-bf17"], "step config 'amp-bf17': "),
+        (["advised_models:make", "--config", "fp32", "--all"], "or all are measured with --all, not both"),
+        (["advised_models:make", "--device", "emulated:h100"], "several devices are for a model by name"),
+        (["hf:", "--fits", "1GB"], "'hf:' names no model; write hf:ORG/NAME"),
+        (["hf:./gone", "--fits", "1GB", "--device", "emulated:h100"], "several devices have to be emulated ones"),
+        (
             ["advised_models:make_nonsense", "--fits", "1GB"],
             "expected (model, batch) or (model, batch, loss) of make_nonsense(), got Model",
         ),
@@ -273,3 +286,31 @@ def test_an_unknown_device_is_told(advise):
     result = CliRunner().invoke(main, ["advise", "advised_models:make", "--fits", "1GB", "--device", "gpu"])
     assert result.exit_code == 2
     assert "did you mean 'cuda'?" in result.stderr
+
+
+def test_configs_that_are_named_are_measured_and_no_others(advise):
+    words = ["fp32,checkpoint=blocks", "fp32", "fp32"]
+    result = advise("advised_models:make", *(word for one in words for word in ("--config", one)))
+    assert result.exit_code == 0, result.output
+    assert configs_in(result.stdout) == ["fp32,checkpoint=blocks", "fp32"]
+
+
+def test_inference_of_a_function_is_measured_without_a_loss(advise):
+    result = advise("advised_models:make_without_loss", "--infer", "--fits", "1 GB")
+    assert result.exit_code == 0, result.output
+    assert configs_in(result.stdout) == ["fp32"]
+    assert "    with torch.inference_mode():\n        output = model(**batch)\n" in result.stdout
+
+
+@NEEDS_TRANSFORMERS
+def test_a_model_by_name_is_measured_on_this_machine(advise, tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["GPT2LMHeadModel"], **config}), encoding="utf-8"
+    )
+    whole = advise("hf:config.json", "--batch", "2x32", "--config", "fp32")
+    assert whole.exit_code == 0, whole.output
+    assert whole.stdout.startswith("hf:config.json: GPT2LMHeadModel, random weights; batch 2x32\n")
+    tiny = advise("hf-tiny:config.json", "--batch", "2x32", "--config", "fp32")
+    peaks = [re.search(r"recommended: fp32: ([0-9.]+) MB", one.stdout)[1] for one in (whole, tiny)]
+    assert float(peaks[0]) > 1.5 * float(peaks[1])

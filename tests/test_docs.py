@@ -438,8 +438,9 @@ def test_the_reference_has_every_option_of_a_command_with_its_default(command):
     for option in command.params:
         # Those of the plugin have a section of their own.
         if option.param_type_name == "option" and not option.opts[0].startswith("--gpumem-") and not option.hidden:
-            has_default = isinstance(option.default, str | int)
-            shown = "off" if option.is_flag else f"`{option.default}`" if has_default else "none"
+            default = option.default[0] if isinstance(option.default, tuple) else option.default
+            flag = ("on" if default is True else "off") if option.is_flag else None
+            shown = flag or (f"`{default}`" if isinstance(default, str | int) else "none")
             expected[option.opts[0]] = shown
     assert told == expected
 

@@ -42,6 +42,7 @@ NOT_RUN = {
     "pytest -n": WORKERS,
     "torchrun --nproc-per-node=4": "starts four ranks; tests/ranks, and one rank of its test below",
     "tensorboard --logdir": "serves until it is stopped",
+    "gpumem advise hf:": "fetches a configuration; tests/emulated/test_advise_by_name.py",
     "gpumem doctor": "tells of this machine; tests/test_doctor.py",
 }
 """Why a command that begins so is not run by the suite. It is parsed all the same, where it is of pytest or of gpumem."""
@@ -49,6 +50,7 @@ EMULATED = "of an emulated GPU; tests/emulated"
 A_TIME = "a time of one machine; tests/test_time_gate.py"
 NOT_COMPARED = {
     ("docs/architecture.md", "options + [tool.gpumem]"): "a diagram",
+    ("docs/guide/fits.md", "config                      H100"): EMULATED,
     ("docs/guide/fits.md", "needs 15.25 GB"): EMULATED,
     ("docs/guide/leaks.md", "  kept in: accelerate 1.3.0"): INDEX,
     ("docs/guide/pull-request.md", "test  "): MINUTES,

@@ -85,7 +85,10 @@ IN_README, IN_GUIDE, IN_TABLE = (
 )
 WHAT_GREW = next(one for one in blocks_of("docs/guide/read-a-failure.md") if one.text.startswith("  what grew "))
 COMPARED.add(WHAT_GREW)
-ADVISE, ADVICE = command("docs/guide/fits.md", "gpumem advise"), output("docs/guide/fits.md", "config  ")
+ADVISE, ADVICE = (
+    command("docs/guide/fits.md", "gpumem advise tiny"),
+    output("docs/guide/fits.md", "config                          peak"),
+)
 SHOW = command("docs/guide/baselines.md", "gpumem show")
 EXPORT = command("docs/guide/figures-elsewhere.md", "gpumem export bencher")
 MATRICES = [

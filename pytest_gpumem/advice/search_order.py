@@ -10,7 +10,7 @@ from pytest_gpumem.step_config.config import StepConfig, combinations
 from pytest_gpumem.values.rates import return_on
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 START = StepConfig(precision="fp32")
 OUT_OF_MEMORY = "out of memory"
@@ -25,6 +25,8 @@ class Tried:
     peak: int | None = None
     time: float | None = None
     why_not: str = ""
+    allocated: int | None = None
+    """Bytes that tensors hold at the peak, where ``peak`` is what the allocator takes for them."""
 
     def fits(self, limit: int) -> bool:
         """Return whether it needs at most ``limit`` bytes."""
@@ -34,12 +36,14 @@ class Tried:
 def candidates(samples: int | None) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """Return values of an axis to try one after the other, for each axis in turn.
 
-    They are precisions, recomputation, accumulation as far as ``samples`` can be shared out, 8-bit optimizer, offloading.
+    They are precisions, recomputation, accumulation as far as ``samples`` can be shared out, weights and all else in bfloat16,
+    8-bit optimizer, offloading.
     """
     return (
         ("precision", ("amp-bf16", "amp-fp16")),
         ("checkpoint", tuple(kind.name for kind in _SEARCHED if kind.recomputed)),
         ("accumulate", shares(samples)),
+        ("precision", ("bf16",)),
         ("optimizer", ("adamw-8bit",)),
         ("checkpoint", tuple(kind.name for kind in _SEARCHED if not kind.recomputed)),
     )
@@ -48,6 +52,10 @@ def candidates(samples: int | None) -> tuple[tuple[str, tuple[Any, ...]], ...]:
 def shares(samples: int | None) -> tuple[int, ...]:
     """Return the numbers of micro-batches into which a batch of ``samples`` can be split."""
     return tuple(number for number in (2, 4, 8, 16) if samples is not None and samples % number == 0)
+
+
+INFERENCE = tuple(map(StepConfig.parse, ("fp32", "bf16", "bf16,weights=int8")))
+"""Configs of inference steps, in the order in which they are tried."""
 
 
 def next_config(tried: Sequence[Tried], samples: int | None, blocks: str | None = None) -> StepConfig | None:
@@ -118,3 +126,41 @@ def _worth(one: Tried, first: Tried) -> tuple[float, float]:
     saving = (first.peak - one.peak) / first.peak
     cost = (one.time - first.time) / first.time if one.time and first.time else 0.0
     return return_on(saving, cost), saving
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A search: of configs that were named, or of those that fit, one after the other."""
+
+    fits: int | None
+    """Bytes that a step may take."""
+    configs: tuple[StepConfig, ...]
+    """Those that were named; others are not measured, then."""
+    everything: bool
+    """True if every combination is measured, also when one fits already."""
+    blocks: str | None
+    """The pattern for the model's blocks."""
+    trains: bool
+
+    def over(self, tried: Sequence[Tried], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
+        """Yield the configs to try, each chosen by the results in ``tried``."""
+        if self.configs:
+            yield from self.configs
+        elif not self.trains:
+            yield from _until_one_fits(INFERENCE, tried, None if self.everything else limit)
+        elif self.everything:
+            yield from every_config(samples, self.blocks)
+        else:
+            yield from _until_one_fits(_climbed(tried, samples, self.blocks), tried, limit)
+
+
+def _until_one_fits(configs: Iterable[StepConfig], tried: Sequence[Tried], limit: int | None) -> Iterator[StepConfig]:
+    for config in configs:
+        yield config
+        if limit is not None and tried and tried[-1].fits(limit):
+            return
+
+
+def _climbed(tried: Sequence[Tried], samples: int | None, blocks: str | None) -> Iterator[StepConfig]:
+    while (config := next_config(tried, samples, blocks)) is not None:
+        yield config

@@ -25,6 +25,21 @@ def code_snippet(config: StepConfig, device_type: str, containers: Sequence[Bloc
     return [*_once(config, device_type, containers), "", *_step(config, device_type)]
 
 
+def inference_snippet(config: StepConfig, device_type: str) -> list[str]:
+    """Return lines of Python that run a model under a config of `search_order.INFERENCE`. They use ``model`` and ``batch``."""
+    imports, lines = ["import torch"], []
+    precision = precision_named(config.precision)
+    if precision is not None and precision.weights != "float32":
+        lines.append(f"model.to(torch.{precision.weights})")
+    if config.weights is not None:
+        imports.append("from torchao.quantization import Int8WeightOnlyConfig, quantize_")
+        lines.append("quantize_(model, Int8WeightOnlyConfig())")
+    contexts = ["torch.inference_mode()"]
+    if precision is not None and precision.autocast is not None:
+        contexts.append(f'torch.autocast("{device_type}", dtype=torch.{precision.autocast})')
+    return [*imports, "", "model.eval()", *lines, f"with {', '.join(contexts)}:", "    output = model(**batch)"]
+
+
 def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContainer]) -> list[str]:
     snippet = config.checkpointing.kind.snippet
     precision = precision_named(config.precision)

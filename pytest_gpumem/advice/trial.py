@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,24 +12,34 @@ from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START, Tried
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measure.context import MeasuringContext
+from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.step_config.blocks import repeated_blocks
 from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import on_device, samples_in
+from pytest_gpumem.steps.inference import prepared_infer_step
 from pytest_gpumem.steps.model_step import built_on
+from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
+from pytest_gpumem.torch_support.reset_guard import before_each_reset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     import torch
 
     from pytest_gpumem.advice.snippet import BlockContainer
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.measure.prepared import PreparedStep
+    from pytest_gpumem.models.hub import NamedModel
     from pytest_gpumem.step_config.blocks import Block
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
+
+    Taken = Callable[[], tuple[int, int]]
+    """Returns the most bytes that were reserved, and those that tensors held at most."""
 
 _NO_BLOCKS = (
     "the model has no repeated blocks (a ModuleList or Sequential of modules of one type); "
@@ -45,18 +55,23 @@ class SubjectError(ValueError):
 class AdviceSubject:
     """Subject of the measurements: a function that builds the model, its batch, and the loss if the model has none."""
 
-    build: Callable[[], torch.nn.Module]
+    build: Callable[[torch.dtype], torch.nn.Module]
+    """Takes the dtype in which weights are wanted, and may build them in another."""
     batch: Any
     loss: Loss | None
     containers: tuple[BlockContainer, ...]
     """The paths of the repeated blocks; empty when there are none."""
+    trains: bool = True
+    """True if it is a training step that is measured, not one of inference."""
 
     @property
     def samples(self) -> int | None:
-        return samples_in(self.batch)
+        return samples_in(self.batch() if callable(self.batch) else self.batch)
 
 
-def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | None = None) -> AdviceSubject:
+def subject_of(
+    factory: Callable[[], Any], device: torch.device, blocks: str | None = None, *, trains: bool = True
+) -> AdviceSubject:
     """Return the subject that ``factory()`` gives as ``(model, batch)`` or ``(model, batch, loss)``; it builds each model.
 
     A batch that is a function is made here, once. ``blocks`` is the pattern that names the model's blocks. Raises
@@ -76,7 +91,26 @@ def subject_of(factory: Callable[[], Any], device: torch.device, blocks: str | N
     if callable(batch):
         _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
     containers = _containers(model, blocks)
-    return AdviceSubject(lambda: factory()[0], on_device(batch, device), loss[0] if loss else None, containers)
+    return AdviceSubject(
+        lambda _: factory()[0], on_device(batch, device), loss[0] if loss else None, containers, trains
+    )
+
+
+def subject_by_name(model: NamedModel, blocks: str | None = None, *, trains: bool) -> AdviceSubject:
+    """Return the subject that a model by name gives. Its batch is made where it is needed: nothing is on a device.
+
+    Raises `SubjectError` where ``blocks`` names nothing, or no model can be built of the configuration.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            built = model.build(torch.float32)
+    except Exception as error:  # noqa: BLE001, the model's own
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SubjectError(f"{model.name}: {model.model_class.__name__} cannot be built: {what}") from None
+    containers = _containers(built, blocks)
+    return AdviceSubject(model.build, model.batch, None, containers, trains)
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
@@ -100,9 +134,12 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
             raise
         first_line = str(error).strip().partition("\n")[0]
         return Tried(config, why_not=f"{type(error).__name__}: {first_line}".removesuffix(": "))
+    lost = device.lost()
+    if lost is not None:
+        return Tried(config, why_not=lost)
     # What the allocator takes from the GPU is what has to fit.
-    peak = metrics.get("peak_reserved", metrics["peak_allocated"])
-    return Tried(config, int(peak), metrics.get("step_time"))
+    allocated = int(metrics["peak_allocated"])
+    return Tried(config, int(metrics.get("peak_reserved", allocated)), metrics.get("step_time"), allocated=allocated)
 
 
 _SECONDS = 0.5
@@ -110,21 +147,81 @@ _SECONDS = 0.5
 
 
 def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict[str, float]:
+    import torch
+
+    precision = precision_named(config.precision)
+    dtype = getattr(torch, precision.weights) if precision is not None else torch.float32
+
+    def build() -> torch.nn.Module:
+        return subject.build(dtype)
+
     context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
     with ExitStack() as stack:
+        taken = stack.enter_context(_peaks_of(device))
         device.open()
         # In this order, since a device that has failed may not settle any more.
         stack.callback(device.close)
         stack.callback(device.quiesce)
+        step: AbstractContextManager[PreparedStep] = (
+            prepared_train_step(context, build, subject.batch, config=config, loss=subject.loss)
+            if subject.trains
+            else prepared_infer_step(context, build, subject.batch, config=config)
+        )
         try:
-            with prepared_train_step(
-                context, subject.build, subject.batch, config=config, loss=subject.loss
-            ) as prepared:
-                return prepared.measure().metrics()
+            with step as prepared:
+                whole = _whole_peak(prepared, taken)
+                if whole and not device.tells_time:
+                    return whole
+                return {**prepared.measure().metrics(), **whole}
         except Exception as error:
             # The memory of the failed step must be free for the next one.
             traceback.clear_frames(error.__traceback__)
             raise
+
+
+@contextmanager
+def _peaks_of(device: Device) -> Iterator[Taken | None]:
+    """Give the peaks since the context began, whoever resets them; ``None`` but on CUDA."""
+    if device.torch_device.type != "cuda":
+        yield None
+        return
+    import torch
+
+    from pytest_gpumem.emulated_process.peaks import KeptPeaks
+
+    peaks = KeptPeaks()
+    device.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    index = torch.cuda.current_device()
+
+    def taken() -> tuple[int, int]:
+        peaks.take()
+        return peaks.reserved[index], peaks.allocated[index]
+
+    with before_each_reset(peaks.take, "cuda"):
+        yield taken
+
+
+def _whole_peak(prepared: PreparedStep, taken: Taken | None) -> dict[str, float]:
+    """Run the step as a program does, one after the other, until no more is reserved, and return the peaks since it was built.
+
+    Measuring runs it in other ways besides, and gives back what the allocator keeps. Nothing on a device that does not reserve.
+    """
+    if taken is None:
+        return {}
+    before = 0
+    for _ in range(_MOST_STEPS):
+        run_phases(prepared.phases)
+        reserved, _ = taken()
+        if reserved == before:
+            break
+        before = reserved
+    reserved, allocated = taken()
+    return {"peak_reserved": reserved, "peak_allocated": allocated}
+
+
+_MOST_STEPS = 8
+"""Steps after which an allocator that still takes more is left."""
 
 
 def _needs_no_arguments(function: Callable[..., Any], name: str) -> None:

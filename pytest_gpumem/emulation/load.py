@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from pytest_gpumem.emulation.build import FIRST, stand_ins
@@ -114,6 +114,16 @@ def load(word: str) -> Emulation:
     os.environ.update(compiler_variables(driver, os.environ))
     _loaded.append(Emulation(gpu, runtime, cudnn))
     return _loaded[0]
+
+
+def become(gpu: Gpu) -> None:
+    """Emulate another GPU in this process, which emulates one and has not begun to use it.
+
+    Args:
+        gpu: The GPU, with any amount of memory.
+    """
+    _loaded[0].runtime.gpumem_configure(ctypes.byref(_configuration(gpu)))
+    _loaded[0] = replace(_loaded[0], gpu=gpu)
 
 
 def _configuration(gpu: Gpu) -> _Configuration:

@@ -738,3 +738,21 @@ def forget_operators_of_meshes() -> None:
     if clear is None:
         clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
     clear()
+
+
+@contextmanager
+def gpu_unseen() -> Iterator[None]:
+    """Have what is imported within find no GPU, as some libraries begin to use it at once: a forked process cannot, then.
+
+    Counting GPUs is such a use, too (``register_fork_handler_for_device_init``). What torch has kept of that it found none is
+    forgotten: ``torch.utils._triton`` asks once whether a GPU has Triton.
+    """
+    import torch
+
+    # The compiler knows as many by their number as are counted when it is loaded.
+    with replaced(torch.cuda, "is_available", lambda: False), replaced(torch.cuda, "device_count", lambda: 1):
+        yield
+    asked = vars(sys.modules.get("torch.utils._triton", object)).values()
+    for function in asked:
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()

@@ -44,6 +44,7 @@ def test_precision_comes_first_then_checkpointing_accumulation_the_optimizer_and
         "amp-bf16,checkpoint=blocks,accumulate=2",
         "amp-bf16,checkpoint=blocks,accumulate=4",
         "amp-bf16,checkpoint=blocks,accumulate=8",
+        "bf16,checkpoint=blocks,accumulate=8",
         "amp-bf16,checkpoint=blocks,optimizer=adamw-8bit,accumulate=8",
         "amp-bf16,checkpoint=offload,optimizer=adamw-8bit,accumulate=8",
     ]

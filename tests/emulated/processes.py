@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import os
 import subprocess
 import sys
@@ -13,9 +11,8 @@ from typing import Any
 
 from pytest_gpumem.emulated_process import before_torch
 from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
-from pytest_gpumem.emulation import load
 from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.emulation.load import become, current_emulation
 from tests import preloaded
 
 REPOSITORY = Path(__file__).parents[2]
@@ -97,9 +94,5 @@ def can_be_preloaded(gpu: str, environment: dict[str, str]) -> bool:
 
 def emulate() -> None:
     """Be as if torch were only loaded now, on the GPU that the environment names, and recorded if need be."""
-    there = current_emulation()
-    assert there is not None
-    gpu = load.emulated_gpu(os.environ[VARIABLE])
-    there.runtime.gpumem_configure(ctypes.byref(load._configuration(gpu)))
-    load._loaded[:] = [dataclasses.replace(there, gpu=gpu)]
+    become(emulated_gpu(os.environ[VARIABLE]))
     before_torch.record_if_told_to()

@@ -16,8 +16,8 @@ from tests.pages import FENCE
 
 COMMAND = re.compile(r"^(?:\$ )?((?:gpumem|pytest|python) .*)$", re.MULTILINE)
 NAMES_A_DEVICE = re.compile(r"--(?:gpumem-)?device[= ]|gpumem (?:emulate|fit) ")
-LEFT_OUT = ("torchrun", "xpu", "example_project", "[--", "...", "cpu")
-"""Of a command that is a synopsis, or of ranks, recipes and the CPU, which have tests of their own."""
+LEFT_OUT = ("torchrun", "xpu", "example_project", "[--", "...", "cpu", "hf:meta-llama")
+"""Of a command that is a synopsis, or of ranks, recipes, the CPU and models by name, which have tests of their own."""
 RECORD = "pytest --gpumem-update=new --gpumem-device=emulated:h100"
 PAGES = (
     "README.md",

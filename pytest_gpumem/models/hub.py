@@ -1,0 +1,136 @@
+"""Models of transformers by their configuration: from the hub, a folder or a file. No weights, no code of the hub's."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.inputs import Inputs, inputs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from pytest_gpumem.models.name import BatchSize, ModelName
+
+_MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM", "CTC")
+"""Kinds of transformers' models, of which the first is taken where a configuration names no class."""
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+_FEWEST = 2
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that can be built as often as is wanted, with random weights, and its batch."""
+
+    name: ModelName
+    model_class: Any
+    config: Any
+    inputs: Inputs
+
+    def build(self, dtype: torch.dtype) -> torch.nn.Module:
+        """Return a new model whose weights are made in a dtype, as they are when they are loaded in it."""
+        import torch
+
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            made: torch.nn.Module = self.model_class(copy.deepcopy(self.config))
+        finally:
+            torch.set_default_dtype(before)
+        return made
+
+    def batch(self) -> dict[str, Any]:
+        """Return a new batch."""
+        return self.inputs.batch()
+
+    @property
+    def title(self) -> str:
+        """Its name, its class, and the size of its batch."""
+        return f"{self.name}: {self.model_class.__name__}, random weights; batch {self.inputs.size}"
+
+
+def named_model(name: ModelName, size: BatchSize | None, *, trains: bool) -> NamedModel:
+    """Return the model of a name.
+
+    Args:
+        name: It, with the source.
+        size: The size of its batch, if not one sample of a usual length.
+        trains: Whether it has to give a loss. Without a cache of keys and values, then, as one trains.
+
+    Raises:
+        ModelError: There is none, or it needs code of its own, or no batch can be made for it.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(f"{name} needs transformers: pip install transformers") from None
+    config = _configuration(transformers, name)
+    if name.is_tiny:
+        for part in _parts(config):
+            _shrink(part)
+    if trains and hasattr(config, "use_cache"):
+        config.use_cache = False
+    model_class = _class_of(transformers, name, config)
+    try:
+        return NamedModel(name, model_class, config, inputs_of(model_class, config, size, trains=trains))
+    except AttributeError as error:
+        raise ModelError(f"{name}: its configuration lacks what a batch is made of: {error}") from None
+
+
+def _configuration(transformers: Any, name: ModelName) -> Any:
+    where = Path(name.name).expanduser()
+    path = str(where) if where.exists() else name.name
+    if where.is_dir() and not (where / "config.json").is_file():
+        raise ModelError(f"{name}: there is no config.json in this folder")
+    try:
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001, each class of configurations checks its values in its own way
+        text = str(error)
+        if "trust_remote_code" in text:
+            raise ModelError(
+                f"{name}: its configuration needs code of its own (trust_remote_code), which is not run; write a function that "
+                "returns (model, batch), and name it as MODULE:FUNCTION"
+            ) from None
+        raise ModelError(f"{name}: {' '.join(text.split()) or type(error).__name__}") from None
+
+
+def _class_of(transformers: Any, name: ModelName, config: Any) -> Any:
+    names = config.architectures or ()
+    for one in names:
+        if (found := getattr(transformers, one, None)) is not None:
+            return found
+    if names:
+        raise ModelError(f"{name}: transformers {transformers.__version__} has no class {', '.join(names)}")
+    for kind in _MAPPINGS:
+        mapping = getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", {})
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ModelError(
+        f'{name}: its configuration names no class; add one to config.json, like "architectures": ["LlamaForCausalLM"]'
+    )
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """Yield a configuration and those within it, as of a text and a vision model."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from _parts(part)
+
+
+def _shrink(config: Any) -> None:
+    """Leave at most two layers of each kind, and as many entries in lists that have one for each."""
+    for name in _LAYERS:
+        layers = getattr(config, name, None)
+        if not isinstance(layers, int) or layers <= _FEWEST:
+            continue
+        setattr(config, name, _FEWEST)
+        for key, value in list(vars(config).items()):
+            if isinstance(value, list) and len(value) == layers:
+                setattr(config, key, value[:_FEWEST])

@@ -1,0 +1,51 @@
+"""The table of configs and cards."""
+
+from __future__ import annotations
+
+from pytest_gpumem.advice.card_table import CardTrials, card_table, conclusions
+from pytest_gpumem.advice.search_order import Tried, recommended
+from pytest_gpumem.step_config.config import StepConfig
+
+GB = 10**9
+FP32, BF16, BLOCKS = map(StepConfig.parse, ("fp32", "bf16", "bf16,checkpoint=blocks"))
+
+
+def card(name, gigabytes, *tried):
+    limit = gigabytes * GB
+    return CardTrials(name, limit, tried, recommended(tried, limit))
+
+
+LARGE = card("H100 80GB", 80, Tried(FP32, 120 * GB), Tried(BF16, 70 * GB))
+SMALL = card("L4", 24, Tried(FP32, 120 * GB), Tried(BF16, 70 * GB), Tried(BLOCKS, 30 * GB))
+OLD = card(
+    "V100 16GB",
+    16,
+    Tried(FP32, why_not="torch has no kernels for it"),
+    Tried(BF16, why_not="torch has no kernels for it"),
+)
+
+
+def test_a_row_is_a_config_and_a_column_a_card_the_recommended_one_first():
+    assert card_table([LARGE, SMALL]) == [
+        "config                  H100 80GB (80.00 GB)   L4 (24.00 GB)",
+        "bf16                              70.00 GB *  lacks 46.00 GB",
+        "fp32                          lacks 40.00 GB  lacks 96.00 GB",
+        "bf16,checkpoint=blocks                         lacks 6.00 GB",
+        "  reserved by PyTorch's allocator; * is recommended",
+    ]
+    assert conclusions([LARGE, SMALL]) == [
+        "H100 80GB: bf16, 70.00 GB of 80.00 GB",
+        "L4: nothing fits; the smallest, bf16,checkpoint=blocks, lacks 6.00 GB of 24.00 GB",
+    ]
+
+
+def test_why_something_cannot_run_is_told_once_below():
+    lines = card_table([LARGE, OLD])
+    assert lines[1].split() == ["bf16", "70.00", "GB", "*", "cannot", "run"]
+    assert lines[3:] == [
+        "  reserved by PyTorch's allocator; * is recommended",
+        "  V100 16GB: torch has no kernels for it",
+    ]
+    assert conclusions([OLD]) == ["V100 16GB: nothing could be measured"]
+    some = card("T4", 16, Tried(FP32, 10 * GB), Tried(BF16, why_not="it has no bfloat16"))
+    assert card_table([some])[-1] == "  bf16 on T4: it has no bfloat16"

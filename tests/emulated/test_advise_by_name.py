@@ -1,0 +1,170 @@
+"""Models by name on emulated cards: what is said to fit is what a program needs, to the byte, also near a card's limit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.emulated.processes import REPOSITORY
+
+pytest.importorskip("transformers")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+PROGRAM = """
+import transformers
+
+config = transformers.AutoConfig.from_pretrained("model")
+config.use_cache = False
+torch.set_default_dtype(torch.bfloat16)
+with torch.device("cuda"):
+    model = transformers.LlamaForCausalLM(config)
+torch.set_default_dtype(torch.float32)
+optimizer = torch.optim.AdamW(model.parameters())
+tokens = torch.randint(32000, (2, 1024)).cuda()
+labels = torch.randint(32000, (2, 1024)).cuda()
+try:
+    for step in range(4):
+        model(input_ids=tokens, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+except torch.OutOfMemoryError:
+    print("ran out")
+"""
+ADVICE = """
+from pytest_gpumem.advice.cards import begin, capacity_of, try_on, with_capacity
+from pytest_gpumem.advice.trial import subject_by_name
+from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.models.hub import named_model
+from pytest_gpumem.models.name import batch_size, model_name
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.torch_support.private_api import gpu_unseen
+
+begin("emulated:h100")
+with gpu_unseen():
+    subject = subject_by_name(named_model(model_name("hf:model"), batch_size("2x1024"), trains=True), trains=True)
+for capacity in {capacities}:
+    card = emulated_gpu("emulated:h100")
+    card = with_capacity(card, capacity) if capacity else card
+    tried, _ = try_on(card, subject, StepConfig.parse("bf16"))
+    print(tried.allocated, tried.peak, tried.fits(capacity_of(card)), tried.why_not)
+"""
+CONTEXT = 520 * 2**20
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return folder
+
+
+def test_what_fits_is_what_a_program_needs_also_where_the_allocator_has_to_give_back(processes, on_gpu, model):
+    allocated, reserved = map(int, on_gpu(PROGRAM).split())
+    assert allocated < reserved
+    capacities = [0, reserved, reserved - 2**21, (allocated + reserved) // 2, allocated + 2**20, allocated - 2**20]
+    done = processes.run(ADVICE.format(capacities=capacities))
+    assert done.returncode == 0, done.stderr
+    roomy, *limited = [line.split() for line in done.stdout.splitlines()]
+    assert roomy == [str(allocated), str(reserved), "True"]
+    for capacity, (_, peak, fits, *_) in zip(capacities[1:], limited, strict=True):
+        size = capacity + CONTEXT
+        ran_out = "ran out" in on_gpu(PROGRAM, f"{size}B")
+        assert (fits == "True") == (not ran_out), capacity
+        assert (int(peak) <= capacity) == (fits == "True")
+    assert {fits for _, _, fits, *_ in limited} == {"True", "False"}
+
+
+def test_a_table_of_cards_says_which_config_fits_and_which_card_has_no_kernels(processes, model):
+    cards = [f"--device=emulated:{word}" for word in ("h100", "v100", "1500MB")]
+    done = processes.gpumem("advise", "hf:model", "--batch", "2x1024", "--config", "fp32", "--config", "bf16", *cards)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "hf:model: LlamaForCausalLM, random weights; batch 2x1024"
+    table = next(n for n, line in enumerate(lines) if line.startswith("config "))
+    assert [line.split()[0] for line in lines[table + 1 : table + 3]] == ["fp32", "bf16"]
+    assert "cannot run" in lines[table + 1]
+    assert any(line.startswith("  V100 16GB: torch ") and "none for 7.0" in line for line in lines)
+    assert any(line.startswith("H100 80GB: fp32, ") for line in lines)
+    assert any(line.startswith("H100 with 1500MB: nothing fits; the smallest, bf16, lacks ") for line in lines)
+    assert "    optimizer = torch.optim.AdamW(model.parameters())" in lines
+    assert "Traceback" not in done.stderr
+
+
+def test_inference_takes_less_and_shows_its_own_code(processes, model):
+    done = processes.gpumem("advise", "hf:model", "--infer", "--device=emulated:h100", "--fits", "700MB")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "H100 80GB: bf16, " in done.stdout
+    code = "    model.eval()\n    model.to(torch.bfloat16)\n    with torch.inference_mode():\n        output = model(**batch)\n"
+    assert code in done.stdout
+
+
+FAILS = """
+import torch
+from pytest_gpumem.advice.cards import TrialFailed, begin, try_on
+from pytest_gpumem.advice.trial import AdviceSubject
+from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.step_config.config import StepConfig
+
+begin("emulated:h100")
+
+
+def build(dtype):
+    {how}
+
+
+try:
+    print(try_on(emulated_gpu("emulated:h100"), AdviceSubject(build, {{}}, None, ()), StepConfig.parse("{config}"))[0].why_not)
+except TrialFailed as failed:
+    print(failed)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "config", "told"),
+    [
+        ("raise RuntimeError('planted')", "fp32", "the model fails by itself: RuntimeError: planted"),
+        ("raise RuntimeError('planted')", "bf16", "RuntimeError: planted"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "bf16",
+            "the process of bf16 ended with signal SIGKILL, as of ",
+        ),
+        ("import os; os._exit(3)", "fp32", "the process of fp32 ended with exit code 3"),
+    ],
+)
+def test_a_process_that_fails_ends_none_but_its_own(on_gpu, how, config, told):
+    assert on_gpu(FAILS.format(how=how, config=config)).startswith(told)
+
+
+LLAMA_3_8B = {
+    **CONFIG,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+
+
+def test_the_guides_example_is_what_llama_3_8b_takes(processes, model):
+    (model / "config.json").write_text(json.dumps(LLAMA_3_8B), encoding="utf-8")
+    words = ["--batch", "1x4096", "--device=emulated:h100", "--config", "bf16,checkpoint=blocks"]
+    done = processes.gpumem("advise", "hf:model", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("H100 80GB: ")]
+    assert told == "H100 80GB: bf16,checkpoint=blocks, 83.00 GB of 84.48 GB"
+    assert told in (REPOSITORY / "docs/guide/fits.md").read_text(encoding="utf-8")
