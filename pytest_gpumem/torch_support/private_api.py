@@ -431,29 +431,37 @@ def outside_autocast(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def tf32_allowed(allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 in float32 matrix products and convolutions of a GPU, within the context.
+    """Allow or forbid TF32 in float32 matrix products, convolutions and recurrent layers of a GPU, within the context.
 
-    Since torch 2.9 each backend has a setting of its own, and asking for the older, common ones fails when they differ.
+    Since torch 2.9 each backend has a setting of its own. The older, common ones are set to the same before: to ask for one
+    that differs fails, and ``torch.backends.cudnn.flags`` asks, which models use around a loss.
     """
     import torch
 
-    settings: list[tuple[Any, str, object]]
-    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        precision = "tf32" if allowed else "ieee"
-        settings = [
-            (torch.backends.cuda.matmul, "fp32_precision", precision),
-            (torch.backends.cudnn.conv, "fp32_precision", precision),  # type: ignore[attr-defined]
-        ]
-    else:
-        settings = [(torch.backends.cuda.matmul, "allow_tf32", allowed), (torch.backends.cudnn, "allow_tf32", allowed)]
-    before = [getattr(holder, name) for holder, name, _ in settings]
-    for holder, name, value in settings:
-        setattr(holder, name, value)
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    common = [(matmul, "allow_tf32"), (cudnn, "allow_tf32")]
+    holders: list[Any] = [matmul, cudnn.conv, cudnn.rnn] if hasattr(matmul, "fp32_precision") else []  # type: ignore[attr-defined]
+    own = [(holder, "fp32_precision") for holder in holders]
+    before = [(holder, name, _setting(holder, name)) for holder, name in (*common, *own)]
+    for holder, name in common:
+        setattr(holder, name, allowed)
+    for holder, name in own:
+        setattr(holder, name, "tf32" if allowed else "ieee")
     try:
         yield
     finally:
-        for (holder, name, _), value in zip(settings, before, strict=True):
-            setattr(holder, name, value)
+        for holder, name, value in before:
+            if value is not None:
+                setattr(holder, name, value)
+
+
+def _setting(holder: Any, name: str) -> object:
+    """Return a setting of a backend; ``None`` for a common one that can have no value, as its parts differ."""
+    try:
+        value: object = getattr(holder, name)
+    except RuntimeError:
+        return None
+    return value
 
 
 @contextmanager

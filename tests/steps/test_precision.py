@@ -135,7 +135,7 @@ def settings():
     """How float32 products and convolutions of a GPU run."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     if hasattr(matmul, "fp32_precision"):
-        return matmul.fp32_precision, cudnn.conv.fp32_precision
+        return matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
     return matmul.allow_tf32, cudnn.allow_tf32
 
 
@@ -156,6 +156,31 @@ def test_products_and_convolutions_are_as_the_precision_says_and_afterwards_as_b
     assert settings() == outside
     # The common setting can be asked for: torch refuses when those of the backends contradict one another.
     assert torch.get_float32_matmul_precision() in ("highest", "high")
+
+
+@pytest.mark.parametrize("word", ["fp32", "tf32", "bf16"])
+def test_a_model_can_ask_for_the_common_settings_meanwhile(outside, word):
+    with float32_precision(word, GPU):
+        # As around a CTC loss, which has no kernel of cuDNN's for every length.
+        with torch.backends.cudnn.flags(enabled=False):
+            pass
+        assert torch.backends.cudnn.allow_tf32 == (word == "tf32")
+        assert torch.backends.cuda.matmul.allow_tf32 == (word == "tf32")
+    assert settings() == outside
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="one setting for all before 2.9")
+def test_settings_that_differ_are_as_they_were_afterwards(outside):
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
+    cudnn.rnn.fp32_precision = "ieee"
+    try:
+        mixed = settings()
+        with float32_precision("fp32", GPU):
+            assert set(settings()) == {"ieee"}
+        assert settings() == mixed
+    finally:
+        cudnn.allow_tf32 = before
 
 
 def test_matrix_products_are_as_before_after_an_error(outside):
