@@ -28,12 +28,20 @@ class CardTrials:
 
 
 def card_table(cards: Sequence[CardTrials]) -> list[str]:
-    """Return lines: a config in each row, those that are recommended first, and a card in each column."""
+    """Return lines: a config in each row, those that are recommended first, and a card in each column.
+
+    Of more cards than configs each has a row.
+    """
     configs = dict.fromkeys(one.chosen.config for one in cards if one.chosen is not None)
     configs |= dict.fromkeys(one.config for card in cards for one in card.tried)
-    rows = [[str(config), *(_cell(card, config) for card in cards)] for config in configs]
-    header = ["config", *(f"{card.name} ({format_bytes(card.limit)})" for card in cards)]
-    return [*columns(header, rows, left=(0,)), *_reasons(cards)]
+    titles = [f"{card.name} ({format_bytes(card.limit)})" for card in cards]
+    rows = [[_cell(card, config) for card in cards] for config in configs]
+    words = [str(config) for config in configs]
+    if len(cards) > len(words):
+        header, named = ["card", *words], [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
+    else:
+        header, named = ["config", *titles], [[word, *cells] for word, cells in zip(words, rows, strict=True)]
+    return [*columns(header, named, left=(0,)), *_reasons(cards)]
 
 
 def conclusions(cards: Sequence[CardTrials]) -> list[str]:

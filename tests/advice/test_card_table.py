@@ -39,6 +39,16 @@ def test_a_row_is_a_config_and_a_column_a_card_the_recommended_one_first():
     ]
 
 
+def test_more_cards_than_configs_have_a_row_each():
+    cards = [card(name, limit, Tried(BF16, 20 * GB)) for name, limit in (("A", 10), ("B", 30), ("C", 40))]
+    assert card_table(cards)[:4] == [
+        "card                    bf16",
+        "A (10.00 GB)  lacks 10.00 GB",
+        "B (30.00 GB)      20.00 GB *",
+        "C (40.00 GB)      20.00 GB *",
+    ]
+
+
 def test_why_something_cannot_run_is_told_once_below():
     lines = card_table([LARGE, OLD])
     assert lines[1].split() == ["bf16", "70.00", "GB", "*", "cannot", "run"]
