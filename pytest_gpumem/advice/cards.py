@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Tried
 from pytest_gpumem.advice.trial import try_config
+from pytest_gpumem.devices.emulated import why_no_kernels
 from pytest_gpumem.devices.registry import make_cuda
 from pytest_gpumem.emulated_process.before_torch import install
 from pytest_gpumem.emulated_process.start import emulate
-from pytest_gpumem.emulated_process.usage import no_kernels
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, become, current_emulation
 from pytest_gpumem.step_config.errors import NotAStep
 
@@ -34,7 +34,7 @@ _ANY_MEMORY = 2**43
 
 
 class TrialFailed(Exception):
-    """A process in which a step was tried ended without a result, or the model's own code raised. The message is a sentence."""
+    """The model's own code raised in the first step that was tried. The message is a sentence."""
 
 
 def begin(word: str) -> None:
@@ -67,7 +67,7 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried,
 
     Raises:
         NotAStep: The subject gives no such step.
-        TrialFailed: The model's own code raised, or its process ended.
+        TrialFailed: The model's own code raised, under the config that all others are tried after.
     """
     roomy, lacking = _in_fork(replace(gpu, total_bytes=_ANY_MEMORY), subject, config)
     if roomy.peak is None or roomy.allocated is None or not roomy.allocated <= capacity_of(gpu) < roomy.peak:
@@ -86,7 +86,7 @@ def _in_fork(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trie
         kind, told = receiving.recv()
     except EOFError:
         process.join()
-        raise TrialFailed(f"the process of {config} ended with {_ending(process.exitcode)}") from None
+        return Tried(config, why_not=f"its process ended with {_ending(process.exitcode)}"), None
     finally:
         if process.is_alive():
             process.join(_SECONDS)
@@ -126,9 +126,7 @@ def _try(sending: Connection, gpu: Gpu, subject: AdviceSubject, config: StepConf
 
 
 def _tried(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
-    import torch
-
-    why = no_kernels(torch.__version__, torch.cuda.get_arch_list(), gpu.capability)
+    why = why_no_kernels(gpu)
     if why is not None:
         return Tried(config, why_not=why), None
     tried = try_config(make_cuda(), subject, config)

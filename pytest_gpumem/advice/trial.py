@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +22,20 @@ from pytest_gpumem.steps.model_step import built_on
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
-from pytest_gpumem.torch_support.reset_guard import before_each_reset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     import torch
 
     from pytest_gpumem.advice.snippet import BlockContainer
-    from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.measure.prepared import PreparedStep
     from pytest_gpumem.models.hub import NamedModel
     from pytest_gpumem.step_config.blocks import Block
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
-
-    Taken = Callable[[], tuple[int, int]]
-    """Returns the most bytes that were reserved, and those that tensors held at most."""
 
 _NO_BLOCKS = (
     "the model has no repeated blocks (a ModuleList or Sequential of modules of one type); "
@@ -157,7 +153,7 @@ def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict
 
     context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
     with ExitStack() as stack:
-        taken = stack.enter_context(_peaks_of(device))
+        peak = stack.enter_context(device.peak_from_now_on())
         device.open()
         # In this order, since a device that has failed may not settle any more.
         stack.callback(device.close)
@@ -169,7 +165,7 @@ def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict
         )
         try:
             with step as prepared:
-                whole = _whole_peak(prepared, taken)
+                whole = _whole_peak(prepared, peak)
                 if whole and not device.tells_time:
                     return whole
                 return {**prepared.measure().metrics(), **whole}
@@ -179,45 +175,21 @@ def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict
             raise
 
 
-@contextmanager
-def _peaks_of(device: Device) -> Iterator[Taken | None]:
-    """Give the peaks since the context began, whoever resets them; ``None`` but on CUDA."""
-    if device.torch_device.type != "cuda":
-        yield None
-        return
-    import torch
-
-    from pytest_gpumem.emulated_process.peaks import KeptPeaks
-
-    peaks = KeptPeaks()
-    device.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    index = torch.cuda.current_device()
-
-    def taken() -> tuple[int, int]:
-        peaks.take()
-        return peaks.reserved[index], peaks.allocated[index]
-
-    with before_each_reset(peaks.take, "cuda"):
-        yield taken
-
-
-def _whole_peak(prepared: PreparedStep, taken: Taken | None) -> dict[str, float]:
+def _whole_peak(prepared: PreparedStep, peak: Callable[[], Peak] | None) -> dict[str, float]:
     """Run the step as a program does, one after the other, until no more is reserved, and return the peaks since it was built.
 
     Measuring runs it in other ways besides, and gives back what the allocator keeps. Nothing on a device that does not reserve.
     """
-    if taken is None:
+    if peak is None:
         return {}
-    before = 0
+    before, now = None, peak()
     for _ in range(_MOST_STEPS):
         run_phases(prepared.phases)
-        reserved, _ = taken()
-        if reserved == before:
+        now = peak()
+        if now == before:
             break
-        before = reserved
-    reserved, allocated = taken()
-    return {"peak_reserved": reserved, "peak_allocated": allocated}
+        before = now
+    return {"peak_allocated": now.allocated, **({} if now.reserved is None else {"peak_reserved": now.reserved})}
 
 
 _MOST_STEPS = 8

@@ -314,7 +314,9 @@ def _device(name: str) -> Device:
     try:
         return Devices(known).get(name)
     except DeviceUnavailable as unavailable:
-        raise click.ClickException(f"{unavailable}; --device cpu measures on the CPU") from None
+        raise click.ClickException(
+            f"{unavailable}; --device emulated:h100 measures on a GPU that is emulated, --device cpu on the CPU"
+        ) from None
 
 
 def _function(text: str) -> Callable[[], Any]:

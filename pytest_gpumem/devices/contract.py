@@ -406,6 +406,14 @@ class Device(ABC):
     def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
         """Forget the blocks that are neither in ``since`` (what was `known` at some moment) nor in ``storages``."""
 
+    @contextmanager
+    def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:
+        """Give a function that returns the peak since the context began, whoever resets it meanwhile, with all that is live.
+
+        ``None`` on a device that reserves nothing.
+        """
+        yield None
+
     # Taking times
 
     def lost(self) -> str | None:

@@ -19,6 +19,7 @@ from pytest_gpumem.devices.profiled import check_change
 from pytest_gpumem.emulation.load import CONTEXT_BYTES
 from pytest_gpumem.measurement import Environment
 from pytest_gpumem.torch_support.private_api import tf32_allowed
+from pytest_gpumem.torch_support.reset_guard import before_each_reset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,6 +112,23 @@ class CudaDevice(Device):
 
     def tf32(self, allowed: bool) -> AbstractContextManager[object]:
         return tf32_allowed(allowed)
+
+    @contextmanager
+    def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:
+        import torch
+
+        from pytest_gpumem.emulated_process.peaks import KeptPeaks
+
+        peaks, index = KeptPeaks(), self.torch_device.index or 0
+        self.empty_cache()
+        torch.cuda.reset_peak_memory_stats(index)
+
+        def peak() -> Peak:
+            peaks.take()
+            return Peak(peaks.allocated[index], peaks.reserved[index])
+
+        with before_each_reset(peaks.take, "cuda"):
+            yield peak
 
     def start(self, undo: ExitStack) -> None:
         self._counter = self._probe()

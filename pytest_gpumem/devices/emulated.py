@@ -13,6 +13,7 @@ from pytest_gpumem.devices.cuda import CudaDevice, OtherGpu, cuda_slug
 from pytest_gpumem.devices.cuda_runtime import TorchCuda, gpus_beside
 from pytest_gpumem.devices.memory_ledger import MemoryLedger
 from pytest_gpumem.devices.profiled import kernel_name
+from pytest_gpumem.emulated_process.usage import no_kernels
 from pytest_gpumem.emulation.load import CARD
 from pytest_gpumem.values.option_words import EMULATED_SLUG, LOWER_BOUND
 from pytest_gpumem.values.unknown_reads import NOTHING_READ
@@ -20,6 +21,7 @@ from pytest_gpumem.values.unknown_reads import NOTHING_READ
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.emulation.load import Emulation
     from pytest_gpumem.host_values.mode import HostValues
     from pytest_gpumem.measurement import Environment
@@ -102,6 +104,13 @@ class _EmulatedCuda(TorchCuda):
         for symbol, times in self._emulation.launches().items():
             found[kernel_name(_demangled(symbol))] += times
         return found
+
+
+def why_no_kernels(gpu: Gpu) -> str | None:
+    """Return why none of torch's kernels runs on a GPU, as a clause; ``None`` where they do."""
+    import torch
+
+    return no_kernels(torch.__version__, torch.cuda.get_arch_list(), gpu.capability)
 
 
 def _values() -> HostValues | None:

@@ -92,9 +92,10 @@ def test_a_table_of_cards_says_which_config_fits_and_which_card_has_no_kernels(p
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "hf:model: LlamaForCausalLM, random weights; batch 2x1024"
-    table = next(n for n, line in enumerate(lines) if line.startswith("config "))
-    assert [line.split()[0] for line in lines[table + 1 : table + 3]] == ["fp32", "bf16"]
-    assert "cannot run" in lines[table + 1]
+    table = next(n for n, line in enumerate(lines) if line.startswith("card "))
+    assert lines[table].split() == ["card", "fp32", "bf16"]
+    of_v100 = next(line for line in lines[table + 1 : table + 4] if line.startswith("V100 16GB (16.38 GB) "))
+    assert of_v100.split()[-4:] == ["cannot", "run", "cannot", "run"]
     assert any(line.startswith("  V100 16GB: torch ") and "none for 7.0" in line for line in lines)
     assert any(line.startswith("H100 80GB: fp32, ") for line in lines)
     assert any(line.startswith("H100 with 1500MB: nothing fits; the smallest, bf16, lacks ") for line in lines)
@@ -139,9 +140,9 @@ except TrialFailed as failed:
         (
             "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
             "bf16",
-            "the process of bf16 ended with signal SIGKILL, as of ",
+            "its process ended with signal SIGKILL, as of too little memory here",
         ),
-        ("import os; os._exit(3)", "fp32", "the process of fp32 ended with exit code 3"),
+        ("import os; os._exit(3)", "fp32", "its process ended with exit code 3"),
     ],
 )
 def test_a_process_that_fails_ends_none_but_its_own(on_gpu, how, config, told):
