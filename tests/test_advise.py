@@ -293,6 +293,9 @@ def test_configs_that_are_named_are_measured_and_no_others(advise):
     result = advise("advised_models:make", *(word for one in words for word in ("--config", one)))
     assert result.exit_code == 0, result.output
     assert configs_in(result.stdout) == ["fp32,checkpoint=blocks", "fp32"]
+    clipped = advise("advised_models:make", "--config", "fp32,clip=1").stdout
+    assert 'as in @pytest.mark.gpumem and fixtures: config="fp32,clip=1"' in clipped
+    assert "optimizer.step()" not in clipped
 
 
 def test_inference_of_a_function_is_measured_without_a_loss(advise):

@@ -68,7 +68,7 @@ def _reasons(cards: Sequence[CardTrials]) -> list[str]:
         for one in card.tried:
             if one.why_not:
                 found.setdefault(one.why_not, []).append(f"{one.config} on {card.name}")
-    every = {one.name: len(one.tried) for one in cards}
+    every = {one.name: len(one.tried) for one in cards if one.tried}
 
     def where(mine: Sequence[str]) -> str:
         names = [name for name, count in every.items() if sum(one.endswith(f" on {name}") for one in mine) == count]

@@ -13,7 +13,7 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Tried
+from pytest_gpumem.advice.search_order import Tried
 from pytest_gpumem.advice.trial import try_config
 from pytest_gpumem.devices.emulated import why_no_kernels
 from pytest_gpumem.devices.registry import make_cuda
@@ -58,8 +58,8 @@ def capacity_of(gpu: Gpu) -> int:
 
 
 def with_capacity(gpu: Gpu, nbytes: int) -> Gpu:
-    """Return the GPU with so much memory beside a CUDA context."""
-    return replace(gpu, total_bytes=nbytes + CONTEXT_BYTES)
+    """Return the GPU with so much memory beside a CUDA context, but with no more than it has."""
+    return replace(gpu, total_bytes=min(gpu.total_bytes, nbytes + CONTEXT_BYTES))
 
 
 def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
@@ -73,7 +73,7 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried,
     if roomy.peak is None or roomy.allocated is None or not roomy.allocated <= capacity_of(gpu) < roomy.peak:
         return roomy, lacking
     own, _ = _in_fork(gpu, subject, config)
-    return (roomy if own.why_not == OUT_OF_MEMORY else own), lacking
+    return (roomy if own.peak is None else own), lacking
 
 
 def _in_fork(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
@@ -87,10 +87,11 @@ def _in_fork(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Trie
     except EOFError:
         process.join()
         return Tried(config, why_not=f"its process ended with {_ending(process.exitcode)}"), None
-    finally:
-        if process.is_alive():
-            process.join(_SECONDS)
+    except BaseException:
         process.kill()
+        raise
+    process.join(_SECONDS)
+    process.kill()
     if kind is NotAStep.__name__:
         raise NotAStep(told)
     if kind is not None:

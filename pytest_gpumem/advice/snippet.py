@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.steps.model_step import eight_bit_module
@@ -23,6 +24,21 @@ def code_snippet(config: StepConfig, device_type: str, containers: Sequence[Bloc
     batch) and ``loss_of(model, batch)``. For the configs that `advice.search_order` tries.
     """
     return [*_once(config, device_type, containers), "", *_step(config, device_type)]
+
+
+_SHOWN = ("precision", "checkpoint", "blocks", "accumulate", "optimizer", "weights")
+
+
+def is_shown(config: StepConfig) -> bool:
+    """Return whether the code of a config is known here, as of all that are searched: not of every one that may be named."""
+    others = [one.name for one in fields(config) if one.name not in _SHOWN]
+    default = type(config)()
+    precision = precision_named(config.precision)
+    return (
+        all(getattr(config, name) == getattr(default, name) for name in others)
+        and config.optimizer in ("adamw", "adamw-8bit")
+        and (precision is None or not (precision.tf32 or precision.computed))
+    )
 
 
 def inference_snippet(config: StepConfig, device_type: str) -> list[str]:

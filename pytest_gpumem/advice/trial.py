@@ -165,6 +165,9 @@ def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict
         )
         try:
             with step as prepared:
+                if not subject.trains:
+                    # How the weights were cast or quantised is not the step's.
+                    peak = stack.enter_context(device.peak_from_now_on())
                 whole = _whole_peak(prepared, peak)
                 if whole and not device.tells_time:
                     return whole
@@ -189,6 +192,8 @@ def _whole_peak(prepared: PreparedStep, peak: Callable[[], Peak] | None) -> dict
         if now == before:
             break
         before = now
+    else:
+        raise MeasuringError(f"it still takes more after {_MOST_STEPS} steps")
     return {"peak_allocated": now.allocated, **({} if now.reserved is None else {"peak_reserved": now.reserved})}
 
 

@@ -13,7 +13,7 @@ import click
 from pytest_gpumem.advice.card_table import CardTrials, card_table, conclusions
 from pytest_gpumem.advice.cards import TrialFailed, begin, capacity_of, try_on, with_capacity
 from pytest_gpumem.advice.search_order import Search, Tried, recommended
-from pytest_gpumem.advice.snippet import code_snippet, inference_snippet
+from pytest_gpumem.advice.snippet import code_snippet, inference_snippet, is_shown
 from pytest_gpumem.advice.trial import AdviceSubject, SubjectError, subject_by_name, subject_of, try_config
 from pytest_gpumem.cli.project import devices_of_plugins
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, parsed, write_lines
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     "--fits",
     metavar="SIZE",
     callback=parsed(parse_size),
-    help="The memory that the step may take: 24GB, '80 GiB'. On an emulated GPU its own, if not given.",
+    help="The memory that the step may take: 24GB, '80 GiB'. For a model by name on emulated GPUs theirs, if not given.",
 )
 @click.option(
     "--device",
@@ -247,16 +247,24 @@ def _try_card(done: list[CardTrials], gpu: Gpu, subject: AdviceSubject, search: 
         return one
 
     configs = search.over(tried, limit, subject.samples)
-    finished = _try_all(tried, configs, try_one, f"{gpu.title}: " if several else "")
+    finished = _try_all(tried, configs, try_one, f"{gpu.title}: " if several else "", goes_on=bool(done))
     why = lacking[0] if lacking else None
     done.append(CardTrials(gpu.title, limit, tuple(tried), recommended(tried, limit), why))
     return finished
 
 
 def _try_all(
-    tried: list[Tried], configs: Iterator[StepConfig], try_one: Callable[[StepConfig], Tried], where: str = ""
+    tried: list[Tried],
+    configs: Iterator[StepConfig],
+    try_one: Callable[[StepConfig], Tried],
+    where: str = "",
+    *,
+    goes_on: bool = False,
 ) -> bool:
-    """Append the result of each config to ``tried``, and return whether all were tried: not after Ctrl-C."""
+    """Append the result of each config to ``tried``, and return whether all were tried: not after Ctrl-C.
+
+    An error of the model's own ends it where there is nothing yet to lose, unless it ``goes_on``.
+    """
     try:
         for number, config in enumerate(configs, start=1):
             click.echo(f"[{number}] {where}{config} ... ", nl=False, err=True)
@@ -268,7 +276,9 @@ def _try_all(
                 mend = "; return (model, batch, loss) from the factory, where loss(output, batch) gives one number"
                 raise click.UsageError(problem + mend if no_loss else problem) from None
             except TrialFailed as error:
-                raise InputError(str(error)) from None
+                if not goes_on and not tried:
+                    raise InputError(str(error)) from None
+                one = Tried(config, why_not=str(error))
             tried.append(one)
             click.echo(one.why_not if one.peak is None else format_bytes(one.peak), err=True)
     except KeyboardInterrupt:
@@ -295,6 +305,9 @@ def _conclusion(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, 
 
 def _show_code(config: StepConfig, device_type: str, subject: AdviceSubject) -> None:
     click.echo()
+    if not is_shown(config):
+        click.echo(f'    # as in @pytest.mark.gpumem and fixtures: config="{config}"')
+        return
     inference = None if subject.trains else inference_snippet(config, device_type)
     for line in inference or code_snippet(config, device_type, subject.containers):
         click.echo(f"    {line}".rstrip())

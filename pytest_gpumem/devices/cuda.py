@@ -119,13 +119,14 @@ class CudaDevice(Device):
 
         from pytest_gpumem.emulated_process.peaks import KeptPeaks
 
-        peaks, index = KeptPeaks(), self.torch_device.index or 0
+        peaks = KeptPeaks()
         self.empty_cache()
-        torch.cuda.reset_peak_memory_stats(index)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
 
         def peak() -> Peak:
             peaks.take()
-            return Peak(peaks.allocated[index], peaks.reserved[index])
+            indices = self.random_devices()
+            return Peak(max(peaks.allocated[one] for one in indices), max(peaks.reserved[one] for one in indices))
 
         with before_each_reset(peaks.take, "cuda"):
             yield peak

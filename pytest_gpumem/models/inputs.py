@@ -23,6 +23,20 @@ _LABELS_OF_AUDIO = 32
 """Labels of a sound: about three for each second of speech."""
 _CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 _AS_LONG = ("CausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+_BEHIND_PADDING = {
+    *(
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "camembert",
+        "longformer",
+        "mpnet",
+        "data2vec-text",
+    ),
+    *("ibert", "luke", "xmod", "esm"),
+}
+"""Kinds of models that count positions from behind that of padding, and so have fewer than they name."""
 _WRITE = "write a function that returns (model, batch, loss), and name it as MODULE:FUNCTION"
 
 
@@ -85,6 +99,11 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
         tensors[_PIXELS] = _images(config, samples)
     else:
         raise ModelError(f"{model_class.__name__} takes {main}, of which nothing is known here; {_WRITE}")
+    others = sorted({_PIXELS, _FEATURES, _SAMPLES} & taken.keys() - tensors.keys()) if main == _TOKENS else []
+    if others and "return_loss" not in taken:
+        raise ModelError(
+            f"{model_class.__name__} takes {', '.join(others)} beside texts, in parts that follow none; {_WRITE}"
+        )
     if "return_loss" in taken and _PIXELS in taken:
         # Pairs of texts and images.
         tensors[_PIXELS] = _images(config, samples)
@@ -103,9 +122,13 @@ def _text(config: Any) -> Any:
 
 
 def _tokens(model_class: Any, config: Any, length: int | None) -> int:
-    positions = getattr(_text(config), "max_position_embeddings", None)
-    # Some count two more than there are (BART), and some say -1 for any number.
-    return _within(model_class, length, positions if isinstance(positions, int) and positions > 0 else None)
+    text = _text(config)
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:  # some say -1 for any number
+        return _within(model_class, length, None)
+    if getattr(text, "model_type", None) in _BEHIND_PADDING:
+        positions -= (text.pad_token_id or 0) + 1
+    return _within(model_class, length, positions)
 
 
 def _within(model_class: Any, length: int | None, positions: int | None) -> int:

@@ -438,30 +438,32 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
     """
     import torch
 
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    common = [(matmul, "allow_tf32"), (cudnn, "allow_tf32")]
-    holders: list[Any] = [matmul, cudnn.conv, cudnn.rnn] if hasattr(matmul, "fp32_precision") else []  # type: ignore[attr-defined]
-    own = [(holder, "fp32_precision") for holder in holders]
-    before = [(holder, name, _setting(holder, name)) for holder, name in (*common, *own)]
-    for holder, name in common:
-        setattr(holder, name, allowed)
-    for holder, name in own:
-        setattr(holder, name, "tf32" if allowed else "ieee")
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    common = _asked(torch.get_float32_matmul_precision), _asked(lambda: cudnn.allow_tf32)
+    own: list[Any] = [matmul, cudnn.conv, cudnn.rnn] if hasattr(matmul, "fp32_precision") else []  # type: ignore[attr-defined]
+    before = [holder.fp32_precision for holder in own]
     try:
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        cudnn.allow_tf32 = allowed
+        for holder in own:
+            holder.fp32_precision = "tf32" if allowed else "ieee"
         yield
     finally:
-        for holder, name, value in before:
-            if value is not None:
-                setattr(holder, name, value)
+        products, convolutions = common
+        if products is not None:
+            torch.set_float32_matmul_precision(products)
+        if convolutions is not None:
+            cudnn.allow_tf32 = convolutions
+        for holder, precision in zip(own, before, strict=True):
+            holder.fp32_precision = precision
 
 
-def _setting(holder: Any, name: str) -> object:
-    """Return a setting of a backend; ``None`` for a common one that can have no value, as its parts differ."""
+def _asked(setting: Callable[[], R]) -> R | None:
+    """Return a common setting; ``None`` where it has no value, as those of its parts differ."""
     try:
-        value: object = getattr(holder, name)
+        return setting()
     except RuntimeError:
         return None
-    return value
 
 
 @contextmanager
@@ -752,15 +754,17 @@ def forget_operators_of_meshes() -> None:
 def gpu_unseen() -> Iterator[None]:
     """Have what is imported within find no GPU, as some libraries begin to use it at once: a forked process cannot, then.
 
-    Counting GPUs is such a use, too (``register_fork_handler_for_device_init``). What torch has kept of that it found none is
-    forgotten: ``torch.utils._triton`` asks once whether a GPU has Triton.
+    Counting GPUs is such a use, too (``register_fork_handler_for_device_init``). What torch and transformers
+    have kept of that they found none is forgotten: ``torch.utils._triton`` asks once whether a GPU has Triton.
     """
     import torch
 
     # The compiler knows as many by their number as are counted when it is loaded.
     with replaced(torch.cuda, "is_available", lambda: False), replaced(torch.cuda, "device_count", lambda: 1):
-        yield
-    asked = vars(sys.modules.get("torch.utils._triton", object)).values()
-    for function in asked:
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
+        try:
+            yield
+        finally:
+            for name in ("torch.utils._triton", "transformers.utils.import_utils"):
+                for function in vars(sys.modules.get(name, object)).values():
+                    if hasattr(function, "cache_clear"):
+                        function.cache_clear()

@@ -164,6 +164,16 @@ def test_what_is_no_size_is_refused(text):
             "not a multiple of the number of",
         ),
         (
+            {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
+            None,
+            "takes pixel_values beside texts, in parts that follow none",
+        ),
+        (
+            {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "max_position_embeddings": 514},
+            BatchSize(1, 514),
+            "has 512 positions, and the batch has 514",
+        ),
+        (
             {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.TheirConfig"}},
             None,
             "needs code of its own (trust_remote_code), which is not run",

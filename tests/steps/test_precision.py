@@ -149,13 +149,13 @@ def outside(request):
 
 
 @pytest.mark.parametrize(("word", "within"), [("tf32", {"tf32", True}), ("bf16", {"ieee", False})])
-@pytest.mark.parametrize("outside", ["highest", "high"], indirect=True)
+@pytest.mark.parametrize("outside", ["highest", "high", "medium"], indirect=True)
 def test_products_and_convolutions_are_as_the_precision_says_and_afterwards_as_before(word, within, outside):
     with float32_precision(word, GPU):
         assert set(settings()) <= within
     assert settings() == outside
     # The common setting can be asked for: torch refuses when those of the backends contradict one another.
-    assert torch.get_float32_matmul_precision() in ("highest", "high")
+    assert torch.get_float32_matmul_precision() in ("highest", "high", "medium")
 
 
 @pytest.mark.parametrize("word", ["fp32", "tf32", "bf16"])
