@@ -56,12 +56,12 @@ class Pair:
 
     @property
     def percent(self) -> float:
-        """How far the emulated one is off."""
+        """The emulated figure's difference to the measured one, in percent of that."""
         return 0.0 if self.emulated == self.real else 100 * (self.emulated - self.real) / (self.real or 1)
 
     @property
     def kind(self) -> str:
-        """What the case is of: a model of the table of truth, or an operator or a layer."""
+        """The case's kind: a model of the table of truth, or an operator or a layer."""
         return self.case.partition("/")[0].partition("[")[0]
 
 

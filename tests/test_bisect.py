@@ -108,7 +108,7 @@ NO_WORKTREES = "--setup ran in worktrees that are gone now: what it installed ma
 
 
 def test_runs_with_a_setup_are_one_at_a_time(repository, tmp_path):
-    """What --setup installs is there for every run, until the next one installs something else."""
+    """A set-up's packages are there for every run, until the next one installs something else."""
     log = tmp_path / "log"
     conftest = repository.path / "conftest.py"
     ended = (

@@ -169,3 +169,29 @@ def test_the_guides_example_is_what_llama_3_8b_takes(processes, model):
     (told,) = [line for line in done.stdout.splitlines() if line.startswith("H100 80GB: ")]
     assert told == "H100 80GB: bf16,checkpoint=blocks, 83.00 GB of 84.48 GB"
     assert told in (REPOSITORY / "docs/guide/fits.md").read_text(encoding="utf-8")
+
+
+CAST = """
+import torch
+from pytest_gpumem.advice.cards import begin, try_on
+from pytest_gpumem.advice.trial import AdviceSubject
+from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.step_config.config import StepConfig
+
+begin("emulated:h100")
+
+
+def build(dtype):
+    return torch.nn.Linear(8192, 8192, bias=False)
+
+
+subject = AdviceSubject(build, torch.ones(8, 8192), None, (), trains=False)
+print(*(try_on(emulated_gpu("emulated:h100"), subject, StepConfig.parse(word))[0].peak for word in ("fp32", "bf16")))
+"""
+
+
+def test_inference_takes_what_the_cast_model_takes_and_not_what_casting_took(on_gpu):
+    whole, cast = map(int, on_gpu(CAST).split())
+    weights = 8192 * 8192 * 4
+    assert weights < whole
+    assert weights / 2 < cast < weights
