@@ -11,7 +11,8 @@ import pytest
 
 from pytest_gpumem.gate.verdict import Cell, Outcome
 from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.html.page import anchor_of, html, in_lines
+from pytest_gpumem.reports.html.document import in_lines
+from pytest_gpumem.reports.html.page import anchor_of, html
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.browser.conftest import INK, prefer
 from tests.browser.reports import FAILURE, explained, many, small

@@ -1,19 +1,17 @@
-"""A session's report as one HTML file: markup, styles, scripts and data, and nothing that is fetched."""
+"""A session's report as an HTML page."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.reports.causes import cause_cells, cause_notes, causes_in
-from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.html.charts import matrix_chart
+from pytest_gpumem.reports.html.document import document
 from pytest_gpumem.reports.html.panels import Panel, panel_of
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
@@ -32,11 +30,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.view import ReportRow, Status
     from pytest_gpumem.units import UnitSystem
 
-_POLICY = (
-    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
-    "base-uri 'none'; form-action 'none'"
-)
-"""Policy by which nothing is fetched, and only this package's scripts run, by their hashes. Plotly needs styles inline."""
 _HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": "Nothing was gated"}
 _METRICS = ("peak_allocated", "step_time")
 _LONGEST = 60
@@ -140,36 +133,7 @@ class Page:
 
 def html(report: SessionReport) -> str:
     """Return the page. Raises ``ImportError`` where plotly or jinja2 is not installed (extra ``report``)."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup, escape
-    from plotly.offline import get_plotlyjs
-
-    environment = Environment(
-        loader=PackageLoader("pytest_gpumem.reports.html", "."),
-        autoescape=True,
-        # A text is one line but for those with the filter ``lines``.
-        finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["lines"] = lambda text: escape(in_lines(text))
-    scripts = tuple(map(_source, ("charts.js", "page.js")))
-    plotly = _within_a_script(get_plotlyjs())
-    text = environment.get_template("page.html.jinja").render(
-        page=page_of(report),
-        report=report,
-        policy=_POLICY.format(scripts=" ".join(map(_hash, (*scripts, plotly)))),
-        style=_source("page.css"),
-        scripts=scripts,
-        plotly=plotly,
-    )
-    return text + "\n"
-
-
-def in_lines(text: str) -> str:
-    """Return ``text`` with its lines and tabs as they are; what cannot be seen, or held by a file, as an escape."""
-    return visible(text.replace("\r\n", "\n"), keep="\n\t")
+    return document("page.html.jinja", page=page_of(report), report=report)
 
 
 def page_of(report: SessionReport) -> Page:
@@ -283,19 +247,3 @@ def _environments(report: SessionReport) -> tuple[tuple[str, tuple[tuple[str, st
             )
             found.setdefault((where.device, details), set()).add(result.verdict.nodeid)
     return tuple((device, details, len(tests)) for (device, details), tests in sorted(found.items()))
-
-
-def _source(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8").replace("\r\n", "\n")
-
-
-def _within_a_script(source: str) -> str:
-    """Return JavaScript that cannot end the element that it stands in.
-
-    A backslash changes nothing in its strings and patterns.
-    """
-    return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _hash(source: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -1,0 +1,69 @@
+"""HTML documents: markup, styles, scripts and data in one file, and nothing that is fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+from typing import Any
+
+from pytest_gpumem.reports.escaping import visible
+
+_POLICY = (
+    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""Policy by which nothing is fetched, and only this package's scripts run, by their hashes. Plotly needs styles inline."""
+
+
+def document(template: str, **values: Any) -> str:
+    """Return the document that a template of this folder makes of ``values``.
+
+    Raises:
+        ImportError: plotly or jinja2 is not installed (extra ``report``).
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        loader=PackageLoader("pytest_gpumem.reports.html", "."),
+        autoescape=True,
+        # A text is one line but for those with the filter ``lines``.
+        finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["lines"] = lambda text: escape(in_lines(text))
+    scripts = tuple(map(_source, ("charts.js", "page.js")))
+    plotly = _within_a_script(get_plotlyjs())
+    text = environment.get_template(template).render(
+        **values,
+        policy=_POLICY.format(scripts=" ".join(map(_hash, (*scripts, plotly)))),
+        style=_source("page.css"),
+        scripts=scripts,
+        plotly=plotly,
+    )
+    return text + "\n"
+
+
+def in_lines(text: str) -> str:
+    """Return ``text`` with its lines and tabs as they are; what cannot be seen, or held by a file, as an escape."""
+    return visible(text.replace("\r\n", "\n"), keep="\n\t")
+
+
+def _source(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8").replace("\r\n", "\n")
+
+
+def _within_a_script(source: str) -> str:
+    """Return JavaScript that cannot end the element that it stands in.
+
+    A backslash changes nothing in its strings and patterns.
+    """
+    return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _hash(source: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
