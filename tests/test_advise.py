@@ -97,7 +97,7 @@ def advise(tmp_path, monkeypatch):
 
 def configs_in(text: str) -> list[str]:
     """The configs in the order of the table's rows."""
-    rows = text.split("config ", 1)[1].splitlines()[1:]
+    rows = text.split("config ", 1)[1].partition("\n\n")[0].splitlines()[1:]
     return [line.split()[0] for line in rows if line.startswith(("fp32", "amp", "bf16"))]
 
 

@@ -14,20 +14,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.advice.search_order import Tried
-from pytest_gpumem.advice.trial import try_config
+from pytest_gpumem.advice.trial import explain_config, try_config
 from pytest_gpumem.devices.emulated import why_no_kernels
 from pytest_gpumem.devices.registry import make_cuda
 from pytest_gpumem.emulated_process.before_torch import install
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, become, current_emulation
 from pytest_gpumem.step_config.errors import NotAStep
+from pytest_gpumem.values.composition import NOT_EXPLAINED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
     from pytest_gpumem.advice.trial import AdviceSubject
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.step_config.config import StepConfig
+    from pytest_gpumem.values.composition import Explanation
 
 _ANY_MEMORY = 2**43
 """Bytes that no GPU has."""
@@ -69,35 +72,66 @@ def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried,
         NotAStep: The subject gives no such step.
         TrialFailed: The model's own code raised, under the config that all others are tried after.
     """
-    roomy, lacking = _in_fork(replace(gpu, total_bytes=_ANY_MEMORY), subject, config)
+
+    def tried_on(card: Gpu) -> tuple[Tried, str | None]:
+        try:
+            found: tuple[Tried, str | None] = _in_fork(card, lambda: _tried(card, subject, config))
+        except _Ended as ended:
+            return Tried(config, why_not=str(ended)), None
+        return found
+
+    roomy, lacking = tried_on(_with_any_memory(gpu))
     if roomy.peak is None or roomy.allocated is None or not roomy.allocated <= capacity_of(gpu) < roomy.peak:
         return roomy, lacking
-    own, _ = _in_fork(gpu, subject, config)
+    own, _ = tried_on(gpu)
     return (roomy if own.peak is None else own), lacking
 
 
-def _in_fork(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
+def explain_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig, *, over_time: bool) -> Explanation | str:
+    """Return what the peak of a config on a GPU is made of, or a clause that says why that is not known."""
+    try:
+        found: Explanation | str = _in_fork(
+            _with_any_memory(gpu), lambda: explain_config(make_cuda(), subject, config, over_time=over_time)
+        )
+    except (_Ended, NotAStep, TrialFailed) as error:
+        return f"{NOT_EXPLAINED}: {error}"
+    return found
+
+
+def _with_any_memory(gpu: Gpu) -> Gpu:
+    return replace(gpu, total_bytes=_ANY_MEMORY)
+
+
+class _Ended(Exception):
+    """A process ended without a result. The message is a clause."""
+
+
+def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
+    """Return what ``work`` returns in a forked process with that GPU.
+
+    Raises:
+        _Ended: The process ended before.
+        NotAStep: ``work`` raised it.
+        TrialFailed: ``work`` raised another error.
+    """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_try, args=(sending, gpu, subject, config), daemon=True)
+    process = context.Process(target=_send, args=(sending, gpu, work), daemon=True)
     process.start()
     sending.close()
     try:
         kind, told = receiving.recv()
     except EOFError:
         process.join()
-        return Tried(config, why_not=f"its process ended with {_ending(process.exitcode)}"), None
+        raise _Ended(f"its process ended with {_ending(process.exitcode)}") from None
     except BaseException:
         process.kill()
         raise
     process.join(_SECONDS)
     process.kill()
-    if kind is NotAStep.__name__:
-        raise NotAStep(told)
     if kind is not None:
-        raise TrialFailed(told)
-    tried, lacking = told
-    return tried, lacking
+        raise kind(told)
+    return told
 
 
 _SECONDS = 10.0
@@ -110,19 +144,19 @@ def _ending(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _try(sending: Connection, gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> None:
-    """Send the figures of a config on a GPU, or the kind of an error and its message."""
+def _send(sending: Connection, gpu: Gpu, work: Callable[[], Any]) -> None:
+    """Send what ``work`` returns with that GPU, or the class of an error and its message."""
     # Ctrl-C is the parent's, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     become(gpu)
-    told: tuple[str | None, Any]
+    told: tuple[type[Exception] | None, Any]
     try:
-        told = None, _tried(gpu, subject, config)
+        told = None, work()
     except NotAStep as error:
-        told = NotAStep.__name__, str(error)
+        told = NotAStep, str(error)
     except Exception as error:  # noqa: BLE001, the model's own
         traceback.print_exc()
-        told = "Exception", f"the model fails by itself: {type(error).__name__}: {' '.join(str(error).split())}"
+        told = TrialFailed, f"the model fails by itself: {type(error).__name__}: {' '.join(str(error).split())}"
     sending.send(told)
 
 

@@ -41,6 +41,13 @@ def is_shown(config: StepConfig) -> bool:
     )
 
 
+def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], *, trains: bool) -> list[str]:
+    """Return the code that makes a config, of training or inference; or how it is named, where its code is not known here."""
+    if not is_shown(config):
+        return [f'# as in @pytest.mark.gpumem and fixtures: config="{config}"']
+    return code_snippet(config, device_type, containers) if trains else inference_snippet(config, device_type)
+
+
 def inference_snippet(config: StepConfig, device_type: str) -> list[str]:
     """Return lines of Python that run a model under a config of `search_order.INFERENCE`. They use ``model`` and ``batch``."""
     imports, lines = ["import torch"], []

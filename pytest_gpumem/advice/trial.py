@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START, Tried
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.explain.recording import is_out_of_memory
+from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
@@ -22,9 +24,11 @@ from pytest_gpumem.steps.model_step import built_on
 from pytest_gpumem.steps.precision import precision_named
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
+from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
+from pytest_gpumem.values.composition import NOT_EXPLAINED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     import torch
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.step_config.blocks import Block
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
+    from pytest_gpumem.values.composition import Explanation
 
 _NO_BLOCKS = (
     "the model has no repeated blocks (a ModuleList or Sequential of modules of one type); "
@@ -59,6 +64,8 @@ class AdviceSubject:
     """The paths of the repeated blocks; empty when there are none."""
     trains: bool = True
     """True if it is a training step that is measured, not one of inference."""
+    title: str = ""
+    """A model's name and its batch, for people; empty of a function that makes them."""
 
     @property
     def samples(self) -> int | None:
@@ -106,7 +113,7 @@ def subject_by_name(model: NamedModel, blocks: str | None = None, *, trains: boo
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise SubjectError(f"{model.name}: {model.model_class.__name__} cannot be built: {what}") from None
     containers = _containers(built, blocks)
-    return AdviceSubject(model.build, model.batch, None, containers, trains)
+    return AdviceSubject(model.build, model.batch, None, containers, trains, model.title)
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
@@ -128,8 +135,7 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
             return Tried(config, why_not=OUT_OF_MEMORY)
         if config == START:
             raise
-        first_line = str(error).strip().partition("\n")[0]
-        return Tried(config, why_not=f"{type(error).__name__}: {first_line}".removesuffix(": "))
+        return Tried(config, why_not=_first_line(error))
     lost = device.lost()
     if lost is not None:
         return Tried(config, why_not=lost)
@@ -138,20 +144,54 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
     return Tried(config, int(metrics.get("peak_reserved", allocated)), metrics.get("step_time"), allocated=allocated)
 
 
+def _first_line(error: BaseException) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}".removesuffix(": ")
+
+
 _SECONDS = 0.5
 """Time budget of a config, whose time is shown beside the others' and not judged."""
 
 
+def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *, over_time: bool) -> Explanation | str:
+    """Run a config that was measured once more, recorded, and return what its peak is made of, or a clause that says why not.
+
+    Args:
+        device: Where it ran.
+        subject: The model and its batch.
+        config: The config.
+        over_time: Whether the explanation shows the whole step, too.
+    """
+    context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time)
+    try:
+        with _prepared(context, subject, config) as (prepared, _):
+            return prepared.explain(prepared.measure())
+    except RAISED_BY_A_STEP as error:
+        return f"{NOT_EXPLAINED}: {_first_line(error)}"
+
+
 def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict[str, float]:
+    context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
+    with _prepared(context, subject, config) as (prepared, peak):
+        whole = _whole_peak(prepared, peak)
+        if whole and not device.tells_time:
+            return whole
+        return {**prepared.measure().metrics(), **whole}
+
+
+@contextmanager
+def _prepared(
+    context: MeasuringContext, subject: AdviceSubject, config: StepConfig
+) -> Iterator[tuple[PreparedStep, Callable[[], Peak] | None]]:
+    """Yield the step under a config, and what tells the peak since its model was built, if the device does."""
     import torch
 
-    precision = precision_named(config.precision)
+    device, precision = context.device, precision_named(config.precision)
     dtype = getattr(torch, precision.weights) if precision is not None else torch.float32
 
     def build() -> torch.nn.Module:
         return subject.build(dtype)
 
-    context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
     with ExitStack() as stack:
         peak = stack.enter_context(device.peak_from_now_on())
         device.open()
@@ -168,10 +208,7 @@ def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict
                 if not subject.trains:
                     # How the weights were cast or quantised is not the step's.
                     peak = stack.enter_context(device.peak_from_now_on())
-                whole = _whole_peak(prepared, peak)
-                if whole and not device.tells_time:
-                    return whole
-                return {**prepared.measure().metrics(), **whole}
+                yield prepared, peak
         except Exception as error:
             # The memory of the failed step must be free for the next one.
             traceback.clear_frames(error.__traceback__)

@@ -5,18 +5,28 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pytest_gpumem.advice.card_table import CardTrials, card_table, conclusions
-from pytest_gpumem.advice.cards import TrialFailed, begin, capacity_of, try_on, with_capacity
+from pytest_gpumem.advice.cards import TrialFailed, begin, capacity_of, explain_on, try_on, with_capacity
+from pytest_gpumem.advice.formats import html, markdown, to_json
+from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
 from pytest_gpumem.advice.search_order import Search, Tried, recommended
-from pytest_gpumem.advice.snippet import code_snippet, inference_snippet, is_shown
-from pytest_gpumem.advice.trial import AdviceSubject, SubjectError, subject_by_name, subject_of, try_config
+from pytest_gpumem.advice.snippet import code_of
+from pytest_gpumem.advice.texts import lines
+from pytest_gpumem.advice.trial import (
+    AdviceSubject,
+    SubjectError,
+    explain_config,
+    subject_by_name,
+    subject_of,
+    try_config,
+)
 from pytest_gpumem.cli.project import devices_of_plugins
-from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, parsed, write_lines
+from pytest_gpumem.cli.streams import INTERRUPTED, InputError, format_option, input_errors, parsed, write_lines
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
 from pytest_gpumem.emulated_process.before_torch import install
@@ -27,16 +37,18 @@ from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.hub import NamedModel, named_model
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size, model_name
-from pytest_gpumem.reports.matrix import MatrixRow, matrix_table
+from pytest_gpumem.reports.formats import format_of
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.torch_support.private_api import gpu_unseen
-from pytest_gpumem.units import counted, format_bytes, format_seconds, parse_size
+from pytest_gpumem.units import format_bytes, parse_size
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import ModuleType
+
+    from pytest_gpumem.values.composition import Explanation
 
 
 @click.command()
@@ -83,6 +95,7 @@ if TYPE_CHECKING:
     metavar="PATTERN",
     help="The modules that hold the model's repeated blocks (transformer.h), or the blocks themselves; found otherwise.",
 )
+@format_option("json", "markdown", "html")
 def advise(
     *,
     subject_name: str,
@@ -93,6 +106,7 @@ def advise(
     trains: bool,
     everything: bool,
     blocks: str | None,
+    form: str,
 ) -> None:
     """Find the step config with which a model's step fits into a given GPU.
 
@@ -116,6 +130,9 @@ def advise(
     Exit status: 0 when a config fits into each device that was named, or into one of emulated:all, 1 when none does, 2 for
     wrong usage, 130 when interrupted.
     """
+    page = format_of("advice.html")
+    if form == "html" and page is not None and page.lacking():
+        raise InputError(f"--format html: {page.lacking()}")
     configs = _configs(words)
     if configs and everything:
         raise click.UsageError("configs are named by --config, or all are measured with --all, not both")
@@ -123,20 +140,38 @@ def advise(
     with input_errors(ModelError):
         name = model_name(subject_name)
     gpus = _gpus(device_names)
+    every = EVERY not in device_names
     if name is None:
         if size is not None:
             raise click.UsageError(f"--batch is for a model by name; {subject_name} returns its own batch")
-        if len(device_names) > 1 or EVERY in device_names:
+        if len(device_names) > 1 or not every:
             raise click.UsageError("several devices are for a model by name; for a function, name one")
-        _advise_here(search, device_names[0], lambda device: _subject(subject_name, device, search))
+        found = _advised_here(
+            search, device_names[0], lambda device: _subject(subject_name, device, search), over_time=form == "html"
+        )
     elif gpus:
-        _advise_on_cards(search, gpus, name, size, every=EVERY not in device_names)
+        found = _advised_on_cards(search, gpus, name, size, over_time=form == "html")
     elif len(device_names) > 1:
         raise click.UsageError("several devices have to be emulated ones, like emulated:h100")
     else:
-        _advise_here(
-            search, device_names[0], lambda _: subject_by_name(_model(name, size, search), blocks, trains=trains)
+        found = _advised_here(
+            search,
+            device_names[0],
+            lambda _: subject_by_name(_model(name, size, search), blocks, trains=trains),
+            over_time=form == "html",
         )
+    status = INTERRUPTED if not found.finished else 0 if found.fits(every=every) else 1
+    _print(found, form, status)
+    sys.exit(status)
+
+
+def _print(found: Advice, form: str, status: int) -> None:
+    if form == "text":
+        write_lines(lines(found))
+    elif form == "json":
+        click.echo(to_json(found, status), nl=False)
+    else:
+        click.echo(markdown(found) if form == "markdown" else html(found), nl=False)
 
 
 def _configs(words: Sequence[str]) -> tuple[StepConfig, ...]:
@@ -163,7 +198,7 @@ EVERY = f"{EMULATED}all"
 def _model(name: ModelName, size: BatchSize | None, search: Search) -> NamedModel:
     with input_errors(ModelError):
         model = named_model(name, size, trains=search.trains)
-    click.echo(model.title)
+    click.echo(model.title, err=True)
     return model
 
 
@@ -171,8 +206,10 @@ def _subject(factory: str, device: Device, search: Search) -> AdviceSubject:
     return subject_of(_function(factory), device.torch_device, search.blocks, trains=search.trains)
 
 
-def _advise_here(search: Search, device_name: str, subject_on: Callable[[Device], AdviceSubject]) -> None:
-    """Measure on one device, in this process."""
+def _advised_here(
+    search: Search, device_name: str, subject_on: Callable[[Device], AdviceSubject], *, over_time: bool
+) -> Advice:
+    """Return what is found on one device, in this process."""
     if search.fits is None and not search.everything and not search.configs:
         raise click.UsageError("say how much memory there is: --fits 24GB (or --all, to see every combination)")
     device = _device(device_name)
@@ -186,29 +223,25 @@ def _advise_here(search: Search, device_name: str, subject_on: Callable[[Device]
         return try_config(device, subject, config)
 
     finished = _try_all(tried, search.over(tried, search.fits, subject.samples), try_one)
-    chosen = recommended(tried, search.fits)
-    if tried:
-        if not device.tells_time:
-            click.echo(f"{device.environment().device}: memory as of PyTorch's own allocator, no times\n")
-        rows = [MatrixRow(str(one.config), one.peak, one.time, one.why_not) for one in tried]
-        click.echo("\n".join([*matrix_table("config", rows, "si"), ""]))
-        # An emulated GPU's peaks may lack what convolutions take on a GPU.
-        emulation = current_emulation()
-        _tell_lacking({None if emulation is None else emulation.cudnn.lacking()})
-    if not finished or chosen is None:
-        click.echo(_conclusion(tried, chosen, search.fits, finished=finished))
-    if chosen is not None:
-        within = "" if search.fits is None else f" of {format_bytes(search.fits)}"
-        time = "" if chosen.time is None else f", {format_seconds(chosen.time)} a step"
-        click.echo(f"recommended: {chosen.config}: {format_bytes(chosen.peak or 0)}{within}{time}")
-        _show_code(chosen.config, device.torch_device.type, subject)
-    sys.exit(INTERRUPTED if not finished else 0 if chosen is not None else 1)
+    # An emulated GPU's peaks may lack what convolutions take on a GPU.
+    emulation = current_emulation()
+    why = None if emulation is None else emulation.cudnn.lacking()
+    name = device.environment().device
+    trials = DeviceTrials(name, search.fits, tuple(tried), recommended(tried, search.fits), why)
+    notes = () if device.tells_time or not tried else (f"{name}: memory as of PyTorch's own allocator, no times",)
+    found = Advice(subject.title, subject.trains, False, (trials,), finished=finished, notes=notes)
+    return _with_code(
+        found,
+        subject,
+        device.torch_device.type,
+        lambda _, config: explain_config(device, subject, config, over_time=over_time),
+    )
 
 
-def _advise_on_cards(
-    search: Search, gpus: Mapping[str, Gpu], name: ModelName, size: BatchSize | None, *, every: bool
-) -> None:
-    """Measure on emulated GPUs, each config in a process of its own."""
+def _advised_on_cards(
+    search: Search, gpus: Mapping[str, Gpu], name: ModelName, size: BatchSize | None, *, over_time: bool
+) -> Advice:
+    """Return what is found on emulated GPUs, each config in a process of its own."""
     with input_errors(EmulationError, ValueError):
         for word in gpus:
             prepare(word)
@@ -218,22 +251,40 @@ def _advise_on_cards(
             subject = subject_by_name(_model(name, size, search), search.blocks, trains=search.trains)
     except SubjectError as error:
         raise click.UsageError(str(error)) from None
-    done: list[CardTrials] = []
+    done: list[DeviceTrials] = []
     finished = all(_try_card(done, gpu, subject, search, several=len(gpus) > 1) for gpu in gpus.values())
-    if any(card.tried for card in done):
-        click.echo("\n".join(["", *card_table(done), ""]))
-    _tell_lacking(card.lacking for card in done)
-    write_lines([*conclusions(done), *([] if finished else ["not finished"])])
-    codes = dict.fromkeys(card.chosen.config for card in done if card.chosen is not None)
-    for config in codes:
-        if len(codes) > 1:
-            click.echo(f"\n{config}:")
-        _show_code(config, "cuda", subject)
-    fitting = [card.chosen is not None for card in done]
-    sys.exit(INTERRUPTED if not finished else 0 if (all if every else any)(fitting) else 1)
+    by_title = {gpu.title: gpu for gpu in gpus.values()}
+    return _with_code(
+        Advice(subject.title, subject.trains, True, tuple(done), finished=finished),
+        subject,
+        "cuda",
+        lambda title, config: explain_on(by_title[title], subject, config, over_time=over_time),
+    )
 
 
-def _try_card(done: list[CardTrials], gpu: Gpu, subject: AdviceSubject, search: Search, *, several: bool) -> bool:
+def _with_code(
+    found: Advice, subject: AdviceSubject, device_type: str, explain: Callable[[str, StepConfig], Explanation | str]
+) -> Advice:
+    """Return it with the code of what is recommended, and with what its peak is made of on the first device that it is for."""
+    first: dict[StepConfig, str] = {}
+    for device in found.devices:
+        if device.chosen is not None:
+            first.setdefault(device.chosen.config, device.name)
+    configs = []
+    for config, device_name in first.items():
+        code = tuple(code_of(config, device_type, subject.containers, trains=subject.trains))
+        explanation: Explanation | str = ""
+        # After Ctrl-C nothing more is begun.
+        if found.finished:
+            click.echo(f"{config}: what its peak is made of ... ", nl=False, err=True)
+            explanation = explain(device_name, config)
+            click.echo(explanation if isinstance(explanation, str) else "known", err=True)
+        why_not, known = (explanation, None) if isinstance(explanation, str) else ("", explanation)
+        configs.append(Recommended(config, device_name, code, known, why_not))
+    return replace(found, recommended=tuple(configs))
+
+
+def _try_card(done: list[DeviceTrials], gpu: Gpu, subject: AdviceSubject, search: Search, *, several: bool) -> bool:
     """Append what was tried on a card to ``done``, and return whether all was: not after Ctrl-C."""
     if search.fits is not None:
         gpu = with_capacity(gpu, search.fits)
@@ -249,7 +300,7 @@ def _try_card(done: list[CardTrials], gpu: Gpu, subject: AdviceSubject, search: 
     configs = search.over(tried, limit, subject.samples)
     finished = _try_all(tried, configs, try_one, f"{gpu.title}: " if several else "", goes_on=bool(done))
     why = lacking[0] if lacking else None
-    done.append(CardTrials(gpu.title, limit, tuple(tried), recommended(tried, limit), why))
+    done.append(DeviceTrials(gpu.title, limit, tuple(tried), recommended(tried, limit), why))
     return finished
 
 
@@ -285,32 +336,6 @@ def _try_all(
         click.echo("interrupted", err=True)
         return False
     return True
-
-
-def _tell_lacking(reasons: Iterable[str | None]) -> None:
-    for reason in sorted({reason for reason in reasons if reason is not None}):
-        click.echo(f"peaks may be too low: {reason}\n")
-
-
-def _conclusion(tried: Sequence[Tried], chosen: Tried | None, fits: int | None, *, finished: bool) -> str:
-    """Return the last line where nothing fits, or where not everything was tried."""
-    measured = [one for one in tried if one.peak is not None]
-    if not finished:
-        none = ", none of them fits" if measured and chosen is None else ""
-        return f"not finished: {counted(len(measured), 'config')} measured{none}"
-    smallest = min(measured, key=lambda one: one.peak or 0, default=None)
-    closest = "" if smallest is None else f"; the smallest is {format_bytes(smallest.peak or 0)} with {smallest.config}"
-    return f"nothing fits into {format_bytes(fits)}{closest}" if fits is not None else "nothing could be measured"
-
-
-def _show_code(config: StepConfig, device_type: str, subject: AdviceSubject) -> None:
-    click.echo()
-    if not is_shown(config):
-        click.echo(f'    # as in @pytest.mark.gpumem and fixtures: config="{config}"')
-        return
-    inference = None if subject.trains else inference_snippet(config, device_type)
-    for line in inference or code_snippet(config, device_type, subject.containers):
-        click.echo(f"    {line}".rstrip())
 
 
 def _device(name: str) -> Device:

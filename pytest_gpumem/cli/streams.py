@@ -50,7 +50,11 @@ class WholeNumber(click.IntRange):
 
 def format_option(*formats: str) -> Callable[[_Function], _Function]:
     """Return the option ``--format`` of a command that prints a table, or its figures in one of ``formats``."""
-    purposes = {"json": "json for programs, every figure in bytes and seconds", "markdown": "markdown for a comment"}
+    purposes = {
+        "json": "json for programs, every figure in bytes and seconds",
+        "markdown": "markdown for a comment",
+        "html": "html for a page with the memory over the step",
+    }
     return click.option(
         "--format",
         "form",

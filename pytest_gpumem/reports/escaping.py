@@ -64,12 +64,12 @@ def plain(text: str) -> str:
     return _LIVE.sub(lambda found: f"<span>{found.group()}</span>", escaped)
 
 
-def block(text: str) -> str:
+def block(text: str, language: str = "text") -> str:
     """Return ``text`` as a block of code, line by line."""
     lines = [visible(line, keep="\t") for line in text.replace("\r\n", "\n").split("\n")]
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
-    return "\n".join([f"{fence}text", *lines, fence])
+    return "\n".join([f"{fence}{language}", *lines, fence])
 
 
 def table(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:

@@ -1,9 +1,10 @@
-"""The table of configs and cards."""
+"""Texts of advice: the table of configs and cards, and what is recommended."""
 
 from __future__ import annotations
 
-from pytest_gpumem.advice.card_table import CardTrials, card_table, conclusions
+from pytest_gpumem.advice.results import Advice, DeviceTrials
 from pytest_gpumem.advice.search_order import Tried, recommended
+from pytest_gpumem.advice.texts import card_table, conclusions
 from pytest_gpumem.step_config.config import StepConfig
 
 GB = 10**9
@@ -12,7 +13,11 @@ FP32, BF16, BLOCKS = map(StepConfig.parse, ("fp32", "bf16", "bf16,checkpoint=blo
 
 def card(name, gigabytes, *tried):
     limit = gigabytes * GB
-    return CardTrials(name, limit, tried, recommended(tried, limit))
+    return DeviceTrials(name, limit, tried, recommended(tried, limit))
+
+
+def on(*cards):
+    return Advice("hf:model", True, True, cards)
 
 
 LARGE = card("H100 80GB", 80, Tried(FP32, 120 * GB), Tried(BF16, 70 * GB))
@@ -33,7 +38,7 @@ def test_a_row_is_a_config_and_a_column_a_card_the_recommended_one_first():
         "bf16,checkpoint=blocks                         lacks 6.00 GB",
         "  reserved by PyTorch's allocator; * is recommended",
     ]
-    assert conclusions([LARGE, SMALL]) == [
+    assert conclusions(on(LARGE, SMALL)) == [
         "H100 80GB: bf16, 70.00 GB of 80.00 GB",
         "L4: nothing fits; the smallest, bf16,checkpoint=blocks, lacks 6.00 GB of 24.00 GB",
     ]
@@ -56,6 +61,6 @@ def test_why_something_cannot_run_is_told_once_below():
         "  reserved by PyTorch's allocator; * is recommended",
         "  V100 16GB: torch has no kernels for it",
     ]
-    assert conclusions([OLD]) == ["V100 16GB: nothing could be measured"]
+    assert conclusions(on(OLD)) == ["V100 16GB: nothing could be measured"]
     some = card("T4", 16, Tried(FP32, 10 * GB), Tried(BF16, why_not="it has no bfloat16"))
     assert card_table([some])[-1] == "  bf16 on T4: it has no bfloat16"

@@ -166,6 +166,7 @@
   });
   for (const details of document.querySelectorAll("details.matrix")) {
     details.addEventListener("toggle", () => details.open && drawWithin(details));
+    if (details.open) drawWithin(details);
   }
   addEventListener("hashchange", openLinked);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

@@ -1,0 +1,141 @@
+"""What `gpumem advise` found, as JSON, Markdown and an HTML page. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.advice.results import shares_of
+from pytest_gpumem.advice.texts import LEGEND, composition_title, conclusions, lacking, parts_of, reasons, table_cells
+from pytest_gpumem.reports.escaping import block, code, code_in_table, plain, table
+from pytest_gpumem.reports.explanation import composition_table
+from pytest_gpumem.reports.html.charts import over_time_chart
+from pytest_gpumem.reports.html.document import document
+from pytest_gpumem.units import format_bytes
+
+if TYPE_CHECKING:
+    from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
+    from pytest_gpumem.advice.search_order import Tried
+
+FORMAT = 1
+"""The number of the JSON's format."""
+_MOST_ROWS = 30
+"""The most rows of the table of a peak on a page."""
+
+
+def to_json(advice: Advice, status: int) -> str:
+    """Return everything as JSON: bytes and seconds."""
+    plain_values = {
+        "format": FORMAT,
+        "exit_status": status,
+        "finished": advice.finished,
+        "subject": advice.subject,
+        "step": "training" if advice.trains else "inference",
+        "emulated": advice.emulated,
+        "devices": [_plain_device(device) for device in advice.devices],
+        "recommended": [_plain_recommended(one) for one in advice.recommended],
+        "notes": [*advice.notes, *lacking(advice)],
+    }
+    return json.dumps(plain_values, indent=2) + "\n"
+
+
+def _plain_device(device: DeviceTrials) -> dict[str, Any]:
+    return {
+        "device": device.name,
+        "limit": device.limit,
+        "recommended": None if device.chosen is None else str(device.chosen.config),
+        "configs": [_plain_tried(one, device.limit) for one in device.tried],
+    }
+
+
+def _plain_tried(one: Tried, limit: int | None) -> dict[str, Any]:
+    return {
+        "config": str(one.config),
+        "peak": one.peak,
+        "peak_allocated": one.allocated,
+        "step_time": one.time,
+        "fits": None if limit is None or one.peak is None else one.fits(limit),
+        "why_not": one.why_not or None,
+    }
+
+
+def _plain_recommended(one: Recommended) -> dict[str, Any]:
+    peak = None if one.explanation is None else one.explanation.peak
+    return {
+        "config": str(one.config),
+        "device": one.device,
+        "code": list(one.code),
+        "peak_allocated": None if peak is None else peak.total,
+        "phase": None if peak is None else peak.phase or None,
+        "made_of": None
+        if peak is None
+        else [
+            {"category": share.category, "bytes": share.nbytes, "modules": dict(share.modules)}
+            for share in shares_of(peak)
+        ],
+        "why_not": one.why_not or None,
+    }
+
+
+def markdown(advice: Advice) -> str:
+    """Return everything in GitHub's Markdown, for a comment."""
+    parts = [f"### {plain(_title(advice))}"]
+    if any(device.tried for device in advice.devices):
+        header, rows = table_cells(advice)
+        parts.append(table([*map(plain, header)], [[code_in_table(row[0]), *map(plain, row[1:])] for row in rows]))
+    parts += [plain(line) for line in [*_remarks(advice), *conclusions(advice)]]
+    for one in advice.recommended:
+        parts += [f"{code(str(one.config))}:", block("\n".join(one.code), "python")]
+        if one.explanation is not None:
+            made_of = [[plain(name), plain(size), plain(share)] for name, size, share in parts_of(one, indent="— ")]
+            parts.append(table([plain(composition_title(one)), "bytes", "of all"], made_of))
+        elif one.why_not:
+            parts.append(plain(one.why_not))
+    return "\n\n".join(parts) + "\n"
+
+
+def html(advice: Advice) -> str:
+    """Return everything as a page, with the memory over the step of the configs that are recommended.
+
+    Raises:
+        ImportError: plotly or jinja2 is not installed (extra ``report``).
+    """
+    header, rows = table_cells(advice) if any(device.tried for device in advice.devices) else ([], [])
+    return document(
+        "advice.html.jinja",
+        title=_title(advice),
+        header=header,
+        rows=rows,
+        remarks=_remarks(advice),
+        conclusions=conclusions(advice),
+        recommended=[_panel(one) for one in advice.recommended],
+    )
+
+
+def _panel(one: Recommended) -> dict[str, Any]:
+    explanation = one.explanation
+    over_time = None if explanation is None else explanation.over_time
+    return {
+        "config": str(one.config),
+        "device": one.device,
+        "code": "\n".join(one.code),
+        "title": one.why_not if explanation is None else composition_title(one),
+        "parts": [] if explanation is None else parts_of(one),
+        "chart": None if over_time is None or not over_time.time_ns else over_time_chart(over_time, None, "si"),
+        "table": None
+        if explanation is None
+        else composition_table(
+            f"What the peak is made of: {format_bytes(explanation.peak.total)}", explanation.peak, "si", _MOST_ROWS
+        ),
+        "notes": [] if explanation is None else explanation.peak.notes,
+    }
+
+
+def _title(advice: Advice) -> str:
+    kind = "A training step" if advice.trains else "A step of inference"
+    return advice.subject or f"{kind} of a function's model"
+
+
+def _remarks(advice: Advice) -> list[str]:
+    legend = [LEGEND] if advice.emulated and any(device.chosen is not None for device in advice.devices) else []
+    return [*advice.notes, *legend, *(reasons(advice.devices) if advice.emulated else []), *lacking(advice)]

@@ -1,0 +1,29 @@
+"""The page of `gpumem advise` in a browser."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.advice.formats import html
+from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
+from pytest_gpumem.advice.search_order import Tried
+from pytest_gpumem.step_config.config import StepConfig
+from tests.reports.sessions import explained
+
+FP32 = StepConfig.parse("fp32")
+FITS = Tried(FP32, 10**9)
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 375), ("dark", 1400)])
+def test_the_memory_over_the_step_is_drawn_and_the_page_is_not_wider_than_the_screen(opens, tmp_path, scheme, width):
+    text = "x" * 300
+    cards = tuple(DeviceTrials(f"{text}{number}", 8 * 10**9, (FITS,), FITS) for number in range(3))
+    code = (f"model.{text} = 1",)
+    page_of = Advice(text, True, True, cards, (Recommended(FP32, text, code, explained(text)),))
+    path = tmp_path / "advice.html"
+    path.write_text(html(page_of), encoding="utf-8")
+    page = opens(path, width=width, color_scheme=scheme)
+    page.locator(".chart svg").first.wait_for()
+    assert page.locator(".chart .legendtext").all_text_contents() == ["parameters", "activations"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("tbody th", has_text="activations").first.is_visible()
