@@ -255,6 +255,12 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["advised_models:make", "--config", "amp-bf17"], "step config 'amp-bf17': "),
         (["advised_models:make", "--config", "fp32", "--all"], "or all are measured with --all, not both"),
         (["advised_models:make", "--device", "emulated:h100"], "several devices are for a model by name"),
+        (
+            ["advised_models:make", "--fits", "1GB", "--largest-batch"],
+            "--largest-batch is for a model by name; advised_",
+        ),
+        (["hf:x", "--largest-batch", "--longest-sequence"], "are looked for one at a time"),
+        (["hf:x", "--config", "fp32", "--largest-batch"], "say how much memory there is: --fits 24GB\n"),
         (["hf:", "--fits", "1GB"], "'hf:' names no model; write hf:ORG/NAME"),
         (["hf:./gone", "--fits", "1GB", "--device", "emulated:h100"], "several devices have to be emulated ones"),
         (
@@ -305,15 +311,56 @@ def test_inference_of_a_function_is_measured_without_a_loss(advise):
     assert "    with torch.inference_mode():\n        output = model(**batch)\n" in result.stdout
 
 
+def write_gpt2(folder):
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **config}), encoding="utf-8")
+
+
 @NEEDS_TRANSFORMERS
 def test_a_model_by_name_is_measured_on_this_machine(advise, tmp_path):
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512, "n_positions": 64}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["GPT2LMHeadModel"], **config}), encoding="utf-8"
-    )
+    write_gpt2(tmp_path)
     whole = advise("hf:config.json", "--batch", "2x32", "--config", "fp32")
     assert whole.exit_code == 0, whole.output
     assert whole.stdout.startswith("hf:config.json: GPT2LMHeadModel, random weights; batch 2x32\n")
     tiny = advise("hf-tiny:config.json", "--batch", "2x32", "--config", "fp32")
     peaks = [re.search(r"recommended: fp32: ([0-9.]+) MB", one.stdout)[1] for one in (whole, tiny)]
     assert float(peaks[0]) > 1.5 * float(peaks[1])
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("40kB", ": fp32: at most 39 samples fit, with 40.00 kB; 40 do not\n"),
+        ("1.5kB", ": fp32: not even 1 fits\n"),
+        ("1.2kB", ": fp32: it is not known how many samples fit\n"),
+    ],
+)
+def test_the_largest_batch_is_found_also_where_the_given_one_does_not_fit(advise, tmp_path, monkeypatch, limit, said):
+    write_gpt2(tmp_path)
+
+    def answer(device, subject, config):
+        if limit == "1.2kB" and subject.samples != 4:
+            raise KeyboardInterrupt
+        return trial.Tried(config, 1000 * (1 + subject.samples), 1.0)
+
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
+    monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", lambda *_, **__: "left out")
+    result = advise("hf:config.json", "--batch", "4x32", "--config", "fp32", "--fits", limit, "--largest-batch")
+    assert said in result.stdout
+    assert result.exit_code == {"40kB": 0, "1.5kB": 1, "1.2kB": 130}[limit]
+
+
+@NEEDS_TRANSFORMERS
+def test_the_longest_sequence_ends_at_the_positions_that_the_model_has(advise, tmp_path, monkeypatch):
+    write_gpt2(tmp_path)
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda *args: trial.Tried(args[-1], 100, 1.0))
+    monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", lambda *_, **__: "left out")
+    words = ["--batch", "2x32", "--config", "fp32", "--fits", "1kB", "--longest-sequence"]
+    told = advise("hf:config.json", *words).stdout
+    assert (
+        "at most 64 tokens fit, with 100 B; 65 do not: GPT2LMHeadModel has 64 positions, and the batch has 65" in told
+    )
+    plain = json.loads(advise("hf:config.json", *words, "--format", "json").stdout)
+    assert plain["largest_of"] == "tokens"
+    assert plain["devices"][0]["configs"][0]["largest"]["size"] == 64

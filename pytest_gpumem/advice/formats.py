@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.advice.results import shares_of
@@ -32,6 +33,7 @@ def to_json(advice: Advice, status: int) -> str:
         "subject": advice.subject,
         "step": "training" if advice.trains else "inference",
         "emulated": advice.emulated,
+        "largest_of": advice.sought,
         "devices": [_plain_device(device) for device in advice.devices],
         "recommended": [_plain_recommended(one) for one in advice.recommended],
         "notes": [*advice.notes, *lacking(advice)],
@@ -44,11 +46,12 @@ def _plain_device(device: DeviceTrials) -> dict[str, Any]:
         "device": device.name,
         "limit": device.limit,
         "recommended": None if device.chosen is None else str(device.chosen.config),
-        "configs": [_plain_tried(one, device.limit) for one in device.tried],
+        "configs": [_plain_tried(one, device) for one in device.tried],
     }
 
 
-def _plain_tried(one: Tried, limit: int | None) -> dict[str, Any]:
+def _plain_tried(one: Tried, device: DeviceTrials) -> dict[str, Any]:
+    limit, largest = device.limit, device.largest.get(one.config)
     return {
         "config": str(one.config),
         "peak": one.peak,
@@ -56,6 +59,7 @@ def _plain_tried(one: Tried, limit: int | None) -> dict[str, Any]:
         "step_time": one.time,
         "fits": None if limit is None or one.peak is None else one.fits(limit),
         "why_not": one.why_not or None,
+        "largest": None if largest is None else asdict(largest),
     }
 
 

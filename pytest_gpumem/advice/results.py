@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_gpumem.advice.largest import Largest, Sought
     from pytest_gpumem.advice.search_order import Tried
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.values.composition import Composition, Explanation
@@ -24,6 +25,8 @@ class DeviceTrials:
     chosen: Tried | None
     lacking: str | None = None
     """The reason why peaks may be too low, as a clause."""
+    largest: Mapping[StepConfig, Largest] = field(default_factory=dict)
+    """The largest batch, or the longest sequence, of the configs that it was looked for."""
 
     @property
     def smallest(self) -> Tried | None:
@@ -57,11 +60,15 @@ class Advice:
     recommended: tuple[Recommended, ...] = ()
     finished: bool = True
     """False after Ctrl-C."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    sought: Sought | None = None
+    """The part of the batch's size whose largest number was looked for, if any was."""
 
     def fits(self, *, every: bool) -> bool:
-        """Return whether something is recommended for each of the devices, or for any of them."""
-        found = [one.chosen is not None for one in self.devices]
+        """Return whether something fits into each of the devices, or into any of them: also with a smaller batch, if asked."""
+        found = [
+            one.chosen is not None or any(largest.size for largest in one.largest.values()) for one in self.devices
+        ]
         return bool(found) and (all(found) if every else any(found))
 
 

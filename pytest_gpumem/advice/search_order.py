@@ -12,6 +12,8 @@ from pytest_gpumem.values.rates import return_on
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from pytest_gpumem.advice.largest import Sought
+
 START = StepConfig(precision="fp32")
 OUT_OF_MEMORY = "out of memory"
 _SEARCHED = sorted((kind for kind in KINDS.values() if kind.search_order), key=lambda kind: kind.search_order)
@@ -141,6 +143,8 @@ class Search:
     blocks: str | None
     """The pattern for the model's blocks."""
     trains: bool
+    sought: Sought | None = None
+    """The part of the batch's size whose largest number that fits is looked for."""
 
     def over(self, tried: Sequence[Tried], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
         """Yield the configs to try, each chosen by the results in ``tried``."""
@@ -152,6 +156,17 @@ class Search:
             yield from every_config(samples, self.blocks)
         else:
             yield from _until_one_fits(_climbed(tried, samples, self.blocks), tried, limit)
+
+    def sought_for(self, tried: Sequence[Tried], limit: int) -> list[StepConfig]:
+        """Return the configs whose largest batch is looked for: those that were named, else the one that is recommended.
+
+        Where nothing fits it is the one that takes least. What cannot run for another reason than memory is left out.
+        """
+        able = [one for one in tried if one.peak is not None or one.why_not == OUT_OF_MEMORY]
+        if self.configs:
+            return [one.config for one in able]
+        best = recommended(able, limit) or min(able, key=lambda one: one.peak or float("inf"), default=None)
+        return [] if best is None else [best.config]
 
 
 def _until_one_fits(configs: Iterable[StepConfig], tried: Sequence[Tried], limit: int | None) -> Iterator[StepConfig]:

@@ -13,6 +13,7 @@ from pytest_gpumem.units import counted, format_bytes, format_ratio, format_seco
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_gpumem.advice.largest import Largest, Sought
     from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
     from pytest_gpumem.advice.search_order import Tried
     from pytest_gpumem.step_config.config import StepConfig
@@ -93,8 +94,10 @@ def _cell(card: DeviceTrials, config: StepConfig) -> str:
     if one.peak is None:
         return "cannot run"
     mark = " *" if card.chosen is not None and card.chosen.config == config else ""
-    limit = card.limit or 0
-    return f"{format_bytes(one.peak)}{mark}" if one.fits(limit) else f"lacks {format_bytes(one.peak - limit)}"
+    limit, largest = card.limit or 0, card.largest.get(config)
+    most = "" if largest is None else f", at most {largest.size:,}"
+    figure = f"{format_bytes(one.peak)}{mark}" if one.fits(limit) else f"lacks {format_bytes(one.peak - limit)}"
+    return figure + most
 
 
 def reasons(cards: Sequence[DeviceTrials]) -> list[str]:
@@ -116,14 +119,40 @@ def reasons(cards: Sequence[DeviceTrials]) -> list[str]:
 def conclusions(advice: Advice) -> list[str]:
     """Return a line for each device: what is recommended for it, or what comes closest."""
     if advice.emulated:
-        return [*map(_of_card, advice.devices), *([] if advice.finished else ["not finished"])]
+        ends = [[_of_card(card), *_largest_lines(card, advice.sought)] for card in advice.devices]
+        return [
+            *(line for lines_of_card in ends for line in lines_of_card),
+            *([] if advice.finished else ["not finished"]),
+        ]
     (device,) = advice.devices
-    ended = [] if advice.finished and device.chosen is not None else [_of_device(device, finished=advice.finished)]
+    return [*_of_here(device, finished=advice.finished), *_largest_lines(device, advice.sought)]
+
+
+def _of_here(device: DeviceTrials, *, finished: bool) -> list[str]:
+    ended = [] if finished and device.chosen is not None else [_of_device(device, finished=finished)]
     if device.chosen is None:
         return ended
     within = "" if device.limit is None else f" of {format_bytes(device.limit)}"
     time = "" if device.chosen.time is None else f", {format_seconds(device.chosen.time)} a step"
     return [*ended, f"recommended: {device.chosen.config}: {format_bytes(device.chosen.peak or 0)}{within}{time}"]
+
+
+def _largest_lines(device: DeviceTrials, sought: Sought | None) -> list[str]:
+    """Return a line for each config whose largest batch, or longest sequence, was looked for."""
+    return [
+        f"{device.name}: {config}: {_largest(one, sought or 'samples', config.accumulate)}"
+        for config, one in device.largest.items()
+    ]
+
+
+def _largest(one: Largest, sought: Sought, accumulate: int) -> str:
+    unit = accumulate if sought == "samples" else 1
+    if not one.is_known:
+        return f"at least {one.size:,} {sought} fit" if one.size else f"it is not known how many {sought} fit"
+    why = f": {one.why_not_more}" if one.why_not_more else ""
+    if not one.size:
+        return f"not even {unit} {'fits' if unit == 1 else 'fit'}{why}"
+    return f"at most {one.size:,} {sought} fit, with {format_bytes(one.peak or 0)}; {one.size + unit:,} do not{why}"
 
 
 def _of_card(card: DeviceTrials) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +33,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_gpumem.advice.largest import Sought
     from pytest_gpumem.advice.snippet import BlockContainer
     from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.measure.prepared import PreparedStep
     from pytest_gpumem.models.hub import NamedModel
+    from pytest_gpumem.models.name import BatchSize
     from pytest_gpumem.step_config.blocks import Block
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
@@ -66,6 +68,22 @@ class AdviceSubject:
     """True if it is a training step that is measured, not one of inference."""
     title: str = ""
     """A model's name and its batch, for people; empty of a function that makes them."""
+    size: BatchSize | None = None
+    """The size of its batch, where it can be had in another size, too."""
+    sized: Callable[[BatchSize], AdviceSubject] | None = None
+    """Returns the same with a batch of another size. Raises `ModelError` where the model takes none of that size."""
+
+    def number(self, sought: Sought) -> int | None:
+        """Return the samples of its batch, or the tokens of each; ``None`` where they have no length."""
+        if self.size is None:
+            return None
+        return self.size.samples if sought == "samples" else self.size.length
+
+    def with_number(self, sought: Sought, number: int) -> AdviceSubject:
+        """Return the same with another number of samples, or of tokens. Raises `ModelError` where the model takes none such."""
+        assert self.size is not None, "only asked of what has a number"
+        assert self.sized is not None, "same"
+        return self.sized(replace(self.size, **{"samples" if sought == "samples" else "length": number}))
 
     @property
     def samples(self) -> int | None:
@@ -113,7 +131,20 @@ def subject_by_name(model: NamedModel, blocks: str | None = None, *, trains: boo
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise SubjectError(f"{model.name}: {model.model_class.__name__} cannot be built: {what}") from None
     containers = _containers(built, blocks)
-    return AdviceSubject(model.build, model.batch, None, containers, trains, model.title)
+
+    def subject(model: NamedModel) -> AdviceSubject:
+        return AdviceSubject(
+            model.build,
+            model.batch,
+            None,
+            containers,
+            trains,
+            model.title,
+            model.inputs.size,
+            lambda size: subject(model.sized(size)),
+        )
+
+    return subject(model)
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:

@@ -13,8 +13,9 @@ import click
 
 from pytest_gpumem.advice.cards import TrialFailed, begin, capacity_of, explain_on, try_on, with_capacity
 from pytest_gpumem.advice.formats import html, markdown, to_json
+from pytest_gpumem.advice.largest import Largest, SizeTrial, Sought, largest_of, next_size
 from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
-from pytest_gpumem.advice.search_order import Search, Tried, recommended
+from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Search, Tried, recommended
 from pytest_gpumem.advice.snippet import code_of
 from pytest_gpumem.advice.texts import lines
 from pytest_gpumem.advice.trial import (
@@ -91,6 +92,16 @@ if TYPE_CHECKING:
     help="Measure every combination (up to 96 configs of training), also when one fits already.",
 )
 @click.option(
+    "--largest-batch",
+    is_flag=True,
+    help="Of a model by name: find the most samples that fit, by running it: of the recommended config, or each --config.",
+)
+@click.option(
+    "--longest-sequence",
+    is_flag=True,
+    help="Of a model by name: find the most tokens of a sample that fit, in the same way.",
+)
+@click.option(
     "--blocks",
     metavar="PATTERN",
     help="The modules that hold the model's repeated blocks (transformer.h), or the blocks themselves; found otherwise.",
@@ -105,6 +116,8 @@ def advise(
     words: tuple[str, ...],
     trains: bool,
     everything: bool,
+    largest_batch: bool,
+    longest_sequence: bool,
     blocks: str | None,
     form: str,
 ) -> None:
@@ -136,7 +149,10 @@ def advise(
     configs = _configs(words)
     if configs and everything:
         raise click.UsageError("configs are named by --config, or all are measured with --all, not both")
-    search = Search(fits, configs, everything, blocks, trains)
+    if largest_batch and longest_sequence:
+        raise click.UsageError("--largest-batch and --longest-sequence are looked for one at a time")
+    sought: Sought | None = "samples" if largest_batch else "tokens" if longest_sequence else None
+    search = Search(fits, configs, everything, blocks, trains, sought)
     with input_errors(ModelError):
         name = model_name(subject_name)
     gpus = _gpus(device_names)
@@ -144,6 +160,8 @@ def advise(
     if name is None:
         if size is not None:
             raise click.UsageError(f"--batch is for a model by name; {subject_name} returns its own batch")
+        if sought is not None:
+            raise click.UsageError(f"{OPTIONS[sought]} is for a model by name; {subject_name} returns its own batch")
         if len(device_names) > 1 or not every:
             raise click.UsageError("several devices are for a model by name; for a function, name one")
         found = _advised_here(
@@ -163,6 +181,9 @@ def advise(
     status = INTERRUPTED if not found.finished else 0 if found.fits(every=every) else 1
     _print(found, form, status)
     sys.exit(status)
+
+
+OPTIONS: dict[Sought, str] = {"samples": "--largest-batch", "tokens": "--longest-sequence"}
 
 
 def _print(found: Advice, form: str, status: int) -> None:
@@ -210,8 +231,9 @@ def _advised_here(
     search: Search, device_name: str, subject_on: Callable[[Device], AdviceSubject], *, over_time: bool
 ) -> Advice:
     """Return what is found on one device, in this process."""
-    if search.fits is None and not search.everything and not search.configs:
-        raise click.UsageError("say how much memory there is: --fits 24GB (or --all, to see every combination)")
+    if search.fits is None and (search.sought is not None or not (search.everything or search.configs)):
+        instead = "" if search.sought is not None else " (or --all, to see every combination)"
+        raise click.UsageError(f"say how much memory there is: --fits 24GB{instead}")
     device = _device(device_name)
     try:
         subject = subject_on(device)
@@ -223,13 +245,20 @@ def _advised_here(
         return try_config(device, subject, config)
 
     finished = _try_all(tried, search.over(tried, search.fits, subject.samples), try_one)
+    largest: dict[StepConfig, Largest] = {}
+    if finished and search.fits is not None:
+        finished = _find_largest(
+            largest, tried, search, search.fits, subject, lambda sized, config: try_config(device, sized, config)
+        )
     # An emulated GPU's peaks may lack what convolutions take on a GPU.
     emulation = current_emulation()
     why = None if emulation is None else emulation.cudnn.lacking()
     name = device.environment().device
-    trials = DeviceTrials(name, search.fits, tuple(tried), recommended(tried, search.fits), why)
+    trials = DeviceTrials(name, search.fits, tuple(tried), recommended(tried, search.fits), why, largest)
     notes = () if device.tells_time or not tried else (f"{name}: memory as of PyTorch's own allocator, no times",)
-    found = Advice(subject.title, subject.trains, False, (trials,), finished=finished, notes=notes)
+    found = Advice(
+        subject.title, subject.trains, False, (trials,), finished=finished, notes=notes, sought=search.sought
+    )
     return _with_code(
         found,
         subject,
@@ -252,10 +281,11 @@ def _advised_on_cards(
     except SubjectError as error:
         raise click.UsageError(str(error)) from None
     done: list[DeviceTrials] = []
-    finished = all(_try_card(done, gpu, subject, search, several=len(gpus) > 1) for gpu in gpus.values())
+    elsewhere: dict[StepConfig, list[SizeTrial]] = {}
+    finished = all(_try_card(done, gpu, subject, search, elsewhere, several=len(gpus) > 1) for gpu in gpus.values())
     by_title = {gpu.title: gpu for gpu in gpus.values()}
     return _with_code(
-        Advice(subject.title, subject.trains, True, tuple(done), finished=finished),
+        Advice(subject.title, subject.trains, True, tuple(done), finished=finished, sought=search.sought),
         subject,
         "cuda",
         lambda title, config: explain_on(by_title[title], subject, config, over_time=over_time),
@@ -284,7 +314,15 @@ def _with_code(
     return replace(found, recommended=tuple(configs))
 
 
-def _try_card(done: list[DeviceTrials], gpu: Gpu, subject: AdviceSubject, search: Search, *, several: bool) -> bool:
+def _try_card(
+    done: list[DeviceTrials],
+    gpu: Gpu,
+    subject: AdviceSubject,
+    search: Search,
+    elsewhere: dict[StepConfig, list[SizeTrial]],
+    *,
+    several: bool,
+) -> bool:
     """Append what was tried on a card to ``done``, and return whether all was: not after Ctrl-C."""
     if search.fits is not None:
         gpu = with_capacity(gpu, search.fits)
@@ -292,16 +330,74 @@ def _try_card(done: list[DeviceTrials], gpu: Gpu, subject: AdviceSubject, search
     tried: list[Tried] = []
     lacking: list[str] = []
 
-    def try_one(config: StepConfig) -> Tried:
-        one, why = try_on(gpu, subject, config)
+    def try_sized(sized: AdviceSubject, config: StepConfig) -> Tried:
+        one, why = try_on(gpu, sized, config)
         lacking.extend(filter(None, [why]))
         return one
 
     configs = search.over(tried, limit, subject.samples)
-    finished = _try_all(tried, configs, try_one, f"{gpu.title}: " if several else "", goes_on=bool(done))
+    where = f"{gpu.title}: " if several else ""
+    finished = _try_all(tried, configs, lambda config: try_sized(subject, config), where, goes_on=bool(done))
+    largest: dict[StepConfig, Largest] = {}
+    if finished:
+        finished = _find_largest(largest, tried, search, limit, subject, try_sized, where, elsewhere)
     why = lacking[0] if lacking else None
-    done.append(DeviceTrials(gpu.title, limit, tuple(tried), recommended(tried, limit), why))
+    done.append(DeviceTrials(gpu.title, limit, tuple(tried), recommended(tried, limit), why, largest))
     return finished
+
+
+def _find_largest(
+    largest: dict[StepConfig, Largest],
+    tried: Sequence[Tried],
+    search: Search,
+    limit: int,
+    subject: AdviceSubject,
+    try_one: Callable[[AdviceSubject, StepConfig], Tried],
+    where: str = "",
+    elsewhere: dict[StepConfig, list[SizeTrial]] | None = None,
+) -> bool:
+    """Enter the largest batch of each config that it is sought for, and return whether all were found: not after Ctrl-C."""
+    if search.sought is None:
+        return True
+    start = subject.number(search.sought)
+    if start is None:
+        raise click.UsageError(
+            f"{OPTIONS[search.sought]}: the samples of {subject.title.partition(',')[0]} have no length"
+        )
+    known = {one.config: one for one in tried}
+    for config in search.sought_for(tried, limit):
+        first = known[config]
+        trials = [SizeTrial(start, first.fits(limit), first.peak)]
+        unit = config.accumulate if search.sought == "samples" else 1
+        hints = (elsewhere or {}).get(config, [])
+        try:
+            while (number := next_size(trials, limit, start, unit, hints)) is not None:
+                click.echo(f"{where}{config}, {number:,} {search.sought} ... ", nl=False, err=True)
+                trials.append(one := _at_size(subject, config, search.sought, number, limit, try_one))
+                click.echo(one.why_not if one.peak is None else format_bytes(one.peak), err=True)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            largest[config] = largest_of(trials, finished=False)
+            return False
+        largest[config] = largest_of(trials)
+        if elsewhere is not None:
+            elsewhere[config] = trials
+    return True
+
+
+def _at_size(
+    subject: AdviceSubject,
+    config: StepConfig,
+    sought: Sought,
+    number: int,
+    limit: int,
+    try_one: Callable[[AdviceSubject, StepConfig], Tried],
+) -> SizeTrial:
+    try:
+        one = try_one(subject.with_number(sought, number), config)
+    except (ModelError, NotAStep, TrialFailed) as error:
+        return SizeTrial(number, fits=False, why_not=str(error))
+    return SizeTrial(number, one.fits(limit), one.peak, "" if one.why_not == OUT_OF_MEMORY else one.why_not)
 
 
 def _try_all(

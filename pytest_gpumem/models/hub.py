@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,11 @@ class NamedModel:
     model_class: Any
     config: Any
     inputs: Inputs
+    trains: bool
+
+    def sized(self, size: BatchSize) -> NamedModel:
+        """Return the same model with a batch of another size. Raises `ModelError` where it takes none of that size."""
+        return replace(self, inputs=inputs_of(self.model_class, self.config, size, trains=self.trains))
 
     def build(self, dtype: torch.dtype) -> torch.nn.Module:
         """Return a new model whose weights are made in a dtype, as they are when they are loaded in it."""
@@ -77,7 +82,7 @@ def named_model(name: ModelName, size: BatchSize | None, *, trains: bool) -> Nam
         config.use_cache = False
     model_class = _class_of(transformers, name, config)
     try:
-        return NamedModel(name, model_class, config, inputs_of(model_class, config, size, trains=trains))
+        return NamedModel(name, model_class, config, inputs_of(model_class, config, size, trains=trains), trains)
     except AttributeError as error:
         raise ModelError(f"{name}: its configuration lacks what a batch is made of: {error}") from None
 

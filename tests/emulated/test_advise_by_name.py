@@ -195,3 +195,68 @@ def test_inference_takes_what_the_cast_model_takes_and_not_what_casting_took(on_
     weights = 8192 * 8192 * 4
     assert weights < whole
     assert weights / 2 < cast < weights
+
+
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 512,
+    "n_layer": 4,
+    "n_head": 8,
+    "vocab_size": 8192,
+    "n_positions": 512,
+}
+VIT = {
+    "architectures": ["ViTForImageClassification"],
+    "model_type": "vit",
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+}
+TEXTS = """dict(
+    input_ids=torch.randint(8192, ({size}, 512)).cuda(), labels=torch.randint(8192, ({size}, 512)).cuda())"""
+IMAGES = "dict(pixel_values=torch.randn({size}, 3, 224, 224).cuda(), labels=torch.randint(2, ({size},)).cuda())"
+ANY_PROGRAM = """
+import transformers
+
+config = transformers.AutoConfig.from_pretrained("model")
+config.use_cache = False
+with torch.device("cuda"):
+    model = getattr(transformers, config.architectures[0])(config)
+optimizer = torch.optim.AdamW(model.parameters())
+batch = {batch}
+try:
+    for step in range(4):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("fits")
+except torch.OutOfMemoryError:
+    print("ran out")
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "batch", "card"),
+    [
+        (GPT2, "x512", TEXTS, "3GB"),
+        *(
+            pytest.param(config, length, batch, card, marks=pytest.mark.thorough)
+            for config, length, batch in ((GPT2, "x512", TEXTS), (VIT, "", IMAGES), (CONFIG, "x512", TEXTS))
+            for card in ("t4", "rtx4090", "h100")
+        ),
+    ],
+)
+def test_the_largest_batch_fits_into_a_program_and_one_more_does_not(
+    processes, on_gpu, model, config, length, batch, card
+):
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = ["--config", "fp32", "--largest-batch", "--format", "json", f"--device=emulated:{card}"]
+    done = processes.gpumem("advise", "hf:model", "--batch", f"2{length}", *words, gpu=card)
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout)["devices"]
+    largest = told["configs"][0]["largest"]["size"]
+    assert largest > 2
+    ended = [on_gpu(ANY_PROGRAM.format(batch=batch.format(size=size)), card).strip() for size in (largest, largest + 1)]
+    assert ended == ["fits", "ran out"]
