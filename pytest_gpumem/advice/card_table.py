@@ -62,12 +62,12 @@ def _cell(card: CardTrials, config: StepConfig) -> str:
 
 
 def _reasons(cards: Sequence[CardTrials]) -> list[str]:
-    """Return a line for each reason why something cannot run, with the cards and configs it is true of."""
+    """Return a line for each reason why something cannot run, or is slow, with the cards and configs it is true of."""
     found: dict[str, list[str]] = {}
     for card in cards:
         for one in card.tried:
-            if one.why_not:
-                found.setdefault(one.why_not, []).append(f"{one.config} on {card.name}")
+            if one.why_not or one.slow:
+                found.setdefault(one.why_not or one.slow, []).append(f"{one.config} on {card.name}")
     every = {one.name: len(one.tried) for one in cards if one.tried}
 
     def where(mine: Sequence[str]) -> str:
