@@ -15,14 +15,14 @@ from pytest_gpumem.advice.cards import TrialFailed, begin, capacity_of, try_on, 
 from pytest_gpumem.advice.search_order import Search, Tried, recommended
 from pytest_gpumem.advice.snippet import code_snippet, inference_snippet, is_shown
 from pytest_gpumem.advice.trial import AdviceSubject, SubjectError, subject_by_name, subject_of, try_config
-from pytest_gpumem.cli.project import devices_of_plugins
+from pytest_gpumem.cli.project import devices_of_plugins, own_gpus_around
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, parsed, write_lines
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
 from pytest_gpumem.emulated_process.before_torch import install
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.gpus import Gpu, emulated_gpu, known_gpus
+from pytest_gpumem.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.hub import NamedModel, named_model
@@ -35,7 +35,7 @@ from pytest_gpumem.units import counted, format_bytes, format_seconds, parse_siz
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import ModuleType
 
 
@@ -126,11 +126,11 @@ def advise(
     if name is None:
         if size is not None:
             raise click.UsageError(f"--batch is for a model by name; {subject_name} returns its own batch")
-        if len(device_names) > 1 or EVERY in device_names:
+        if len(device_names) > 1 or _EVERY in device_names:
             raise click.UsageError("several devices are for a model by name; for a function, name one")
         _advise_here(search, device_names[0], lambda device: _subject(subject_name, device, search))
     elif gpus:
-        _advise_on_cards(search, gpus, name, size, every=EVERY not in device_names)
+        _advise_on_cards(search, gpus, name, size, every=_EVERY not in device_names)
     elif len(device_names) > 1:
         raise click.UsageError("several devices have to be emulated ones, like emulated:h100")
     else:
@@ -144,20 +144,17 @@ def _configs(words: Sequence[str]) -> tuple[StepConfig, ...]:
         return tuple(dict.fromkeys(map(StepConfig.parse, words)))
 
 
-def _gpus(names: Sequence[str]) -> dict[str, Gpu]:
-    """Return the GPUs to emulate, by name; none where another device is named. Raises `InputError`."""
+def _gpus(names: Sequence[str]) -> list[Gpu]:
+    """Return the GPUs to emulate; none where another device is named. Raises `InputError`."""
     if not all(name.startswith(EMULATED) for name in names):
-        return {}
+        return []
+    own = own_gpus_around()
     with input_errors(ValueError):
-        words = dict.fromkeys(
-            word
-            for name in names
-            for word in ([EMULATED + one.word for one in known_gpus()] if name == EVERY else [name])
-        )
-        return {word: emulated_gpu(word) for word in words}
+        found = [gpu for name in names for gpu in (known_gpus(own) if name == _EVERY else (emulated_gpu(name, own),))]
+    return list(dict.fromkeys(found))
 
 
-EVERY = f"{EMULATED}all"
+_EVERY = f"{EMULATED}{EVERY}"
 
 
 def _model(name: ModelName, size: BatchSize | None, search: Search) -> NamedModel:
@@ -191,7 +188,8 @@ def _advise_here(search: Search, device_name: str, subject_on: Callable[[Device]
         if not device.tells_time:
             click.echo(f"{device.environment().device}: memory as of PyTorch's own allocator, no times\n")
         rows = [MatrixRow(str(one.config), one.peak, one.time, one.why_not) for one in tried]
-        click.echo("\n".join([*matrix_table("config", rows, "si"), ""]))
+        slow = [f"  {one.config}: {one.slow}" for one in tried if one.slow]
+        click.echo("\n".join([*matrix_table("config", rows, "si"), *slow, ""]))
         # An emulated GPU's peaks may lack what convolutions take on a GPU.
         emulation = current_emulation()
         _tell_lacking({None if emulation is None else emulation.cudnn.lacking()})
@@ -206,20 +204,19 @@ def _advise_here(search: Search, device_name: str, subject_on: Callable[[Device]
 
 
 def _advise_on_cards(
-    search: Search, gpus: Mapping[str, Gpu], name: ModelName, size: BatchSize | None, *, every: bool
+    search: Search, gpus: Sequence[Gpu], name: ModelName, size: BatchSize | None, *, every: bool
 ) -> None:
     """Measure on emulated GPUs, each config in a process of its own."""
-    with input_errors(EmulationError, ValueError):
-        for word in gpus:
-            prepare(word)
-        begin(next(iter(gpus)))
+    with input_errors(EmulationError):
+        prepare()
+        begin(gpus[0])
     try:
         with gpu_unseen():
             subject = subject_by_name(_model(name, size, search), search.blocks, trains=search.trains)
     except SubjectError as error:
         raise click.UsageError(str(error)) from None
     done: list[CardTrials] = []
-    finished = all(_try_card(done, gpu, subject, search, several=len(gpus) > 1) for gpu in gpus.values())
+    finished = all(_try_card(done, gpu, subject, search, several=len(gpus) > 1) for gpu in gpus)
     if any(card.tried for card in done):
         click.echo("\n".join(["", *card_table(done), ""]))
     _tell_lacking(card.lacking for card in done)
@@ -316,10 +313,11 @@ def _show_code(config: StepConfig, device_type: str, subject: AdviceSubject) -> 
 def _device(name: str) -> Device:
     if name.startswith(EMULATED):
         try:
-            emulate(name)
+            gpu = emulated_gpu(name, own_gpus_around())
+            emulate(gpu)
         except (EmulationError, ValueError) as error:
             raise click.ClickException(str(error)) from None
-        install(name)
+        install(gpu.device)
         return make_cuda()
     known = factories(name, () if name in (*BUILT_IN, AUTO) else devices_of_plugins())
     if name not in (*known, AUTO):

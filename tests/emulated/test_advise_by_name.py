@@ -50,7 +50,7 @@ from pytest_gpumem.models.name import batch_size, model_name
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 
-begin("emulated:h100")
+begin(emulated_gpu("h100"))
 with gpu_unseen():
     subject = subject_by_name(named_model(model_name("hf:model"), batch_size("2x1024"), trains=True), trains=True)
 for capacity in {capacities}:
@@ -118,7 +118,7 @@ from pytest_gpumem.advice.trial import AdviceSubject
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.step_config.config import StepConfig
 
-begin("emulated:h100")
+begin(emulated_gpu("h100"))
 
 
 def build(dtype):
@@ -178,7 +178,7 @@ from pytest_gpumem.advice.trial import AdviceSubject
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.step_config.config import StepConfig
 
-begin("emulated:h100")
+begin(emulated_gpu("h100"))
 
 
 def build(dtype):
