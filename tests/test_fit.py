@@ -13,7 +13,7 @@ from pytest_gpumem.cli.main import main
 from pytest_gpumem.emulated_process.before_torch import PEAKS, STEPS, USAGE
 from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut
 from pytest_gpumem.emulation import load
-from pytest_gpumem.emulation.gpus import known_gpus
+from pytest_gpumem.emulation.gpus import emulated_gpu, known_gpus
 from pytest_gpumem.fit import run
 from pytest_gpumem.fit.outcome import ProgramRun
 from pytest_gpumem.fit.run import run_on, with_expandable_segments
@@ -32,9 +32,9 @@ def ran(monkeypatch):
     called: list[tuple] = []
     comes: dict[str, ProgramRun | BaseException] = {}
 
-    def run_one(word, command, environment, steps):
+    def run_one(gpu, command, environment, steps):
         expandable = "expandable_segments:True" in environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        called.append((word.removeprefix("emulated:") + ("+" if expandable else ""), tuple(command), steps))
+        called.append((gpu.device.removeprefix("emulated:") + ("+" if expandable else ""), tuple(command), steps))
         one = comes.get(called[-1][0], fitting(GB))
         if isinstance(one, BaseException):
             raise one
@@ -197,7 +197,7 @@ sys.exit(3)
 
 
 def test_the_program_finds_the_gpu_and_a_folder_to_leave_its_usage_in():
-    done = run_on("emulated:l4", [sys.executable, "-c", SHOW], {**os.environ, PEAKS: "1"}, steps=2)
+    done = run_on(emulated_gpu("l4"), [sys.executable, "-c", SHOW], {**os.environ, PEAKS: "1"}, steps=2)
     folder, told = done.output.splitlines()
     assert (done.status, done.processes) == (3, ())
     assert folder.endswith(", '2']") or folder.startswith("['2', ")
@@ -205,6 +205,6 @@ def test_the_program_finds_the_gpu_and_a_folder_to_leave_its_usage_in():
 
 
 def test_what_a_program_says_on_standard_output_is_kept_where_it_says_nothing_else():
-    assert run_on("emulated:l4", [sys.executable, "-c", "print('lost')"], os.environ).output == "lost"
+    assert run_on(emulated_gpu("l4"), [sys.executable, "-c", "print('lost')"], os.environ).output == "lost"
     with pytest.raises(FileNotFoundError):
-        run_on("emulated:l4", ["/nowhere/python"], os.environ)
+        run_on(emulated_gpu("l4"), ["/nowhere/python"], os.environ)

@@ -194,6 +194,7 @@ TABLES = st.fixed_dictionaries(
         "update": st.sampled_from(["new", "improved", "all", "none"]) | VALUES,
         "store": VALUES,
         "device": VALUES,
+        "gpus": VALUES | st.dictionaries(st.text(max_size=8), VALUES, max_size=2),
         "strict": st.booleans() | VALUES,
         "time": st.booleans() | VALUES,
         "pack": st.booleans() | VALUES,

@@ -40,15 +40,14 @@ class TrialFailed(Exception):
     """The model's own code raised in the first step that was tried. The message is a sentence."""
 
 
-def begin(word: str) -> None:
+def begin(gpu: Gpu) -> None:
     """Load torch into this process, with the stand-ins of an emulated GPU that nothing here must begin to use.
 
     Raises:
         EmulationError: There can be no emulated GPU here.
-        ValueError: There is no such GPU.
     """
-    emulate(word)
-    install(word)
+    emulate(gpu)
+    install(gpu.device)
     import torch
 
     # A process that is forked must not wait for threads that are not in it.

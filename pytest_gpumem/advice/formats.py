@@ -7,7 +7,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.advice.results import shares_of
-from pytest_gpumem.advice.texts import LEGEND, composition_title, conclusions, lacking, parts_of, reasons, table_cells
+from pytest_gpumem.advice.texts import (
+    LEGEND,
+    composition_title,
+    conclusions,
+    lacking,
+    parts_of,
+    reasons,
+    slow,
+    table_cells,
+)
 from pytest_gpumem.reports.escaping import block, code, code_in_table, plain, table
 from pytest_gpumem.reports.explanation import composition_table
 from pytest_gpumem.reports.html.charts import over_time_chart
@@ -59,6 +68,7 @@ def _plain_tried(one: Tried, device: DeviceTrials) -> dict[str, Any]:
         "step_time": one.time,
         "fits": None if limit is None or one.peak is None else one.fits(limit),
         "why_not": one.why_not or None,
+        "slow": one.slow or None,
         "largest": None if largest is None else asdict(largest),
     }
 
@@ -142,4 +152,5 @@ def _title(advice: Advice) -> str:
 
 def _remarks(advice: Advice) -> list[str]:
     legend = [LEGEND] if advice.emulated and any(device.chosen is not None for device in advice.devices) else []
-    return [*advice.notes, *legend, *(reasons(advice.devices) if advice.emulated else []), *lacking(advice)]
+    told = reasons(advice.devices) if advice.emulated else slow(advice.devices[0])
+    return [*advice.notes, *legend, *told, *lacking(advice)]

@@ -29,6 +29,8 @@ class Tried:
     why_not: str = ""
     allocated: int | None = None
     """Bytes that tensors hold at the peak, where ``peak`` is what the allocator takes for them."""
+    slow: str = ""
+    """A clause where the device computes it in another precision: recommended only where nothing else fits."""
 
     def fits(self, limit: int) -> bool:
         """Return whether it needs at most ``limit`` bytes."""
@@ -74,7 +76,7 @@ def next_config(tried: Sequence[Tried], samples: int | None, blocks: str | None 
             config = _changed(base.config, blocks, **{axis: value})
             if config not in known:
                 return config
-            if _helps(known[config], base):
+            if _helps(known[config], base) and not known[config].slow:
                 base = known[config]
                 if axis == "precision":
                     # The first that works; of other axes the best is kept.
@@ -110,9 +112,14 @@ def every_config(samples: int | None, blocks: str | None = None) -> list[StepCon
 def recommended(tried: Sequence[Tried], limit: int | None) -> Tried | None:
     """Return the fastest that fits; without times the first that fits, without a limit that with the best saving for its time.
 
-    ``None`` when nothing fits, or nothing could be measured.
+    What is slow on the device is recommended only where it is all that there is. ``None`` when nothing fits, or nothing could
+    be measured.
     """
     measured = [one for one in tried if one.peak is not None]
+    return _best([one for one in measured if not one.slow], limit) or _best(measured, limit)
+
+
+def _best(measured: Sequence[Tried], limit: int | None) -> Tried | None:
     if limit is not None:
         fitting = [one for one in measured if one.fits(limit)]
         if any(one.time is None for one in fitting):
@@ -172,7 +179,7 @@ class Search:
 def _until_one_fits(configs: Iterable[StepConfig], tried: Sequence[Tried], limit: int | None) -> Iterator[StepConfig]:
     for config in configs:
         yield config
-        if limit is not None and tried and tried[-1].fits(limit):
+        if limit is not None and tried and tried[-1].fits(limit) and not tried[-1].slow:
             return
 
 

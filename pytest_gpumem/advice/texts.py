@@ -50,7 +50,15 @@ def lacking(advice: Advice) -> list[str]:
 def _table(advice: Advice) -> list[str]:
     if advice.emulated:
         return card_table(advice.devices)
-    return matrix_table("config", matrix_rows(advice.devices[0]), "si")
+    return [
+        *matrix_table("config", matrix_rows(advice.devices[0]), "si"),
+        *(f"  {line}" for line in slow(advice.devices[0])),
+    ]
+
+
+def slow(device: DeviceTrials) -> list[str]:
+    """Return a line for each config that is slow on a device, with the reason."""
+    return [f"{one.config}: {one.slow}" for one in device.tried if one.slow]
 
 
 def matrix_rows(device: DeviceTrials) -> list[MatrixRow]:
@@ -101,12 +109,12 @@ def _cell(card: DeviceTrials, config: StepConfig) -> str:
 
 
 def reasons(cards: Sequence[DeviceTrials]) -> list[str]:
-    """Return a line for each reason why something cannot run, with the cards and configs it is true of."""
+    """Return a line for each reason why something cannot run, or is slow, with the cards and configs it is true of."""
     found: dict[str, list[tuple[str, str]]] = {}
     for card in cards:
         for one in card.tried:
-            if one.why_not:
-                found.setdefault(one.why_not, []).append((card.name, str(one.config)))
+            if one.why_not or one.slow:
+                found.setdefault(one.why_not or one.slow, []).append((card.name, str(one.config)))
     every = {card.name: len(card.tried) for card in cards}
 
     def where(mine: Sequence[tuple[str, str]]) -> str:

@@ -162,17 +162,26 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
     except (CannotRun, ConfigError, MeasuringError) as error:
         return Tried(config, why_not=str(error))
     except Exception as error:
-        if is_out_of_memory(error):
-            return Tried(config, why_not=OUT_OF_MEMORY)
-        if config == START:
+        why_not = _why_not(device, error)
+        if why_not is None and config == START:
             raise
-        return Tried(config, why_not=_first_line(error))
+        return Tried(config, why_not=why_not or _first_line(error))
     lost = device.lost()
     if lost is not None:
         return Tried(config, why_not=lost)
     # What the allocator takes from the GPU is what has to fit.
     allocated = int(metrics["peak_allocated"])
-    return Tried(config, int(metrics.get("peak_reserved", allocated)), metrics.get("step_time"), allocated=allocated)
+    reserved = int(metrics.get("peak_reserved", allocated))
+    slow = None if config.precision is None else device.emulates(config.precision)
+    return Tried(config, reserved, metrics.get("step_time"), allocated=allocated, slow=slow or "")
+
+
+def _why_not(device: Device, error: Exception) -> str | None:
+    """Return why a step fails that is right; ``None`` where it may fail by itself."""
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    lacking = device.why_cannot_run(error)
+    return None if lacking is None else f"cannot run on it: {lacking}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,14 +26,14 @@ from pytest_gpumem.advice.trial import (
     subject_of,
     try_config,
 )
-from pytest_gpumem.cli.project import devices_of_plugins
+from pytest_gpumem.cli.project import devices_of_plugins, own_gpus_around
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, format_option, input_errors, parsed, write_lines
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
 from pytest_gpumem.emulated_process.before_torch import install
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.gpus import Gpu, emulated_gpu, known_gpus
+from pytest_gpumem.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.hub import NamedModel, named_model
@@ -46,7 +46,7 @@ from pytest_gpumem.units import format_bytes, parse_size
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
     from pytest_gpumem.values.composition import Explanation
@@ -156,7 +156,7 @@ def advise(
     with input_errors(ModelError):
         name = model_name(subject_name)
     gpus = _gpus(device_names)
-    every = EVERY not in device_names
+    every = _EVERY not in device_names
     if name is None:
         if size is not None:
             raise click.UsageError(f"--batch is for a model by name; {subject_name} returns its own batch")
@@ -200,20 +200,17 @@ def _configs(words: Sequence[str]) -> tuple[StepConfig, ...]:
         return tuple(dict.fromkeys(map(StepConfig.parse, words)))
 
 
-def _gpus(names: Sequence[str]) -> dict[str, Gpu]:
-    """Return the GPUs to emulate, by name; none where another device is named. Raises `InputError`."""
+def _gpus(names: Sequence[str]) -> list[Gpu]:
+    """Return the GPUs to emulate; none where another device is named. Raises `InputError`."""
     if not all(name.startswith(EMULATED) for name in names):
-        return {}
+        return []
+    own = own_gpus_around()
     with input_errors(ValueError):
-        words = dict.fromkeys(
-            word
-            for name in names
-            for word in ([EMULATED + one.word for one in known_gpus()] if name == EVERY else [name])
-        )
-        return {word: emulated_gpu(word) for word in words}
+        found = [gpu for name in names for gpu in (known_gpus(own) if name == _EVERY else (emulated_gpu(name, own),))]
+    return list(dict.fromkeys(found))
 
 
-EVERY = f"{EMULATED}all"
+_EVERY = f"{EMULATED}{EVERY}"
 
 
 def _model(name: ModelName, size: BatchSize | None, search: Search) -> NamedModel:
@@ -268,13 +265,12 @@ def _advised_here(
 
 
 def _advised_on_cards(
-    search: Search, gpus: Mapping[str, Gpu], name: ModelName, size: BatchSize | None, *, over_time: bool
+    search: Search, gpus: Sequence[Gpu], name: ModelName, size: BatchSize | None, *, over_time: bool
 ) -> Advice:
     """Return what is found on emulated GPUs, each config in a process of its own."""
-    with input_errors(EmulationError, ValueError):
-        for word in gpus:
-            prepare(word)
-        begin(next(iter(gpus)))
+    with input_errors(EmulationError):
+        prepare()
+        begin(gpus[0])
     try:
         with gpu_unseen():
             subject = subject_by_name(_model(name, size, search), search.blocks, trains=search.trains)
@@ -282,8 +278,8 @@ def _advised_on_cards(
         raise click.UsageError(str(error)) from None
     done: list[DeviceTrials] = []
     elsewhere: dict[StepConfig, list[SizeTrial]] = {}
-    finished = all(_try_card(done, gpu, subject, search, elsewhere, several=len(gpus) > 1) for gpu in gpus.values())
-    by_title = {gpu.title: gpu for gpu in gpus.values()}
+    finished = all(_try_card(done, gpu, subject, search, elsewhere, several=len(gpus) > 1) for gpu in gpus)
+    by_title = {gpu.title: gpu for gpu in gpus}
     return _with_code(
         Advice(subject.title, subject.trains, True, tuple(done), finished=finished, sought=search.sought),
         subject,
@@ -307,8 +303,12 @@ def _with_code(
         # After Ctrl-C nothing more is begun.
         if found.finished:
             click.echo(f"{config}: what its peak is made of ... ", nl=False, err=True)
-            explanation = explain(device_name, config)
-            click.echo(explanation if isinstance(explanation, str) else "known", err=True)
+            try:
+                explanation = explain(device_name, config)
+                click.echo(explanation if isinstance(explanation, str) else "known", err=True)
+            except KeyboardInterrupt:
+                click.echo("interrupted", err=True)
+                found = replace(found, finished=False)
         why_not, known = (explanation, None) if isinstance(explanation, str) else ("", explanation)
         configs.append(Recommended(config, device_name, code, known, why_not))
     return replace(found, recommended=tuple(configs))
@@ -437,10 +437,11 @@ def _try_all(
 def _device(name: str) -> Device:
     if name.startswith(EMULATED):
         try:
-            emulate(name)
+            gpu = emulated_gpu(name, own_gpus_around())
+            emulate(gpu)
         except (EmulationError, ValueError) as error:
             raise click.ClickException(str(error)) from None
-        install(name)
+        install(gpu.device)
         return make_cuda()
     known = factories(name, () if name in (*BUILT_IN, AUTO) else devices_of_plugins())
     if name not in (*known, AUTO):

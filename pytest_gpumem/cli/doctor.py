@@ -23,7 +23,8 @@ from pytest_gpumem.doctor.facts import DeviceFacts, Facts, StoreFacts
 from pytest_gpumem.doctor.findings import exit_status, findings
 from pytest_gpumem.doctor.probe import opened
 from pytest_gpumem.doctor.texts import lines, to_json
-from pytest_gpumem.emulation.gpus import DEFAULT, emulated_gpu
+from pytest_gpumem.emulated_process.before_torch import DESCRIPTION
+from pytest_gpumem.emulation.gpus import DEFAULT, described, emulated_gpu
 from pytest_gpumem.values.option_words import EMULATED
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ def _facts(settings: Settings, environment: Mapping[str, str]) -> Facts:
     word = settings.device
     emulated = word if word.startswith(EMULATED) else EMULATED + DEFAULT
     with input_errors(ValueError):
-        emulated_gpu(emulated)
+        gpu = emulated_gpu(emulated, settings.gpus)
     here = looking.look(list(BUILT_IN), environment)
-    on_emulated = looking.look([emulated], environment)
+    on_emulated = looking.look([emulated], {**environment, DESCRIPTION: described(gpu)})
     added = () if word in (*BUILT_IN, AUTO, emulated) else (_added(settings),)
     return Facts(
         device=word,

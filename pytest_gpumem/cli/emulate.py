@@ -6,9 +6,11 @@ import os
 
 import click
 
+from pytest_gpumem.cli.project import own_gpus_around
 from pytest_gpumem.emulated_process.before_torch import PEAKS
 from pytest_gpumem.emulated_process.start import environment_for
 from pytest_gpumem.emulation.errors import EmulationError
+from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.load import prepare
 from pytest_gpumem.values.option_words import EMULATED
 
@@ -20,10 +22,11 @@ from pytest_gpumem.values.option_words import EMULATED
 def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     """Run a program on an emulated GPU, and tell the peaks of its memory and what they are made of.
 
-    GPU is one of h100, a100, l4 and so on, several of them (h100x8), or a size: 24GB is an H100 with so much memory. The CUDA
-    build of torch runs as it is, over stand-ins for CUDA's libraries: memory is torch's own allocator's, values of large
-    tensors are not computed, and nothing takes the time that it takes on a GPU. Programs that are not Python are run, too:
-    what counts is each Python that they start.
+    GPU is one of h100, a100, l4 and so on, several of them (h100x8), a MIG slice (h100-80gb-mig-1g.10gb), one of the project's
+    own ([tool.gpumem.gpus]), or a size: 24GB is an H100 with so much memory. The CUDA build of torch runs as it is, over
+    stand-ins for CUDA's libraries: memory is torch's own allocator's, values of large tensors are not computed, and nothing
+    takes the time that it takes on a GPU. Programs that are not Python are run, too: what counts is each Python that they
+    start.
 
     \b
     Examples:
@@ -34,14 +37,16 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     program not be started, 2 for wrong usage.
     """
     word = gpu if gpu.startswith(EMULATED) else EMULATED + gpu
+    own = own_gpus_around()
     try:
-        prepare(word)
+        emulated = emulated_gpu(word, own)
+        prepare()
     except (EmulationError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     command = command[1:] if command[0] == "--" else command
     if not command:
         raise click.UsageError("there is no command after --")
-    environment = {**os.environ, **environment_for(word, os.environ), **({} if quiet else {PEAKS: "1"})}
+    environment = {**os.environ, **environment_for(emulated, os.environ), **({} if quiet else {PEAKS: "1"})}
     try:
         os.execvpe(command[0], command, environment)  # noqa: S606 -- it takes this process's place, signals and status
     except OSError as error:

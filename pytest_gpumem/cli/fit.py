@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.cli.project import own_gpus_around
 from pytest_gpumem.cli.streams import (
     INTERRUPTED,
     InputError,
@@ -97,36 +98,35 @@ def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
     return command
 
 
-def _gpus(words: Sequence[str]) -> dict[str, Gpu]:
-    """Return the GPUs to emulate, by name: those that were asked for, or all, the default one first."""
-    asked = [word if word.startswith(EMULATED) else EMULATED + word for word in words]
-    known = sorted((gpu.word for gpu in known_gpus()), key=lambda word: word != DEFAULT)
+def _gpus(words: Sequence[str]) -> list[Gpu]:
+    """Return the GPUs to emulate: those that were asked for, or all, the default one first."""
+    own = own_gpus_around()
     with input_errors(EmulationError, ValueError):
-        gpus = {word: emulated_gpu(word) for word in asked or [EMULATED + word for word in known]}
-        for word in gpus:
-            prepare(word)
-    return gpus
+        asked = [emulated_gpu(word if word.startswith(EMULATED) else EMULATED + word, own) for word in words]
+        gpus = asked or sorted(known_gpus(own), key=lambda gpu: gpu.word != DEFAULT)
+        prepare()
+    return list(dict.fromkeys(gpus))
 
 
-def _try_all(found: list[Fit], gpus: dict[str, Gpu], command: Sequence[str], steps: int | None, *, every: bool) -> None:
+def _try_all(found: list[Fit], gpus: Sequence[Gpu], command: Sequence[str], steps: int | None, *, every: bool) -> None:
     """Append the result of the program on each GPU to ``found``."""
 
-    def tried(word: str, gpu: Gpu, more: dict[str, str]) -> outcome.Found:
+    def tried(gpu: Gpu, more: dict[str, str]) -> outcome.Found:
         how = " with expandable segments" if more else ""
         click.echo(f"[{len(found) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){how} ... ", nl=False, err=True)
         try:
-            run = run_on(word, command, {**os.environ, **more}, steps)
+            run = run_on(gpu, command, {**os.environ, **more}, steps)
         except OSError as error:
             raise InputError(f"{command[0]}: {error.strerror}") from None
-        one = outcome.found(run, gpu.total_bytes, CONTEXT_BYTES)
+        one = outcome.found(run, gpu, CONTEXT_BYTES)
         click.echo(progress(one, str(Path.cwd())), err=True)
         return one
 
     expandable = with_expandable_segments(os.environ)
-    for word, gpu in gpus.items():
-        plain = tried(word, gpu, {})
+    for gpu in gpus:
+        plain = tried(gpu, {})
         again = plain.outcome in outcome.NOT_ENOUGH and not plain.expandable and expandable is not None
-        found.append(outcome.Fit(gpu, plain, tried(word, gpu, expandable or {}) if again else None))
+        found.append(outcome.Fit(gpu, plain, tried(gpu, expandable or {}) if again else None))
         if outcome.ends_it(found[0], every=every):
             return
 

@@ -17,7 +17,8 @@ from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.cli.streams import InputError, input_errors
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import Settings, check_readable, is_loaded, settings_of
+from pytest_gpumem.config.settings import Settings, check_readable, is_loaded, own_gpus_in, read_table, settings_of
+from pytest_gpumem.emulated_process.before_torch import gpu_told
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import GitError
 from pytest_gpumem.reports.stored import StoredBaseline
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.baselines.backend import Backend
     from pytest_gpumem.devices.registry import DeviceFactory
+    from pytest_gpumem.emulation.gpus import Gpu
 
 QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
 """A command has imported the plugin before pytest could, of which pytest warns."""
@@ -171,6 +173,20 @@ def read_config(read: Callable[[pytest.Config], T]) -> T:
     Raises `InputError`.
     """
     return _from_pytest(read, "--noconftest", "-o", "addopts=", emulates=False)
+
+
+def own_gpus_around() -> dict[str, Gpu]:
+    """Return the GPUs that the nearest pyproject.toml with settings defines, in this folder or one around it, by name.
+
+    Nothing of the project is run for them, as a program on an emulated GPU need not be pytest's. Raises `InputError`.
+    """
+    here = Path.cwd()
+    with input_errors(SettingsError):
+        for folder in (here, *here.parents):
+            table = read_table(folder / "pyproject.toml") if _is_there(folder / "pyproject.toml") else None
+            if table is not None:
+                return {**gpu_told(), **own_gpus_in(table, f"{folder / 'pyproject.toml'}: [tool.gpumem]")}
+    return dict(gpu_told())
 
 
 def run_pytest(arguments: Sequence[str], plugin: object) -> int:

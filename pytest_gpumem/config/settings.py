@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from pytest_gpumem.emulation.gpus import Gpu
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -94,6 +96,8 @@ class Settings:
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
     """Patterns of the tests that are measured as if they had the marker."""
+    gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    """GPUs of one's own that can be emulated, by name."""
     explicit: bool = False
     """True if anything was set: an option, or a ``[tool.gpumem]`` table."""
 
@@ -137,6 +141,7 @@ KEYS: Mapping[str, Kind] = MappingProxyType(
         "tolerance": TABLE,
         "budget": TABLES,
         "mark": PATTERNS,
+        "gpus": TABLE,
     }
 )
 """The keys of ``[tool.gpumem]``."""
@@ -271,11 +276,23 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
         values[key] = KEYS[key].read(value, f"{where}: {key}")
     tolerances = values.pop("tolerance", {})
     budgets = values.pop("budget", [])
+    gpus = own_gpus_in(table, where)
+    values.pop("gpus", None)
     return Settings(
         **values,
         tolerances=MappingProxyType(_tolerances(tolerances, f"{where}: tolerance")),
         budgets=tuple(_budget(entry, f"{where}: budget {number}") for number, entry in enumerate(budgets, start=1)),
+        gpus=MappingProxyType(gpus),
     )
+
+
+def own_gpus_in(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
+    """Return the GPUs of one's own that a ``[tool.gpumem]`` table defines, by name. Raises `SettingsError`."""
+    if "gpus" not in table:
+        return {}
+    from pytest_gpumem.config.own_gpus import own_gpus
+
+    return own_gpus(TABLE.read(table["gpus"], f"{where}: gpus"), f"{where}: gpus")
 
 
 def _tolerances(table: Mapping[str, Any], where: str) -> dict[str, Tolerance]:

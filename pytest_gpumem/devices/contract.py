@@ -166,6 +166,17 @@ class Device(ABC):
         """
         return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
 
+    def emulates(self, feature: str) -> str | None:
+        """Return a clause where a precision is computed in another one here, which is slow; ``None`` where it is not.
+
+        Its bytes are as of anywhere, so that it is measured, but a fast one is recommended before it.
+        """
+        return None
+
+    def why_cannot_run(self, error: BaseException) -> str | None:
+        """Return the error's words as a clause, where they say that this device lacks something; ``None`` for other errors."""
+        return None
+
     def tf32(self, allowed: bool) -> AbstractContextManager[object]:
         """Return a context in which float32 products and convolutions may run in TF32, or not; by default an empty one."""
         return nullcontext()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices import proc
+from pytest_gpumem.devices.capability import lacking
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable, Peak
 from pytest_gpumem.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
 from pytest_gpumem.devices.cuda_workspaces import Workspaces, transient_in_peak
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 4096
 _REQUESTED, _ALLOCATED = "requested_bytes", "allocated_bytes"
 _AMPERE = (8, 0)
-# torch emulates bfloat16 on older GPUs, which is not what is used in practice.
-_FROM_AMPERE_ON = {"tf32": "TF32", "amp-bf16": "bfloat16", "bf16": "bfloat16"}
+_BFLOAT16 = frozenset({"amp-bf16", "bf16", "mp-bf16"})
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -100,11 +100,26 @@ class CudaDevice(Device):
         return Environment(slug=cuda_slug(properties.name), device=properties.name, details=details)
 
     def lacks(self, feature: str) -> str | None:
-        capability = self.runtime.properties().capability
-        if capability >= _AMPERE or feature not in _FROM_AMPERE_ON:
+        if feature != "tf32" or self._capability >= _AMPERE:
             return None
-        version = ".".join(map(str, capability))
-        return f"{_FROM_AMPERE_ON[feature]} needs a GPU of compute capability 8.0, and this one has {version}"
+        return f"TF32 needs a GPU of compute capability 8.0, and this one has {self._version}"
+
+    def emulates(self, feature: str) -> str | None:
+        # torch.cuda.is_bf16_supported() is true: autocast takes it, and cuBLAS and torch's kernels compute in float32.
+        if feature not in _BFLOAT16 or self._capability >= _AMPERE:
+            return None
+        return f"torch emulates bfloat16 on a GPU of compute capability {self._version}, which is slow: 8.0 has it"
+
+    def why_cannot_run(self, error: BaseException) -> str | None:
+        return lacking(f"{type(error).__name__}: {error}", self._capability)
+
+    @property
+    def _capability(self) -> tuple[int, int]:
+        return self.runtime.properties().capability
+
+    @property
+    def _version(self) -> str:
+        return ".".join(map(str, self._capability))
 
     def random_devices(self) -> tuple[int, ...]:
         indices = (device.torch_device.index for device in self.everywhere)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.devices.registry import factories
 from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
+from pytest_gpumem.emulated_process.before_torch import gpu_told
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
+from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.values.option_words import EMULATED, NO_CUDNN
 from pytest_gpumem.values.plain import to_plain
@@ -35,7 +37,7 @@ def looked(words: Sequence[str]) -> Looked:
     """Return what there is of these devices: those built in, or one that is emulated."""
     if words[0].startswith(EMULATED):
         try:
-            emulate(words[0])
+            emulate(emulated_gpu(words[0], gpu_told()))
         except EmulationError as error:
             return Looked(devices=(DeviceFacts(words[0], trouble=str(error)),))
     torch = imported()

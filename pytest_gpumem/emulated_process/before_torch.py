@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from pytest_gpumem.emulation.gpus import Gpu
 
+
+DESCRIPTION = "GPUMEM_EMULATED_GPU"
+"""Variable with the figures of the emulated GPU, which may be of a project that a process knows nothing of."""
 PEAKS = "GPUMEM_EMULATED_PEAKS"
 """Set if a program's peaks are printed when it ends."""
 USAGE = "GPUMEM_EMULATED_USAGE"
@@ -40,11 +44,12 @@ class _BeforeTorch(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch" or self._looking:
             return None
+        from pytest_gpumem.emulation.gpus import emulated_gpu
         from pytest_gpumem.emulation.load import load
 
         self._looking = True
         try:
-            load(self.word)
+            load(emulated_gpu(self.word, gpu_told()))
             spec = importlib.util.find_spec("torch")
         finally:
             self._looking = False
@@ -69,6 +74,13 @@ def install(word: str) -> None:
     # By its name: a process that was started within such a session has it from a module of another name.
     if not any(type(finder).__name__ == _BeforeTorch.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorch(word))
+
+
+def gpu_told() -> Mapping[str, Gpu]:
+    """Return by its name the GPU of a project's own that the process which started this one has told of; none otherwise."""
+    from pytest_gpumem.emulation.gpus import from_description
+
+    return from_description(os.environ.get(DESCRIPTION))
 
 
 def record_if_told_to() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pytest_gpumem.emulation.build import FIRST, stand_ins
 from pytest_gpumem.emulation.cudnn import Cudnn
 from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.gpus import Gpu, emulated_gpu
+from pytest_gpumem.emulation.gpus import Gpu
 from pytest_gpumem.emulation.libraries import DRIVER
 from pytest_gpumem.emulation.torch_build import compiler_variables, installed_torch
 
@@ -72,26 +72,22 @@ def current_emulation() -> Emulation | None:
     return _loaded[0] if _loaded else None
 
 
-def prepare(word: str) -> tuple[Path, ...]:
+def prepare() -> tuple[Path, ...]:
     """Return the stand-ins to load, in their order, compiled if they are not there.
 
     Raises:
         EmulationError: There can be no emulated GPU here.
-        ValueError: There is no such GPU.
     """
-    emulated_gpu(word)
     _refuse_other_machines()
     return stand_ins(installed_torch())
 
 
-def load(word: str) -> Emulation:
+def load(gpu: Gpu) -> Emulation:
     """Load the stand-ins into this process, which has not imported torch yet.
 
     Raises:
         EmulationError: It cannot be done here, or is too late.
-        ValueError: There is no such GPU.
     """
-    gpu = emulated_gpu(word)
     there = current_emulation()
     if there is not None:
         if there.gpu != gpu:
@@ -105,7 +101,7 @@ def load(word: str) -> Emulation:
             f"torch was imported before the GPU could be emulated, by {_who_imported_torch()}. Have it imported later "
             f"(within functions, or in a conftest.py), or start the whole with `gpumem emulate {gpu.word} -- python -m pytest`"
         )
-    libraries = prepare(word)
+    libraries = prepare()
     loaded = {path.name: ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in libraries}
     runtime = next(library for name, library in loaded.items() if name.startswith(FIRST))
     runtime.gpumem_configure(ctypes.byref(_configuration(gpu)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.devices.capability import lacking_in
 from pytest_gpumem.emulated_process.usage import DeviceUsage
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class FitOutcome(Enum):
     OUT_OF_MEMORY = "out of memory"
     TOO_MUCH_TOGETHER = "out of memory together"
     """Each process alone had room, but not those that used a device at the same time."""
-    NO_KERNELS = "no kernels for it"
-    """The installed torch has none for this GPU, real or not."""
+    CANNOT_RUN = "cannot run on it"
+    """The GPU, real or not, lacks what the program asks for, or the installed torch has no kernels for it."""
     FAILED = "failed by itself"
     UNUSED = "no GPU memory used"
 
@@ -77,8 +78,8 @@ class Found:
     """True for an allocator of the program's own, which keeps none: then nothing is known of what it took."""
     lacking: str | None = None
     """The reason why peaks may be too low, as a clause, where what cuDNN takes on a GPU is not in them."""
-    no_kernels: str | None = None
-    """The reason why none of torch's kernels runs, as a clause."""
+    cannot_run: str | None = None
+    """The reason why it cannot run on the GPU, as a clause, where that is the outcome."""
     killed: int = 0
     """Processes that used CUDA and were killed before they wrote their usage."""
 
@@ -100,12 +101,12 @@ class Fit:
         return not self.fits and self.expanded is not None and self.expanded.outcome is FitOutcome.FITS
 
 
-def found(run: ProgramRun, total_bytes: int, context_bytes: int) -> Found:
+def found(run: ProgramRun, gpu: Gpu, context_bytes: int) -> Found:
     """Return the outcome of a run.
 
     Args:
         run: How the program ended.
-        total_bytes: The memory of each of the GPUs.
+        gpu: The GPU, or several of one.
         context_bytes: What the context of each process takes of it. For one process the emulated GPU has taken it off; it
             counts here only for further processes on a device, since each has a GPU to itself when it is emulated.
     """
@@ -113,16 +114,16 @@ def found(run: ProgramRun, total_bytes: int, context_bytes: int) -> Found:
     devices = [_on_device(run.processes, number) for number in numbers]
     most = max((usage for usage, _ in devices), key=lambda usage: usage.reserved, default=None)
     together = any(
-        processes > 1 and usage.reserved + processes * context_bytes > total_bytes for usage, processes in devices
+        processes > 1 and usage.reserved + processes * context_bytes > gpu.total_bytes for usage, processes in devices
     )
     times = sum(one.times_out_of_memory for one in run.processes)
     raised = _RAISED.search(run.output)
-    no_kernels = next((one.no_kernels for one in run.processes if one.no_kernels), None)
     failed = run.status != 0
+    cannot_run = _why_not(run, gpu) if failed else None
     if failed and (times or raised):
         outcome = FitOutcome.OUT_OF_MEMORY
-    elif failed and no_kernels and _NO_KERNEL_IMAGE in run.output:
-        outcome = FitOutcome.NO_KERNELS
+    elif failed and cannot_run:
+        outcome = FitOutcome.CANNOT_RUN
     elif failed:
         outcome = FitOutcome.FAILED
     elif times:
@@ -144,15 +145,23 @@ def found(run: ProgramRun, total_bytes: int, context_bytes: int) -> Found:
         ran_out=next((one.ran_out for one in run.processes if one.ran_out is not None), None),
         message=_ADVICE.sub("", raised["message"]).strip() if raised else "",
         last_lines=tuple(lines[-_MOST_LINES:])
-        if failed and not raised and outcome is not FitOutcome.NO_KERNELS
+        if failed and not raised and outcome is not FitOutcome.CANNOT_RUN
         else (),
         expandable=any(one.expandable for one in run.processes),
         unknown=next((one.unknown for one in run.processes if one.unknown), None),
         without_statistics=any(one.without_statistics for one in run.processes),
         lacking=next((one.lacking for one in run.processes if one.lacking), None),
-        no_kernels=no_kernels,
+        cannot_run=cannot_run if outcome is FitOutcome.CANNOT_RUN else None,
         killed=sum(one.ended is None for one in run.processes),
     )
+
+
+def _why_not(run: ProgramRun, gpu: Gpu) -> str | None:
+    """Return why a program that failed cannot run on a GPU, as a clause; ``None`` where it failed by itself."""
+    no_kernels = next((one.no_kernels for one in run.processes if one.no_kernels), None)
+    if no_kernels and _NO_KERNEL_IMAGE in run.output:
+        return f"{no_kernels}, as on a real one; a build for another CUDA may have them"
+    return lacking_in(run.output, gpu.capability)
 
 
 def _on_device(processes: Sequence[ProcessUsage], number: int) -> tuple[DeviceUsage, int]:

@@ -16,6 +16,8 @@ from pytest_gpumem.fit.outcome import ProgramRun
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_gpumem.emulation.gpus import Gpu
+
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables with settings of PyTorch's allocator; the second in newer releases, beside the first."""
 _EXPANDABLE = "expandable_segments"
@@ -33,11 +35,11 @@ def with_expandable_segments(environment: Mapping[str, str]) -> dict[str, str] |
     }
 
 
-def run_on(word: str, command: Sequence[str], environment: Mapping[str, str], steps: int | None = None) -> ProgramRun:
+def run_on(gpu: Gpu, command: Sequence[str], environment: Mapping[str, str], steps: int | None = None) -> ProgramRun:
     """Run ``command`` to its end on an emulated GPU.
 
     Args:
-        word: ``"emulated:l4"``.
+        gpu: The GPU, or several of one.
         command: The program and its arguments.
         environment: Its environment, but for what concerns the emulated GPU.
         steps: After how many steps of an optimizer to end it; ``None`` for not before it ends.
@@ -53,7 +55,7 @@ def run_on(word: str, command: Sequence[str], environment: Mapping[str, str], st
         with output.open("wb") as stdout, errors.open("wb") as stderr:
             done = subprocess.run(
                 command,
-                env={**theirs, **environment_for(word, theirs), **ours},
+                env={**theirs, **environment_for(gpu, theirs), **ours},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,

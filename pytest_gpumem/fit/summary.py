@@ -41,6 +41,8 @@ def progress(one: Found, cwd: str) -> str:
         return f"{one.outcome.value}, {_needed(one)}; {_first_time(one, cwd)}"
     if one.outcome is FitOutcome.OUT_OF_MEMORY:
         return f"{one.outcome.value}{_where(one, cwd)}"
+    if one.outcome is FitOutcome.CANNOT_RUN:
+        return f"{one.outcome.value}: {one.cannot_run}"
     return f"{one.outcome.value} ({_status(one)})" if one.outcome is FitOutcome.FAILED else one.outcome.value
 
 
@@ -81,10 +83,8 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
         one, name = fit.plain, name_of(fit.gpu)
         if one.outcome is FitOutcome.WENT_ON:
             lines.append(f"{name}: {one.outcome.value}, {_first_time(one, cwd)}")
-        elif one.outcome in (FitOutcome.OUT_OF_MEMORY, FitOutcome.FAILED):
+        elif one.outcome in (FitOutcome.OUT_OF_MEMORY, FitOutcome.CANNOT_RUN, FitOutcome.FAILED):
             lines.append(f"{name}: {progress(one, cwd)}")
-        elif one.outcome is FitOutcome.NO_KERNELS:
-            lines.append(f"{name}: {one.no_kernels}, as on a real one; a build for another CUDA may have them")
         if one.outcome is FitOutcome.OUT_OF_MEMORY and one.message:
             lines.append(f"  {one.message}")
         lines += [f"  {line}" for line in one.last_lines]
@@ -105,7 +105,7 @@ def conclusion(fits: Sequence[Fit]) -> str:
         ("not", _of(fits, FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_TOGETHER)),
         ("ran out of memory and went on:", _of(fits, FitOutcome.WENT_ON)),
         (f"with expandable segments {span}: fits", expanded),
-        ("torch has no kernels for", _of(fits, FitOutcome.NO_KERNELS)),
+        ("cannot run on", _of(fits, FitOutcome.CANNOT_RUN)),
         ("failed by itself:", _of(fits, FitOutcome.FAILED)),
     )
     first = f"fits {_names(fitting)}" if fitting else "fits none (emulated)"

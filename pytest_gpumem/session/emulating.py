@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import read_table
-from pytest_gpumem.emulated_process.before_torch import install
+from pytest_gpumem.config.settings import own_gpus_in, read_table
+from pytest_gpumem.emulated_process.before_torch import gpu_told, install
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
+from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.load import CARD
 from pytest_gpumem.values.option_words import EMULATED
 
@@ -32,13 +33,18 @@ def begin(config: pytest.Config) -> None:
     if not isinstance(word, str) or not word.startswith(EMULATED):
         return
     try:
-        emulate(word)
+        # Where this session is of a project that another one was started for, that has told it of its GPU.
+        own = {**gpu_told(), **own_gpus_in(table, "pyproject.toml: [tool.gpumem]")}
+        gpu = emulated_gpu(word, own)
+        emulate(gpu)
+    except SettingsError as error:
+        raise pytest.UsageError(str(error)) from None
     except (EmulationError, ValueError) as error:
         raise pytest.UsageError(f"--gpumem-device={word}: {error}") from None
     distributes = getattr(known, "numprocesses", None) or getattr(known, "tx", None)
     if distributes and (known.gpumem_pack or table.get("pack") is True):
         _share_a_card(config)
-    install(word)
+    install(gpu.device)
 
 
 def _share_a_card(config: pytest.Config) -> None:

@@ -148,7 +148,7 @@ def prepared_infer_step(
     config = config or StepConfig()
     config.only_for("infer_step")
     device = context.device.torch_device
-    can_run(context.device, config)
+    emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
     given = given_model(model_or_factory)
     with ExitStack() as stack:
@@ -178,4 +178,5 @@ def prepared_infer_step(
             compiled=compiles,
             state=compiled_graphs if compiles else None,
             creation_sites=creation_sites,
+            notes=emulated,
         )

@@ -60,8 +60,8 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
     return is_a(tensor, torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 
 
-def can_run(device: Device, config: StepConfig) -> None:
-    """Raise `CannotRun` if the device cannot run a step under this config."""
+def can_run(device: Device, config: StepConfig) -> tuple[str, ...]:
+    """Return notes on what the device runs in another way; raise `CannotRun` if it cannot run a step under this config."""
     more = ["offload"] if config.offloaded else []
     if config.sharding is not None:
         more += ["cp"] if config.sharding.degree("cp") > 1 else []
@@ -70,6 +70,8 @@ def can_run(device: Device, config: StepConfig) -> None:
         why_not = None if feature is None else device.lacks(feature)
         if why_not is not None:
             raise CannotRun(why_not)
+    emulated = None if config.precision is None else device.emulates(config.precision)
+    return () if emulated is None else (emulated,)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def prepared_train_step(
             f"optimizer= is given, and the step config says optimizer={config.optimizer}; give one of them"
         )
     device = context.device.torch_device
-    can_run(context.device, config)
+    emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
     given = given_model(model_or_factory)
     if given is not None:
@@ -130,7 +130,7 @@ def prepared_train_step(
             batch=batch,
             compiled=compiles,
             state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
-            notes=(*built.notes, *tried.notes),
+            notes=(*emulated, *built.notes, *tried.notes),
             creation_sites=built.creation_sites,
             buckets={} if built.buckets is None else built.buckets,
             training=training,

@@ -80,6 +80,7 @@ def test_json_has_every_figure_in_bytes_and_why_there_is_none():
             "step_time": None,
             "fits": True,
             "why_not": None,
+            "slow": None,
             "largest": None,
         }
     ]

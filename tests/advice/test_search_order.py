@@ -7,6 +7,7 @@ import pytest
 from pytest_gpumem.advice.search_order import (
     OUT_OF_MEMORY,
     START,
+    Search,
     Tried,
     every_config,
     next_config,
@@ -55,6 +56,27 @@ def test_float16_is_tried_where_bfloat16_cannot_be_run():
         return "needs a newer GPU" if config.precision == "amp-bf16" else always_helps(config)
 
     assert climb(no_bfloat16)[:4] == ["fp32", "amp-bf16", "amp-fp16", "amp-fp16,checkpoint=ops"]
+
+
+def test_what_is_slow_on_a_card_is_measured_and_neither_carried_on_nor_enough():
+    def slow(config):
+        return "emulated" if "bf16" in config.precision else ""
+
+    tried = []
+    while (config := next_config(tried, 8)) is not None and len(tried) < 4:
+        tried.append(Tried(config, always_helps(config), slow=slow(config)))
+    assert [str(one.config) for one in tried] == ["fp32", "amp-bf16", "amp-fp16", "amp-fp16,checkpoint=ops"]
+    search = Search(800, (), everything=False, blocks=None, trains=False)
+    inference: list[Tried] = []
+    for config in search.over(inference, 800, None):
+        inference.append(Tried(config, always_helps(config), slow=slow(config)))
+    assert [str(one.config) for one in inference] == ["fp32", "bf16", "bf16,weights=int8"]
+
+
+def test_what_is_slow_is_recommended_only_where_nothing_else_fits():
+    plain, emulated, half = (StepConfig(precision=word) for word in ("fp32", "amp-bf16", "amp-fp16"))
+    tried = [Tried(plain, 1000), Tried(emulated, 600, slow="emulated"), Tried(half, 700)]
+    assert [recommended(tried, limit) for limit in (800, 650, 500, None)] == [tried[2], tried[1], None, tried[2]]
 
 
 def test_what_did_not_help_is_not_carried_on():

@@ -64,3 +64,9 @@ def test_why_something_cannot_run_is_told_once_below():
     assert conclusions(on(OLD)) == ["V100 16GB: nothing could be measured"]
     some = card("T4", 16, Tried(FP32, 10 * GB), Tried(BF16, why_not="it has no bfloat16"))
     assert card_table([some])[-1] == "  bf16 on T4: it has no bfloat16"
+
+
+def test_what_is_slow_on_a_card_has_its_figure_and_its_reason_below():
+    lines = card_table([card("T4", 16, Tried(FP32, 20 * GB), Tried(BF16, 10 * GB, slow="torch emulates bfloat16"))])
+    assert lines[1].split() == ["bf16", "10.00", "GB", "*"]
+    assert lines[-1] == "  bf16 on T4: torch emulates bfloat16"

@@ -541,16 +541,22 @@ def test_random_numbers_are_those_of_this_gpu(cuda):
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
 def test_a_gpu_since_ampere_lacks_nothing(cuda, capability):
     cuda.capability = capability
+    assert [feature for feature in FEATURES if CudaDevice(cuda).emulates(feature) is not None] == []
     assert [feature for feature in FEATURES if CudaDevice(cuda).lacks(feature) is not None] == []
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (6, 1)])
-def test_a_gpu_before_ampere_lacks_tf32_and_bfloat16_and_says_so(cuda, capability):
+def test_a_gpu_before_ampere_lacks_tf32_and_emulates_bfloat16_and_says_so(cuda, capability):
     cuda.capability = capability
     has = "{}.{}".format(*capability)
-    why = f"needs a GPU of compute capability 8.0, and this one has {has}"
-    lacking = {feature: said for feature in FEATURES if (said := CudaDevice(cuda).lacks(feature)) is not None}
-    assert lacking == {"tf32": f"TF32 {why}", "amp-bf16": f"bfloat16 {why}", "bf16": f"bfloat16 {why}"}
+    device = CudaDevice(cuda)
+    lacking = {feature: said for feature in FEATURES if (said := device.lacks(feature)) is not None}
+    assert lacking == {"tf32": f"TF32 needs a GPU of compute capability 8.0, and this one has {has}"}
+    emulated = {feature: said for feature in FEATURES if (said := device.emulates(feature)) is not None}
+    why = f"torch emulates bfloat16 on a GPU of compute capability {has}, which is slow: 8.0 has it"
+    assert emulated == dict.fromkeys(("amp-bf16", "bf16", "mp-bf16"), why)
+    assert device.why_cannot_run(ValueError("no data")) is None
+    assert "needs compute capability 8.0" in device.why_cannot_run(RuntimeError("No available kernel."))
 
 
 @pytest.mark.parametrize(

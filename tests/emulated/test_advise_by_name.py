@@ -50,7 +50,7 @@ from pytest_gpumem.models.name import batch_size, model_name
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 
-begin("emulated:h100")
+begin(emulated_gpu("h100"))
 with gpu_unseen():
     subject = subject_by_name(named_model(model_name("hf:model"), batch_size("2x1024"), trains=True), trains=True)
 for capacity in {capacities}:
@@ -87,17 +87,22 @@ def test_what_fits_is_what_a_program_needs_also_where_the_allocator_has_to_give_
 
 
 def test_a_table_of_cards_says_which_config_fits_and_which_card_has_no_kernels(processes, model):
-    cards = [f"--device=emulated:{word}" for word in ("h100", "v100", "1500MB")]
+    cards = [f"--device=emulated:{word}" for word in ("h100", "v100", "1500MB", "t4")]
     done = processes.gpumem("advise", "hf:model", "--batch", "2x1024", "--config", "fp32", "--config", "bf16", *cards)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "hf:model: LlamaForCausalLM, random weights; batch 2x1024"
     table = next(n for n, line in enumerate(lines) if line.startswith("card "))
     assert lines[table].split() == ["card", "fp32", "bf16"]
-    of_v100 = next(line for line in lines[table + 1 : table + 4] if line.startswith("V100 16GB (16.38 GB) "))
+    of_v100 = next(line for line in lines[table + 1 : table + 5] if line.startswith("V100 16GB (16.38 GB) "))
     assert of_v100.split()[-4:] == ["cannot", "run", "cannot", "run"]
     assert any(line.startswith("  V100 16GB: torch ") and "none for 7.0" in line for line in lines)
     assert any(line.startswith("H100 80GB: fp32, ") for line in lines)
+    # torch emulates bfloat16 there: it is measured, and not recommended.
+    assert any(
+        line.startswith("  bf16 on T4: torch emulates bfloat16 on a GPU of compute capability 7.5") for line in lines
+    )
+    assert any(line.startswith("T4: fp32, ") for line in lines)
     assert any(line.startswith("H100 with 1500MB: nothing fits; the smallest, bf16, lacks ") for line in lines)
     assert "    optimizer = torch.optim.AdamW(model.parameters())" in lines
     assert "Traceback" not in done.stderr
@@ -118,7 +123,7 @@ from pytest_gpumem.advice.trial import AdviceSubject
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.step_config.config import StepConfig
 
-begin("emulated:h100")
+begin(emulated_gpu("h100"))
 
 
 def build(dtype):
@@ -178,7 +183,7 @@ from pytest_gpumem.advice.trial import AdviceSubject
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.step_config.config import StepConfig
 
-begin("emulated:h100")
+begin(emulated_gpu("h100"))
 
 
 def build(dtype):

@@ -176,10 +176,30 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_told_as_that(fit):
         pytest.skip("this torch has kernels for a V100")
     assert done.returncode == 2
     lines = done.stdout.splitlines()
-    assert lines[1].split()[-4:] == ["no", "kernels", "for", "it"]
-    assert any(line.startswith("V100 16GB: torch ") and "and none for 7.0, as on a real one" in line for line in lines)
-    assert lines[-1].endswith("fits H100 80GB; torch has no kernels for V100 16GB")
+    assert lines[1].split()[-4:] == ["cannot", "run", "on", "it"]
+    why = "and none for 7.0, as on a real one"
+    assert any(line.startswith("V100 16GB: cannot run on it: torch ") and why in line for line in lines)
+    assert lines[-1].endswith("fits H100 80GB; cannot run on V100 16GB")
     assert "Traceback" not in done.stdout
+
+
+LACKING = """
+import sys, torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+q = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.float16)
+with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+"""
+
+
+def test_flash_attention_on_a_t4_is_a_lack_of_the_gpu_and_not_a_failure_of_the_program(fit):
+    done = fit(LACKING, "--device", "t4", "--device", "h100", new=True)
+    assert done.returncode == 2
+    words = "RuntimeError: No available kernel. Aborting execution"
+    why = "(flash attention needs compute capability 8.0, and this GPU has 7.5)"
+    assert f"T4: cannot run on it: {words} {why}" in done.stdout.splitlines()
+    assert done.stdout.splitlines()[-1].endswith("fits H100 80GB; cannot run on T4")
+    assert "failed by itself" not in done.stdout + done.stderr
 
 
 def test_a_program_without_gpu_memory_is_an_error(fit):

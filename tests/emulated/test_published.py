@@ -19,8 +19,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUN = """
 import json, os, sys
 sys.path[:0] = sys.argv[2:]
+from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.load import load
-load("emulated:b200")
+load(emulated_gpu("b200"))
 import published_peaks
 print(json.dumps(published_peaks.run_case({"run": json.loads(sys.argv[1]), "before": 15})), flush=True)
 os._exit(0)  # threads of autograd may outlive the interpreter

@@ -16,6 +16,7 @@ from pytest_gpumem.emulated_process.before_torch import PEAKS
 from pytest_gpumem.emulated_process.start import STARTUP
 from pytest_gpumem.emulation import load
 from pytest_gpumem.emulation.errors import EmulationError
+from pytest_gpumem.emulation.gpus import emulated_gpu
 
 
 def test_where_torch_has_been_imported_who_did_it_is_named(project):
@@ -35,13 +36,13 @@ def test_a_driver_of_a_real_gpu_refuses(monkeypatch, tmp_path):
     sign.write_text("", encoding="utf-8")
     monkeypatch.setattr(load, "_SIGNS_OF_A_DRIVER", (sign,))
     with pytest.raises(EmulationError, match=r"has a GPU's driver \(.*nvidiactl\).*--gpumem-device=cuda"):
-        load.load("emulated:h100")
+        load.load(emulated_gpu("h100"))
 
 
 def test_another_platform_refuses(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(EmulationError, match="on Linux on x86-64 only, and this is darwin on"):
-        load.load("emulated:h100")
+        load.load(emulated_gpu("h100"))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.fit.outcome import Fit, FitOutcome, Found, ProgramRun, ends_it, exit_status, found
 
 TOTAL, CONTEXT = 1000, 50
+SMALL = replace(emulated_gpu("t4"), total_bytes=TOTAL)
 RAN_OUT = RanOut(0, 500, 300, 400, "/mine/train.py:7 step")
 MESSAGE = (
     "Traceback (most recent call last):\n"
@@ -25,7 +26,7 @@ def process(reserved: int = 400, device: int = 0, began: int = 0, ended: int | N
 
 
 def of(*processes: ProcessUsage, status: int = 0, said: str = "") -> Found:
-    return found(ProgramRun(status, said, processes), TOTAL, CONTEXT)
+    return found(ProgramRun(status, said, processes), SMALL, CONTEXT)
 
 
 def test_a_program_that_ends_well_fits_with_its_peaks():
@@ -57,12 +58,18 @@ def test_out_of_memory_under_another_error_shows_that_error():
     assert (one.outcome, one.last_lines) == (FitOutcome.OUT_OF_MEMORY, ("RuntimeError: no batch size works",))
 
 
-def test_a_gpu_that_torch_has_no_kernels_for_is_told_as_that_and_an_extension_without_them_is_not():
+def test_a_gpu_without_kernels_for_it_is_told_as_that_whether_torchs_lack_or_an_extensions():
     said = "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device"
     one = of(process(no_kernels="torch has none"), status=1, said=said)
-    assert (one.outcome, one.no_kernels, one.last_lines) == (FitOutcome.NO_KERNELS, "torch has none", ())
-    assert of(process(), status=1, said=said).outcome is FitOutcome.FAILED
+    torchs = "torch has none, as on a real one; a build for another CUDA may have them"
+    assert (one.outcome, one.cannot_run, one.last_lines) == (FitOutcome.CANNOT_RUN, torchs, ())
+    other = of(process(), status=1, said=said)
+    assert (other.outcome, other.cannot_run) == (
+        FitOutcome.CANNOT_RUN,
+        "AcceleratorError: CUDA error: no kernel image is available for execution on the device",
+    )
     assert of(process(no_kernels="torch has none"), status=1, said="ValueError: no data").outcome is FitOutcome.FAILED
+    assert of(process(), said=said).cannot_run is None
     assert of(process(no_kernels="torch has none")).outcome is FitOutcome.FITS
 
 

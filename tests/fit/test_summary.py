@@ -54,15 +54,13 @@ def test_a_conclusion_without_a_fit_says_what_came_instead():
         fit("h100", FitOutcome.FAILED),
         fit("a100x8", FitOutcome.TOO_MUCH_TOGETHER, 90 * GB),
         fit("l4", FitOutcome.WENT_ON, 20 * GB),
-        fit("v100", FitOutcome.NO_KERNELS, no_kernels="torch has none for 7.0"),
+        fit("v100", FitOutcome.CANNOT_RUN, cannot_run="torch has none for 7.0"),
     ]
     assert conclusion(found) == (
-        "fits none (emulated); not A100 80GB x8; ran out of memory and went on: L4; torch has no kernels for V100 16GB; "
+        "fits none (emulated); not A100 80GB x8; ran out of memory and went on: L4; cannot run on V100 16GB; "
         "failed by itself: H100 80GB"
     )
-    assert "V100 16GB: torch has none for 7.0, as on a real one; a build for another CUDA may have them" in details(
-        found, CWD
-    )
+    assert "V100 16GB: cannot run on it: torch has none for 7.0" in details(found, CWD)
 
 
 def test_the_table_has_a_row_for_each_gpu_the_smallest_first_with_what_is_left_beside_the_context():

@@ -212,6 +212,15 @@ def test_what_the_device_cannot_run_is_not_run(bench, config):
         train(bench, config, build)
 
 
+def test_a_precision_that_the_device_emulates_is_measured_with_a_note(bench, monkeypatch):
+    monkeypatch.setattr(type(bench.device), "emulates", lambda _, feature: "slow" if feature == "amp-bf16" else None)
+    with prepared_train_step(bench, Model, batch, config=StepConfig(precision="amp-bf16")) as training:
+        assert training.notes == ("slow",)
+    for precision, notes in (("amp-bf16", ("slow",)), ("fp32", ())):
+        with prepared_infer_step(bench, Model, batch(), config=StepConfig(precision=precision)) as inference:
+            assert inference.notes == notes
+
+
 def test_after_an_error_nothing_of_the_config_is_left(bench):
     model = Model()
 
