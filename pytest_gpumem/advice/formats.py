@@ -1,4 +1,4 @@
-"""What `gpumem advise` found, as JSON, Markdown and an HTML page. Pure."""
+"""Advice as JSON, Markdown and an HTML page. Pure."""
 
 from __future__ import annotations
 
