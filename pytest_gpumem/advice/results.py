@@ -49,7 +49,7 @@ class Recommended:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What was found for a model's step."""
+    """Findings for a model's step: trials, and what is recommended."""
 
     subject: str
     """The model and its batch, for people; empty of a function that makes them."""
