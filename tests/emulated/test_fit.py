@@ -290,6 +290,25 @@ def test_each_further_card_is_a_fork_with_an_outcome_of_its_own(fit, tmp_path):
     assert (gpus["3500mb"]["status"], gpus["3500mb"]["killed"]) == (-9, 1)
 
 
+ASKED = """
+import os
+from pytest_gpumem.emulation.load import current_emulation
+
+told = current_emulation().was_told
+print(told(), torch.cuda.device_count(), told(), flush=True)
+if not os.fork():
+    print(torch.cuda.is_available(), torch.ones(1, device="cuda").is_cuda, told(), flush=True)
+    os._exit(0)
+os.wait()
+torch.cuda.get_device_capability()
+print(told())
+"""
+
+
+def test_a_process_that_only_counts_gpus_can_be_forked_and_one_that_asks_what_they_are_is_noted(on_gpu):
+    assert on_gpu(ASKED).splitlines() == ["False 1 False", "True True True", "True"]
+
+
 @pytest.mark.thorough
 def test_forks_come_out_as_a_process_for_each_card_does(fit):
     assert of_each_card(fit, "program.py") == of_each_card(fit, "env", sys.executable, "program.py")

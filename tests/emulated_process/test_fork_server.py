@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-from __future__ import annotations
 import atexit, multiprocessing, os, signal, sys, warnings
 
-def fails(at: NotThere):
+def fails(at: int):
     raise ValueError(at)
 
 if __name__ == "__main__":
@@ -21,6 +20,7 @@ if __name__ == "__main__":
     atexit.register(print, "at exit")
     print(__file__, __package__, type(__loader__).__name__, sys.argv, sys.path[0], type(__builtins__).__name__)
     print(sorted(name for name in globals() if name.startswith("__")), sys.modules["__main__"].__dict__ is globals())
+    print(fails.__annotations__)
     kept = open("kept.txt", "w")
     kept.write(case)
     warnings.warn("careful")
