@@ -44,7 +44,7 @@ def ran(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(load, "stand_ins", lambda torch: ())
     monkeypatch.setattr(load, "installed_torch", lambda: None)
-    monkeypatch.setattr("pytest_gpumem.cli.fit.run_on", run_one)
+    monkeypatch.setattr("pytest_gpumem.fit.forks.run_on", run_one)
     return called, comes
 
 

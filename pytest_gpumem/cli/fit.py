@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,10 @@ from pytest_gpumem.cli.streams import (
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, prepare
-from pytest_gpumem.fit import outcome
-from pytest_gpumem.fit.outcome import Fit, FitOutcome, exit_status
-from pytest_gpumem.fit.run import run_on, with_expandable_segments
+from pytest_gpumem.fit.forks import ProgramRuns
+from pytest_gpumem.fit.outcome import NOT_ENOUGH, Fit, FitOutcome, Found, ends_it, exit_status
+from pytest_gpumem.fit.outcome import found as found_of
+from pytest_gpumem.fit.run import with_expandable_segments
 from pytest_gpumem.fit.summary import conclusion, details, name_of, progress, table, to_json
 from pytest_gpumem.reports.layout import laid_out
 from pytest_gpumem.values.option_words import EMULATED
@@ -111,24 +113,25 @@ def _gpus(words: Sequence[str]) -> list[Gpu]:
 def _try_all(found: list[Fit], gpus: Sequence[Gpu], command: Sequence[str], steps: int | None, *, every: bool) -> None:
     """Append the result of the program on each GPU to ``found``."""
 
-    def tried(gpu: Gpu, more: dict[str, str]) -> outcome.Found:
+    def tried(gpu: Gpu, more: dict[str, str]) -> Found:
         how = " with expandable segments" if more else ""
         click.echo(f"[{len(found) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){how} ... ", nl=False, err=True)
         try:
-            run = run_on(gpu, command, {**os.environ, **more}, steps)
+            run = runs.on(gpu, more)
         except OSError as error:
             raise InputError(f"{command[0]}: {error.strerror}") from None
-        one = outcome.found(run, gpu, CONTEXT_BYTES)
+        one = found_of(run, gpu, CONTEXT_BYTES)
         click.echo(progress(one, str(Path.cwd())), err=True)
         return one
 
     expandable = with_expandable_segments(os.environ)
-    for gpu in gpus:
-        plain = tried(gpu, {})
-        again = plain.outcome in outcome.NOT_ENOUGH and not plain.expandable and expandable is not None
-        found.append(outcome.Fit(gpu, plain, tried(gpu, expandable or {}) if again else None))
-        if outcome.ends_it(found[0], every=every):
-            return
+    with closing(ProgramRuns(command, os.environ, steps, len(gpus))) as runs:
+        for gpu in gpus:
+            plain = tried(gpu, {})
+            again = plain.outcome in NOT_ENOUGH and not plain.expandable and expandable is not None
+            found.append(Fit(gpu, plain, tried(gpu, expandable or {}) if again else None))
+            if ends_it(found[0], every=every):
+                return
 
 
 def _print(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:

@@ -60,6 +60,8 @@ class ProcessUsage:
     """The reason why its peaks may be too low, as a clause, where they lack what cuDNN takes on a GPU."""
     no_kernels: str | None = None
     """The clause that torch has no kernels for the GPU, and for which it has; ``None`` where it has."""
+    imported: tuple[str, ...] = ()
+    """Modules of installed packages, in the order of their imports: those from before CUDA was used, and all of torch's."""
 
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
@@ -74,7 +76,8 @@ def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
         plain = json.loads(path.read_text(encoding="utf-8"))
         devices = tuple(DeviceUsage(**device) for device in plain["devices"])
         ran_out = None if plain["ran_out"] is None else RanOut(**plain["ran_out"])
-        found.append(ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out}))
+        imported = tuple(plain["imported"])
+        found.append(ProcessUsage(**{**plain, "devices": devices, "ran_out": ran_out, "imported": imported}))
     return tuple(sorted(found, key=lambda usage: usage.began))
 
 

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 import time
+from itertools import accumulate
 from pathlib import Path
 from traceback import walk_stack
 from typing import NoReturn
@@ -50,9 +51,11 @@ class _Recorder:
         self._peaks = KeptPeaks()
         self._times = 0
         self._ran_out: RanOut | None = None
+        self._imported: dict[str, None] = {}
 
     def begin(self) -> None:
         self._process, self._began = os.getpid(), time.monotonic_ns()
+        self._imported = dict.fromkeys(_installed())
         self._write(None)
         self._peaks.begin()
         if keeps_statistics():
@@ -76,6 +79,7 @@ class _Recorder:
     def _end(self) -> None:
         # A process that was forked has this from its parent.
         if self._process == os.getpid():
+            self._imported.update(dict.fromkeys(name for name in _installed() if name.startswith("torch.")))
             self._write(time.monotonic_ns())
 
     def _write(self, ended: int | None) -> None:
@@ -95,6 +99,7 @@ class _Recorder:
             no_kernels=no_kernels(torch.__version__, torch.cuda.get_arch_list(), emulation.gpu.capability)
             if emulation is not None
             else None,
+            imported=tuple(self._imported),
         )
         write_usage(self._folder, f"{self._process}-{self._began}", usage)
 
@@ -105,6 +110,18 @@ class _Recorder:
 
 def _number(device: int) -> int:
     return among_all(device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _installed() -> list[str]:
+    """Return the modules that are imported, to their end, from a folder of installed packages, whichever environment's."""
+    specs = {name: getattr(module, "__spec__", None) for name, module in list(sys.modules.items())}
+    begun = {name for name, spec in specs.items() if getattr(spec, "_initializing", False)}  # as importlib notes it
+    return [
+        name
+        for name, spec in specs.items()
+        if {"site-packages", "dist-packages"} & {*Path(str(getattr(spec, "origin", None))).parts}
+        and begun.isdisjoint(accumulate(name.split("."), "{}.{}".format))
+    ]
 
 
 def _programs_line() -> str:

@@ -58,6 +58,10 @@ class Emulation:
         self.runtime.gpumem_tell_launches(_TELL(enter))
         return found
 
+    def was_told(self) -> bool:
+        """Return whether anything in this process has asked what the GPU is, beside how many of them there are."""
+        return bool(self.runtime.gpumem_has_told())
+
     def forget_launches(self) -> None:
         """Reset the counts of launches."""
         self.runtime.gpumem_forget_launches()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from pytest_gpumem.emulated_process.usage import read_usages
 from pytest_gpumem.fit.outcome import ProgramRun
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.emulation.gpus import Gpu
 
@@ -47,21 +49,53 @@ def run_on(gpu: Gpu, command: Sequence[str], environment: Mapping[str, str], ste
     Raises:
         OSError: The program cannot be started.
     """
-    with tempfile.TemporaryDirectory(prefix="gpumem-fit-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        theirs = {key: value for key, value in environment.items() if key not in (PEAKS, STEPS)}
-        ours = {USAGE: name, **({} if steps is None else {STEPS: str(steps)})}
-        output, errors = folder / "output", folder / "errors"
-        with output.open("wb") as stdout, errors.open("wb") as stderr:
+    with run_folder() as folder:
+        with folder.output.open("wb") as stdout, folder.errors.open("wb") as stderr:
             done = subprocess.run(
                 command,
-                env={**theirs, **environment_for(gpu, theirs), **ours},
+                env={**emulating(gpu, environment), **folder.variables(steps)},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
                 check=False,
             )
-        return ProgramRun(done.returncode, _tail(errors) or _tail(output), read_usages(folder))
+        return folder.run(done.returncode)
+
+
+def emulating(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` for a program on an emulated GPU, whose peaks are not printed."""
+    theirs = {key: value for key, value in environment.items() if key not in (PEAKS, STEPS)}
+    return {**theirs, **environment_for(gpu, theirs)}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A folder in which a program's processes leave their usage, and its output is kept."""
+
+    path: Path
+
+    @property
+    def output(self) -> Path:
+        return self.path / "output"
+
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors"
+
+    def variables(self, steps: int | None) -> dict[str, str]:
+        """Return the variables that tell processes to leave their usage here, and to end after so many steps."""
+        return {USAGE: str(self.path), **({} if steps is None else {STEPS: str(steps)})}
+
+    def run(self, status: int) -> ProgramRun:
+        """Return the end of the program, with this exit status."""
+        return ProgramRun(status, _tail(self.errors) or _tail(self.output), read_usages(self.path))
+
+
+@contextmanager
+def run_folder() -> Iterator[RunFolder]:
+    """Make a folder for a run, and remove it at the end of the context."""
+    with tempfile.TemporaryDirectory(prefix="gpumem-fit-", ignore_cleanup_errors=True) as name:
+        yield RunFolder(Path(name))
 
 
 def _tail(path: Path) -> str:

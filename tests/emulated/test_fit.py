@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,11 +40,6 @@ train()
 IN_PIECES = (
     BLOCK
     + "large = [block(200) for _ in range(4)]\nkept = []\nwhile large:\n    large.pop()\n    kept.append(block(120))\nblock(250)\n"
-)
-SMALLER_BATCH = (
-    BLOCK
-    + "batch = 64\nwhile True:\n    try:\n        block(50 * batch)\n        break\n"
-    + "    except torch.OutOfMemoryError:\n        batch //= 2\n"
 )
 CHILDREN = """
 import subprocess, sys, time
@@ -150,12 +146,6 @@ def test_a_program_is_ended_after_so_many_steps(found):
     assert one["allocated"] >= 20 * 16 * MIB + max(2 * KEPT, WORKSPACE)
 
 
-def test_a_program_that_goes_on_with_a_smaller_batch_is_told_as_such(found):
-    (one,) = found(SMALLER_BATCH, "--device", "2GB", status=1)
-    assert (one["outcome"], one["times_out_of_memory"]) == ("ran out of memory and went on", 2)
-    assert (one["reserved"], one["ran_out"]["wanted"]) == (800 * MIB, 3200 * MIB)
-
-
 def test_a_program_that_fails_by_itself_is_an_error_with_what_it_said(fit):
     done = fit(BLOCK + "block(1)\nraise ValueError('no data')\n", "--device", "2GB", "--device", "3GB")
     assert done.returncode == 2
@@ -237,6 +227,111 @@ def test_the_drivers_allocator_runs_out_as_well(found):
     conf = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     small, large = found(BLOCK + "block(2000)", "--device", "1GB", "--device", "4GB", status=1, **conf)
     assert (small["outcome"], large["outcome"]) == ("out of memory", "fits")
+
+
+OF_EACH_CARD = (
+    """
+import os, sys, warnings
+with open("began.txt", "a") as file:
+    print("fork" if "torch" in sys.modules else "new", os.environ["GPUMEM_EMULATED"], file=file)
+"""
+    + BLOCK
+    + """
+total = torch.cuda.get_device_properties(0).total_memory
+if total == 1000 * 10**6:
+    sys.exit("exit with a text")
+elif total == 1500 * 10**6:
+    large = [block(200) for _ in range(4)]
+    kept = []
+    while large:
+        large.pop()
+        kept.append(block(120))
+    block(250)
+elif total == 2000 * 10**6:
+    batch = 64
+    while True:
+        try:
+            block(50 * batch)
+            break
+        except torch.OutOfMemoryError:
+            batch //= 2
+elif total == 2500 * 10**6:
+    model = torch.nn.Linear(2048, 2048, bias=False).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(5):
+        model(torch.ones(1, 2048, device="cuda")).sum().backward()
+        optimizer.step()
+        block(100 * (step + 1))
+elif total == 3000 * 10**6:
+    block(torch.cuda.mem_get_info()[0] // 2**20 - 100)
+elif total == 3500 * 10**6:
+    block(10)
+    os.kill(os.getpid(), 9)
+else:
+    torch.sort(torch.rand(2**20, device="cuda"))
+    block(100)
+    warnings.warn("careful")
+    print((torch.ones(300, device="cuda") + 1).sum())
+"""
+)
+EACH_CARD = ("h100", "1000mb", "1500mb", "2000mb", "2500mb", "3000mb", "3500mb", "v100", "l4", "b200")
+
+
+def of_each_card(fit, *program: str) -> list[dict[str, Any]]:
+    devices = [word for card in EACH_CARD for word in ("--device", card)]
+    done = fit(OF_EACH_CARD, "--format", "json", "--steps", "3", *devices, program=program, PYTORCH_CUDA_ALLOC_CONF="")
+    assert done.returncode == 1, done.stdout + done.stderr
+    return json.loads(done.stdout)["gpus"]
+
+
+def test_each_further_card_is_a_fork_with_an_outcome_of_its_own(fit, tmp_path):
+    gpus = {gpu["gpu"]: gpu for gpu in of_each_card(fit, "program.py")}
+    began = [tuple(line.split()) for line in (tmp_path / "began.txt").read_text(encoding="utf-8").splitlines()]
+    again = [card for card, gpu in gpus.items() for _ in range(1 + (gpu["with_expandable_segments"] is not None))]
+    assert began == [("new", "emulated:h100"), *(("fork", f"emulated:{card}") for card in ("h100", *again[1:]))]
+    assert {card: gpu["outcome"] for card, gpu in gpus.items()} == {
+        "1000mb": "failed by itself",
+        "1500mb": "out of memory",
+        "2000mb": "ran out of memory and went on",
+        "2500mb": "fits",
+        "3000mb": "fits",
+        "3500mb": "failed by itself",
+        "v100": "no kernels for it",
+        **dict.fromkeys(("h100", "l4", "b200"), "fits"),
+    }
+    assert (gpus["1000mb"]["status"], gpus["1000mb"]["last_lines"]) == (1, ["exit with a text"])
+    pieces = gpus["1500mb"]
+    assert pieces["ran_out"]["line"].endswith("program.py:9 block")
+    assert (pieces["ran_out"]["wanted"], pieces["with_expandable_segments"]["outcome"]) == (250 * MIB, "fits")
+    smaller = gpus["2000mb"]
+    assert (smaller["times_out_of_memory"], smaller["reserved"]) == (2, 800 * MIB)
+    assert gpus["2500mb"]["reserved"] >= 3 * 100 * MIB, "ended after three steps, of 100, 200 and 300 MiB"
+    assert gpus["3000mb"]["allocated"] == 2242 * MIB, "of 2,861 MiB, less 520 and 100, in pages of 2 MiB"
+    assert (gpus["3500mb"]["status"], gpus["3500mb"]["killed"]) == (-9, 1)
+
+
+ASKED = """
+import os
+from pytest_gpumem.emulation.load import current_emulation
+
+told = current_emulation().was_told
+print(told(), torch.cuda.device_count(), told(), flush=True)
+if not os.fork():
+    print(torch.cuda.is_available(), torch.ones(1, device="cuda").is_cuda, told(), flush=True)
+    os._exit(0)
+os.wait()
+torch.cuda.get_device_capability()
+print(told())
+"""
+
+
+def test_a_process_that_only_counts_gpus_can_be_forked_and_one_that_asks_what_they_are_is_noted(on_gpu):
+    assert on_gpu(ASKED).splitlines() == ["False 1 False", "True True True", "True"]
+
+
+@pytest.mark.thorough
+def test_forks_come_out_as_a_process_for_each_card_does(fit):
+    assert of_each_card(fit, "program.py") == of_each_card(fit, "env", sys.executable, "program.py")
 
 
 MODEL = """

@@ -10,7 +10,14 @@ int gpumem_fail(int error);
 Gpu gpumem_gpu = {.count = 0};
 static __thread int current;
 
+static int told;
+
 void gpumem_configure(const Gpu *gpu) { gpumem_gpu = *gpu; }
+const Gpu *gpumem_told(void) {
+    told = 1;
+    return &gpumem_gpu;
+}
+int gpumem_has_told(void) { return told; }
 int gpumem_current(void) { return current; }
 
 /* "EMULATED", then the number of the device. */
@@ -41,7 +48,7 @@ int cudaDeviceGetPCIBusId(char *text, int length, int device) {
 }
 
 int cudaGetDeviceProperties(Properties *p, int device) {
-    const Gpu *gpu = &gpumem_gpu;
+    const Gpu *gpu = gpumem_told();
     if (device < 0 || device >= gpu->count) return gpumem_fail(INVALID_DEVICE);
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "%s", gpu->name);
@@ -90,7 +97,7 @@ int cudaGetDeviceProperties_v2(Properties *p, int device) { return cudaGetDevice
 
 /* Numbers of cudaDeviceAttr, which are those of CUdevice_attribute. What is not listed is 0. */
 int cudaDeviceGetAttribute(int *value, int attribute, int device) {
-    const Gpu *gpu = &gpumem_gpu;
+    const Gpu *gpu = gpumem_told();
     if (device < 0 || device >= gpu->count) return gpumem_fail(INVALID_DEVICE);
     switch (attribute) {
     case 1: case 2: case 3: *value = 1024; break;                    /* threads of a block; in x and y */

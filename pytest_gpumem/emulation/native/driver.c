@@ -20,10 +20,10 @@ int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { *version = CUDA_VERSION; return 0; }
 int cuDeviceGetCount(int *count) { *count = gpumem_gpu.count; return 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return 0; }
-int cuDeviceGetName(char *name, int length, int device) { snprintf(name, (size_t)length, "%s", gpumem_gpu.name); return 0; }
+int cuDeviceGetName(char *name, int length, int device) { snprintf(name, (size_t)length, "%s", gpumem_told()->name); return 0; }
 int cuDeviceGetUuid(void *uuid, int device) { gpumem_uuid(device, uuid); return 0; }
 int cuDeviceGetUuid_v2(void *uuid, int device) { gpumem_uuid(device, uuid); return 0; }
-int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = gpumem_gpu.total_bytes; return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = gpumem_told()->total_bytes; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { return cudaDeviceGetAttribute(value, attribute, device); }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
     if (flags) *flags = 0;
@@ -48,7 +48,7 @@ int cuLogsUnregisterCallback(Pointer handle) { return 0; }
 int cuCtxSetLimit(int limit, size_t bytes) { return 0; }
 int cuCtxGetLimit(size_t *bytes, int limit) { *bytes = MIB; return 0; }
 int cuMemGetInfo_v2(size_t *available, size_t *total) {
-    *total = gpumem_gpu.total_bytes;
+    *total = gpumem_told()->total_bytes;
     *available = *total - gpumem_used(gpumem_current());
     return 0;
 }

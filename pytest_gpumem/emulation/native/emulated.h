@@ -12,7 +12,7 @@
 static const size_t PAGE = 4096, DEVICE_PAGE = 2 << 20;
 static inline size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-/* A GPU, as cudaDeviceProp tells it. Set by gpumem_configure before torch is loaded. */
+/* A GPU, as cudaDeviceProp tells it. Set by gpumem_configure before torch is loaded, and in forks that become another one. */
 typedef struct {
     char name[256];
     int major, minor;
@@ -23,6 +23,8 @@ typedef struct {
     int count;
 } Gpu;
 extern Gpu gpumem_gpu;
+/* The same for whoever asks what it is, which is noted: what was told may be kept, and a fork must not become another GPU then. */
+const Gpu *gpumem_told(void);
 
 /* Says on stderr, once for each name, that a function is asked for which no stand-in has. */
 void gpumem_lacks(const char *library, const char *function);

@@ -13,11 +13,13 @@ enum { ANY_VERSION = -1 }; /* where nothing is known of the code */
 int gpumem_fail(int error);
 void gpumem_fill(void *at, const void *value, size_t width, size_t count);
 
+/* A binary, and the version of the code in it that the driver would take for a GPU of the capability: 86; 0 where there is none. */
+typedef struct { const void *binary; int capability, version; } Code;
 typedef struct {
     const void *host; /* the host's function of a kernel, or the name's own address */
     const char *name;
     long launches;
-    int version; /* of the code that the driver would take: 86; 0 where there is none for this GPU */
+    Code *code; /* NULL where nothing is known of it */
 } Kernel;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -44,7 +46,7 @@ static Kernel *entered(const void *host, const char *name) {
     Kernel *kernel = slot(host);
     if (!kernel->host) {
         kernel_count++;
-        *kernel = (Kernel){host, name, 0, ANY_VERSION};
+        *kernel = (Kernel){host, name, 0, NULL};
     }
     return kernel;
 }
@@ -80,10 +82,17 @@ static int version_for(const Wrapper *wrapper, int capability) {
     return binary ? binary : portable;
 }
 
-typedef struct { int version; } Code;
+/* Not when it is registered: a fork may become another GPU. */
+static int version_of(const Kernel *kernel) {
+    Code *code = kernel->code;
+    int capability = gpumem_gpu.major * 10 + gpumem_gpu.minor;
+    if (code && code->capability != capability) *code = (Code){code->binary, capability, version_for(code->binary, capability)};
+    return code ? code->version : ANY_VERSION;
+}
+
 void **__cudaRegisterFatBinary(void *binary) {
     Code *code = malloc(sizeof *code);
-    code->version = version_for(binary, gpumem_gpu.major * 10 + gpumem_gpu.minor);
+    *code = (Code){.binary = binary};
     return (void **)code;
 }
 void __cudaRegisterFatBinaryEnd(void **handle) {}
@@ -97,7 +106,7 @@ void __cudaRegisterFunction(
     void *grid, int *size
 ) {
     pthread_mutex_lock(&lock);
-    entered(host, name)->version = ((const Code *)handle)->version;
+    entered(host, name)->code = (Code *)handle;
     pthread_mutex_unlock(&lock);
 }
 
@@ -201,7 +210,7 @@ static int launch(const void *host, Dim3 grid, Dim3 block, void **arguments, siz
     Kernel *kernel = entered(host, "a kernel that was not registered");
     launched(kernel);
     const char *name = kernel->name;
-    int version = kernel->version;
+    int version = version_of(kernel);
     pthread_mutex_unlock(&lock);
     if (!version) return gpumem_fail(NO_KERNEL_IMAGE);
     size_t width = fill_width(name);
@@ -243,7 +252,7 @@ int cudaLaunchKernelExC(const LaunchConfig *config, const void *host, void **arg
 int cudaFuncGetAttributes(FunctionAttributes *attributes, const void *host) {
     memset(attributes, 0, sizeof *attributes);
     pthread_mutex_lock(&lock);
-    int version = entered(host, "a kernel that was not registered")->version;
+    int version = version_of(entered(host, "a kernel that was not registered"));
     pthread_mutex_unlock(&lock);
     if (!version) return gpumem_fail(NO_KERNEL_IMAGE);
     attributes->threads_per_block = 1024;

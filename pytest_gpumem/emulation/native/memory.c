@@ -37,7 +37,7 @@ int cudaFree(void *at) {
 }
 
 int cudaMemGetInfo(size_t *available, size_t *total) {
-    *total = gpumem_gpu.total_bytes;
+    *total = gpumem_told()->total_bytes;
     *available = *total - gpumem_used(gpumem_current());
     return SUCCESS;
 }

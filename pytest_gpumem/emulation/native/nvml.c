@@ -7,6 +7,7 @@
 enum { NOT_SUPPORTED = 3, NOT_FOUND = 6, INVALID_ARGUMENT = 2 };
 typedef uintptr_t Device; /* its number and 1 */
 
+int nvmlInit(void) { return 0; } /* as torch names it where it counts GPUs */
 int nvmlInit_v2(void) { return 0; }
 int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlShutdown(void) { return 0; }
@@ -47,17 +48,17 @@ int nvmlDeviceGetHandleByUUID(const char *wanted, Device *device) {
     return NOT_FOUND;
 }
 int nvmlDeviceGetIndex(Device device, unsigned *index) { *index = (unsigned)device - 1; return 0; }
-int nvmlDeviceGetName(Device device, char *name, unsigned length) { snprintf(name, length, "%s", gpumem_gpu.name); return 0; }
+int nvmlDeviceGetName(Device device, char *name, unsigned length) { snprintf(name, length, "%s", gpumem_told()->name); return 0; }
 /* Total, free, used. */
 int nvmlDeviceGetMemoryInfo(Device device, unsigned long long *memory) {
-    memory[0] = gpumem_gpu.total_bytes;
+    memory[0] = gpumem_told()->total_bytes;
     memory[2] = gpumem_used((int)device - 1);
     memory[1] = memory[0] - memory[2];
     return 0;
 }
 int nvmlDeviceGetCudaComputeCapability(Device device, int *major, int *minor) {
-    *major = gpumem_gpu.major;
-    *minor = gpumem_gpu.minor;
+    *major = gpumem_told()->major;
+    *minor = gpumem_told()->minor;
     return 0;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned *count, void *processes) { *count = 0; return 0; }
@@ -66,7 +67,7 @@ int nvmlDeviceGetGraphicsRunningProcesses_v3(Device device, unsigned *count, voi
 int nvmlDeviceGetMPSComputeRunningProcesses_v3(Device device, unsigned *count, void *processes) { *count = 0; return 0; }
 /* Kinds of nvmlClockType_t: 2 is the memory's. */
 int nvmlDeviceGetClockInfo(Device device, int kind, unsigned *mhz) {
-    *mhz = (unsigned)(kind == 2 ? gpumem_gpu.memory_khz : gpumem_gpu.sm_khz) / 1000;
+    *mhz = (unsigned)(kind == 2 ? gpumem_told()->memory_khz : gpumem_told()->sm_khz) / 1000;
     return 0;
 }
 int nvmlDeviceGetMaxClockInfo(Device device, int kind, unsigned *mhz) { return nvmlDeviceGetClockInfo(device, kind, mhz); }
