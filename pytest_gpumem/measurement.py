@@ -69,7 +69,10 @@ class Workload:
     step: str
     """``call``, ``region``, ``measure``, ``train_step``, ``infer_step``, ``load`` or ``loop``."""
     config: str | None = None
-    """The step config's text, ``fp32`` for a plain step; ``None`` where the test runs its own code."""
+    """The step config's text, ``fp32`` for a plain step; ``None`` where the test runs its own code.
+
+    With the routing of the settings, if the host read what follows from that assumption: ``"fp32,routing=balanced"``.
+    """
     parameters: int | None = None
     """The number of parameters of the model."""
     batch: str | None = None

@@ -50,6 +50,7 @@ def test_every_key_of_a_table_is_taken():
         "pack": True,
         "explain": "always",
         "artifacts": "timelines",
+        "routing": "worst",
         "units": "iec",
     }
     made = settings_from_table(
@@ -90,7 +91,7 @@ def test_settings_from_a_table_cannot_be_changed():
             {"zebra": 1},
             (
                 "here: unknown key 'zebra'; valid: baseline, update, device, store, strict, explain, artifacts, "
-                "report, time, rank_timeout, pack, units, time_budget, tolerance, budget"
+                "report, time, rank_timeout, pack, routing, units, time_budget, tolerance, budget"
             ),
         ),
         ({"measure": ["*"]}, "here: unknown key 'measure'; it is called 'mark' now"),
@@ -106,6 +107,7 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"rank_timeout": 10**400}, "expected a duration above zero"),
         ({"store": ""}, "here: store is empty, expected a folder or a URL"),
         ({"update": "impoved"}, "here: update is 'impoved'; did you mean 'improved'?"),
+        ({"routing": "foo"}, "here: routing is 'foo'; valid: balanced, worst"),
         ({"units": "kB"}, "here: units is 'kB'; valid: si, iec"),
         ({"time_budget": "2"}, "here: time_budget: '2' is not a duration; write it like '2 s' or '500 ms'"),
         (
@@ -200,6 +202,7 @@ TABLES = st.fixed_dictionaries(
         "pack": st.booleans() | VALUES,
         "explain": st.sampled_from(["on-failure", "always", "never", "on_failure"]) | VALUES,
         "artifacts": VALUES,
+        "routing": st.sampled_from(["balanced", "worst"]) | VALUES,
         "units": st.sampled_from(["si", "iec"]) | VALUES,
         "tolerance": st.dictionaries(st.sampled_from([*METRICS, "peak"]), SCALARS, max_size=3) | VALUES,
         "budget": st.lists(BUDGETS | VALUES, max_size=3) | VALUES,

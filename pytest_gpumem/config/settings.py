@@ -24,6 +24,8 @@ from pytest_gpumem.values.option_words import (
     DEFAULT_DEVICE,
     EMULATED,
     EMULATED_SLUG,
+    ROUTINGS,
+    Routing,
     UpdateMode,
     nearest_device_or_emulated,
 )
@@ -89,6 +91,8 @@ class Settings:
     report_base: Path = field(default_factory=Path)
     rank_timeout: float = DEFAULT_RANK_TIMEOUT
     """Seconds that ranks may come no further while others wait for them."""
+    routing: Routing | None = None
+    """The assumption on choices that an emulated GPU does not compute: which experts get tokens."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
     """Seconds that timing may add to a test."""
@@ -136,6 +140,7 @@ DEFAULT_TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
 KEYS: Mapping[str, Kind] = MappingProxyType(
     {
         **{option.name: option.kind for option in OPTIONS if option.is_key},
+        "routing": one_of(ROUTINGS),
         "units": one_of(("si", "iec")),
         "time_budget": DURATION,
         "tolerance": TABLE,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.ranks.consensus import Alone
     from pytest_gpumem.values.events import Token
+    from pytest_gpumem.values.option_words import Routing
     from pytest_gpumem.values.unknown_reads import UnknownReads
 
 
@@ -118,6 +119,8 @@ class Device(ABC):
     others: Sequence[Device] = ()
     """Further GPUs that a step of this process may use. They are opened and closed, and their peaks taken, with this one."""
 
+    routing: Routing | None = None
+    """The assumption that the settings name, as `routed` takes it: from `open` to `close`."""
     _undo: ExitStack | None = None
     """Ends what `open` began; ``None`` while closed."""
     _kept: Peak | None = None
@@ -222,6 +225,7 @@ class Device(ABC):
             if self.lock is not None:
                 undo.enter_context(self.lock.shared())
             undo.enter_context(frames_cleared_behind_imports())
+            undo.enter_context(self.routed(self.routing))
             self.start(undo)
             self._undo = undo.pop_all()
         try:
@@ -434,6 +438,17 @@ class Device(ABC):
     def take_reads(self) -> UnknownReads:
         """Return the reads since the last call of this (or `open`) of values that the device does not compute."""
         return NOTHING_READ
+
+    def routed(self, routing: Routing | None) -> AbstractContextManager[None]:
+        """Return a context in which choices among values that the device does not compute are made by an assumption.
+
+        ``None`` leaves it as it is, and so does a device that computes values.
+        """
+        return nullcontext()
+
+    def choices_assumed(self) -> int:
+        """Return the number of choices so far that were made by an assumption."""
+        return 0
 
     def time(self, run: Callable[[], object]) -> float:
         """Return the seconds that the device needed for ``run``."""

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,13 @@ from pytest_gpumem.values.unknown_reads import NOTHING_READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.emulation.load import Emulation
     from pytest_gpumem.host_values.mode import HostValues
     from pytest_gpumem.measurement import Environment
+    from pytest_gpumem.values.option_words import Routing
     from pytest_gpumem.values.unknown_reads import UnknownReads
 
 
@@ -78,6 +81,14 @@ class EmulatedDevice(CudaDevice):
     def take_reads(self) -> UnknownReads:
         values = _values()
         return NOTHING_READ if values is None else values.reads.take_others()
+
+    def routed(self, routing: Routing | None) -> AbstractContextManager[None]:
+        values = _values()
+        return nullcontext() if values is None else values.choosing.by(routing)
+
+    def choices_assumed(self) -> int:
+        values = _values()
+        return 0 if values is None else values.choosing.made
 
 
 def _ledger(runtime: TorchCuda) -> MemoryLedger | None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.proc import siblings_with
 from pytest_gpumem.ranks.launch import launch_of
 from pytest_gpumem.values.option_words import EMULATED
+
+if TYPE_CHECKING:
+    from pytest_gpumem.values.option_words import Routing
 
 DeviceFactory = Callable[[], Device]
 """Makes a device, or raises `DeviceUnavailable`."""
@@ -87,10 +91,14 @@ def factories(word: str, added: Iterable[Mapping[str, DeviceFactory]]) -> dict[s
 
 
 class Devices:
-    """The devices by name, each made once. One that cannot be used here is remembered with its reason."""
+    """The devices by name, each made once. One that cannot be used here is remembered with its reason.
 
-    def __init__(self, factories: Mapping[str, DeviceFactory]) -> None:
+    ``routing`` is the assumption of the settings on choices that a device does not compute.
+    """
+
+    def __init__(self, factories: Mapping[str, DeviceFactory], routing: Routing | None = None) -> None:
         self._factories = dict(factories)
+        self._routing = routing
         self._made: dict[str, Device | str] = {}
 
     def get(self, name: str) -> Device:
@@ -111,6 +119,7 @@ class Devices:
         made = self._made[name]
         if isinstance(made, str):
             raise DeviceUnavailable(made)
+        made.routing = self._routing
         return made
 
 

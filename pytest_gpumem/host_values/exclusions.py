@@ -92,6 +92,11 @@ class Exclusions:
         """Note that what the storage at an address cannot be is not known any more."""
         self._noted.pop(address, None)
 
+    def scores_of(self, tensor: torch.Tensor) -> Scores | None:
+        """Return what cannot be chosen among a tensor's scores, if that is known."""
+        found = self._of(tensor)
+        return found if isinstance(found, Scores) else None
+
     def decide(self, values: object, among: object) -> bool:
         """Return whether no uncomputed one of some integers is ``among`` known ones, whatever it is."""
         if not (isinstance(values, torch.Tensor) and isinstance(among, torch.Tensor)):

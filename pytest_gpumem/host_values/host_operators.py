@@ -19,6 +19,9 @@ MOST_EXACT = 1 << 20
 """Elements of all tensors of an operator on integers and booleans that is computed."""
 MOST_FLOATS = 1 << 16
 """Elements of all tensors of an operator on floats, which bounds what a product of matrices costs on the host."""
+_MOST_ROUTED = 1 << 26, 1 << 24
+"""The same of integers and booleans, and of floats, where some follow from an assumed routing: a choice of experts for each
+token, one-hot, has so many."""
 BIGGEST_COPY = 1 << 20
 """The limit in ``native/memory.c``: a larger copy leaves zeros."""
 
@@ -160,8 +163,13 @@ def covers_its_storage(tensor: torch.Tensor) -> bool:
     return tensor.nbytes >= tensor.untyped_storage().nbytes()
 
 
-def is_small(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether an operator on these tensors is cheap enough to be computed on the host."""
+def is_small(tensors: Iterable[torch.Tensor], *, routed: bool = False) -> bool:
+    """Return whether an operator on these tensors is cheap enough to be computed on the host.
+
+    ``routed`` says that they follow from an assumed routing.
+    """
+    most_exact, most_floats = _MOST_ROUTED if routed else (MOST_EXACT, MOST_FLOATS)
+    most_bytes = 8 * most_exact if routed else BIGGEST_COPY * 2
     elements = 0
     exact = True
     for tensor in tensors:
@@ -169,9 +177,9 @@ def is_small(tensors: Iterable[torch.Tensor]) -> bool:
         exact = exact and is_exact(tensor)
         if not has_storage(tensor):
             return False
-        if tensor.untyped_storage().nbytes() > BIGGEST_COPY * 2 or tensor.is_conj() or tensor.is_quantized:
+        if tensor.untyped_storage().nbytes() > most_bytes or tensor.is_conj() or tensor.is_quantized:
             return False
-    return elements <= (MOST_EXACT if exact else MOST_FLOATS)
+    return elements <= (most_exact if exact else most_floats)
 
 
 def on_the_same_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gpumem.emulation.libraries import BY_STEM
 from pytest_gpumem.host_values.collectives import SENDS_ONLY, complete
 from pytest_gpumem.host_values.constants import Constant, Constants, comparison_of_floats
-from pytest_gpumem.host_values.exclusions import Exclusions
+from pytest_gpumem.host_values.exclusions import Choices, Exclusions
 from pytest_gpumem.host_values.host_operators import (
     BIGGEST_COPY,
     Operator,
@@ -38,12 +38,14 @@ from pytest_gpumem.host_values.host_operators import (
 )
 from pytest_gpumem.host_values.lent_memory import LentMemory
 from pytest_gpumem.host_values.reads import Reads
+from pytest_gpumem.host_values.routing import CHOOSING, MAKE_ZEROS, Choosing
 from pytest_gpumem.host_values.unknown_float import UNKNOWN, is_unknown_number
 from pytest_gpumem.torch_support.private_api import never_compiled, run_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from pytest_gpumem.values.option_words import Routing
 
 _NO_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "record_stream"}
@@ -81,6 +83,8 @@ class _Known(NamedTuple):
 
     storage: StorageWeakRef
     nbytes: int
+    routing: Routing | None = None
+    """The assumption that the values follow from, if there is one."""
 
 
 class _Unknown(NamedTuple):
@@ -108,6 +112,12 @@ class _Call:
     @property
     def on_gpu(self) -> list[torch.Tensor]:
         return [tensor for tensor in self.tensors if tensor.is_cuda]
+
+    def given(self) -> dict[str, Any]:
+        """Return all that it is given, by the names of its arguments."""
+        arguments = self.func._schema.arguments  # noqa: SLF001 -- as in `operator_of`
+        by_place = dict(zip((one.name for one in arguments), self.args, strict=False))
+        return {one.name: one.default_value for one in arguments} | by_place | self.named
 
     def changed(self) -> list[torch.Tensor]:
         """Return the tensors that it writes to."""
@@ -138,8 +148,9 @@ class HostValues(TorchDispatchMode):
         self._unknown_on_host: dict[int, _Unknown] = {}
         """The host's storages whose values are not known, by address."""
         self.lent = LentMemory()
-        self.constants = Constants(self.is_unknown)
-        self.exclusions = Exclusions(self.is_unknown)
+        self.choosing = Choosing(self.is_unknown)
+        self.constants = Constants(self._is_uncertain)
+        self.exclusions = Exclusions(self._is_uncertain)
         self._has_left = False
         """True if an uncomputed value has ever been on the host."""
         self.values_read = 0
@@ -200,7 +211,8 @@ class HostValues(TorchDispatchMode):
                 return call.run()  # by way of `NativeReads.positions`
             is_whole = all(map(has_storage, call.tensors)) and not operator.calls_readers
             if is_whole and any(tensor.is_cuda for tensor in read):
-                return self._moved(func(*on_host(args), **on_host(named)), call.on_gpu[0].device)
+                routing = self._routing_among(read)
+                return self._moved(func(*on_host(args), **on_host(named)), call.on_gpu[0].device, routing)
             known = self._knows(read)  # what it makes on the host is of these
         if is_hosts:
             return self._run_on_host(call, known)
@@ -228,13 +240,17 @@ class HostValues(TorchDispatchMode):
             if self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
                 self.reads.invalid(_READ.get(operator.name) or f"{operator.name.strip('_')} reads values")
                 break
+            self._note_routing(self._routing_of(tensor))
         return read
 
     def _determines(self, call: _Call) -> bool:
         """Return whether all that an operator is given is known."""
         operator, tensors = call.operator, call.tensors
         given = tensors[1:] if operator.overwrites and tensors and tensors[0] is call.args[0] else tensors
-        known = self._knows(given) or (operator.name == "isin" and self.exclusions.decide(*call.args[:2]))
+        known = self._knows(given)
+        if operator.name == "isin":
+            # A token is none of those that end a text, also where it is chosen by an assumption.
+            known = (known and self._routing_among(given) is None) or self.exclusions.decide(*call.args[:2])
         if known and self._has_left and operator.name in ("_to_copy", "copy_"):
             # They may come from where they were not followed, such as a file.
             known = not any(tensor.device.type == "cpu" and _contains_unknown(tensor) for tensor in given)
@@ -261,11 +277,15 @@ class HostValues(TorchDispatchMode):
             return result and known if operator.calls_readers else result
         changed = call.changed()
         outcome = [tensor for tensor in (*made, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
+        # That a token is none of those that end a text follows from what cannot be chosen, and not from what was.
+        routing = None if operator.name == "isin" else self._routing_among(call.tensors)
         constant = None if known else self.constants.result(operator, args)
-        excluded = None if known else self.exclusions.result(operator, args)
+        excluded = None if known and routing is None else self.exclusions.result(operator, args)
+        chosen = None if known else self._choose(call, made)
+        mask = None if known or self.choosing.routing is None else self.choosing.mask(operator.name, args)
         if constant is None:
-            computed = self._compute(call, known, result, outcome)
-            becomes_known = computed and known
+            computed = self._compute(call, known, result, outcome, routing)
+            becomes_known = known and (computed or self._is_filled(operator, outcome))
         else:
             computed = False
             becomes_known = constant.noted is None and is_small(tensor for tensor in outcome if tensor.is_cuda)
@@ -273,17 +293,38 @@ class HostValues(TorchDispatchMode):
         for tensor in outcome:
             if not tensor.is_cuda:
                 has_values = all(is_exact(one) and is_small((one,)) for one in call.on_gpu)
+                self._note_routing(routing)
                 self._note_copy(tensor, known and tensor.nbytes <= BIGGEST_COPY, has_values=has_values)
                 continue
             whole = id(tensor) not in ids or covers_its_storage(tensor)
             # The rest of what is written in part is as it was.
-            is_known = becomes_known and (whole or self._knows((tensor,)))
-            self._note(tensor, is_known, constant if whole else None, has_values=computed)
+            is_chosen = tensor is chosen
+            is_known = is_chosen or (becomes_known and (whole or self._knows((tensor,))))
+            by = self.choosing.routing if is_chosen else routing or (None if whole else self._routing_of(tensor))
+            self._note(tensor, is_known, constant if whole else None, has_values=computed, routing=by)
             if excluded is not None and whole and self.captured is None:
-                self.exclusions.note(tensor, excluded, has_values=computed)
+                found = replace(excluded, are_new=False) if is_chosen and isinstance(excluded, Choices) else excluded
+                self.exclusions.note(tensor, found, has_values=computed or is_chosen)
+            if mask is not None and whole and tensor.shape == mask.shape:
+                self.choosing.note_mask(tensor, mask)
             if constant is not None and is_small((tensor,)):
                 on_the_same_memory(tensor).fill_(constant.value)
         return result
+
+    def _choose(self, call: _Call, made: list[torch.Tensor]) -> torch.Tensor | None:
+        """Write the indices of a choice among uncomputed scores by the assumed routing, and return them, if there is one."""
+        if self.choosing.routing is None or call.operator.name not in CHOOSING or self.captured is not None:
+            return None
+        given, indices = call.given(), made[-1] if made else None
+        if indices is None or indices.dtype != torch.int64 or not {"dim", "num_samples"} & given.keys():
+            return None
+        scores = self.exclusions.scores_of(given["self"])
+        written = self.choosing.choose(given, on_the_same_memory(indices), None if scores is None else scores.excluded)
+        return indices if written else None
+
+    def _is_filled(self, operator: Operator, outcome: list[torch.Tensor]) -> bool:
+        """Return whether an operator has made zeros that an assumed routing may be written to."""
+        return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
         if not call.operator.calls_readers:
@@ -296,7 +337,7 @@ class HostValues(TorchDispatchMode):
             self._in_kernel = outer
 
     @staticmethod
-    def _compute(call: _Call, known: bool, result: Any, outcome: list[torch.Tensor]) -> bool:
+    def _compute(call: _Call, known: bool, result: Any, outcome: list[torch.Tensor], routing: Routing | None) -> bool:
         """Run an operator of the GPU on the host, too, and return whether that gave it values."""
         operator, made = call.operator, tensors_among((result,))
         if operator.reads or operator.name in _NO_VALUES or (operator.random and operator.name not in _DRAWN):
@@ -304,7 +345,8 @@ class HostValues(TorchDispatchMode):
         # Of unknown integers, too: a counter that one is added to goes on, and loops that wait for it end.
         if not known and not all(map(is_exact, (*call.tensors, *outcome))):
             return False
-        if not is_small((*call.on_gpu, *(one for one in outcome if one.is_cuda))) or not all(map(has_storage, made)):
+        there = (*call.on_gpu, *(one for one in outcome if one.is_cuda))
+        if not is_small(there, routed=routing is not None and known) or not all(map(has_storage, made)):
             return False
         if not operator.random:
             return compute(call.func, call.args, call.named, result)
@@ -368,7 +410,13 @@ class HostValues(TorchDispatchMode):
         return result
 
     def _note(
-        self, tensor: torch.Tensor, known: bool, constant: Constant | None = None, *, has_values: bool = False
+        self,
+        tensor: torch.Tensor,
+        known: bool,
+        constant: Constant | None = None,
+        *,
+        has_values: bool = False,
+        routing: Routing | None = None,
     ) -> None:
         """Note whether a tensor's memory is known; unknown integers that have no values are 0, in every process alike."""
         if not has_storage(tensor):
@@ -380,10 +428,11 @@ class HostValues(TorchDispatchMode):
             known, constant = False, None
         self.constants.note(storage, constant)
         self.exclusions.forget(where)
+        self.choosing.forget(where)
         if known:
             if len(self._known) > _MOST_NOTED:
                 self._known = {at: one for at, one in self._known.items() if not one.storage.expired()}
-            self._known[where] = _Known(StorageWeakRef(storage), storage.nbytes())
+            self._known[where] = _Known(StorageWeakRef(storage), storage.nbytes(), routing)
         else:
             self._known.pop(where, None)
             self._unknown = StorageWeakRef(storage)
@@ -420,14 +469,16 @@ class HostValues(TorchDispatchMode):
         elif whole:
             self._unknown_on_host.pop(where, None)
 
-    def _moved(self, value: Any, device: torch.device) -> Any:
+    def _moved(self, value: Any, device: torch.device, routing: Routing | None) -> Any:
         """Return results of the host as tensors of the GPU."""
         if isinstance(value, torch.Tensor):
             there = value.to(device)
             for part in parts_of(there):
-                self._note(part, part.nbytes <= BIGGEST_COPY)
+                self._note(part, part.nbytes <= BIGGEST_COPY, routing=routing)
             return there
-        return type(value)(self._moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._moved(one, device, routing) for one in value)
+        return value
 
     def _knows(self, tensors: Iterable[torch.Tensor]) -> bool:
         return not any(map(self.is_unknown, tensors))
@@ -445,6 +496,25 @@ class HostValues(TorchDispatchMode):
         there = self._unknown_on_host.get(where)
         return there is not None and not there.storage.expired()
 
+    def _is_uncertain(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's values were not computed, or follow from an assumed routing."""
+        return self.is_unknown(tensor) or self._routing_of(tensor) is not None
+
+    def _routing_of(self, tensor: torch.Tensor) -> Routing | None:
+        """Return the assumption that a tensor's values follow from, if there is one."""
+        if not self.choosing.made or not tensor.is_cuda or not has_storage(tensor):
+            return None
+        there = self._known.get(tensor.untyped_storage().data_ptr())
+        return None if there is None or there.storage.expired() else there.routing
+
+    def _routing_among(self, tensors: Iterable[torch.Tensor]) -> Routing | None:
+        return next(filter(None, map(self._routing_of, tensors)), None) if self.choosing.made else None
+
+    def _note_routing(self, routing: Routing | None) -> None:
+        """Note that the host reads what follows from an assumption, if there is one."""
+        if routing is not None:
+            self.reads.of_routing(routing)
+
     def _is_of_floats(self, tensor: torch.Tensor) -> bool:
         """Return whether what is unknown of a tensor are floats that Python had, and nothing else."""
         if not self.is_unknown(tensor):
@@ -452,8 +522,11 @@ class HostValues(TorchDispatchMode):
         return not tensor.is_cuda and self._unknown_on_host[tensor.untyped_storage().data_ptr()].of_floats
 
     def knows(self, address: int) -> bool:
-        """Return whether what is at an address of the GPU is known."""
-        return self._known_at(address) is not None
+        """Return whether what is at an address of the GPU is known, and note that it is read if a routing is assumed of it."""
+        at = self._known_at(address)
+        if at is not None:
+            self._note_routing(self._known[at].routing)
+        return at is not None
 
     def _known_at(self, address: int) -> int | None:
         """Return where the known storage begins that holds an address of the GPU."""
@@ -483,9 +556,10 @@ class HostValues(TorchDispatchMode):
     def note_copy(self, copy: torch.Tensor, original: torch.Tensor) -> None:
         """Note a copy that this mode did not see: it is known as far as the original is."""
         for part, of in zip(parts_of(copy), parts_of(original), strict=False):
+            routing = self._routing_of(of)
             known = not self.is_unknown(of) and part.untyped_storage().nbytes() <= BIGGEST_COPY
             if part.is_cuda:
-                self._note(part, known)
+                self._note(part, known, routing=routing)
             elif not known:
                 self._note_on_host(part, known)
 

@@ -80,7 +80,7 @@ class NativeReads:
             number = 1
         elif number is None and torch.is_anomaly_enabled():
             number = 0  # autograd looks for numbers that are none
-        if number is None and (_is_seen() or self.mode.knows(at)):
+        if number is None and (self.mode.knows(at) or _is_seen()):
             return 0
         if number is None:
             self.mode.reads.invalid(f"{_reader()} reads values")

@@ -1,7 +1,8 @@
 """Reads of values that an emulated GPU did not compute: what the host makes of each, and the user's line.
 
 An integer, an order or a size that is made of one is *trouble*: memory may depend on it, and nothing measured is valid. A
-branch that a float decided may, too, but most do not (the best loss so far): it is noted. All other reads are counted.
+branch that a float decided may, too, but most do not (the best loss so far): it is noted, as is a read of what follows from
+an assumed routing. All other reads are counted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pytest_gpumem.values.unknown_reads import DECIDED, UnknownReads
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import FrameType
+
+    from pytest_gpumem.values.option_words import Routing
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCHS = f"{Path(torch.__file__).parent}{os.sep}"
@@ -53,6 +56,7 @@ class Reads:
         self._trouble: str | None = None
         self._decided: Counter[str] = Counter()
         self._other: Counter[str] = Counter()
+        self._routed: dict[str, str] = {}
         self._ignored = 0
         self._in_backward: list[int] = []
         """The threads that wait for backward."""
@@ -64,8 +68,8 @@ class Reads:
 
     def take_others(self) -> UnknownReads:
         """Return the other reads since the last call."""
-        others = UnknownReads(self._decided, self._other)
-        self._decided, self._other = Counter(), Counter()
+        others = UnknownReads(self._decided, self._other, self._routed)
+        self._decided, self._other, self._routed = Counter(), Counter(), {}
         return others
 
     def invalid(self, what: str) -> None:
@@ -87,6 +91,11 @@ class Reads:
             (self._decided if use == "branch" else self._other)[line] += 1
             if use == "branch":
                 self.first_trouble = self.first_trouble or f"{DECIDED} at {line}"
+
+    def of_routing(self, routing: Routing) -> None:
+        """Note that the host reads what follows from an assumed routing."""
+        if routing not in self._routed and not self._is_harmless():
+            self._routed[routing] = self._users_line()
 
     @contextmanager
     def ignored(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.runtest.judging import Judged, Judging
     from pytest_gpumem.runtest.ownership import Ownership
     from pytest_gpumem.values.composition import Explanation
+    from pytest_gpumem.values.option_words import Routing
     from pytest_gpumem.values.unknown_reads import UnknownReads
 
 
@@ -288,7 +289,9 @@ class TestRun:
         environment = self._environment
         environment = replace(environment, details={**environment.details, **self.device.libraries()})
         name = name if rank is None else name_on(rank, name)
-        return Measurement(name, workload, environment, metrics, notes=(*notes, *self._reads().notes()), **more)
+        reads = self._reads()
+        workload = _under_routing(workload, self.judging.settings.routing, reads)
+        return Measurement(name, workload, environment, metrics, notes=(*notes, *reads.notes()), **more)
 
     def _check_parts(self, names: Collection[str]) -> None:
         """Raise ``ValueError`` where a measurement is called as the part of another on one GPU is in the store."""
@@ -421,6 +424,14 @@ class TestRun:
         self._failure = None
         self._at_call = None
         self.device.close()
+
+
+def _under_routing(workload: Workload, routing: Routing | None, reads: UnknownReads) -> Workload:
+    """Return the workload with the assumption of the settings in its config, if a figure may follow from it."""
+    config = workload.config or ""
+    if routing is None or routing not in reads.routed or "routing=" in config:
+        return workload
+    return replace(workload, config=",".join(filter(None, (config, f"routing={routing}"))))
 
 
 def _numbered(name: str, taken: set[str]) -> str:

@@ -324,7 +324,7 @@ class GpumemSession:
         from pytest_gpumem.runtest.fixture_setup import FixtureSetup
         from pytest_gpumem.runtest.hooks import Measuring
 
-        devices = Devices(self._device_factories())
+        devices = Devices(self._device_factories(), self.settings.routing)
         fixtures = FixtureSetup(devices, self.settings.device, measured)
         self._config.pluginmanager.register(fixtures, "gpumem-fixtures")
         measuring = Measuring(self._config, self.settings, devices, self.store(), measured, fixtures, self._ranks)

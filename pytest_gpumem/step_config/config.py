@@ -13,6 +13,7 @@ from pytest_gpumem.step_config.checkpoint_kinds import KINDS, Checkpointing
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.step_config.shard_kinds import NONE, Sharding, read_offload
 from pytest_gpumem.units import nearest, number, whole_number
+from pytest_gpumem.values.option_words import ROUTINGS, Routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +74,8 @@ class StepConfig:
     """The rank whose step is run where nobody else is there."""
     reduce: str | None = None
     """One of `REDUCES`: the dtype in which ``fully_shard`` reduces gradients; ``None`` is that of the parameters."""
+    routing: Routing | None = None
+    """One of `ROUTINGS`: what is assumed of choices that an emulated GPU does not compute, such as those of experts."""
     offload: str = NONE
     """Words of `OFFLOADS`, several with a plus: what is kept in the host's memory."""
 
@@ -262,6 +265,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "cache": CACHES,
     "weights": WEIGHTS,
     "reduce": REDUCES,
+    "routing": ROUTINGS,
 }
 _NOT_IN = {
     "train_step": {"cache", "weights"},
@@ -285,6 +289,7 @@ _SHORT: dict[str, Callable[[str], str]] = {
     "world": lambda value: f"world{value}",
     "rank": lambda value: f"rank{value}",
     "reduce": lambda value: f"reduce-{value}",
+    "routing": lambda value: f"routing-{value}",
     "offload": lambda value: f"offload-{value.replace('+', '-')}",
 }
 

@@ -50,9 +50,10 @@ def dry_run(training: Training, device: Device) -> DryRun:
     attention = CallsOfAttention(config)
     data = None if config.sharding is None else config.sharding.data
     waits, without_gradient = data is not None and data.wrapped, list[str]()
-    cast = CastTo(config.precision)
+    cast, routes = CastTo(config.precision), ChoicesAssumed(config, device)
     wrong: list[str] = []
     notes: tuple[str, ...] = ()
+    overflows = False
 
     def look() -> None:
         # What is offloaded is on the host by now.
@@ -86,6 +87,7 @@ def dry_run(training: Training, device: Device) -> DryRun:
             if device.consensus.all(before is None or after is None or after >= before):
                 break
             if attempt == MOST_OVERFLOWS:
+                overflows = True
                 if wrong:
                     more = f" ({len(wrong)} gradients are)" if len(wrong) > 1 else ""
                     raise MeasuringError(
@@ -99,18 +101,23 @@ def dry_run(training: Training, device: Device) -> DryRun:
     runs.check(training.model, config)
     cast.check()
     attention.check()
+    notes += routes.check()
     # The parts themselves are run again without being called, so that no hook of theirs sees it.
-    return DryRun(notes, again.number + runs.again() - parts_before, overflows=bool(notes))
+    return DryRun(notes, again.number + runs.again() - parts_before, overflows=overflows)
 
 
-def dry_run_inference(phases: Iterable[Phase], config: StepConfig) -> None:
-    """Run an inference step that autocasts once, not compiled. Raises `ConfigError` when autocast cast nothing."""
-    cast = CastTo(config.precision)
-    if cast.is_idle:
-        return
+def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Device) -> tuple[str, ...]:
+    """Run an inference step that autocasts or assumes a routing once, not compiled, and return notes for the measurement.
+
+    Raises `ConfigError` when autocast cast nothing, or there was nothing to assume.
+    """
+    cast, routes = CastTo(config.precision), ChoicesAssumed(config, device)
+    if cast.is_idle and config.routing is None:
+        return ()
     with cast.watched():
         run_phases(phases)
     cast.check()
+    return routes.check()
 
 
 class CallsInBackward:
@@ -194,6 +201,29 @@ class CallsOfAttention:
                 f"shard={self._config.shard}: the model never calls torch.nn.functional.scaled_dot_product_attention, by which "
                 "ranks of cp share a sequence, so that each would see its own part only; call it, or leave cp out"
             )
+
+
+class ChoicesAssumed:
+    """Detector of choices that a config has made by an assumption (``routing=``), from when this is made."""
+
+    def __init__(self, config: StepConfig, device: Device) -> None:
+        self._config = config
+        self._device = device
+        self._before = device.choices_assumed()
+
+    def check(self) -> tuple[str, ...]:
+        """Return notes for the measurement. Raises `ConfigError` if the device lacks values and nothing was chosen by them."""
+        if self._config.routing is None:
+            return ()
+        word = f"routing={self._config.routing}"
+        if self._device.lacks("values") is None:
+            return (f"{word} is not needed on {self._device.name}, which computes what is chosen",)
+        if self._device.choices_assumed() == self._before:
+            raise ConfigError(
+                f"{word}: the step chooses nothing by values that are not computed (topk, argmax, max, sort, multinomial); "
+                "leave it out"
+            )
+        return ()
 
 
 class CastTo:

@@ -160,7 +160,7 @@ def prepared_infer_step(
             precision = precision_of(model)
             model = quantized(model, config, given is not None)
         stack.enter_context(surroundings(model, config, context.device, training=False))
-        dry_run_inference(infer_phases(model, model, batch, config, device), config)
+        notes = dry_run_inference(infer_phases(model, model, batch, config, device), config, context.device)
         compiles = config.compile != "none"
         run = stack.enter_context(compiled(model, config.compile)) if compiles else model
         phases = infer_phases(model, run, batch, config, device)
@@ -177,6 +177,7 @@ def prepared_infer_step(
             batch=batch,
             compiled=compiles,
             state=compiled_graphs if compiles else None,
+            notes=notes,
             creation_sites=creation_sites,
             notes=emulated,
         )

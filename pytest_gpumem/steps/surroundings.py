@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def surroundings(model: torch.nn.Module, config: StepConfig, device: Device, *, training: bool) -> Iterator[None]:
-    """Set mode, matrix precision, key/value cache and autocast as in the config, whatever is set outside."""
+    """Set mode, matrix precision, key/value cache, autocast and routing as in the config, whatever is set outside."""
     # With cache=on the calls say so themselves.
     cache = False if training or config.cache == "off" else None
     with (
@@ -31,6 +31,7 @@ def surroundings(model: torch.nn.Module, config: StepConfig, device: Device, *, 
         float32_precision(config.precision, device),
         caching(model, cache, required=config.cache == "off"),
         outside_autocast(device.torch_device.type),
+        device.routed(config.routing),
     ):
         yield
 

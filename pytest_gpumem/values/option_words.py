@@ -31,3 +31,6 @@ def nearest_device_or_emulated(word: str, valid: list[str]) -> str:
 
 UpdateMode = Literal["new", "improved", "all"]
 UPDATE_MODES: tuple[UpdateMode, ...] = ("new", "improved", "all")
+Routing = Literal["balanced", "worst"]
+ROUTINGS: tuple[Routing, ...] = ("balanced", "worst")
+"""Assumptions on which experts get tokens, where the values that choose them are not computed."""

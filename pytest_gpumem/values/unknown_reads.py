@@ -20,21 +20,28 @@ class UnknownReads:
     """Reads that decided which way the program went."""
     other: Mapping[str, int] = field(default_factory=dict)
     """All others: what became of the float could not be seen, or matters to no memory."""
+    routed: Mapping[str, str] = field(default_factory=dict)
+    """The first line that read what follows from an assumed routing, by the word of that."""
 
     def __add__(self, more: UnknownReads) -> UnknownReads:
         return UnknownReads(
             Counter(self.decided) + Counter(more.decided),
             Counter(self.other) + Counter(more.other),
+            {**more.routed, **self.routed},
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return a note on the branches, and one on the other reads, with their lines; none where there were none."""
+        """Return notes on the branches, on the other reads and on an assumed routing, with their lines, if there were any."""
         found = [f"{DECIDED} at {_listed(self.decided)}"] if self.decided else []
         others = {line: times for line, times in self.other.items() if line not in self.decided}
         if others:
             count = sum(others.values())
             values = "an uncomputed value was" if count == 1 else f"{count} uncomputed values were"
             found.append(f"{values} read at {_listed(others)}")
+        found += [
+            f"routing={word} is assumed of choices that are not computed, read at {line}"
+            for word, line in self.routed.items()
+        ]
         return tuple(found)
 
 

@@ -27,6 +27,7 @@ from pytest_gpumem.step_config.config import (
 )
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.step_config.shard_kinds import OFFLOADS, Sharding
+from pytest_gpumem.values.option_words import ROUTINGS
 
 unhurried = settings(deadline=None)
 
@@ -138,6 +139,7 @@ VALUES = {
     "world": st.sampled_from([None, 16, 512]),
     "rank": st.integers(0, 15),
     "reduce": st.sampled_from([None, *REDUCES]),
+    "routing": st.sampled_from([None, *ROUTINGS]),
     "offload": st.sampled_from(["none", *OFFLOADS, "optimizer+activations"]),
 }
 
@@ -246,6 +248,7 @@ def test_any_text_makes_a_config_or_a_config_error(text):
     [
         ("optimizer", "zebra", OPTIMIZERS),
         ("weights", True, WEIGHTS),
+        ("routing", "foo", ROUTINGS),
         ("checkpoint", "zebra", CHECKPOINTS),
         ("checkpoint", 7, CHECKPOINTS),
     ],

@@ -11,6 +11,7 @@ from torch import nn
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.dry_run import MOST_OVERFLOWS, DryRun, dry_run, dry_run_inference
 from pytest_gpumem.steps.inference import infer_phases
 from pytest_gpumem.steps.training import Training
@@ -48,6 +49,49 @@ def training_of(model, config, loss=None, optimizer=torch.optim.SGD) -> Training
 
 def rehearsed(model, config, loss=None) -> DryRun:
     return dry_run(training_of(model, config, loss), CpuDevice())
+
+
+# Routing
+
+
+class WithoutValues(CpuDevice):
+    """Makes as many choices by an assumption as there are calls of the model."""
+
+    model: Model
+
+    def lacks(self, feature):
+        return "values are not computed" if feature == "values" else super().lacks(feature)
+
+    def choices_assumed(self):
+        return getattr(self.model, "chosen", 0)
+
+
+class Choosing(Model):
+    chosen = 0
+
+    def forward(self, hidden):
+        self.chosen += 1
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("infers", [False, True])
+def test_a_routing_is_refused_where_a_device_without_values_chooses_nothing_by_it(infers):
+    def notes(model, device):
+        training = training_of(model, "routing=balanced")
+        if infers:
+            phases = infer_phases(model, model, torch.ones(4, 4), training.config, CPU)
+            return dry_run_inference(phases, training.config, device)
+        return dry_run(training, device).notes
+
+    device = WithoutValues()
+    device.model = Choosing()
+    assert notes(device.model, device) == ()
+    with pytest.raises(
+        ConfigError, match=r"^routing=balanced: the step chooses nothing by values that are not computed"
+    ):
+        notes(Model(), device)
+    # A test runs where there is a GPU, and where there is none.
+    assert notes(Model(), CpuDevice()) == ("routing=balanced is not needed on cpu, which computes what is chosen",)
 
 
 # Recomputation
@@ -108,7 +152,7 @@ def test_an_inference_step_that_does_not_autocast_is_not_rehearsed():
     ran = []
     model, config = Model(), StepConfig.parse("bf16")
     model.register_forward_pre_hook(lambda *_: ran.append(True))
-    dry_run_inference(infer_phases(model, model, torch.ones(4, 4), config, CPU), config)
+    dry_run_inference(infer_phases(model, model, torch.ones(4, 4), config, CPU), config, CpuDevice())
     assert ran == []
 
 
