@@ -177,7 +177,6 @@ def prepared_infer_step(
             batch=batch,
             compiled=compiles,
             state=compiled_graphs if compiles else None,
-            notes=notes,
+            notes=(*emulated, *notes),
             creation_sites=creation_sites,
-            notes=emulated,
         )
