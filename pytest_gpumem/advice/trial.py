@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.advice.snippet import BlockContainer
     from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.measure.prepared import PreparedStep
-    from pytest_gpumem.models.hub import NamedModel
+    from pytest_gpumem.models.named_model import NamedModel
     from pytest_gpumem.step_config.blocks import Block
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
@@ -104,9 +104,9 @@ def subject_by_name(model: NamedModel, blocks: str | None = None, *, trains: boo
             built = model.build(torch.float32)
     except Exception as error:  # noqa: BLE001, the model's own
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise SubjectError(f"{model.name}: {model.model_class.__name__} cannot be built: {what}") from None
+        raise SubjectError(f"{model.name}: {model.class_name} cannot be built: {what}") from None
     containers = _containers(built, blocks)
-    return AdviceSubject(model.build, model.batch, None, containers, trains)
+    return AdviceSubject(model.build, model.batch, model.loss, containers, trains)
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
