@@ -116,8 +116,9 @@ size:
 
 # Needs uv. The pins of one release of torch would be wrong for another one.
 constraints:
-	{ sed -n '/^#/p' constraints.txt && uv pip compile --quiet --upgrade --universal --python-version 3.10 --extra test --no-header --no-annotate \
-		--no-emit-package torch pyproject.toml | grep -vE '^(cuda-|nvidia-[^m]|triton|torchao|mpmath|networkx|sympy|setuptools)'; } >constraints.new
+	{ sed -n '/^#/p' constraints.txt && printf '%s\n' $(EMULATED_NEEDS) | uv pip compile --quiet --upgrade --universal --python-version 3.10 \
+		--extra test --no-header --no-annotate --no-emit-package torch pyproject.toml - | \
+		grep -vE '^(cuda-|nvidia-[^m]|triton|torchao|torchvision|mpmath|networkx|sympy|setuptools)'; } >constraints.new
 	mv constraints.new constraints.txt
 
 lint: $(DEV_READY)
