@@ -27,7 +27,7 @@ EMULATED_TORCH := $(if $(NIGHTLY),--pre torch --index-url $(NIGHTLY)/cu132,torch
 # pip takes what belongs to an extra for not required: the line of docs/guide/no-gpu.md. Triton is for torch.compile.
 WITHOUT_NVIDIA := sed -i -E 's/^(Requires-Dist: (cuda|nvidia)-[^;]*).*/\1; extra == "nvidia"/'
 WITHOUT_TRITON := sed -i -E 's/^(Requires-Dist: triton[^;]*).*/\1; extra == "triton"/'
-EMULATED_NEEDS := numpy 'transformers>=5' 'pytest-xdist>=3.8'
+EMULATED_NEEDS := numpy 'transformers>=5' 'pytest-xdist>=3.8' 'timm>=1.0' 'diffusers>=0.31' torchvision
 # Workers have a core each: more threads of one would wait for the others'. One that has no tests left takes of another's.
 SUITE = -m pytest -n auto --dist worksteal
 
@@ -116,8 +116,9 @@ size:
 
 # Needs uv. The pins of one release of torch would be wrong for another one.
 constraints:
-	{ sed -n '/^#/p' constraints.txt && uv pip compile --quiet --upgrade --universal --python-version 3.10 --extra test --no-header --no-annotate \
-		--no-emit-package torch pyproject.toml | grep -vE '^(cuda-|nvidia-[^m]|triton|torchao|mpmath|networkx|sympy|setuptools)'; } >constraints.new
+	{ sed -n '/^#/p' constraints.txt && printf '%s\n' $(EMULATED_NEEDS) | uv pip compile --quiet --upgrade --universal --python-version 3.10 \
+		--extra test --no-header --no-annotate --no-emit-package torch pyproject.toml - | \
+		grep -vE '^(cuda-|nvidia-[^m]|triton|torchao|torchvision|mpmath|networkx|sympy|setuptools)'; } >constraints.new
 	mv constraints.new constraints.txt
 
 lint: $(DEV_READY)
@@ -206,11 +207,12 @@ $(EXAMPLE_EMULATED_READY): pyproject.toml example_project/pyproject.toml constra
 	$(EXAMPLE_EMULATED_VENV)/bin/python -m pip install $(PINS) numpy --editable .
 	touch $@
 
-# torch requires Triton, in its release, for torch.compile.
+# torch requires Triton, in its release, for torch.compile. timm requires torchvision, in one for this torch, which is named so that
+# none for another takes its place.
 $(EMULATED_READY): pyproject.toml example_project/pyproject.toml constraints.txt
 	$(call new_environment,$(EMULATED_VENV))
 	$(call emulated_torch,$(EMULATED_VENV))
-	$(EMULATED_VENV)/bin/python -m pip install $(PINS) $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[report,torchao]'
+	$(EMULATED_VENV)/bin/python -m pip install $(PINS) $(if $(NIGHTLY),,$(EMULATED_TORCH)) $(EMULATED_NEEDS) $(OLDER_TORCHAO) --editable '.[report,torchao]'
 	touch $@
 
 $(DEV_READY): $(TEST_READY)

@@ -251,7 +251,10 @@ def test_all_measures_every_combination(advise, monkeypatch):
             ["advised_models:make", "--fits", "1GB", "--batch", "4x16"],
             "--batch is for a model by name; advised_models:make",
         ),
-        (["advised_models:make", "--batch", "4*16"], "'4*16' is no size of a batch: write samples and tokens of each"),
+        (
+            ["advised_models:make", "--batch", "4*16"],
+            "'4*16' is no size of a batch: write samples and tokens (or pixels of a side) of each",
+        ),
         (["advised_models:make", "--config", "amp-bf17"], "step config 'amp-bf17': "),
         (["advised_models:make", "--config", "fp32", "--all"], "or all are measured with --all, not both"),
         (["advised_models:make", "--device", "emulated:h100"], "several devices are for a model by name"),

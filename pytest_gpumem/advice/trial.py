@@ -16,6 +16,7 @@ from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.models.sources import named_model
 from pytest_gpumem.step_config.blocks import repeated_blocks
 from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import on_device, samples_in
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.advice.snippet import BlockContainer
     from pytest_gpumem.devices.contract import Device, Peak
     from pytest_gpumem.measure.prepared import PreparedStep
-    from pytest_gpumem.models.hub import NamedModel
     from pytest_gpumem.models.name import BatchSize
+    from pytest_gpumem.models.named_model import NamedModel
     from pytest_gpumem.step_config.blocks import Block
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.steps.model_step import Loss
@@ -72,12 +73,16 @@ class AdviceSubject:
     """The size of its batch, where it can be had in another size, too."""
     sized: Callable[[BatchSize], AdviceSubject] | None = None
     """Returns the same with a batch of another size. Raises `ModelError` where the model takes none of that size."""
+    has_length: bool = True
+    """True if the size's length is one of tokens or of a sound, not the side of images."""
 
     def number(self, sought: Sought) -> int | None:
         """Return the samples of its batch, or the tokens of each; ``None`` where they have no length."""
         if self.size is None:
             return None
-        return self.size.samples if sought == "samples" else self.size.length
+        if sought == "samples":
+            return self.size.samples
+        return self.size.length if self.has_length else None
 
     def with_number(self, sought: Sought, number: int) -> AdviceSubject:
         """Return the same with another number of samples, or of tokens. Raises `ModelError` where the model takes none such."""
@@ -129,19 +134,20 @@ def subject_by_name(model: NamedModel, blocks: str | None = None, *, trains: boo
             built = model.build(torch.float32)
     except Exception as error:  # noqa: BLE001, the model's own
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise SubjectError(f"{model.name}: {model.model_class.__name__} cannot be built: {what}") from None
+        raise SubjectError(f"{model.name}: {model.class_name} cannot be built: {what}") from None
     containers = _containers(built, blocks)
 
     def subject(model: NamedModel) -> AdviceSubject:
         return AdviceSubject(
             model.build,
             model.batch,
-            None,
+            model.loss,
             containers,
             trains,
             model.title,
             model.inputs.size,
-            lambda size: subject(model.sized(size)),
+            lambda size: subject(named_model(model.name, size, trains=trains)),
+            has_length=model.inputs.shape is None,
         )
 
     return subject(model)

@@ -36,8 +36,8 @@ from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
-from pytest_gpumem.models.hub import NamedModel, named_model
-from pytest_gpumem.models.name import BatchSize, ModelName, batch_size, model_name
+from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
+from pytest_gpumem.models.sources import model_name, named_model
 from pytest_gpumem.reports.formats import format_of
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError, NotAStep
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
+    from pytest_gpumem.models.named_model import NamedModel
     from pytest_gpumem.values.composition import Explanation
 
 
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
     "size",
     metavar="SIZE",
     callback=parsed(batch_size),
-    help="Of a model by name: samples and tokens of each, 4x4096, or samples alone, 32. One sample if not given.",
+    help="Of a model by name: samples and tokens (or pixels of a side) of each, 4x4096, or samples alone, 32. Default: one.",
 )
 @click.option(
     "--config",
@@ -124,7 +125,8 @@ def advise(
     """Find the step config with which a model's step fits into a given GPU.
 
     MODEL is hf:ORG/NAME, a model of transformers by its configuration: from the hub, a folder or a file, with random weights
-    and without code of the hub's; hf-tiny:ORG/NAME is the same with two layers. Its batch and loss follow from its class.
+    and without code of the hub's; hf-tiny:ORG/NAME is the same with two layers. Or it is timm:NAME, torchvision:NAME, or
+    diffusers:CLASS, the network alone, also by a configuration. Its batch and loss follow from its class.
 
     Or it is MODULE:FACTORY, a function without arguments that returns (model, batch), or (model, batch, loss) where loss is a
     function of output and batch. MODULE is looked for in this folder, too.
@@ -138,6 +140,7 @@ def advise(
     Examples:
       gpumem advise hf:meta-llama/Llama-3.1-8B --batch 1x4096 --device emulated:h100 --device emulated:l40s
       gpumem advise hf:./config.json --infer --device emulated:all
+      gpumem advise timm:vit_base_patch16_224 --batch 64 --device emulated:l4
       gpumem advise my_project.models:make_gpt --fits 24GB
 
     Exit status: 0 when a config fits into each device that was named, or into one of emulated:all, 1 when none does, 2 for

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class ModelError(ValueError):
     """No model can be made of a name, or no batch for it. The message is a sentence that says what to do."""
+
+
+def nearest_of_many(word: str, valid: Iterable[str], all_of_them: str) -> str:
+    """Return a clause that names the valid words closest to ``word``, or how to see ``all_of_them`` when none is close."""
+    close = difflib.get_close_matches(word, list(valid), n=3)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"{all_of_them} lists them"

@@ -8,6 +8,7 @@ import logging
 import traceback
 import warnings
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.recording import is_out_of_memory
@@ -19,7 +20,7 @@ from pytest_gpumem.torch_support.private_api import load_compiler
 from pytest_gpumem.torch_support.static_access import class_name, dtype_and_shape, is_a, parameters_of, tensor_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import ModuleType
 
     import torch
@@ -127,17 +128,24 @@ def build_optimizer(
     return made
 
 
-def import_quietly(name: str) -> ModuleType:
-    """Import the module called ``name`` without its warnings and log records. Raises ``ImportError`` as ``import`` does."""
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Let warnings and log records be lost within."""
     disabled = logging.root.manager.disable
     # torchao logs each of its kernels that does not fit this machine, and torch what torchao still does the old way.
     logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return importlib.import_module(name)
+            yield
     finally:
         logging.disable(disabled)
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Import the module called ``name`` without its warnings and log records. Raises ``ImportError`` as ``import`` does."""
+    with quietly():
+        return importlib.import_module(name)
 
 
 def optimizer_named(word: str) -> OptimizerFactory:

@@ -45,8 +45,8 @@ ADVICE = """
 from pytest_gpumem.advice.cards import begin, capacity_of, try_on, with_capacity
 from pytest_gpumem.advice.trial import subject_by_name
 from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.models.hub import named_model
-from pytest_gpumem.models.name import batch_size, model_name
+from pytest_gpumem.models.name import batch_size
+from pytest_gpumem.models.sources import model_name, named_model
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from pytest_gpumem.advice.trial import subject_by_name, try_config
+from pytest_gpumem.devices.registry import make_cpu
 from pytest_gpumem.models.errors import ModelError
-from pytest_gpumem.models.hub import named_model
-from pytest_gpumem.models.name import BatchSize, ModelName, batch_size, model_name
+from pytest_gpumem.models.images import cross_entropy
+from pytest_gpumem.models.inputs import TARGET, Inputs, RandomBoxes, RandomTensor
+from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
+from pytest_gpumem.models.named_model import NamedModel
+from pytest_gpumem.models.sources import model_name, named_model
+from pytest_gpumem.step_config.config import StepConfig
 from tests.models.architectures import NEEDS_TRANSFORMERS, SIZES, TOKENS
 
 if TYPE_CHECKING:
@@ -67,7 +74,7 @@ def test_a_class_gets_a_batch_that_it_has_a_loss_of(tmp_path, name):
     size = BatchSize(2, {"Wav2Vec2ForCTC": 800}.get(name, 16))
     size = BatchSize(2) if name.startswith("ViT") else size
     model = named_model(written(tmp_path, name, *CLASSES[name]), size, trains=True)
-    assert model.model_class.__name__ == name
+    assert model.class_name == name
     loss = model.build(torch.float32)(**model.batch()).loss
     assert loss.shape == ()
     assert loss.requires_grad
@@ -93,12 +100,14 @@ def test_weights_are_made_in_the_dtype_that_is_asked_for(tmp_path):
 def test_a_tiny_one_has_two_layers_of_each_kind(tmp_path):
     name = written(tmp_path, "BartForConditionalGeneration", "bart", {**OF_BOTH, **TOKENS})
     tiny = named_model(ModelName("hf-tiny", name.name), None, trains=True)
-    assert (tiny.config.encoder_layers, tiny.config.decoder_layers) == (2, 2)
+    config = tiny.build(torch.float32).config
+    assert (config.encoder_layers, config.decoder_layers) == (2, 2)
     several = {"num_hidden_layers": 6, "layer_types": ["full_attention", "sliding_attention"] * 3, "head_dim": 16}
     written(tmp_path, "Gemma2ForCausalLM", "gemma2", {**SIZES, **TOKENS, **several})
     tiny = named_model(ModelName("hf-tiny", name.name), None, trains=True)
-    assert (tiny.config.num_hidden_layers, len(tiny.config.layer_types)) == (2, 2)
-    assert tiny.build(torch.float32)(**tiny.batch()).loss > 0
+    built = tiny.build(torch.float32)
+    assert (built.config.num_hidden_layers, len(built.config.layer_types)) == (2, 2)
+    assert built(**tiny.batch()).loss > 0
 
 
 def test_a_batch_is_as_long_as_the_model_has_positions_and_images_as_large_as_it_takes_them(tmp_path):
@@ -114,8 +123,55 @@ def test_names_are_of_a_source_or_else_a_function_is_meant():
     assert model_name("hf-tiny:org/name").is_tiny
     assert model_name("my_project.models:make") is None
     assert model_name("my_project") is None
+    assert model_name("timm:resnet50.a1_in1k") == ModelName("timm", "resnet50.a1_in1k")
     with pytest.raises(ModelError, match="names no model; write hf:ORG/NAME"):
         model_name("hf:")
+    with pytest.raises(ModelError, match=r"names no model; write timm:NAME, as timm.list_models\(\) has them"):
+        model_name("timm:")
+
+
+@pytest.mark.parametrize("source", ["transformers", "timm", "torchvision", "diffusers"])
+def test_a_library_that_is_missing_or_of_another_build_is_told_in_a_sentence(monkeypatch, source):
+    name = ModelName({"transformers": "hf"}.get(source, source), "any")
+    monkeypatch.setitem(sys.modules, source, None)
+    with pytest.raises(ModelError, match=rf"^{name.source}:any needs {source}: pip install {source}"):
+        named_model(name, None, trains=True)
+
+    def built_for_another(word: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr("pytest_gpumem.models.library.import_quietly", built_for_another)
+    with pytest.raises(ModelError, match=f"needs {source} of a build that fits this torch: operator torchvision::nms"):
+        named_model(name, None, trains=True)
+
+
+def test_a_target_goes_along_with_its_samples_and_only_the_loss_sees_it():
+    arguments = {"input": RandomTensor((8, 4)), TARGET: RandomTensor((8,), 3)}
+    model = NamedModel(
+        ModelName("timm", "a"), "Linear", lambda: torch.nn.Linear(4, 3), Inputs(BatchSize(8), arguments), cross_entropy
+    )
+    batch = model.batch()
+    subject = subject_by_name(model, trains=True)
+    tried = try_config(make_cpu(), subject, StepConfig.parse("fp32,accumulate=2"))
+    assert tried.why_not == ""
+    assert subject.samples == 8
+    output = model.build(torch.float32)(**batch)
+    assert output.shape == (8, 3)
+    assert subject.loss(output, batch) == torch.nn.functional.cross_entropy(output, batch[TARGET])
+
+
+def test_auxiliary_classifiers_add_to_the_loss_and_one_that_is_left_out_does_not():
+    logits, target = torch.randn(4, 3), torch.randint(3, (4,))
+    one = cross_entropy(logits, {TARGET: target})
+    assert cross_entropy({"out": logits, "aux": logits}, {TARGET: target}) == 2 * one
+    assert cross_entropy((logits, None), {TARGET: target}) == one
+
+
+def test_boxes_lie_in_their_image_and_are_not_empty():
+    boxes = RandomBoxes(200, 16).made()
+    assert boxes.min() >= 0
+    assert boxes.max() <= 16
+    assert ((boxes[:, 2:] - boxes[:, :2]) >= 1).all()
 
 
 @pytest.mark.parametrize(("text", "size"), [("4x4096", BatchSize(4, 4096)), ("32", BatchSize(32))])
@@ -126,7 +182,10 @@ def test_sizes_are_read_as_they_are_written(text, size):
 
 @pytest.mark.parametrize("text", ["", "0", "4x0", "4*16", "4x", "x4", "-1", "4x4x4", "four", "1" * 30, "٤"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ModelError, match="is no size of a batch: write samples and tokens of each, like 4x4096"):
+    with pytest.raises(
+        ModelError,
+        match=r"is no size of a batch: write samples and tokens \(or pixels of a side\) of each, like 4x4096",
+    ):
         batch_size(text)
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.models.errors import ModelError
-from pytest_gpumem.models.inputs import Inputs, inputs_of
+from pytest_gpumem.models.library import library_of
+from pytest_gpumem.models.named_model import NamedModel
+from pytest_gpumem.models.transformers_inputs import inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from pytest_gpumem.models.name import BatchSize, ModelName
 
@@ -23,57 +22,13 @@ _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_lay
 _FEWEST = 2
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    """A model that can be built as often as is wanted, with random weights, and its batch."""
-
-    name: ModelName
-    model_class: Any
-    config: Any
-    inputs: Inputs
-    trains: bool
-
-    def sized(self, size: BatchSize) -> NamedModel:
-        """Return the same model with a batch of another size. Raises `ModelError` where it takes none of that size."""
-        return replace(self, inputs=inputs_of(self.model_class, self.config, size, trains=self.trains))
-
-    def build(self, dtype: torch.dtype) -> torch.nn.Module:
-        """Return a new model whose weights are made in a dtype, as they are when they are loaded in it."""
-        import torch
-
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            made: torch.nn.Module = self.model_class(copy.deepcopy(self.config))
-        finally:
-            torch.set_default_dtype(before)
-        return made
-
-    def batch(self) -> dict[str, Any]:
-        """Return a new batch."""
-        return self.inputs.batch()
-
-    @property
-    def title(self) -> str:
-        """Its name, its class, and the size of its batch."""
-        return f"{self.name}: {self.model_class.__name__}, random weights; batch {self.inputs.size}"
-
-
-def named_model(name: ModelName, size: BatchSize | None, *, trains: bool) -> NamedModel:
-    """Return the model of a name.
-
-    Args:
-        name: It, with the source.
-        size: The size of its batch, if not one sample of a usual length.
-        trains: Whether it has to give a loss. Without a cache of keys and values, then, as one trains.
+def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedModel:
+    """Return the model of a configuration: in training without a cache of keys and values, as one trains.
 
     Raises:
         ModelError: There is none, or it needs code of its own, or no batch can be made for it.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ModelError(f"{name} needs transformers: pip install transformers") from None
+    transformers = library_of(name, "transformers")
     config = _configuration(transformers, name)
     if name.is_tiny:
         for part in _parts(config):
@@ -82,9 +37,10 @@ def named_model(name: ModelName, size: BatchSize | None, *, trains: bool) -> Nam
         config.use_cache = False
     model_class = _class_of(transformers, name, config)
     try:
-        return NamedModel(name, model_class, config, inputs_of(model_class, config, size, trains=trains), trains)
+        inputs = inputs_of(model_class, config, size, trains=trains)
     except AttributeError as error:
         raise ModelError(f"{name}: its configuration lacks what a batch is made of: {error}") from None
+    return NamedModel(name, model_class.__name__, lambda: model_class(copy.deepcopy(config)), inputs)
 
 
 def _configuration(transformers: Any, name: ModelName) -> Any:

@@ -1,0 +1,58 @@
+"""Models of timm by name, without weights: images of the size that the name's configuration says, and their classes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.models.errors import ModelError, nearest_of_many
+from pytest_gpumem.models.images import check_side, cross_entropy, main_argument
+from pytest_gpumem.models.inputs import TARGET, WRITE, Inputs, RandomTensor, by_sides
+from pytest_gpumem.models.library import library_of
+from pytest_gpumem.models.name import BatchSize
+from pytest_gpumem.models.named_model import NamedModel, on_meta
+
+if TYPE_CHECKING:
+    from pytest_gpumem.models.name import ModelName
+
+
+def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedModel:
+    """Return the model of a name that timm has, for images of another side where one is given.
+
+    Raises:
+        ModelError: There is none, or none for such images, or it has no classes to train.
+    """
+    timm = library_of(name, "timm")
+    config = _configuration(timm, name)
+    channels, *sides = config.input_size
+    options = {}
+    if size is not None and size.length is not None and sides != [size.length, size.length]:
+        sides = [size.length, size.length]
+        check_side(name, size.length, max((config.min_input_size or (0, 0, 0))[1:]))
+        if config.fixed_input_size:
+            options["img_size"] = size.length
+    make = partial(timm.create_model, name.name, pretrained=False, **options)
+    model = on_meta(name, make)
+    samples = 1 if size is None else size.samples
+    shape = (channels, *sides)
+    arguments = {main_argument(model): RandomTensor((samples, *shape))}
+    classes = int(getattr(model, "num_classes", 0))
+    if trains and classes == 0:
+        raise ModelError(f"{name} has no loss, as it has no classes; {WRITE}; or measure it with --infer")
+    if trains:
+        arguments[TARGET] = RandomTensor((samples,), classes)
+    inputs = Inputs(BatchSize(samples, sides[0]), arguments, by_sides(shape))
+    return NamedModel(name, type(model).__name__, make, inputs, cross_entropy if trains else None)
+
+
+def _configuration(timm: Any, name: ModelName) -> Any:
+    """Return what timm knows of a name's weights, without them."""
+    architecture, _, tag = name.name.partition(".")
+    if not timm.is_model(architecture):
+        near = nearest_of_many(architecture, timm.list_models(), "timm.list_models()")
+        raise ModelError(f"{name}: timm has no such model; {near}")
+    known = timm.models.get_arch_pretrained_cfgs(architecture)
+    if tag and name.name not in known:
+        there = ", ".join(sorted(known)) or f"{architecture} alone"
+        raise ModelError(f"{name}: timm has no such model; it has {there}")
+    return timm.models.get_pretrained_cfg(name.name)

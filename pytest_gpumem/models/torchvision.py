@@ -1,0 +1,107 @@
+"""Models of torchvision by name, without weights: images of the size that its best weights were trained or tested with."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.models.errors import ModelError, nearest_of_many
+from pytest_gpumem.models.images import check_side, cross_entropy, main_argument
+from pytest_gpumem.models.inputs import TARGET, WRITE, Inputs, RandomBoxes, RandomTensor, by_sides
+from pytest_gpumem.models.library import library_of
+from pytest_gpumem.models.name import BatchSize
+from pytest_gpumem.models.named_model import NamedModel, on_meta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from pytest_gpumem.models.name import ModelName
+
+_FRAMES = 16
+"""Frames of a clip, where a model takes any number from its least one on."""
+_OBJECTS = 7
+"""Objects in an image: as many as in the mean one of COCO."""
+_SIZED: dict[str, Callable[[int], object]] = {
+    "image_size": int,
+    "input_size": lambda side: (side, side),
+    "spatial_size": lambda side: (side, side),
+}
+"""Arguments of classes that are made for images of one size."""
+
+
+def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedModel:
+    """Return the model of a name that torchvision has, for images of another side where one is given.
+
+    Raises:
+        ModelError: There is none, or none for such images, or it is not known here what it takes.
+    """
+    models = library_of(name, "torchvision").models
+    if name.name not in models.list_models():
+        near = nearest_of_many(name.name, models.list_models(), "torchvision.models.list_models()")
+        raise ModelError(f"{name}: torchvision has no such model; {near}")
+    builder = models.get_model_builder(name.name)
+    taken = inspect.signature(builder).parameters
+    # Without this it would fetch weights of the model's first part.
+    backbone = {"weights_backbone": None} if "weights_backbone" in taken else {}
+    make = partial(builder, weights=None, **backbone)
+    model = on_meta(name, make)
+    kind = builder.__module__.removeprefix("torchvision.models.").partition(".")[0]
+    weights = models.get_model_weights(name.name).DEFAULT
+    if kind == "detection":
+        return _detection(name, size, trains, make, model, len(weights.meta["categories"]))
+    if kind in ("quantization", "optical_flow"):
+        raise ModelError(f"{name}: it is not known here how models for {kind.replace('_', ' ')} are trained; {WRITE}")
+    side = _side(weights) if size is None or size.length is None else size.length
+    check_side(name, side, _least(weights.meta))
+    sized = _SIZED.keys() & inspect.signature(type(model).__init__).parameters.keys()
+    if sized:
+        make = partial(make, **{one: _SIZED[one](side) for one in sized})
+        on_meta(name, make)
+    samples = 1 if size is None else size.samples
+    shape: tuple[int, ...] = (3, side, side)
+    if kind == "video":
+        shape = (3, max(_FRAMES, weights.meta.get("min_temporal_size", 1)), side, side)
+    arguments = {main_argument(model): RandomTensor((samples, *shape))}
+    if trains:
+        labelled = (samples, side, side) if kind == "segmentation" else (samples,)
+        arguments[TARGET] = RandomTensor(labelled, len(weights.meta["categories"]))
+    inputs = Inputs(BatchSize(samples, side), arguments, by_sides(shape))
+    return NamedModel(name, type(model).__name__, make, inputs, cross_entropy if trains else None)
+
+
+def _side(weights: Any) -> int:
+    """Return the side of images that weights are used with."""
+    said: Mapping[str, Any] = weights.transforms.keywords
+    side = said.get("crop_size", said.get("resize_size"))
+    return int(side[0] if isinstance(side, (tuple, list)) else side)
+
+
+def _least(meta: Mapping[str, Any]) -> int:
+    least = meta.get("min_size", 1)
+    return max(least) if isinstance(least, (tuple, list)) else int(least)
+
+
+def _detection(
+    name: ModelName, size: BatchSize | None, trains: bool, make: Any, model: torch.nn.Module, classes: int
+) -> NamedModel:
+    """Return a model that in training takes what is in the images, too, and returns its losses."""
+    if trains and type(model).__name__ in ("MaskRCNN", "KeypointRCNN"):
+        raise ModelError(f"{name} takes more than boxes of what is in its images; {WRITE}; or measure it with --infer")
+    resized: Any = model.transform
+    side = (resized.fixed_size or resized.min_size)[-1] if size is None or size.length is None else size.length
+    samples = 1 if size is None else size.samples
+    arguments: dict[str, Any] = {"images": [RandomTensor((3, side, side))] * samples}
+    if trains:
+        one = {"boxes": RandomBoxes(_OBJECTS, side), "labels": RandomTensor((_OBJECTS,), classes)}
+        arguments["targets"] = [one] * samples
+    inputs = Inputs(BatchSize(samples, side), arguments, by_sides((3, side, side)))
+    return NamedModel(name, type(model).__name__, make, inputs, _sum_of_losses if trains else None)
+
+
+def _sum_of_losses(output: Mapping[str, torch.Tensor], _batch: object) -> torch.Tensor:
+    import torch
+
+    return torch.stack([*output.values()]).sum()

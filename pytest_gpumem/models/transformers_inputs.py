@@ -1,0 +1,143 @@
+"""A batch for a model of transformers, from its class and configuration: random values, and labels where it takes any."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.inputs import WRITE, Inputs, RandomTensor
+from pytest_gpumem.models.name import BatchSize
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_TOKENS, _PIXELS, _FEATURES, _SAMPLES = "input_ids", "pixel_values", "input_features", "input_values"
+_MOST_TOKENS = 2048
+"""Tokens of a sequence where no length is given, or as many as the model has positions."""
+_AUDIO = 160_000
+"""Samples of a sound where no length is given: ten seconds at 16 kHz."""
+_LABELS_OF_AUDIO = 32
+"""Labels of a sound: about three for each second of speech."""
+_CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
+_AS_LONG = ("CausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+_BEHIND_PADDING = {
+    *(
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "camembert",
+        "longformer",
+        "mpnet",
+        "data2vec-text",
+    ),
+    *("ibert", "luke", "xmod", "esm"),
+}
+"""Kinds of models that count positions from behind that of padding, and so have fewer than they name."""
+
+
+def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: bool) -> Inputs:
+    """Return what a model of a class takes.
+
+    Args:
+        model_class: A class of transformers.
+        config: Its configuration.
+        size: Samples, and how long each is; without it one of a usual length.
+        trains: Whether the model has to give a loss.
+
+    Raises:
+        ModelError: No batch can be made for this class, or none of this size.
+    """
+    taken = inspect.signature(model_class.forward).parameters
+    samples = size.samples if size is not None else 1
+    length = size.length if size is not None else None
+    main = model_class.main_input_name
+    tensors: dict[str, RandomTensor] = {}
+    constants: dict[str, Any] = {}
+    if main == _TOKENS:
+        length = _tokens(model_class, config, length)
+        tensors[_TOKENS] = RandomTensor((samples, length), _text(config).vocab_size)
+    elif main == _FEATURES:
+        tensors[_FEATURES] = RandomTensor((samples, config.num_mel_bins, 2 * config.max_source_positions))
+        length = _within(model_class, length, config.max_target_positions)
+    elif main == _SAMPLES:
+        length = length or _AUDIO
+        tensors[_SAMPLES] = RandomTensor((samples, length))
+    elif main == _PIXELS:
+        if length is not None:
+            raise ModelError(f"images of {model_class.__name__} have its own size: write --batch {samples}")
+        tensors[_PIXELS] = _images(config, samples)
+    else:
+        raise ModelError(f"{model_class.__name__} takes {main}, of which nothing is known here; {WRITE}")
+    others = sorted({_PIXELS, _FEATURES, _SAMPLES} & taken.keys() - tensors.keys()) if main == _TOKENS else []
+    if others and "return_loss" not in taken:
+        raise ModelError(
+            f"{model_class.__name__} takes {', '.join(others)} beside texts, in parts that follow none; {WRITE}"
+        )
+    if "return_loss" in taken and _PIXELS in taken:
+        # Pairs of texts and images.
+        tensors[_PIXELS] = _images(config, samples)
+        constants["return_loss"] = trains
+    elif trains:
+        tensors |= _labels(model_class, config, tensors[main], length, taken)
+    elif getattr(config, "is_encoder_decoder", False) and main in (_TOKENS, _FEATURES) and length is not None:
+        tensors["decoder_input_ids"] = RandomTensor((samples, length), _text(config).vocab_size)
+    return Inputs(BatchSize(samples, length), {**tensors, **constants})
+
+
+def _text(config: Any) -> Any:
+    """Return the part of a configuration that is about texts."""
+    found = getattr(config, "get_text_config", None)
+    return found() if found is not None else config
+
+
+def _tokens(model_class: Any, config: Any, length: int | None) -> int:
+    text = _text(config)
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:  # some say -1 for any number
+        return _within(model_class, length, None)
+    if getattr(text, "model_type", None) in _BEHIND_PADDING:
+        positions -= (text.pad_token_id or 0) + 1
+    return _within(model_class, length, positions)
+
+
+def _within(model_class: Any, length: int | None, positions: int | None) -> int:
+    if length is None:
+        return min(_MOST_TOKENS, positions or _MOST_TOKENS)
+    if positions is not None and length > positions:
+        raise ModelError(
+            f"{model_class.__name__} has {positions} positions, and the batch has {length} tokens a sample"
+        )
+    return length
+
+
+def _images(config: Any, samples: int) -> RandomTensor:
+    seen = getattr(config, "vision_config", config)
+    size = getattr(seen, "image_size", None)
+    sides = (size, size) if isinstance(size, int) else size
+    if not isinstance(sides, (list, tuple)) or len(sides) != 2:
+        raise ModelError(f"the configuration of {type(config).__name__} does not say how large images are; {WRITE}")
+    return RandomTensor((samples, getattr(seen, "num_channels", 3), *sides))
+
+
+def _labels(
+    model_class: Any, config: Any, main: RandomTensor, length: int | None, taken: Mapping[str, object]
+) -> dict[str, RandomTensor]:
+    name, samples = model_class.__name__, main.shape[0]
+    if name.endswith("ForQuestionAnswering") and length is not None:
+        return dict.fromkeys(("start_positions", "end_positions"), RandomTensor((samples,), length))
+    if "labels" not in taken:
+        raise ModelError(f"{name} has no loss, as its forward takes no labels; {WRITE}; or measure it with --infer")
+    if name.endswith(_CLASSES):
+        return {"labels": RandomTensor((samples,), config.num_labels)}
+    if name.endswith("ForTokenClassification") and length is not None:
+        return {"labels": RandomTensor((samples, length), config.num_labels)}
+    if name.endswith("ForSemanticSegmentation"):
+        return {"labels": RandomTensor((samples, *main.shape[2:]), config.num_labels)}
+    if name.endswith("ForCTC"):
+        return {"labels": RandomTensor((samples, _LABELS_OF_AUDIO), config.vocab_size)}
+    if name.endswith(_AS_LONG) and length is not None:
+        labels = {"labels": RandomTensor((samples, length), _text(config).vocab_size)}
+        return labels | ({"next_sentence_label": RandomTensor((samples,), 2)} if "next_sentence_label" in taken else {})
+    raise ModelError(f"it is not known here what labels {name} takes; {WRITE}; or measure it with --infer")
