@@ -19,7 +19,7 @@ from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.inference import prepared_infer_step
 from pytest_gpumem.steps.model_step import built_on
-from pytest_gpumem.steps.precision import precision_named
+from pytest_gpumem.steps.precision import dtype_of_weights
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 
@@ -143,10 +143,7 @@ _SECONDS = 0.5
 
 
 def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict[str, float]:
-    import torch
-
-    precision = precision_named(config.precision)
-    dtype = getattr(torch, precision.weights) if precision is not None else torch.float32
+    dtype = dtype_of_weights(config.precision)
 
     def build() -> torch.nn.Module:
         return subject.build(dtype)

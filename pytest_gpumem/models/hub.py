@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.errors import WRITE, ModelError
 from pytest_gpumem.models.inputs import Inputs, inputs_of
 
 if TYPE_CHECKING:
@@ -54,13 +54,14 @@ class NamedModel:
         return f"{self.name}: {self.model_class.__name__}, random weights; batch {self.inputs.size}"
 
 
-def named_model(name: ModelName, size: BatchSize | None, *, trains: bool) -> NamedModel:
+def named_model(name: ModelName, size: BatchSize | None, *, trains: bool, base: Path = Path()) -> NamedModel:
     """Return the model of a name.
 
     Args:
         name: It, with the source.
         size: The size of its batch, if not one sample of a usual length.
         trains: Whether it has to give a loss. Without a cache of keys and values, then, as one trains.
+        base: The folder that a name which is a relative path counts from.
 
     Raises:
         ModelError: There is none, or it needs code of its own, or no batch can be made for it.
@@ -69,7 +70,7 @@ def named_model(name: ModelName, size: BatchSize | None, *, trains: bool) -> Nam
         import transformers
     except ImportError:
         raise ModelError(f"{name} needs transformers: pip install transformers") from None
-    config = _configuration(transformers, name)
+    config = _configuration(transformers, name, base)
     if name.is_tiny:
         for part in _parts(config):
             _shrink(part)
@@ -82,8 +83,8 @@ def named_model(name: ModelName, size: BatchSize | None, *, trains: bool) -> Nam
         raise ModelError(f"{name}: its configuration lacks what a batch is made of: {error}") from None
 
 
-def _configuration(transformers: Any, name: ModelName) -> Any:
-    where = Path(name.name).expanduser()
+def _configuration(transformers: Any, name: ModelName, base: Path) -> Any:
+    where = base / Path(name.name).expanduser()
     path = str(where) if where.exists() else name.name
     if where.is_dir() and not (where / "config.json").is_file():
         raise ModelError(f"{name}: there is no config.json in this folder")
@@ -93,8 +94,7 @@ def _configuration(transformers: Any, name: ModelName) -> Any:
         text = str(error)
         if "trust_remote_code" in text:
             raise ModelError(
-                f"{name}: its configuration needs code of its own (trust_remote_code), which is not run; write a function that "
-                "returns (model, batch), and name it as MODULE:FUNCTION"
+                f"{name}: its configuration needs code of its own (trust_remote_code), which is not run; {WRITE}"
             ) from None
         raise ModelError(f"{name}: {' '.join(text.split()) or type(error).__name__}") from None
 

@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.errors import WRITE, ModelError
 from pytest_gpumem.models.name import BatchSize
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ _BEHIND_PADDING = {
     *("ibert", "luke", "xmod", "esm"),
 }
 """Kinds of models that count positions from behind that of padding, and so have fewer than they name."""
-_WRITE = "write a function that returns (model, batch, loss), and name it as MODULE:FUNCTION"
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,14 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
         tensors[_SAMPLES] = _Tensor((samples, length))
     elif main == _PIXELS:
         if length is not None:
-            raise ModelError(f"images of {model_class.__name__} have its own size: write --batch {samples}")
+            raise ModelError(f"images of {model_class.__name__} have its own size: write {samples} for the batch")
         tensors[_PIXELS] = _images(config, samples)
     else:
-        raise ModelError(f"{model_class.__name__} takes {main}, of which nothing is known here; {_WRITE}")
+        raise ModelError(f"{model_class.__name__} takes {main}, of which nothing is known here; {WRITE}")
     others = sorted({_PIXELS, _FEATURES, _SAMPLES} & taken.keys() - tensors.keys()) if main == _TOKENS else []
     if others and "return_loss" not in taken:
         raise ModelError(
-            f"{model_class.__name__} takes {', '.join(others)} beside texts, in parts that follow none; {_WRITE}"
+            f"{model_class.__name__} takes {', '.join(others)} beside texts, in parts that follow none; {WRITE}"
         )
     if "return_loss" in taken and _PIXELS in taken:
         # Pairs of texts and images.
@@ -146,7 +145,7 @@ def _images(config: Any, samples: int) -> _Tensor:
     size = getattr(seen, "image_size", None)
     sides = (size, size) if isinstance(size, int) else size
     if not isinstance(sides, (list, tuple)) or len(sides) != 2:
-        raise ModelError(f"the configuration of {type(config).__name__} does not say how large images are; {_WRITE}")
+        raise ModelError(f"the configuration of {type(config).__name__} does not say how large images are; {WRITE}")
     return _Tensor((samples, getattr(seen, "num_channels", 3), *sides))
 
 
@@ -157,7 +156,7 @@ def _labels(
     if name.endswith("ForQuestionAnswering") and length is not None:
         return dict.fromkeys(("start_positions", "end_positions"), _Tensor((samples,), length))
     if "labels" not in taken:
-        raise ModelError(f"{name} has no loss, as its forward takes no labels; {_WRITE}; or measure it with --infer")
+        raise ModelError(f"{name} has no loss, as its forward takes no labels; {WRITE}; or measure inference")
     if name.endswith(_CLASSES):
         return {"labels": _Tensor((samples,), config.num_labels)}
     if name.endswith("ForTokenClassification") and length is not None:
@@ -169,4 +168,4 @@ def _labels(
     if name.endswith(_AS_LONG) and length is not None:
         labels = {"labels": _Tensor((samples, length), _text(config).vocab_size)}
         return labels | ({"next_sentence_label": _Tensor((samples,), 2)} if "next_sentence_label" in taken else {})
-    raise ModelError(f"it is not known here what labels {name} takes; {_WRITE}; or measure it with --infer")
+    raise ModelError(f"it is not known here what labels {name} takes; {WRITE}; or measure inference")
