@@ -104,7 +104,11 @@ def pytest_configure(config: pytest.Config) -> None:
     collecting = Collecting(config)
     config.pluginmanager.register(collecting, "gpumem-collecting")
     if is_concerned(config):
-        collecting.session()
+        settings = collecting.session().settings
+        if settings.models or settings.model:
+            from pytest_gpumem.model_tests import ModelTests
+
+            config.pluginmanager.register(ModelTests(config, settings), "gpumem-models")
 
 
 def is_concerned(config: pytest.Config) -> bool:

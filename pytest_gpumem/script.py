@@ -40,8 +40,8 @@ _NOT_FOR_A_SCRIPT: dict[str, Any] = {
     "stepwise": False,
 }
 """Options that a project may have in ``addopts`` to distribute or select its tests: pytest's and pytest-xdist's."""
-_PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly")
-"""Plugins that keep a cache of the project's tests, or seed random numbers; ``addopts`` may have options of theirs."""
+_PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly", "gpumem-models")
+"""Plugins that keep a cache of the project's tests, seed random numbers or add tests; ``addopts`` may have their options."""
 
 
 @dataclass(frozen=True, slots=True)

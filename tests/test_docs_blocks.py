@@ -39,6 +39,7 @@ NOT_RUN = {
     "python3 -m venv emulated": ENVIRONMENT,
     "sed -i -E": ENVIRONMENT,
     "pytest --gpumem-store=s3://": "needs a bucket; tests/baselines has one that is served here",
+    "pytest --gpumem-model=": "fetches a configuration; tests/test_model_tests.py",
     "pytest -n": WORKERS,
     "torchrun --nproc-per-node=4": "starts four ranks; tests/ranks, and one rank of its test below",
     "tensorboard --logdir": "serves until it is stopped",

@@ -43,6 +43,13 @@ def test_settings_that_measure_no_test_of_the_run_load_no_torch_either(project):
     result.stdout.fnmatch_lines(["gpumem: mark = 'models/[*][*]' marks nothing: *"])
 
 
+def test_models_that_are_not_selected_load_no_library(project):
+    project.settings("[[tool.gpumem.models]]\nmodel = 'hf-tiny:org/name'\nconfig = ['fp32', 'amp-bf16']\n")
+    (project.path / "test_it.py").write_text(WATCH)
+    result = project.run("-p", "no:anyio", "-k", "nothing_heavy", device=None, new=True, timed=True)
+    result.assert_outcomes(passed=1, deselected=2)
+
+
 def test_the_marker_is_registered(project):
     project.write("@pytest.mark.gpumem(device='cpu')\ndef test_it(): ...\n")
     project.run("--strict-markers").assert_outcomes(passed=1)

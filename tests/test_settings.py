@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.config.models import ModelStep
 from pytest_gpumem.config.settings import (
     DEFAULT_TOLERANCES,
     PatternBudget,
@@ -25,12 +26,15 @@ from pytest_gpumem.config.settings import (
 )
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.models.name import BatchSize, ModelName
+from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.units import ThroughputLimit
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 unhurried = settings(deadline=None)
+TINY = ModelName("hf-tiny", "org/name")
 
 # Tables
 
@@ -60,6 +64,10 @@ def test_every_key_of_a_table_is_taken():
             "time_budget": "500 ms",
             "tolerance": {"peak_allocated": "2 %", "retained": "0 %"},
             "budget": [{"tests": "tests/test_gpt.py", "max_gb": 6.5}, {"tests": "*", "max_retained": "1 MB"}],
+            "models": [
+                {"model": "hf-tiny:org/name", "config": ["fp32", "bf16,clip=1"], "max_gb": 1},
+                {"model": "hf:one", "batch": 4, "train": False},
+            ],
         },
         "here",
     )
@@ -71,6 +79,11 @@ def test_every_key_of_a_table_is_taken():
         budgets=(
             PatternBudget("tests/test_gpt.py", Budget({"peak_allocated": 6_500_000_000})),
             PatternBudget("*", Budget({"retained": 1_000_000})),
+        ),
+        models=(
+            ModelStep(TINY, None, StepConfig("fp32"), True, {"max_gb": 1}, 0, "hf-tiny:org/name", 0),
+            ModelStep(TINY, None, StepConfig("bf16", clip=1), True, {"max_gb": 1}, 0, "hf-tiny:org/name", 1),
+            ModelStep(ModelName("hf", "one"), BatchSize(4), StepConfig("fp32"), False, {}, 1, "hf:one", 0),
         ),
     )
 
@@ -91,7 +104,7 @@ def test_settings_from_a_table_cannot_be_changed():
             {"zebra": 1},
             (
                 "here: unknown key 'zebra'; valid: baseline, update, device, store, strict, explain, artifacts, "
-                "report, time, rank_timeout, pack, routing, units, time_budget, tolerance, budget"
+                "report, time, rank_timeout, pack, routing, units, time_budget, tolerance, budget, mark, gpus, models"
             ),
         ),
         ({"measure": ["*"]}, "here: unknown key 'measure'; it is called 'mark' now"),
@@ -145,6 +158,44 @@ def test_settings_from_a_table_cannot_be_changed():
             {"budget": [{"tests": "a", "max_gb": 1}, {"tests": "b", "max_gbs": 1}]},
             "here: budget 2 (tests = 'b'): unknown argument 'max_gbs'; did you mean 'max_gb'?",
         ),
+        ({"models": {"model": "hf:a/b"}}, "here: models is {'model': 'hf:a/b'}, expected an array of tables"),
+        ({"models": ["hf:a/b"]}, "here: models 1 is 'hf:a/b', expected a table: [[tool.gpumem.models]]"),
+        ({"models": [{"batch": "4"}]}, 'here: models 1 needs model, the name of one, like model = "hf-tiny:'),
+        (
+            {"models": [{"model": "gpt2"}]},
+            "here: models 1: model is 'gpt2', expected the name of a model of transformers: hf:ORG/NAME, hf-tiny:ORG/NAME",
+        ),
+        ({"models": [{"model": "hf:"}]}, "here: models 1: model: 'hf:' names no model; write hf:ORG/NAME"),
+        (
+            {"models": [{"model": "hf:a"}, {"model": "hf:b", "batch": "4*16"}]},
+            "here: models 2 (model = 'hf:b'): '4*16' is no size of a batch: write samples and tokens of each, like 4x4096",
+        ),
+        ({"models": [{"model": "hf:a", "batch": True}]}, "(model = 'hf:a'): 'True' is no size of a batch"),
+        ({"models": [{"model": "hf:a", "batch": [4, 16]}]}, "(model = 'hf:a'): '[4, 16]' is no size of a batch"),
+        (
+            {"models": [{"model": "hf:a", "config": "amp-bf17"}]},
+            "here: models 1 (model = 'hf:a'): step config 'amp-bf17': unknown precision 'amp-bf17'; did you mean 'amp-bf16'?",
+        ),
+        ({"models": [{"model": "hf:a", "config": 16}]}, "(model = 'hf:a'): 16 is no step config; write a text like"),
+        ({"models": [{"model": "hf:a", "config": []}]}, "(model = 'hf:a'): config is empty, so that there is no test"),
+        (
+            {"models": [{"model": "hf:a", "train": False, "config": "bf16,accumulate=2"}]},
+            "(model = 'hf:a'): step config 'bf16,accumulate=2': accumulate does nothing in gpumem.infer_step",
+        ),
+        ({"models": [{"model": "hf:a", "train": 1}]}, "(model = 'hf:a'): train is 1, expected true or false"),
+        (
+            {"models": [{"model": "hf:a", "max_gbs": 1}]},
+            "(model = 'hf:a'): unknown key 'max_gbs'; did you mean 'max_gb'?",
+        ),
+        (
+            {"models": [{"model": "hf:a", "infer": 1}]},
+            "unknown key 'infer'; valid: model, batch, config, train, max_gb",
+        ),
+        ({"models": [{"model": "hf:a", "max_gb": "1"}]}, "here: models 1 (model = 'hf:a'): max_gb: "),
+        (
+            {"models": [{"model": "hf:a"}, {"model": "hf:a", "config": ["bf16", "fp32"]}]},
+            "here: models 2 (model = 'hf:a') makes the test hf:a[fp32], which models 1 makes, too: leave one of them out",
+        ),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_what_would_be_right(table, message):
@@ -189,6 +240,15 @@ LIMITS = st.sampled_from(["max_gb", "max_memory", "max_reserved", "max_retained"
 BUDGETS = st.fixed_dictionaries(
     {}, optional={"tests": st.sampled_from(["*", "tests/*", ""]) | VALUES}
 ) | st.dictionaries(LIMITS, SCALARS, max_size=3).map(lambda limits: {"tests": "*", **limits})
+MODELS = st.fixed_dictionaries(
+    {},
+    optional={
+        "model": st.sampled_from(["hf:org/name", "hf-tiny:org/name", "hf:", "org/name"]) | VALUES,
+        "batch": st.sampled_from(["4x16", "4*16", 4]) | VALUES,
+        "config": st.sampled_from(["fp32", "bf16,clip=1", ["fp32", "amp-bf16"]]) | VALUES,
+        "train": st.booleans() | VALUES,
+    },
+) | st.dictionaries(LIMITS, SCALARS, max_size=3).map(lambda limits: {"model": "hf:org/name", **limits})
 TABLES = st.fixed_dictionaries(
     {},
     optional={
@@ -206,6 +266,7 @@ TABLES = st.fixed_dictionaries(
         "units": st.sampled_from(["si", "iec"]) | VALUES,
         "tolerance": st.dictionaries(st.sampled_from([*METRICS, "peak"]), SCALARS, max_size=3) | VALUES,
         "budget": st.lists(BUDGETS | VALUES, max_size=3) | VALUES,
+        "models": st.lists(MODELS | VALUES, max_size=3) | VALUES,
         "baselines": VALUES,
     },
 )
@@ -223,11 +284,13 @@ def test_any_table_makes_settings_or_a_settings_error(table):
     if isinstance(made, str):
         assert made.startswith("here")
     else:
-        assert {name: getattr(made, name) for name in table.keys() - {"tolerance", "budget"}} == {
-            name: value for name, value in table.items() if name not in ("tolerance", "budget")
+        read_further = {"tolerance", "budget", "models"}
+        assert {name: getattr(made, name) for name in table.keys() - read_further} == {
+            name: value for name, value in table.items() if name not in read_further
         }
         assert made.tolerances.keys() == table.get("tolerance", {}).keys()
         assert [entry.tests for entry in made.budgets] == [entry["tests"] for entry in table.get("budget", [])]
+        assert {step.written for step in made.models} == {entry["model"] for entry in table.get("models", [])}
 
 
 # Files
@@ -286,7 +349,7 @@ def write_table(root: Path, text: str) -> None:
 
 def test_without_options_and_table_nothing_was_said(tmp_path):
     made = settings_of(config_of(tmp_path))
-    assert made == Settings(store_base=tmp_path, artifacts_base=tmp_path, report_base=tmp_path)
+    assert made == Settings(store_base=tmp_path, artifacts_base=tmp_path, report_base=tmp_path, model_base=tmp_path)
     assert not made.explicit
 
 
@@ -313,6 +376,7 @@ def test_options_go_before_the_table_and_leave_the_rest(tmp_path):
         store_base=tmp_path,
         artifacts_base=tmp_path,
         report_base=tmp_path,
+        model_base=tmp_path,
         explicit=True,
     )
 

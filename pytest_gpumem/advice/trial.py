@@ -22,7 +22,7 @@ from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import on_device, samples_in
 from pytest_gpumem.steps.inference import prepared_infer_step
 from pytest_gpumem.steps.model_step import built_on
-from pytest_gpumem.steps.precision import precision_named
+from pytest_gpumem.steps.precision import dtype_of_weights
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
@@ -230,10 +230,7 @@ def _prepared(
     context: MeasuringContext, subject: AdviceSubject, config: StepConfig
 ) -> Iterator[tuple[PreparedStep, Callable[[], Peak] | None]]:
     """Yield the step under a config, and what tells the peak since its model was built, if the device does."""
-    import torch
-
-    device, precision = context.device, precision_named(config.precision)
-    dtype = getattr(torch, precision.weights) if precision is not None else torch.float32
+    device, dtype = context.device, dtype_of_weights(config.precision)
 
     def build() -> torch.nn.Module:
         return subject.build(dtype)

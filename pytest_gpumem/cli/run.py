@@ -48,7 +48,7 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 def _check_option(word: str) -> None:
     """Raise the error for an option of the plugin that there is not, with the one that it may be."""
     if word.startswith("--gpumem-"):
-        known = [option.flag for option in OPTIONS]
+        known = [option.flag for option in OPTIONS if not option.for_tests]
         raise click.UsageError(f"no such option: {word}; {hint(word.partition('=')[0], renamed.OPTIONS, known)}")
 
 
@@ -108,7 +108,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     sys.exit(status)
 
 
-run.params += map(_as_click_option, OPTIONS)
+run.params += [_as_click_option(option) for option in OPTIONS if not option.for_tests]
 
 
 def _as_typed(options: dict[str, Any]) -> list[str]:

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.sources import SOURCES, model_name
 from pytest_gpumem.reports.formats import ENDINGS, format_of
 from pytest_gpumem.units import nearest, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pytest_gpumem.models.name import ModelName
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,20 @@ def _seconds(value: float | str, where: str) -> float:
         raise SettingsError(f"{where} is {value!r}, expected a duration above zero: '300 s' or '10 min'") from None
 
 
+def model_of(text: str, where: str) -> ModelName:
+    """Return the model that a text names. Raises `SettingsError`."""
+    try:
+        name = model_name(text)
+    except ModelError as error:
+        raise SettingsError(f"{where}: {error}") from None
+    if name is None:
+        raise SettingsError(
+            f"{where} is {text!r}, expected the name of a model: hf:ORG/NAME, hf-tiny:ORG/NAME for two layers of it, hf: and the "
+            f"path of a folder with config.json, or {', '.join(f'{one}:' for one in SOURCES if not one.startswith('hf'))} and a name"
+        )
+    return name
+
+
 FLAG = Kind(bool, "true or false")
 TEXT = Kind(str, "a string")
 LINE = Kind(str, "a string", _line)
@@ -106,6 +124,13 @@ FOLDER = Kind(str, "a string", _not_empty("a folder"), is_path=True)
 STORE = Kind(str, "a string", _not_empty("a folder or a URL"), is_path=True)
 REPORTS = Kind(list, "an array of file names", _reports, is_array=True, is_path=True)
 PATTERNS = Kind(list, "an array of patterns of tests", lambda patterns, _: tuple(patterns), is_array=True)
+MODELS = Kind(
+    list,
+    "an array of models",
+    lambda names, where: tuple(model_of(name, where) for name in names),
+    is_array=True,
+    is_path=True,
+)
 DURATION = Kind(str, "a string", _duration)
 SECONDS = Kind((int, float, str), "a number of seconds or a string", _seconds)
 """A duration, or a number of seconds."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.config.errors import BudgetError
-from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, MARKER, MARKER_ARGUMENTS
+from pytest_gpumem.config.options import CELL, CONFIG_FIXTURE, CONFIG_MARKER, MARKER, MARKER_ARGUMENTS
 from pytest_gpumem.config.renamed import ARGUMENTS, hint
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS
@@ -131,6 +131,8 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
     """Return the test's cell in its matrix; ``None`` when it has none."""
+    if CELL in item.stash:
+        return item.stash[CELL]
     callspec = getattr(item, "callspec", None)
     if callspec is None or item.get_closest_marker(CONFIG_MARKER) is None or CONFIG_FIXTURE not in callspec.params:
         return None

@@ -17,6 +17,8 @@ from pytest_gpumem.values.option_words import UPDATE_MODES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_gpumem.gate.verdict import Cell
+
 
 class Command(NamedTuple):
     """A command that runs one item again: options are put between ``words`` and ``rest``."""
@@ -27,6 +29,10 @@ class Command(NamedTuple):
 
 COMMAND: pytest.StashKey[Command] = pytest.StashKey()
 """The command that runs an item again, where that is not pytest and its id."""
+ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
+"""The argument of pytest without which there is no such item: the option of a model that is not in the settings."""
+CELL: pytest.StashKey[Cell] = pytest.StashKey()
+"""The cell of an item in its matrix, where no marker makes that."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 
@@ -82,6 +88,8 @@ class Option:
 
     For options that take one value: neither flags nor those that may be repeated.
     """
+    for_tests: bool = False
+    """True if it says which tests there are, and so is none of `gpumem run`."""
     wants_result: bool = False
     """True if a session in which it is typed has to say something also where nothing is measured."""
 
@@ -172,6 +180,15 @@ OPTIONS = (
         f"{', '.join(f'{one.suffix} {one.title}' for one in FORMATS)}; may be repeated",
         "FILE",
         wants_result=True,
+    ),
+    Option(
+        "model",
+        kinds.MODELS,
+        "measure a model of transformers, without a test file: hf:ORG/NAME, by its configuration and with random weights, or "
+        "hf-tiny:ORG/NAME, two layers of it; as [[tool.gpumem.models]] says, or else one sample in fp32; may be repeated",
+        "NAME",
+        is_key=False,
+        for_tests=True,
     ),
     Option(
         "time",

@@ -117,13 +117,13 @@ def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
 
 def whole_files_of(config: pytest.Config, files: Iterable[str]) -> frozenset[str]:
     """Return those of the collected test files, ``files``, of which every test was collected."""
-    some = any(getattr(config.option, name, False) for name in ("lf", "stepwise"))
+    some = any(getattr(config.option, name, False) for name in ("lf", "stepwise", "gpumem_model"))
     return frozenset() if some or any("::" in argument for argument in config.args) else frozenset(files)
 
 
 def _is_whole(config: pytest.Config, pattern: str) -> bool:
     """Return whether all tests that a pattern may match are among those that were collected, from whole folders."""
-    if any(getattr(config.option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob")):
+    if any(getattr(config.option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob", "gpumem_model")):
         return False
     # The whole suite. pytest-xdist gives it to its workers as arguments.
     if list(config.args) == config.getini("testpaths"):

@@ -31,11 +31,13 @@ from pytest_gpumem.values.option_words import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import pytest
 
+    from pytest_gpumem.config.models import ModelStep
     from pytest_gpumem.emulation.gpus import Gpu
+    from pytest_gpumem.models.name import ModelName
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -89,6 +91,11 @@ class Settings:
     report: tuple[str, ...] = ()
     """The files of reports; relative paths count from ``report_base``."""
     report_base: Path = field(default_factory=Path)
+    model: tuple[ModelName, ...] = ()
+    """The models that were typed; names that are relative paths count from ``model_base``."""
+    model_base: Path = field(default_factory=Path)
+    models: tuple[ModelStep, ...] = ()
+    """Steps of models by name that are tests of every run; relative paths count from the root directory."""
     rank_timeout: float = DEFAULT_RANK_TIMEOUT
     """Seconds that ranks may come no further while others wait for them."""
     routing: Routing | None = None
@@ -147,6 +154,7 @@ KEYS: Mapping[str, Kind] = MappingProxyType(
         "budget": TABLES,
         "mark": PATTERNS,
         "gpus": TABLE,
+        "models": TABLES,
     }
 )
 """The keys of ``[tool.gpumem]``."""
@@ -283,11 +291,13 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     budgets = values.pop("budget", [])
     gpus = own_gpus_in(table, where)
     values.pop("gpus", None)
+    models = values.pop("models", [])
     return Settings(
         **values,
         tolerances=MappingProxyType(_tolerances(tolerances, f"{where}: tolerance")),
         budgets=tuple(_budget(entry, f"{where}: budget {number}") for number, entry in enumerate(budgets, start=1)),
         gpus=MappingProxyType(gpus),
+        models=_models(models, f"{where}: models"),
     )
 
 
@@ -298,6 +308,15 @@ def own_gpus_in(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
     from pytest_gpumem.config.own_gpus import own_gpus
 
     return own_gpus(TABLE.read(table["gpus"], f"{where}: gpus"), f"{where}: gpus")
+
+
+def _models(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:
+    if not entries:
+        return ()
+    # Most projects have none, and need not read step configs at their start.
+    from pytest_gpumem.config.models import model_steps
+
+    return model_steps(entries, where)
 
 
 def _tolerances(table: Mapping[str, Any], where: str) -> dict[str, Tolerance]:

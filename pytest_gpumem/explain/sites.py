@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 # pytest, and packages that call test functions.
 _NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
 
-_ENGINE = "_engine_run_backward"
+_OUTERMOST = ("_engine_run_backward", "pytest_pyfunc_call")
+"""Functions that call what their own callers know nothing of: the code of a backward pass, a test."""
 
 
 class Site(NamedTuple):
@@ -70,8 +71,7 @@ class Sites:
                 library = library or f"{file.shown}:{frame.f_lineno}"
                 if file.package is not None:
                     self.packages.add(file.package)
-            elif frame.f_code.co_name == _ENGINE:
-                # Code that runs in backward() was not called by its caller.
+            elif frame.f_code.co_name in _OUTERMOST:
                 break
             frame = frame.f_back
         return Site("", library)

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.models.errors import ModelError, nearest_of_many
-from pytest_gpumem.models.inputs import TARGET, WRITE, Inputs, RandomTensor, by_sides
+from pytest_gpumem.models.errors import WRITE, ModelError, nearest_of_many
+from pytest_gpumem.models.inputs import TARGET, Inputs, RandomTensor, by_sides
 from pytest_gpumem.models.library import library_of
 from pytest_gpumem.models.name import BatchSize
 from pytest_gpumem.models.named_model import NamedModel
@@ -67,7 +67,7 @@ def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedMode
     side = size.length if size is not None and size.length is not None else getattr(config, "sample_size", None)
     side = side if side is not None else _SIDES.get(model_class.__name__)
     if not isinstance(side, int):
-        raise ModelError(f"{name}: its configuration does not say how large samples are; write --batch 1x64")
+        raise ModelError(f"{name}: its configuration does not say how large samples are; write 1x64 for the batch")
     samples = 1 if size is None else size.samples
     try:
         arguments, target = taken(_Sizes(config, samples, side))
@@ -94,7 +94,7 @@ def _mean_squared_error(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 def _configuration(name: ModelName) -> dict[str, Any]:
     """Return what a configuration says, its class among it."""
-    where = Path(name.name).expanduser()
+    where = name.path
     if where.is_dir():
         where = where / "config.json"
         if not where.is_file():

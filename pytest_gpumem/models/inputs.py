@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 TARGET = "target"
 """The name in a batch of what a loss compares an output with, where it is not the model that does: no argument of forward."""
-WRITE = "write a function that returns (model, batch, loss), and name it as MODULE:FUNCTION"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from pytest_gpumem.models.errors import ModelError
 
@@ -14,6 +15,13 @@ class ModelName:
 
     source: str
     name: str
+    base: Path = Path()
+    """The folder that a name which is a relative path counts from."""
+
+    @property
+    def path(self) -> Path:
+        """The name as a path: of a folder, or a file, where it is not one of the hub."""
+        return self.base / Path(self.name).expanduser()
 
     @property
     def is_tiny(self) -> bool:

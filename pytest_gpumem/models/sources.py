@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.models import diffusers, timm, torchvision, transformers
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.name import ModelName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pytest_gpumem.models.name import BatchSize
     from pytest_gpumem.models.named_model import NamedModel
 
@@ -20,20 +18,20 @@ if TYPE_CHECKING:
 class Source:
     """A library's models."""
 
-    model_of: Callable[[ModelName, BatchSize | None, bool], NamedModel]
-    """Takes what `named_model` takes."""
+    file: str
+    """The module of this package whose ``model_of`` takes what `named_model` takes. It is imported when it is used."""
     written: str
-    """A clause with ``{source}`` that says what to write."""
+    """How a model is named, as a clause with ``{source}``."""
 
 
-_OF_TRANSFORMERS = Source(transformers.model_of, "{source}:ORG/NAME, or {source}: and a folder with config.json")
+_OF_TRANSFORMERS = Source("transformers", "{source}:ORG/NAME, or {source}: and a folder with config.json")
 SOURCES = {
     "hf": _OF_TRANSFORMERS,
     "hf-tiny": _OF_TRANSFORMERS,
-    "timm": Source(timm.model_of, "{source}:NAME, as timm.list_models() has them"),
-    "torchvision": Source(torchvision.model_of, "{source}:NAME, as torchvision.models.list_models() has them"),
+    "timm": Source("timm", "{source}:NAME, as timm.list_models() has them"),
+    "torchvision": Source("torchvision", "{source}:NAME, as torchvision.models.list_models() has them"),
     "diffusers": Source(
-        diffusers.model_of, "{source}:CLASS, {source}:ORG/NAME/FOLDER, or {source}: and a folder with config.json"
+        "diffusers", "{source}:CLASS, {source}:ORG/NAME/FOLDER, or {source}: and a folder with config.json"
     ),
 }
 """By the word before the colon. No function is hidden by them: those modules have none that returns a model and a batch."""
@@ -64,4 +62,6 @@ def named_model(name: ModelName, size: BatchSize | None, *, trains: bool) -> Nam
     Raises:
         ModelError: There is none, or its library is not installed, or no batch can be made for it.
     """
-    return SOURCES[name.source].model_of(name, size, trains)
+    module = importlib.import_module(f"pytest_gpumem.models.{SOURCES[name.source].file}")
+    model: NamedModel = module.model_of(name, size, trains)
+    return model

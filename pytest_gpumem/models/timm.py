@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.models.errors import ModelError, nearest_of_many
+from pytest_gpumem.models.errors import WRITE, ModelError, nearest_of_many
 from pytest_gpumem.models.images import check_side, cross_entropy, main_argument
-from pytest_gpumem.models.inputs import TARGET, WRITE, Inputs, RandomTensor, by_sides
+from pytest_gpumem.models.inputs import TARGET, Inputs, RandomTensor, by_sides
 from pytest_gpumem.models.library import library_of
 from pytest_gpumem.models.name import BatchSize
 from pytest_gpumem.models.named_model import NamedModel, on_meta
@@ -38,7 +38,7 @@ def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedMode
     arguments = {main_argument(model): RandomTensor((samples, *shape))}
     classes = int(getattr(model, "num_classes", 0))
     if trains and classes == 0:
-        raise ModelError(f"{name} has no loss, as it has no classes; {WRITE}; or measure it with --infer")
+        raise ModelError(f"{name} has no loss, as it has no classes; {WRITE}; or measure inference")
     if trains:
         arguments[TARGET] = RandomTensor((samples,), classes)
     inputs = Inputs(BatchSize(samples, sides[0]), arguments, by_sides(shape))

@@ -6,9 +6,9 @@ import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.models.errors import ModelError, nearest_of_many
+from pytest_gpumem.models.errors import WRITE, ModelError, nearest_of_many
 from pytest_gpumem.models.images import check_side, cross_entropy, main_argument
-from pytest_gpumem.models.inputs import TARGET, WRITE, Inputs, RandomBoxes, RandomTensor, by_sides
+from pytest_gpumem.models.inputs import TARGET, Inputs, RandomBoxes, RandomTensor, by_sides
 from pytest_gpumem.models.library import library_of
 from pytest_gpumem.models.name import BatchSize
 from pytest_gpumem.models.named_model import NamedModel, on_meta
@@ -89,7 +89,7 @@ def _detection(
 ) -> NamedModel:
     """Return a model that in training takes what is in the images, too, and returns its losses."""
     if trains and type(model).__name__ in ("MaskRCNN", "KeypointRCNN"):
-        raise ModelError(f"{name} takes more than boxes of what is in its images; {WRITE}; or measure it with --infer")
+        raise ModelError(f"{name} takes more than boxes of what is in its images; {WRITE}; or measure inference")
     resized: Any = model.transform
     side = (resized.fixed_size or resized.min_size)[-1] if size is None or size.length is None else size.length
     samples = 1 if size is None else size.samples

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.errors import WRITE, ModelError
 from pytest_gpumem.models.library import library_of
 from pytest_gpumem.models.named_model import NamedModel
 from pytest_gpumem.models.transformers_inputs import inputs_of
@@ -44,7 +43,7 @@ def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedMode
 
 
 def _configuration(transformers: Any, name: ModelName) -> Any:
-    where = Path(name.name).expanduser()
+    where = name.path
     path = str(where) if where.exists() else name.name
     if where.is_dir() and not (where / "config.json").is_file():
         raise ModelError(f"{name}: there is no config.json in this folder")
@@ -54,8 +53,7 @@ def _configuration(transformers: Any, name: ModelName) -> Any:
         text = str(error)
         if "trust_remote_code" in text:
             raise ModelError(
-                f"{name}: its configuration needs code of its own (trust_remote_code), which is not run; write a function that "
-                "returns (model, batch), and name it as MODULE:FUNCTION"
+                f"{name}: its configuration needs code of its own (trust_remote_code), which is not run; {WRITE}"
             ) from None
         raise ModelError(f"{name}: {' '.join(text.split()) or type(error).__name__}") from None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.models.errors import ModelError
-from pytest_gpumem.models.inputs import WRITE, Inputs, RandomTensor
+from pytest_gpumem.models.errors import WRITE, ModelError
+from pytest_gpumem.models.inputs import Inputs, RandomTensor
 from pytest_gpumem.models.name import BatchSize
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
         tensors[_SAMPLES] = RandomTensor((samples, length))
     elif main == _PIXELS:
         if length is not None:
-            raise ModelError(f"images of {model_class.__name__} have its own size: write --batch {samples}")
+            raise ModelError(f"images of {model_class.__name__} have its own size: write {samples} for the batch")
         tensors[_PIXELS] = _images(config, samples)
     else:
         raise ModelError(f"{model_class.__name__} takes {main}, of which nothing is known here; {WRITE}")
@@ -128,7 +128,7 @@ def _labels(
     if name.endswith("ForQuestionAnswering") and length is not None:
         return dict.fromkeys(("start_positions", "end_positions"), RandomTensor((samples,), length))
     if "labels" not in taken:
-        raise ModelError(f"{name} has no loss, as its forward takes no labels; {WRITE}; or measure it with --infer")
+        raise ModelError(f"{name} has no loss, as its forward takes no labels; {WRITE}; or measure inference")
     if name.endswith(_CLASSES):
         return {"labels": RandomTensor((samples,), config.num_labels)}
     if name.endswith("ForTokenClassification") and length is not None:
@@ -140,4 +140,4 @@ def _labels(
     if name.endswith(_AS_LONG) and length is not None:
         labels = {"labels": RandomTensor((samples, length), _text(config).vocab_size)}
         return labels | ({"next_sentence_label": RandomTensor((samples,), 2)} if "next_sentence_label" in taken else {})
-    raise ModelError(f"it is not known here what labels {name} takes; {WRITE}; or measure it with --infer")
+    raise ModelError(f"it is not known here what labels {name} takes; {WRITE}; or measure inference")

@@ -64,7 +64,7 @@ def failure_text(
     if Outcome.OVER_BUDGET in failing and any(
         one.outcome is Outcome.OVER_BUDGET for each in failed for one in each.metrics
     ):
-        mending.append("  budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]")
+        mending.append("  budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]")
     mending += [f"  bisect:   {bisect}"] if bisect else []
     mending += [f"  accept:   {accept}"] if accept else []
     return "\n\n".join([*blocks, *(["\n".join(mending)] if mending else [])])

@@ -13,7 +13,7 @@ import pytest
 from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.config.marker import sets_itself
-from pytest_gpumem.config.options import COMMAND, Command
+from pytest_gpumem.config.options import ARGUMENT, COMMAND, Command
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
@@ -279,8 +279,9 @@ class Judging:
             idle = self._idle([one.measurement for one in verdict.verdicts])
         if failing:
             nodeid = self._path_from_here(verdict.nodeid)
-            words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, nodeid))
             options = options_given(self.config)
+            argument = self.item.stash.get(ARGUMENT, None)
+            words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, argument or nodeid))
             if verdict.unmeasured == NOT_MARKED:
                 accept: str | None = prune_command(nodeid, options)
             else:
@@ -288,7 +289,7 @@ class Judging:
                 accept = (
                     accept_command(verdict, failing, words=words, options=options, rest=rest) if idle is None else None
                 )
-            bisect = bisect_command(verdict, failing, nodeid, options)
+            bisect = bisect_command(verdict, failing, nodeid, [*options, *([argument] if argument else [])])
             text = failure_text(verdict, failing, self.settings.units, accept, memory, bisect)
             text += "" if idle is None else f"\n\n{idle}"
             return replace(verdict, failure=text, accept=accept, bisect=bisect)

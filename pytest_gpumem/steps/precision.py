@@ -55,6 +55,14 @@ def dtype_of(word: str) -> str:
     return _PRECISIONS[word].weights
 
 
+def dtype_of_weights(word: str | None) -> torch.dtype:
+    """Return the dtype in which weights are made for a step of a precision; float32 where it names none."""
+    import torch
+
+    made: torch.dtype = torch.float32 if word is None else getattr(torch, dtype_of(word))
+    return made
+
+
 def in_precision(model: torch.nn.Module, word: str | None, given: bool) -> torch.nn.Module:
     """Return the model with its floating-point parameters and buffers in the dtype of the precision.
 

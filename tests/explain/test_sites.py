@@ -24,14 +24,14 @@ class Code:
         self.root = root
         self.sites = Sites(root)
 
-    def calling(self, path: str | Path, line: str = "return next()") -> Callable[..., Any]:
+    def calling(self, path: str | Path, line: str = "return next()", name: str = "call") -> Callable[..., Any]:
         """``call(next)`` in a file at ``path`` (from the root, unless it is absolute), which does so in its line 2."""
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"def call(next):\n    {line}\n", encoding="utf-8")
+        file.write_text(f"def {name}(next):\n    {line}\n", encoding="utf-8")
         scope: dict[str, Any] = {}
         exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), scope)
-        return scope["call"]
+        return scope[name]
 
     def here(self) -> Site:
         """The site of whoever calls this."""
@@ -48,6 +48,13 @@ INSTALLED = "venv/lib/python3.11/site-packages"
 
 def test_a_file_of_the_project_is_told_from_its_root(code):
     assert code.calling("models/gpt.py")(code.here) == Site("models/gpt.py:2", "")
+
+
+def test_whoever_runs_pytest_has_not_called_what_a_test_without_a_file_calls(code):
+    library = code.calling(f"{INSTALLED}/transformers/models/gpt2.py")
+    pytests = code.calling(f"{INSTALLED}/_pytest/python.py", name="pytest_pyfunc_call")
+    script = code.calling("bin/pytest")
+    assert script(partial(pytests, partial(library, code.here))) == Site("", "transformers/models/gpt2.py:2")
 
 
 def test_the_innermost_frame_of_the_project_is_the_site(code):

@@ -215,7 +215,7 @@ def test_what_is_no_size_is_refused(text):
         (
             {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
             BatchSize(8, 9),
-            "have its own size: write --batch 8",
+            "have its own size: write 8 for the batch",
         ),
         (
             {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7},

@@ -180,7 +180,7 @@ def test_a_peak_over_budget_that_nobody_compared():
           peak allocated  9.31 GB  8.00 GB  over budget
           retained            0 B
 
-          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
         """
     )
 
@@ -193,7 +193,7 @@ def test_a_leak_over_a_budget_of_nothing():
           metric      now  budget
           retained  512 B     0 B  over budget
 
-          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
         """
     )
 
@@ -211,7 +211,7 @@ def test_over_budget_and_regressed_is_told_as_over_budget_with_both_ways_out():
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
-          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
           accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
         """
     )
@@ -340,7 +340,7 @@ def test_of_several_measurements_only_the_guilty_are_told_and_by_name():
           metric              now   budget
           peak allocated  3.00 GB  2.00 GB  over budget
 
-          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
           accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
         """
     )
@@ -442,7 +442,7 @@ def test_too_little_throughput_is_told_with_its_budget_and_where_that_is_set():
           step time        12.00 ms
           throughput  667 samples/s  800 samples/s  over budget
 
-          budget:   of the test's @pytest.mark.gpumem, or of [[tool.gpumem.budget]]
+          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
         """
     )
 

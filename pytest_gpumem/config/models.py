@@ -1,0 +1,130 @@
+"""``[[tool.gpumem.models]]``: steps of models by name, each of which is a test without a file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.config.errors import BudgetError, SettingsError
+from pytest_gpumem.config.kinds import model_of
+from pytest_gpumem.config.marker import budget_from_arguments
+from pytest_gpumem.config.options import MARKER_ARGUMENTS
+from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
+from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.errors import ConfigError
+from pytest_gpumem.units import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_KEYS = ("model", "batch", "config", "train")
+_PLAIN = StepConfig("fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStep:
+    """A step of a model by name under one config: a test."""
+
+    model: ModelName
+    batch: BatchSize | None = None
+    """``None`` is one sample of a usual length."""
+    config: StepConfig = _PLAIN
+    trains: bool = True
+    """True if it is a training step, not one of inference."""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the marker."""
+    entry: int | None = None
+    """The position of the entry of the settings that it is from; ``None`` for a model that was typed only."""
+    written: str = ""
+    """The name of the model as it is written there."""
+    index: int = 0
+    """The position of the config in it."""
+
+    @property
+    def matrix(self) -> str:
+        """The name that it shares with the other configs of its entry: ``"hf-tiny:openai-community/gpt2[4x128]"``."""
+        return self._named(self._size)
+
+    @property
+    def name(self) -> str:
+        """The name of its test: ``"hf-tiny:openai-community/gpt2[4x128-amp-bf16]"``."""
+        return self._named([*self._size, self.config.id])
+
+    @property
+    def _size(self) -> list[str]:
+        return [*([] if self.batch is None else [str(self.batch)]), *([] if self.trains else ["infer"])]
+
+    def _named(self, parameters: Sequence[str]) -> str:
+        return f"{self.model}[{'-'.join(parameters)}]" if parameters else str(self.model)
+
+
+def model_steps(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:
+    """Return the steps that the entries of ``models`` make. Raises `SettingsError`."""
+    steps: dict[str, ModelStep] = {}
+    for number, entry in enumerate(entries):
+        for step in _steps_of(entry, number, f"{where} {number + 1}"):
+            other = steps.setdefault(step.name, step)
+            if other is not step:
+                raise SettingsError(
+                    f"{where} {number + 1} (model = '{step.model}') makes the test {step.name}, which models "
+                    f"{(other.entry or 0) + 1} makes, too: leave one of them out, or give them different batches"
+                )
+    return tuple(steps.values())
+
+
+def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
+    if not isinstance(entry, dict):
+        raise SettingsError(f"{where} is {entry!r}, expected a table: [[tool.gpumem.models]]")
+    text = entry.get("model")
+    if not isinstance(text, str):
+        raise SettingsError(f'{where} needs model, the name of one, like model = "hf-tiny:openai-community/gpt2"')
+    model = model_of(text, f"{where}: model")
+    where = f"{where} (model = {text!r})"
+    limits = {name: value for name, value in entry.items() if name not in _KEYS}
+    for name in limits:
+        if name not in MARKER_ARGUMENTS:
+            raise SettingsError(f"{where}: unknown key {name!r}; {nearest(name, [*_KEYS, *MARKER_ARGUMENTS])}")
+    trains = entry.get("train", True)
+    if not isinstance(trains, bool):
+        raise SettingsError(f"{where}: train is {trains!r}, expected true or false, which measures inference")
+    try:
+        budget_from_arguments(limits)
+        # A whole number, too: anything else is no size as a text, either.
+        size = batch_size(str(entry["batch"])) if "batch" in entry else None
+        configs = _configs(entry["config"], trains=trains) if "config" in entry else [_PLAIN]
+    except (BudgetError, ConfigError, ModelError) as error:
+        raise SettingsError(f"{where}: {error}") from None
+    return [
+        ModelStep(model, size, config, trains, MappingProxyType(limits), number, text, index)
+        for index, config in enumerate(configs)
+    ]
+
+
+def _configs(value: object, *, trains: bool) -> list[StepConfig]:
+    words = value if isinstance(value, list) else [value]
+    if not words:
+        raise ConfigError("config is empty, so that there is no test; leave it out for fp32")
+    configs = list(dict.fromkeys(map(StepConfig.parse, words)))
+    for config in configs:
+        config.only_for("train_step" if trains else "infer_step")
+    return configs
+
+
+def chosen(steps: Sequence[ModelStep], typed: Iterable[ModelName]) -> tuple[ModelStep, ...]:
+    """Return the steps of the models that were ``typed``: those of ``steps``, or of one that is not there a plain one."""
+    found = [[step for step in steps if step.model == name] or [ModelStep(name)] for name in dict.fromkeys(typed)]
+    return tuple(step for each in found for step in each)
+
+
+def from_root(model: ModelName, base: Path, root: Path) -> ModelName:
+    """Return a model whose name is a path from ``base`` by its path from ``root``; another one as it is."""
+    path = base / Path(model.name).expanduser()
+    if not path.exists():
+        return model
+    # Not resolved: links would lead to another name.
+    path = Path(os.path.abspath(path))  # noqa: PTH100
+    return replace(model, name=(path.relative_to(root) if path.is_relative_to(root) else path).as_posix())

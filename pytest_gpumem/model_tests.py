@@ -1,0 +1,150 @@
+"""Tests without a file: a step of each model that the settings or ``--gpumem-model`` name, under each of its configs."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from pytest_gpumem.config.models import chosen, from_root
+from pytest_gpumem.config.options import ARGUMENT, CELL, MARKER
+from pytest_gpumem.gate.verdict import Cell
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from pytest_gpumem.config.models import ModelStep
+    from pytest_gpumem.config.settings import Settings
+    from pytest_gpumem.fixture import Gpumem
+
+_FLAG = "--gpumem-model"
+Place = Literal["alone", "added", "in its file"]
+_PLACE = "gpumem_models"
+"""The key in the input of pytest-xdist's workers, whose arguments are all typed."""
+
+
+class ModelTests:
+    """A plugin that collects the tests of models, as those of the settings' file: an id that is printed can be run again.
+
+    pytest finds them where it collects that file. They are added to a run of the ``testpaths``, which do not have it, and to
+    any with ``--gpumem-model``; where that is typed without a path, they are what is run.
+    """
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        root = config.rootpath
+        steps = [replace(step, model=from_root(step.model, root, root)) for step in settings.models]
+        typed = [from_root(name, settings.model_base, root) for name in settings.model]
+        self._path = root / "pyproject.toml"
+        self._steps = chosen(steps, typed) if typed else tuple(steps)
+        self._place: Place = getattr(config, "workerinput", {}).get(_PLACE) or self._place_in(config, bool(typed))
+
+    def _place_in(self, config: pytest.Config, typed: bool) -> Place:
+        """Return where the tests come in what is collected."""
+        folder, source = config.invocation_params.dir, config.args_source
+        # An option of addopts, which is in every run, must not keep all other tests out of it.
+        by_hand = any(word.partition("=")[0] == _FLAG for word in map(str, config.invocation_params.args))
+        if typed and by_hand and source is not pytest.Config.ArgsSource.ARGS:
+            return "alone"
+        paths = [Path(os.path.abspath(folder / word.partition("::")[0])) for word in config.args]  # noqa: PTH100
+        if self._path.is_file() and any(path in (self._path, *self._path.parents) for path in paths):
+            return "in its file"
+        return "added" if typed or source is pytest.Config.ArgsSource.TESTPATHS else "in its file"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput[_PLACE] = self._place
+
+    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return self._file(parent) if file_path == self._path else None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if isinstance(collector, pytest.Session) and report.passed and self._place != "in its file":
+            report.result = [*(report.result or () if self._place == "added" else ()), self._file(collector)]
+        return report
+
+    def _file(self, parent: pytest.Collector) -> pytest.Collector:
+        return ModelFile.from_parent(parent, path=self._path, steps=self._steps)
+
+
+class ModelFile(pytest.File):
+    """The file of the settings, with a test for each step."""
+
+    def __init__(self, *, steps: Sequence[ModelStep], **more: Any) -> None:
+        super().__init__(**more)
+        self._steps = steps
+
+    def collect(self) -> Iterator[pytest.Item]:
+        lines = lines_of(self._steps, self.path.read_text(encoding="utf-8") if self.path.is_file() else "")
+        configs = Counter(step.matrix for step in self._steps)
+        for step, line in zip(self._steps, lines, strict=True):
+            test = ModelTest.from_parent(self, name=step.name, step=step, line=line)
+            if configs[step.matrix] > 1:
+                test.stash[CELL] = Cell(f"{self.nodeid}::{step.matrix}", str(step.config), step.index)
+            yield test
+
+
+class ModelTest(pytest.Function):
+    """A test of one step: a test function with the fixture ``gpumem``, so that all that is about tests is about it, too."""
+
+    def __init__(self, *, step: ModelStep, line: int | None, **more: Any) -> None:
+        root = more["parent"].config.rootpath
+
+        def measure_step(gpumem: Gpumem) -> None:
+            measure(self, step, root, gpumem)
+
+        super().__init__(callobj=measure_step, **more)
+        self._line = line
+        self.add_marker(getattr(pytest.mark, MARKER)(**step.limits))
+        if step.entry is None:
+            self.stash[ARGUMENT] = f"{_FLAG}={step.model}"
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        """Return the entry of the settings; no line for a model that was typed."""
+        return self.path, self._line, self.name
+
+
+def lines_of(steps: Sequence[ModelStep], text: str) -> list[int | None]:
+    """Return the line of ``text``, counted from 0, with the entry that each step is from: the next one that names its model."""
+    lines = text.splitlines()
+    found: dict[int, int | None] = {}
+    begin = 0
+    for step in steps:
+        if step.entry is not None and step.entry not in found:
+            line = next((n for n in range(begin, len(lines)) if step.written in lines[n]), None)
+            found[step.entry] = line
+            begin = begin if line is None else line + 1
+    return [None if step.entry is None else found[step.entry] for step in steps]
+
+
+def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> None:
+    """Measure the step of a model, as a test would. What no step can be made of fails the test with a sentence."""
+    import torch
+
+    from pytest_gpumem.measure.random_numbers import random_numbers_given_back
+    from pytest_gpumem.models.errors import ModelError
+    from pytest_gpumem.models.sources import named_model
+    from pytest_gpumem.runtest.hooks import refuse, run_of
+    from pytest_gpumem.step_config.errors import ConfigError, NotAStep
+    from pytest_gpumem.steps.precision import dtype_of_weights
+
+    run = run_of(item) or refuse(item)
+    dtype = dtype_of_weights(step.config.precision)
+    try:
+        model = named_model(replace(step.model, base=root), step.batch, trains=step.trains)
+        with random_numbers_given_back(run.device):
+            # Figures of some models depend on values: which experts tokens are sent to.
+            torch.manual_seed(0)
+            if step.trains:
+                gpumem.train_step(lambda: model.build(dtype), model.batch, config=step.config, loss=model.loss)
+            else:
+                gpumem.infer_step(lambda: model.build(dtype), model.batch, config=step.config)
+    except (ModelError, ConfigError, NotAStep) as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None

@@ -1,0 +1,33 @@
+"""Models as tests without a file on an emulated GPU: gated twice, also one whose experts are chosen by values."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models.test_by_name import CLASSES, written
+
+pytest.importorskip("transformers")
+ENTRIES = """
+[[tool.gpumem.models]]
+model = "hf-tiny:{0}"
+batch = "2x32"
+config = ["fp32", "bf16,checkpoint=blocks"]
+
+[[tool.gpumem.models]]
+model = "hf-tiny:{0}"
+train = false
+"""
+
+
+def test_models_by_name_are_recorded_and_gated_equal_to_the_byte(processes, tmp_path):
+    names = ("GPT2LMHeadModel", "MixtralForCausalLM")
+    for name in names:
+        (tmp_path / name).mkdir()
+        written(tmp_path / name, name, *CLASSES[name])
+    (tmp_path / "pyproject.toml").write_text("".join(map(ENTRIES.format, names)), encoding="utf-8")
+    recorded = processes.pytest("--gpumem-update=new", "--gpumem-explain=never")
+    assert "gpumem store: 6 baselines written (new)" in recorded.stdout, recorded.stdout
+    gated = processes.pytest("--gpumem-baseline", "--gpumem-update=all", "--gpumem-explain=never", "--gpumem-strict")
+    assert gated.returncode == 0, gated.stdout
+    assert "gpumem: 6 gated" in gated.stdout
+    assert "0 baselines written (all)" in gated.stdout
