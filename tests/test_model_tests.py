@@ -263,7 +263,7 @@ def test_what_no_step_can_be_made_of_fails_its_own_test_with_a_sentence(project,
     [
         (
             ["--gpumem-model=gpt2"],
-            "--gpumem-model is 'gpt2', expected the name of a model of transformers: hf:ORG/NAME",
+            "--gpumem-model is 'gpt2', expected the name of a model: hf:ORG/NAME",
         ),
         (["--gpumem-model=hf:"], "--gpumem-model: 'hf:' names no model; write hf:ORG/NAME"),
         (["--gpumem-model=hf:", "-n1"], "--gpumem-model: 'hf:' names no model; write hf:ORG/NAME"),

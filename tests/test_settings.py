@@ -163,7 +163,7 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"models": [{"batch": "4"}]}, 'here: models 1 needs model, the name of one, like model = "hf-tiny:'),
         (
             {"models": [{"model": "gpt2"}]},
-            "here: models 1: model is 'gpt2', expected the name of a model of transformers: hf:ORG/NAME, hf-tiny:ORG/NAME",
+            "here: models 1: model is 'gpt2', expected the name of a model: hf:ORG/NAME, hf-tiny:ORG/NAME",
         ),
         ({"models": [{"model": "hf:"}]}, "here: models 1: model: 'hf:' names no model; write hf:ORG/NAME"),
         (

@@ -110,9 +110,10 @@ def model_of(text: str, where: str) -> ModelName:
     except ModelError as error:
         raise SettingsError(f"{where}: {error}") from None
     if name is None:
+        others = ", ".join(f"{one}:NAME" for one in SOURCES if not one.startswith("hf"))
         raise SettingsError(
-            f"{where} is {text!r}, expected the name of a model: hf:ORG/NAME, hf-tiny:ORG/NAME for two layers of it, hf: and the "
-            f"path of a folder with config.json, or {', '.join(f'{one}:' for one in SOURCES if not one.startswith('hf'))} and a name"
+            f"{where} is {text!r}, expected the name of a model: hf:ORG/NAME, hf-tiny:ORG/NAME for two layers of it, hf: and "
+            f"the path of a folder with config.json, or {others}"
         )
     return name
 
