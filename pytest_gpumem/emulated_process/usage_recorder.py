@@ -27,6 +27,7 @@ from pytest_gpumem.torch_support.private_api import (
 )
 
 _OF_TORCH_OR_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _OF_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -119,7 +120,7 @@ def _installed() -> list[str]:
     return [
         name
         for name, spec in specs.items()
-        if {"site-packages", "dist-packages"} & {*Path(str(getattr(spec, "origin", None))).parts}
+        if any(folder in str(getattr(spec, "origin", None)) for folder in _INSTALLED)
         and begun.isdisjoint(accumulate(name.split("."), "{}.{}".format))
     ]
 
