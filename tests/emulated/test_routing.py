@@ -101,6 +101,39 @@ def test_grouped_products_take_the_same_whoever_gets_the_tokens_and_nothing_is_r
     assert found == [[found[0][0], None, [], []]] * 3
 
 
+def test_what_is_made_of_choices_is_known_also_where_there_are_many(on_gpu):
+    source = """
+from torch.nn.functional import one_hot
+from pytest_gpumem.host_values.scope import current
+reads = current().reads
+scores = torch.randn(1 << 16, 64, device="cuda")
+def looped(chosen):
+    hit = one_hot(chosen, 65).permute(2, 1, 0)
+    return hit.sum((-1, -2)).tolist()[:64], len(hit.sum((-1, -2)).nonzero()), len(torch.where(hit[3])[0])
+def sorted_by_expert(chosen):
+    ordered, order = chosen.flatten().sort()
+    counts = torch.histc(ordered.int(), bins=64, min=0, max=63)
+    return ordered.bincount().tolist(), counts.cumsum(0)[-1].item(), len(order.unique())
+def drawn(_):
+    return scores.softmax(-1).multinomial(2).flatten().bincount().tolist(), scores.argmax(-1).max().item(), scores.argsort(-1)[0, 0].item()
+for routing, share in (("balanced", [2048] * 64), ("worst", [65536] * 2 + [0] * 62)):
+    for inferring in (False, True):
+        with current().choosing.by(routing), torch.inference_mode(inferring):
+            for use in (looped, sorted_by_expert, drawn):
+                counts, *others = use(scores.topk(2)[1])
+                assert counts == share[:len(counts)], (use, routing, inferring, counts)
+                print(others, reads.take_trouble(), [*reads.take_others().routed])
+scores.topk(2)[1].tolist()
+print(reads.take_trouble() is not None)
+with current().choosing.by("balanced"):
+    one_hot(scores.topk(2)[1], 1024).sum().item()
+print(reads.take_trouble() is not None)
+"""
+    balanced = ["[64, 2048] None ['balanced']", "[131072, 131072] None ['balanced']", "[63, 63] None ['balanced']"]
+    worst = ["[2, 65536] None ['worst']", "[131072, 131072] None ['worst']", "[0, 63] None ['worst']"]
+    assert on_gpu(source).splitlines() == [*balanced * 2, *worst * 2, "True", "True"]
+
+
 def test_generated_text_ends_where_it_ends_without_the_word(on_gpu):
     pytest.importorskip("transformers")
     source = """
