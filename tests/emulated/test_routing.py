@@ -101,6 +101,44 @@ def test_grouped_products_take_the_same_whoever_gets_the_tokens_and_nothing_is_r
     assert found == [[found[0][0], None, [], []]] * 3
 
 
+def test_what_is_made_of_choices_is_known_also_where_there_are_many(on_gpu):
+    source = """
+from torch.nn.functional import one_hot
+from pytest_gpumem.host_values.scope import current
+reads = current().reads
+scores = torch.randn(1 << 14, 64, device="cuda")
+def looped(chosen):
+    hit = one_hot(chosen, 65).permute(2, 1, 0)
+    return hit.sum((-1, -2)).tolist()[:64], len(hit.sum((-1, -2)).nonzero()), len(torch.where(hit[1])[0])
+def sorted_by_expert(chosen):
+    ordered, order = chosen.flatten().sort()
+    counts = torch.histc(ordered.int(), bins=64, min=0, max=63)
+    return ordered.bincount().tolist(), counts.cumsum(0)[-1].item(), len(order.unique())
+def drawn(_):
+    return scores.softmax(-1).multinomial(2).flatten().bincount().tolist(), scores.argmax(-1).max().item(), scores.argsort(-1)[0, 0].item()
+for routing, share in (("balanced", [512] * 64), ("worst", [16384] * 2 + [0] * 62)):
+    for inferring in (False, True):
+        with current().choosing.by(routing), torch.inference_mode(inferring):
+            for use in (looped, sorted_by_expert, drawn):
+                counts, *others = use(scores.topk(2)[1])
+                assert counts == share[:len(counts)], (use, routing, inferring, counts)
+                print(others, reads.take_trouble(), [*reads.take_others().routed])
+            group = torch.zeros(4096, 2, device="cuda").scatter_(1, scores[:4096, :2].topk(1)[1], 1)
+            left = group.unsqueeze(-1).expand(-1, 2, 32).reshape(-1, 64).bool()
+            chosen = scores[:4096].masked_fill(~left, float("-inf")).topk(2)[1]
+            assert left.gather(1, chosen).all() and reads.take_trouble() is None
+            reads.take_others()
+scores.topk(2)[1].tolist()
+print(reads.take_trouble() is not None)
+with current().choosing.by("balanced"):
+    one_hot(scores.topk(2)[1], 4096).sum().item()
+print(reads.take_trouble() is not None)
+"""
+    balanced = ["[64, 512] None ['balanced']", "[32768, 32768] None ['balanced']", "[63, 63] None ['balanced']"]
+    worst = ["[2, 16384] None ['worst']", "[32768, 32768] None ['worst']", "[0, 63] None ['worst']"]
+    assert on_gpu(source).splitlines() == [*balanced * 2, *worst * 2, "True", "True"]
+
+
 def test_generated_text_ends_where_it_ends_without_the_word(on_gpu):
     pytest.importorskip("transformers")
     source = """
