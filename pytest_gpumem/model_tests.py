@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _FLAG = "--gpumem-model"
 Place = Literal["alone", "added", "in its file"]
-_PLACE = "gpumem_models"
-"""The key in the input of pytest-xdist's workers, whose arguments are all typed."""
 
 
 class ModelTests:
@@ -40,7 +38,8 @@ class ModelTests:
         typed = [from_root(name, settings.model_base, root) for name in settings.model]
         self._path = root / "pyproject.toml"
         self._steps = chosen(steps, typed) if typed else tuple(steps)
-        self._place: Place = getattr(config, "workerinput", {}).get(_PLACE) or self._place_in(config, bool(typed))
+        # A worker of pytest-xdist is given the arguments as they were typed, and so comes to the same.
+        self._place = self._place_in(config, bool(typed))
 
     def _place_in(self, config: pytest.Config, typed: bool) -> Place:
         """Return where the tests come in what is collected."""
@@ -53,10 +52,6 @@ class ModelTests:
         if self._path.is_file() and any(path in (self._path, *self._path.parents) for path in paths):
             return "in its file"
         return "added" if typed or source is pytest.Config.ArgsSource.TESTPATHS else "in its file"
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        node.workerinput[_PLACE] = self._place
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
         return self._file(parent) if file_path == self._path else None

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pytest_gpumem.config.models import ModelStep
+from pytest_gpumem.model_tests import measure
+from pytest_gpumem.models.name import ModelName
 from tests.models.architectures import NEEDS_TRANSFORMERS
 from tests.models.test_by_name import CLASSES, written
 
@@ -256,6 +260,27 @@ def test_what_no_step_can_be_made_of_fails_its_own_test_with_a_sentence(project,
     assert "Traceback" not in text
     assert "/hub.py" not in text
     assert "fixture.py" not in text, "no frame of this package is shown"
+
+
+def test_weights_and_batch_are_the_same_whatever_was_drawn_before_and_leave_the_rest_as_it_was(
+    project, models, monkeypatch, device
+):
+    import torch
+
+    models("BertForMaskedLM")
+    monkeypatch.setattr("pytest_gpumem.runtest.hooks.run_of", lambda _: SimpleNamespace(device=device))
+    step = ModelStep(ModelName("hf-tiny", "BertForMaskedLM"), trains=False)
+    made = []
+
+    def infer_step(build, batch, **_):
+        made.append([*build().parameters(), batch()["input_ids"]])
+
+    for _ in range(2):
+        torch.rand(1)
+        before = torch.get_rng_state()
+        measure(None, step, project.path, SimpleNamespace(train_step=None, infer_step=infer_step))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert all(map(torch.equal, *made))
 
 
 @pytest.mark.parametrize(
