@@ -79,6 +79,7 @@ def stored(environment: Environment, *metrics: str, has_times: bool = False) -> 
             "without CUDA",
             "pip install --force-reinstall torch==2.13.0 --index-url https://pypi.org/simple",
         ),
+        (TorchFacts("2.6.0", "12.4"), "ok", "torch 2.6.0 for CUDA 12.4", None),
         (TorchFacts("2.5.1", "12.4"), "no", "too old: 2.6 or newer", "pip install 'torch>=2.6'"),
         (
             TorchFacts(trouble="ModuleNotFoundError: No module named 'torch'"),

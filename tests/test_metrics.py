@@ -6,7 +6,10 @@ from dataclasses import fields
 from typing import get_args
 
 from pytest_gpumem.config.marker import budget_from_arguments
+from pytest_gpumem.devices.contract import Peak
 from pytest_gpumem.measure.counting import Counts
+from pytest_gpumem.measure.reading import Figures
+from pytest_gpumem.measure.settling import have_same_peaks
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.metrics import METRICS, WHOLE, Kind, RealMetric, WholeMetric
 
@@ -36,3 +39,11 @@ def test_work_is_what_is_counted_by_operators_and_any_other_count_is_memory():
     assert kinds["throughput"] == {"throughput"}
     assert kinds["time"] == {name for name in METRICS if name.endswith("_time")}
     assert WholeMetric("blocks at the peak", "count").kind == "memory"
+
+
+def test_a_step_settles_by_what_tensors_hold_and_not_by_what_the_allocator_reserves_for_them():
+    def step(allocated, reserved):
+        return {"cuda": Figures(0, 0, 0, Peak(allocated, reserved), 0, 0)}
+
+    assert have_same_peaks(step(1000, 2000), step(1000, 4000))
+    assert not have_same_peaks(step(1000, 2000), step(1001, 2000))

@@ -34,6 +34,10 @@ def test_a_dry_run_lists_and_leaves_everything(shrunk):
     assert "test_one.py::test_gone (call)" in result.stdout
     assert "test_two.py::test_moved (call)" in result.stdout
     assert "2 of 3 baselines are unused" in result.stdout
+    # Where tests of a file are left out, none of that file is known to be gone.
+    result = prune(shrunk, "--dry-run", "-k", "not kept")
+    assert "1 of 3 baselines are unused" in result.stdout
+    assert "test_one.py" not in result.stdout
     assert shrunk.stored() == before
 
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from pytest_gpumem.script import ScriptFailed, run_script
+
 SCRIPT = """
 import sys
 import torch
@@ -279,3 +281,20 @@ def test_what_a_conftest_left_for_the_end_of_the_process_does_not_change_the_sta
 def test_a_script_may_fork_children_that_end_and_do_with_sys_argv_as_it_likes(ending, word):
     result = ending(word)
     assert (result.returncode, result.stdout.count("gpumem: 0 gated, 1 recorded")) == (0, 1), result.stdout
+
+
+FORKS = """
+import os, sys
+child = os.fork()
+if not child:
+    {end}
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("raise KeyError", 1), ("sys.exit('why')", 1), ("sys.exit(3)", 3)])
+def test_a_process_that_a_script_forks_ends_with_the_status_of_its_own_end(tmp_path, end, status):
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS.format(end=end), encoding="utf-8")
+    with pytest.raises(ScriptFailed, match=rf"forks\.py left by sys\.exit\({status}\)"):
+        run_script(script, [])

@@ -166,6 +166,8 @@ def test_strict_fails_a_test_that_asks_for_the_fixture_at_run_time(project):
 REFUSED = """
 import contextlib, unittest, pytest, torch
 
+pytestmark = pytest.mark.gpumem(max_memory="1 GB")  # met, so that nothing fails but what was refused
+
 
 def refused(gpumem):
     gpumem.train_step(torch.nn.Linear(2, 2), torch.ones(4, 2), config="tf32", loss=lambda out, _: out.sum())

@@ -109,6 +109,12 @@ def test_a_parent_that_only_seemed_good_is_run_and_searched_before():
     assert bounds(graph, known) == Bounds(0, 1)
 
 
+def test_one_that_makes_up_for_it_clears_nothing_that_the_bad_one_comes_from():
+    """4 comes from 2, which is bad, and is good: whether 1 is bad, too, is not known by it."""
+    graph = Graph(((), (0,), (1,), (2,), (2,), (3, 4)))
+    assert next_ones(graph, {0: "good", 5: "bad", 4: "good", 3: "bad", 2: "bad"}) == (1,)
+
+
 @st.composite
 def graphs(draw):
     count = draw(st.integers(2, 24))

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -171,8 +172,9 @@ def test_whoever_waits_to_be_alone_comes_before_those_who_come_later(tmp_path, l
     with lock.shared():
         writer = start(waits, tmp_path, "writer")
         wait_for("waits writer", tmp_path)
+        deadline = time.monotonic() + 30
         while state_of(tmp_path / "locks", GATE) == "free":
-            pass
+            assert time.monotonic() < deadline, "whoever waits keeps nobody out"
         later = start(comes, tmp_path, "later")
         wait_for("comes later", tmp_path)
         with pytest.raises(subprocess.TimeoutExpired):

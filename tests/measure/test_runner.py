@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +24,7 @@ from pytest_gpumem.measure.runner import (
     measure_step,
     sample_again,
 )
+from pytest_gpumem.measure.settling import figures_of_steps
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.inference import infer_phases
 from pytest_gpumem.steps.training import Training
@@ -303,6 +305,13 @@ def test_the_first_step_does_not_count_though_those_after_it_differ(device):
     figures = measured(device, [Phase("step", run)], [])
     assert (figures.settled, figures.left_out) == (False, 1)
     assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + FURTHER_STEPS - 1) * KB
+
+
+def test_of_steps_that_differ_the_least_is_retained_but_no_less_than_each_keeps():
+    seen = [{"cpu": Figures(0, 0, None, Peak(100 + kept), kept, kept)} for kept in (40, 30, 10, 20)]
+    figures = figures_of_steps(seen, None)
+    assert figures.memory_metrics()["retained"] == 10
+    assert replace(figures, growth={"cpu": 15}).memory_metrics()["retained"] == 15
 
 
 def spiking(period: int, first: int):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 
-from tests.ranks.side_by_side import side_by_side
+from pytest_gpumem.ranks import consensus as module
+from pytest_gpumem.ranks.consensus import Consensus
+from pytest_gpumem.values.rank import Rank
+from tests.ranks.side_by_side import Entries, side_by_side
 
 
 def test_ranks_exchange_values_in_their_order():
@@ -33,3 +36,20 @@ def test_ranks_run_in_turn_though_the_first_comes_last():
 
     assert side_by_side(3, run) == [[1, 1, 1]] * 3
     assert order == [0, 0, 1, 1, 2, 2]
+
+
+class GivenBehindTheLook(Entries):
+    """Rank 1 gives its value, and ends its test, right after rank 0 has looked for it."""
+
+    def has(self, keys):
+        there = super().has(keys)
+        self.put("test/1/1/1", "its value")
+        self.put("test/1/end/1", "its verdict")
+        return there
+
+
+def test_a_rank_that_has_given_its_value_before_it_ended_is_not_lost(monkeypatch):
+    monkeypatch.setattr(module, "_SECONDS_BETWEEN_ROLL_CALLS", 0)
+    consensus = Consensus(GivenBehindTheLook(), Rank(0, 2))
+    consensus.begin_test()
+    assert consensus.exchange("mine") == ["mine", "its value"]
