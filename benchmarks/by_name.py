@@ -218,7 +218,7 @@ def measured(word: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.json")
         path.write_text(json.dumps(configuration_of(case)), encoding="utf-8")
-        begin("emulated:h100")
+        begin(emulated_gpu("emulated:h100"))
         with gpu_unseen():
             size = None if case.batch is None else batch_size(case.batch)
             model = named_model(ModelName(case.source, str(path)), size, trains=True)

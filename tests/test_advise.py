@@ -90,6 +90,8 @@ def advise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "advised_models", raising=False)
+    # To run what is recommended once more is for the test of that.
+    monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", lambda *_, **__: "left out")
     yield lambda *args: CliRunner().invoke(main, ["advise", *args, "--device", "cpu"])
     for name in ("advised_models", "advised_few"):
         sys.modules.pop(name, None)
@@ -320,7 +322,7 @@ def write_gpt2(folder):
 
 
 @NEEDS_TRANSFORMERS
-def test_a_model_by_name_is_measured_on_this_machine(advise, tmp_path):
+def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise, tmp_path, monkeypatch):
     write_gpt2(tmp_path)
     whole = advise("hf:config.json", "--batch", "2x32", "--config", "fp32")
     assert whole.exit_code == 0, whole.output
@@ -328,6 +330,13 @@ def test_a_model_by_name_is_measured_on_this_machine(advise, tmp_path):
     tiny = advise("hf-tiny:config.json", "--batch", "2x32", "--config", "fp32")
     peaks = [re.search(r"recommended: fp32: ([0-9.]+) MB", one.stdout)[1] for one in (whole, tiny)]
     assert float(peaks[0]) > 1.5 * float(peaks[1])
+    assert whole.stdout.endswith("\n\nleft out\n")
+    monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", trial.explain_config)
+    explained = advise("hf-tiny:config.json", "--batch", "2x32", "--config", "fp32").stdout
+    told = explained.partition("allocated at the peak in ")[2].splitlines()
+    assert told[0].split() == ["backward", "bytes", "of", "all"]
+    assert {"optimizer", "parameters", "gradients"} <= {line.split()[0] for line in told[1:]}
+    assert any(line.startswith("  transformer.h.*.mlp.c_fc ") for line in told)
 
 
 @NEEDS_TRANSFORMERS
@@ -348,7 +357,6 @@ def test_the_largest_batch_is_found_also_where_the_given_one_does_not_fit(advise
         return trial.Tried(config, 1000 * (1 + subject.samples), 1.0)
 
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
-    monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", lambda *_, **__: "left out")
     result = advise("hf:config.json", "--batch", "4x32", "--config", "fp32", "--fits", limit, "--largest-batch")
     assert said in result.stdout
     assert result.exit_code == {"40kB": 0, "1.5kB": 1, "1.2kB": 130}[limit]
@@ -358,7 +366,6 @@ def test_the_largest_batch_is_found_also_where_the_given_one_does_not_fit(advise
 def test_the_longest_sequence_ends_at_the_positions_that_the_model_has(advise, tmp_path, monkeypatch):
     write_gpt2(tmp_path)
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda *args: trial.Tried(args[-1], 100, 1.0))
-    monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", lambda *_, **__: "left out")
     words = ["--batch", "2x32", "--config", "fp32", "--fits", "1kB", "--longest-sequence"]
     told = advise("hf:config.json", *words).stdout
     assert (

@@ -299,7 +299,7 @@ def test_each_further_card_is_a_fork_with_an_outcome_of_its_own(fit, tmp_path):
         "2500mb": "fits",
         "3000mb": "fits",
         "3500mb": "failed by itself",
-        "v100": "no kernels for it",
+        "v100": "cannot run on it",
         **dict.fromkeys(("h100", "l4", "b200"), "fits"),
     }
     assert (gpus["1000mb"]["status"], gpus["1000mb"]["last_lines"]) == (1, ["exit with a text"])

@@ -21,7 +21,7 @@ from pytest_gpumem.models.sources import model_name, named_model
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 
-begin("emulated:h100")
+begin(emulated_gpu("emulated:h100"))
 H100 = emulated_gpu("emulated:h100")
 
 
