@@ -256,7 +256,7 @@ def test_of_diffusers_a_network_gets_what_its_configuration_says_and_sdxls_takes
             "target": [1, 4, 128, 128],
         },
     ]
-    assert told["no size"][0].endswith("does not say how large samples are; write --batch 1x64")
+    assert told["no size"][0].endswith("does not say how large samples are; write 1x64 for the batch")
     assert told["sd3"]["encoder_hidden_states"] == [1, 333, 4096]
     assert (told["flux"]["hidden_states"], told["flux"]["img_ids"]) == ([2, 1024, 64], [1024, 3])
     assert told["dit"]["class_labels"] == [1]
