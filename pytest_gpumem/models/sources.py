@@ -21,7 +21,7 @@ class Source:
     file: str
     """The module of this package whose ``model_of`` takes what `named_model` takes. It is imported when it is used."""
     written: str
-    """How a model is named, as a clause with ``{source}``."""
+    """The way a model is named, as a clause with ``{source}``."""
 
 
 _OF_TRANSFORMERS = Source("transformers", "{source}:ORG/NAME, or {source}: and a folder with config.json")
