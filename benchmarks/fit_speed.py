@@ -20,7 +20,7 @@ from cost import cost_of
 HERE = Path(__file__).parent
 PROGRAMS = ("gpt2_small", "llama_3_8b")
 WAYS: dict[str, tuple[str, ...]] = {"forks": (), "processes": ("env",)}
-"""What precedes ``python program.py``: another command than Python's is a process for each card."""
+"""Words before ``python program.py``: another command than Python's is a process for each card."""
 
 
 @dataclass(frozen=True)

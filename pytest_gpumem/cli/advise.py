@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,6 +23,7 @@ from pytest_gpumem.advice.trial import (
     subject_of,
     try_config,
 )
+from pytest_gpumem.cli.named_function import named_function
 from pytest_gpumem.cli.project import devices_of_plugins, own_gpus_around
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, format_option, input_errors, parsed, write_lines
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
@@ -47,7 +45,6 @@ from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import ModuleType
 
     from pytest_gpumem.models.named_model import NamedModel
     from pytest_gpumem.values.composition import Explanation
@@ -224,7 +221,7 @@ def _model(name: ModelName, size: BatchSize | None, search: Search) -> NamedMode
 
 
 def _subject(factory: str, device: Device, search: Search) -> AdviceSubject:
-    return subject_of(_function(factory), device.torch_device, search.blocks, trains=search.trains)
+    return subject_of(named_function(factory), device.torch_device, search.blocks, trains=search.trains)
 
 
 def _advised_here(
@@ -455,44 +452,3 @@ def _device(name: str) -> Device:
         raise click.ClickException(
             f"{unavailable}; --device emulated:h100 measures on a GPU that is emulated, --device cpu on the CPU"
         ) from None
-
-
-def _function(text: str) -> Callable[[], Any]:
-    """Return the function that ``module:function`` names. Raises ``click.UsageError``."""
-    module_name, colon, name = text.partition(":")
-    if not (module_name and colon and name):
-        raise click.UsageError(f"{text!r}: write MODULE:FACTORY, like my_project.models:make_gpt")
-    if module_name.endswith(".py"):
-        raise click.UsageError(f"{text!r} names a file; write {_as_module(module_name, name)}")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise click.UsageError(f"there is no module {error.name!r}, neither installed nor in {here}") from None
-    function: Any = getattr(module, name, None)
-    if not callable(function):
-        there = ", ".join(_callables(module)[:8]) or "none"
-        raise click.UsageError(f"{module_name} has no function {name!r}; it has {there}")
-    return function  # type: ignore[no-any-return]
-
-
-def _callables(module: ModuleType) -> list[str]:
-    """Return the names of a module's callables: its own functions, its own classes, then imported ones."""
-    found = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
-
-    def order(name: str) -> tuple[bool, bool, str]:
-        own = getattr(found[name], "__module__", None) == module.__name__
-        return not own, isinstance(found[name], type), name
-
-    return sorted(found, key=order)
-
-
-def _as_module(path: str, function: str) -> str:
-    """Return ``module:function`` for a function of the file at ``path``."""
-    parts = Path(os.path.relpath(path)).with_suffix("").parts
-    outside = os.pardir in parts
-    return f"{parts[-1]}:{function}, in the folder of the file" if outside else f"{'.'.join(parts)}:{function}"

@@ -1,4 +1,4 @@
-"""Which runs of a program are forks; what is run is made up here, and real in tests/emulated."""
+"""Runs of a program that are forks, and those that are processes: made up here, real in tests/emulated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def word_of(gpu: Gpu) -> str:
 
 @dataclass
 class World:
-    """What processes and forks give, and where each run was."""
+    """Results of processes and forks, and where each run was."""
 
     first: ProgramRun = field(default_factory=run)
     fork: ProgramRun | None = field(default_factory=run)
