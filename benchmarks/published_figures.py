@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-UNITS = {"B": 1, "MB": 2**20, "GiB": 2**30}
+UNITS = {"B": 1, "10^6 B": 10**6, "MB": 2**20, "GB": 10**9, "GiB": 2**30}
 
 
 @dataclass(frozen=True)

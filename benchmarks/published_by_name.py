@@ -1,0 +1,257 @@
+"""Peaks that ``gpumem advise`` gives for models by name, beside those that others have published, and beside peers' formulas.
+
+Each row of ``published/by-name-peaks.csv`` is a figure that somebody measured on a GPU, with its source and what is assumed. The
+same model, batch and step go to ``gpumem advise`` on an emulated A100, from the sizes in ``models/``, and to the formulas of
+``peers.py``. What is printed as emulated was measured on no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from claims import Claim, conclude, print_table
+from peers import NEEDS, PEERS, RANK, Step, lacking
+from published_figures import Compared, Figure
+
+HERE = Path(__file__).parent
+PUBLISHED = HERE / "published" / "by-name-peaks.csv"
+DEVICE = "emulated:a100-80gb"
+LONGEST = 1800
+"""Seconds that a row may take."""
+MEMORY = "1000GB"
+"""More than any row takes: whether it fits into an A100 is not asked."""
+EAGER = (("attn_implementation", "eager"),)
+CLASSIFIER = (("architectures", ["BertForSequenceClassification"]), *EAGER)
+PUBLISHED_TRAINING = "fp32,clip=1,zero_grad=zero"
+"""Trainer's clipping, and gradients that stay, as before torch 2.0."""
+TARGETS = {"phi": "q_proj+v_proj", "gpt_neox": "query_key_value", "llama": "q_proj+v_proj"}
+"""LitGPT has adapters on queries and values; where these are one module they have as many parameters together."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row's configuration in ``models/``, what is changed of it, and its step."""
+
+    file: str
+    step: Step
+    config: str = "bf16"
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def configuration(self) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads((HERE / "models" / f"{self.file}.json").read_text(encoding="utf-8"))
+        return read | dict(self.changes)
+
+    def options(self, model_type: str) -> list[str]:
+        """Return the options of ``gpumem advise`` for it."""
+        step = self.step
+        size = f"{step.samples * step.accumulated}x{step.length}"
+        options = ["--batch", size, "--config", self.config, "--device", DEVICE, "--fits", MEMORY, "--format", "json"]
+        if step.kind == "generate":
+            return [*options, "--generate", str(step.generated)]
+        if step.kind == "LoRA":
+            return [*options, "--lora", f"r={RANK},targets={TARGETS[model_type]}"]
+        return options if step.kind == "train" else [*options, "--infer"]
+
+
+def _forward(samples: int, length: int) -> Step:
+    return Step("forward", samples, length, half=True)
+
+
+def _generate(samples: int, length: int, generated: int) -> Step:
+    return Step("generate", samples, length, half=True, generated=generated)
+
+
+def _lora(samples: int, length: int, adapters: int) -> Step:
+    return Step("LoRA", samples, length, half=True, adapters=adapters)
+
+
+RUNS = {
+    ("Llama 2 7B", "forward, 1 x 256"): Run("llama_2_7b", _forward(1, 256), changes=EAGER),
+    ("Llama 2 7B", "forward, 16 x 256"): Run("llama_2_7b", _forward(16, 256), changes=EAGER),
+    ("Llama 2 7B", "generate 512, 1 x 256"): Run("llama_2_7b", _generate(1, 256, 512), changes=EAGER),
+    ("Llama 2 7B", "generate 512, 16 x 256"): Run("llama_2_7b", _generate(16, 256, 512), changes=EAGER),
+    ("Llama 2 13B", "forward, 1 x 256"): Run("llama_2_13b", _forward(1, 256), changes=EAGER),
+    ("Llama 2 13B", "generate 512, 8 x 256"): Run("llama_2_13b", _generate(8, 256, 512), changes=EAGER),
+    ("OctoCoder 15.5B", "generate 60, 1 x 20"): Run("octocoder", _generate(1, 20, 60)),
+    ("phi-1.5", "LoRA, 1 x 1044"): Run("phi_1_5", _lora(1, 1044, 1_572_864)),
+    ("phi-1.5", "LoRA, 4 x 1044"): Run("phi_1_5", _lora(4, 1044, 1_572_864)),
+    ("phi-1.5", "generate 50, 1 x 6"): Run("phi_1_5", _generate(1, 6, 50)),
+    ("StableLM Alpha 3B", "LoRA, 1 x 1034"): Run("stablelm_alpha_3b", _lora(1, 1034, 2_097_152)),
+    ("StableLM Alpha 3B", "generate 50, 1 x 6"): Run("stablelm_alpha_3b", _generate(1, 6, 50)),
+    ("Llama 2 7B", "LoRA, 1 x 1304"): Run("llama_2_7b", _lora(1, 1304, 4_194_304)),
+    ("Llama 2 13B", "LoRA, 1 x 1304"): Run("llama_2_13b", _lora(1, 1304, 6_553_600)),
+    ("BERT large", "train, 4 x 512"): Run(
+        "bert_large", Step("train", 4, 512, half=False), PUBLISHED_TRAINING, CLASSIFIER
+    ),
+    ("BERT large", "train, 4 times 1 x 512"): Run(
+        "bert_large",
+        Step("train", 1, 512, half=False, accumulated=4),
+        f"{PUBLISHED_TRAINING},accumulate=4",
+        CLASSIFIER,
+    ),
+    ("BEiT base", "forward, 1 x 224"): Run("beit_base", Step("forward", 1, 224, half=False), "fp32"),
+    ("BEiT base", "forward, 32 x 224"): Run("beit_base", Step("forward", 32, 224, half=False), "fp32"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published figure, the emulated one, and the peers' by formula, in bytes."""
+
+    model: str
+    config: str
+    metric: str
+    published: float
+    emulated: int
+    peers: dict[str, int | None]
+
+    def percent(self, value: float) -> float:
+        return 100 * (value - self.published) / self.published
+
+    def cells(self) -> list[str]:
+        estimated = (self.peers[name] for name in PEERS)
+        said = ["" if one is None else f"{self.percent(one):+.1f} %" for one in estimated]
+        figures = (f"{self.published / 1e9:.3f} GB", f"{self.emulated / 1e9:.3f} GB")
+        return [self.model, self.config, self.metric, *figures, f"{self.percent(self.emulated):+.1f} %", *said]
+
+
+HEADER = ("model", "step", "peak", "published", "emulated", "off", *PEERS)
+
+
+def measured(run: Run, metric: str) -> int:
+    """Return the peak that ``gpumem advise`` gives. Raises ``RuntimeError`` with what it wrote when there is none."""
+    configuration = run.configuration()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(configuration), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest_gpumem.cli.main", "advise", "hf:config.json"]
+        path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [*command, *run.options(configuration["model_type"])],
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LONGEST,
+        )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    (tried,) = json.loads(done.stdout)["devices"][0]["configs"]
+    # What nvidia-smi shows beside the context is what the allocator has taken.
+    peak = tried["peak" if metric == "used" else "peak_allocated"]
+    if peak is None:
+        raise RuntimeError(tried["why_not"])
+    return int(peak)
+
+
+def estimated(run: Run) -> dict[str, int | None]:
+    """Return what the peers' formulas give, by their names."""
+    import torch
+    import transformers
+
+    configuration = run.configuration()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(configuration), encoding="utf-8")
+        parsed = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = getattr(transformers, configuration["architectures"][0])(parsed)
+    parameters = sum(one.numel() for one in model.parameters())
+    return {name: estimate(configuration, parameters, run.step) for name, (_, estimate) in PEERS.items()}
+
+
+def errors(rows: list[Row], name: str | None = None) -> list[float]:
+    """Return by how many percent rows are off: the emulated ones, or a peer's where it has one."""
+    values = [(row, row.emulated if name is None else row.peers[name]) for row in rows]
+    return sorted(abs(row.percent(value)) for row, value in values if value is not None)
+
+
+def summary(rows: list[Row]) -> list[list[str]]:
+    """Return the number of rows, the median error and the worst, of ours and of each peer."""
+    table = []
+    for name in (None, *PEERS):
+        off = errors(rows, name)
+        said = [f"{statistics.median(off):.1f} %", f"{off[-1]:.1f} %"] if off else ["", ""]
+        table.append([name or "gpumem advise, emulated", str(len(off)), *said])
+    return table
+
+
+def main() -> int:
+    """Run all rows, write the results, print the tables, and tell whether the claims hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit with status 1 when a claim is missed")
+    parser.add_argument("--only", default="", metavar="WORD", help="rows with this in their name; nothing is written")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "emulated-a100", help="the folder of results")
+    options = parser.parse_args()
+    if missing := lacking():
+        parser.error(f"{', '.join(missing)} not installed; needs {NEEDS}")
+    with PUBLISHED.open(encoding="utf-8", newline="") as file:
+        published = [row for row in csv.DictReader(file) if options.only in f"{row['model']} {row['config']}"]
+    rows = []
+    for one in published:
+        run, figure = RUNS[one["model"], one["config"]], Figure.read(one)
+        emulated = measured(run, one["metric"])
+        rows.append(Row(one["model"], one["config"], one["metric"], figure.bytes, emulated, estimated(run)))
+        print(*Compared(f"{one['model']}, {one['config']}", one["metric"], emulated, figure).cells(), sep="  ", flush=True)
+    print_table(HEADER, [row.cells() for row in rows])
+    print_table(("estimate", "rows", "median off", "worst"), summary(rows))
+    if not options.only:
+        _write(options.out, rows, published)
+    off = errors(rows)
+    best = min(statistics.median(errors(rows, name)) for name in PEERS if errors(rows, name))
+    return conclude(
+        [
+            Claim("median percent off", statistics.median(off), 5.0),
+            Claim("median percent off, as a share of the best peer's", statistics.median(off) / best, 1.0),
+        ],
+        check=options.check,
+    )
+
+
+def _write(folder: Path, rows: list[Row], published: list[dict[str, str]]) -> None:
+    releases = {name: _release(name) for name in ("torch", "transformers", "peft", *PEERS)}
+    values = {"device": DEVICE, "python": platform.python_version(), **releases, "rows": [asdict(row) for row in rows]}
+    (folder / "by-name.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    said = ", ".join(f"{name} {release}" for name, release in releases.items())
+    lines = [
+        "# Models by name beside published peaks",
+        "",
+        f"By `python benchmarks/published_by_name.py`, on `{DEVICE}`; {said}. Sources and what is assumed stand in",
+        "[by-name-peaks.csv](../../published/by-name-peaks.csv). A peer's cell is empty where it does not know such a step.",
+        "",
+        *_markdown(HEADER, [row.cells() for row in rows]),
+        "",
+        *_markdown(("estimate", "rows", "median off", "worst"), summary(rows)),
+        "",
+        "What is assumed:",
+        "",
+        *[f"- {one['model']}, {one['config']} ({one['gpu']}, torch {one['torch']}): {one['note']}." for one in published],
+    ]
+    (folder / "by-name.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"written: {folder / 'by-name.md'}")
+
+
+def _release(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _markdown(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
