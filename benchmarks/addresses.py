@@ -47,7 +47,9 @@ def traces() -> dict[str, list[int]]:
 
 
 def _random(seed: int, sizes: tuple[int, ...]) -> list[int]:
-    draw, operations, live, held = random.Random(seed), [], [], 0  # noqa: S311 - the same each time
+    draw, held = random.Random(seed), 0  # noqa: S311 - the same each time
+    operations: list[int] = []
+    live: list[int] = []
     for number in range(400):
         if live and (draw.random() < 0.42 or held > MOST_HELD):
             released = live.pop(draw.randrange(len(live)))

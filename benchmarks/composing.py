@@ -62,6 +62,7 @@ def runs_of(rounds: int) -> tuple[list[Run], list[str]]:
             assert not isinstance(explanation, str), explanation
             runs.append(Run(ordinary, time.process_time() - began))
     device.close()
+    assert not isinstance(explanation, str)
     composition = explanation.peak
     told = [
         (

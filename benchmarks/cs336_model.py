@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 BATCH = 4
 VOCABULARY = 10_000
@@ -209,7 +209,7 @@ class LoopedAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: object,
+        params: Iterable[nn.Parameter],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

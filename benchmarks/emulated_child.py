@@ -44,9 +44,14 @@ def serve(text: str, functions: Mapping[str, Callable[[dict[str, Any]], Any]]) -
     asked = json.loads(text)
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from pytest_gpumem.emulated_process.before_torch import install
+    from pytest_gpumem.emulation.gpus import emulated_gpu
     from pytest_gpumem.emulation.load import load
 
-    (install if asked["values"] else load)(f"emulated:{asked['gpu']}")
+    gpu = f"emulated:{asked['gpu']}"
+    if asked["values"]:
+        install(gpu)
+    else:
+        load(emulated_gpu(gpu))
     import torch
 
     result = functions[asked["do"]](asked)

@@ -54,7 +54,8 @@ def gpt2_small() -> dict[str, Any]:
     """Train GPT-2 small with autocast and activation checkpointing."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(use_cache=False)).cuda().train()
+    model: Any = GPT2LMHeadModel(GPT2Config(use_cache=False))
+    model = model.cuda().train()
     model.gradient_checkpointing_enable()
     return _trained(model, samples=8, length=1024, autocast=True)
 

@@ -109,7 +109,7 @@ def _rms_norm(x: str, config: Mapping[str, Any]) -> _Made:
 
 def _normed(norm: nn.Module, beside: nn.Module, config: Mapping[str, Any]) -> _Made:
     """``beside`` stands for Liger's norm, which is there as well while the other is measured."""
-    given = torch.randn(config["M"], norm.weight.shape[0], dtype=_dtype(config), device="cuda")
+    given = torch.randn(config["M"], norm.get_parameter("weight").shape[0], dtype=_dtype(config), device="cuda")
     gradient = torch.randn_like(given)
     given.requires_grad_()
 

@@ -109,10 +109,10 @@ class Costs:
     """A plugin that notes what each test took, from its set-up to its end."""
 
     def __init__(self) -> None:
-        self.cpu: dict[tuple[str, str], list[float]] = defaultdict(list)
-        self.wall: dict[tuple[str, str], list[float]] = defaultdict(list)
-        self.steps: dict[tuple[str, str], list[float]] = defaultdict(list)
-        self.cpu_of_a_step: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.cpu: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self.wall: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self.steps: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self.cpu_of_a_step: dict[tuple[int, str], list[float]] = defaultdict(list)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: Any) -> Generator[None, object, object]:

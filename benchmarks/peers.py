@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NEEDS = "accelerate transformers, and without their dependencies: hf-mem==0.5.6 torch-kitsune==0.7.0 torch-preflight==0.5.0"
+NEEDS = (
+    "accelerate transformers, and without their dependencies: hf-mem==0.5.6 torch-kitsune==0.7.0 torch-preflight==0.5.0"
+)
 RANK = 8
 
 
@@ -37,7 +39,7 @@ class Step:
     accumulated: int = 1
 
 
-def accelerate(config: dict[str, Any], parameters: int, step: Step) -> int | None:
+def accelerate(_: dict[str, Any], parameters: int, step: Step) -> int | None:
     """``accelerate estimate-memory``: the weights, and for training four times as many bytes."""
     from accelerate.commands.estimate import estimate_training_usage
 
@@ -69,7 +71,7 @@ def hf_mem(config: dict[str, Any], parameters: int, step: Step) -> int | None:
     return weights + int(compute_safetensors_kv_cache_size(known, "BF16", tokens, step.samples))
 
 
-def kitsune(config: dict[str, Any], parameters: int, step: Step) -> int | None:
+def kitsune(config: dict[str, Any], _: int, step: Step) -> int | None:
     """``kitsune predict`` (or ``lora``, ``kv-cache``): by the modules, and 15 % on top."""
     import torch
     import transformers
@@ -96,7 +98,7 @@ def kitsune(config: dict[str, Any], parameters: int, step: Step) -> int | None:
     return int(found.total_bytes)
 
 
-def preflight(config: dict[str, Any], parameters: int, step: Step) -> int | None:
+def preflight(config: dict[str, Any], _: int, step: Step) -> int | None:
     """``torch-preflight estimate``: by the sizes of layers, less the CUDA context, which others do not count."""
     from torch_preflight.vram.costmodel import estimate
     from torch_preflight.vram.providers.hub import shape_from_config

@@ -1,8 +1,8 @@
 """Peaks that ``gpumem advise`` gives for models by name, beside those that others have published, and beside peers' formulas.
 
-Each row of ``published/by-name-peaks.csv`` is a figure that somebody measured on a GPU, with its source and what is assumed. The
-same model, batch and step go to ``gpumem advise`` on an emulated A100, from the sizes in ``models/``, and to the formulas of
-``peers.py``. What is printed as emulated was measured on no GPU.
+Each row of ``published/by-name-peaks.csv`` is a figure that somebody measured on a GPU, with its source and what is assumed.
+The same model, batch and step go to ``gpumem advise`` on an emulated A100, from the sizes in ``models/``, and to the formulas
+of ``peers.py``. What is printed as emulated was measured on no GPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from claims import Claim, conclude, print_table
+from emulated_child import run_child, serve
 from peers import NEEDS, PEERS, RANK, Step, lacking
 from published_figures import Compared, Figure
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE / "published" / "by-name-peaks.csv"
-DEVICE = "emulated:a100-80gb"
+GPU = "a100-80gb"
+DEVICE = f"emulated:{GPU}"
 LONGEST = 1800
 """Seconds that a row may take."""
 MEMORY = "1000GB"
@@ -56,7 +58,8 @@ class Run:
     def options(self, model_type: str) -> list[str]:
         """Return the options of ``gpumem advise`` for it."""
         step = self.step
-        size = f"{step.samples * step.accumulated}x{step.length}"
+        # Images have the model's own size.
+        size = f"{step.samples * step.accumulated}" + ("" if model_type == "beit" else f"x{step.length}")
         options = ["--batch", size, "--config", self.config, "--device", DEVICE, "--fits", MEMORY, "--format", "json"]
         if step.kind == "generate":
             return [*options, "--generate", str(step.generated)]
@@ -156,11 +159,12 @@ def measured(run: Run, metric: str) -> int:
     return int(peak)
 
 
-def estimated(run: Run) -> dict[str, int | None]:
-    """Return what the peers' formulas give, by their names."""
+def estimated(asked: dict[str, Any]) -> dict[str, int | None]:
+    """Return what the peers' formulas give for a row, by their names, in a process that can load torch."""
     import torch
     import transformers
 
+    run = RUNS[asked["model"], asked["config"]]
     configuration = run.configuration()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(configuration), encoding="utf-8")
@@ -169,6 +173,14 @@ def estimated(run: Run) -> dict[str, int | None]:
         model = getattr(transformers, configuration["architectures"][0])(parsed)
     parameters = sum(one.numel() for one in model.parameters())
     return {name: estimate(configuration, parameters, run.step) for name, (_, estimate) in PEERS.items()}
+
+
+def estimated_there(model: str, config: str) -> dict[str, int | None]:
+    """Return the same from a process of its own."""
+    asked = {"do": "estimated", "gpu": GPU, "values": False, "model": model, "config": config}
+    found: dict[str, int | None]
+    _, found = run_child(Path(__file__), asked, {**os.environ, "HF_HUB_OFFLINE": "1"}, LONGEST)
+    return found
 
 
 def errors(rows: list[Row], name: str | None = None) -> list[float]:
@@ -193,7 +205,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a claim is missed")
     parser.add_argument("--only", default="", metavar="WORD", help="rows with this in their name; nothing is written")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "emulated-a100", help="the folder of results")
+    parser.add_argument("--do", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.do:
+        serve(options.do, {"estimated": estimated})
     if missing := lacking():
         parser.error(f"{', '.join(missing)} not installed; needs {NEEDS}")
     with PUBLISHED.open(encoding="utf-8", newline="") as file:
@@ -202,8 +217,11 @@ def main() -> int:
     for one in published:
         run, figure = RUNS[one["model"], one["config"]], Figure.read(one)
         emulated = measured(run, one["metric"])
-        rows.append(Row(one["model"], one["config"], one["metric"], figure.bytes, emulated, estimated(run)))
-        print(*Compared(f"{one['model']}, {one['config']}", one["metric"], emulated, figure).cells(), sep="  ", flush=True)
+        peers = estimated_there(one["model"], one["config"])
+        rows.append(Row(one["model"], one["config"], one["metric"], figure.bytes, emulated, peers))
+        print(
+            *Compared(f"{one['model']}, {one['config']}", one["metric"], emulated, figure).cells(), sep="  ", flush=True
+        )
     print_table(HEADER, [row.cells() for row in rows])
     print_table(("estimate", "rows", "median off", "worst"), summary(rows))
     if not options.only:
@@ -236,7 +254,10 @@ def _write(folder: Path, rows: list[Row], published: list[dict[str, str]]) -> No
         "",
         "What is assumed:",
         "",
-        *[f"- {one['model']}, {one['config']} ({one['gpu']}, torch {one['torch']}): {one['note']}." for one in published],
+        *[
+            f"- {one['model']}, {one['config']} ({one['gpu']}, torch {one['torch']}): {one['note']}."
+            for one in published
+        ],
     ]
     (folder / "by-name.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"written: {folder / 'by-name.md'}")

@@ -153,7 +153,8 @@ def compare_torchtune(options: argparse.Namespace) -> tuple[list[Compared], list
     """Run torchtune's rows, and write the results of all."""
     # A pool of compiling processes would import torch without the stand-ins.
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    compared, claims, results = [], [], {}
+    compared, claims = [], []
+    results: dict[str, dict[str, Any]] = {}
     for row in torchtune_rows():
         if options.only not in row.name:
             continue

@@ -325,7 +325,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.do:
         serve(options.do, CHILDREN)
-    runner, results = Runner(options), {}
+    runner = Runner(options)
+    results: dict[str, Any] = {}
     compared = compare_cs336(runner, options.only, results)
     kernels = compare_liger(runner, options.only, results)
     claims: list[Claim] = []

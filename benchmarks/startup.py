@@ -52,7 +52,7 @@ def main() -> int:
     cpu = {kind: [run.cpu for run in taken] for kind, taken in runs.items()}
     wall = {kind: [run.wall for run in taken] for kind, taken in runs.items()}
     ours, theirs = KINDS
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             kind,
             f"{statistics.median(cpu[kind]):.3f} s",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from time_judged import Trial, runs_of
 from time_recorded import Series
@@ -69,7 +69,7 @@ def longer(series: Series, work: float = 0.0, wait: float = 0.0) -> Series:
     factors = [1 + work + wait / seconds for seconds in series.seconds]
     readings = [series.readings[0]]
     for factor, (before, after) in zip(factors, itertools.pairwise(series.readings), strict=True):
-        grown = {
+        grown: dict[str, Any] = {
             name: None if now is None or then is None else getattr(readings[-1], name) + factor * (now - then)
             for name in ("at", "waited", "stolen", "others")
             for then, now in [(getattr(before, name), getattr(after, name))]

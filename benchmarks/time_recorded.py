@@ -77,18 +77,20 @@ def read(path: Path) -> Recording:
 
 def _run(plain: Mapping[str, Any]) -> Run:
     series = {name: _series(one) for name, one in plain["series"].items()}
-    numbers = (plain[name] for name in ("block", "place", "percent", "began"))
-    return Run(plain["load"], *numbers, series, plain.get("wait", 0))
+    return Run(
+        plain["load"], plain["block"], plain["place"], plain["percent"], plain["began"], series, plain.get("wait", 0)
+    )
 
 
 def _series(plain: Mapping[str, Any]) -> Series:
     """Return the series of integers: seconds and pace with a power of ten before them, of counters the growth."""
     counters = {name: _counter(plain[name], unit) for name, unit in _COUNTERS.items()}
-    readings = (
-        Reading(pace=pace, **{name: None if values is None else values[number] for name, values in counters.items()})
-        for number, pace in enumerate(_values(plain["pace"]))
-    )
+    readings = (Reading(pace=pace, **_at(number, counters)) for number, pace in enumerate(_values(plain["pace"])))
     return Series(plain["steps"], tuple(_values(plain["seconds"])), tuple(readings))
+
+
+def _at(number: int, counters: Mapping[str, Sequence[float] | None]) -> dict[str, Any]:
+    return {name: None if values is None else values[number] for name, values in counters.items()}
 
 
 def _values(digits: Sequence[int]) -> list[float]:

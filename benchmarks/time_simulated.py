@@ -48,7 +48,8 @@ class Machine:
         steps = max(1, math.ceil(0.02 / step_seconds))
         step_seconds *= math.exp(chance.gauss(0, BETWEEN_RUNS))
         at = waited = others = 0.0
-        seconds, readings = [], [self._reading(0.0, self.moment(began), 0.0, 0.0)]
+        seconds: list[float] = []
+        readings = [self._reading(0.0, self.moment(began), 0.0, 0.0)]
         while at < seconds_to_run:
             now = self.moment(began + at)
             noise = self.noise() if self.noise is not None else math.exp(chance.gauss(0, WITHIN_RUN))
