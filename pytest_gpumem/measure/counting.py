@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.explain.call_sites import OperatorSites
 
+TALLIED = ("flops", "operators", "syncs")
+"""Counts that are taken on the host, operator by operator, so that their lines can be found."""
 _NOT_ATEN = ("profiler", "prim")
 _MOVES_NOTHING = frozenset(
     (
@@ -176,9 +178,7 @@ class _Tallies:
     """Sums of what is counted, by operator and current place."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Counter[tuple[str, OperatorSite]]] = {
-            name: Counter() for name in ("flops", "operators", "syncs")
-        }
+        self._found: dict[str, Counter[tuple[str, OperatorSite]]] = {name: Counter() for name in TALLIED}
         self.place = NOWHERE
 
     def add(self, metric: str, operator: str, amount: int = 1) -> None:

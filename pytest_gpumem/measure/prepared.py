@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.call_sites import OperatorSites
 from pytest_gpumem.explain.recording import Expected, Subject, phase
-from pytest_gpumem.measure.counting import located
+from pytest_gpumem.measure.counting import TALLIED, located
 from pytest_gpumem.measure.growth import WINDOW
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.measure.reading import run_phases
@@ -123,7 +123,7 @@ class PreparedStep:
         """Return ``step`` with the lines at which what it counts is called; the step is run once more for that."""
         counted, context = step.figures.counted, self.context
         # The GPU counts kernels and does not know lines.
-        has_lines = any(counted.by_operator.get(name) for name in ("operators", "flops", "syncs"))
+        has_lines = any(counted.by_operator.get(name) for name in TALLIED)
         if not context.device.consensus.any(has_lines):
             return step
         assert context.sites is not None, "only called where something is explained"
