@@ -20,7 +20,7 @@ from tests.conftest import _LEFT_OUT
 from tests.heap import hide_what_is_loaded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 MOST_SECONDS = 240
 JOB = "GPUMEM_JOB_OF_A_TEST"
@@ -42,13 +42,14 @@ def run_job(
     *arguments: str,
     torchrun: bool = False,
     device: str = "cpu",
+    before: Callable[[], None] = hide_what_is_loaded,
     program: tuple[str, ...] = ("pytest", *_LEFT_OUT),
     **variables: str,
 ) -> Job:
     """Run a ``program``, a module and its first arguments, on some ranks in a folder, and return what became of it.
 
-    Each rank begins with torch loaded and has the variables and the store that torchrun gives it. What torchrun does when a
-    rank fails, and how it looks as a whole, needs ``torchrun`` itself.
+    Each rank begins with torch loaded, then calls ``before``, and has the variables and the store that torchrun gives it. What
+    torchrun does when a rank fails, and how it looks as a whole, needs ``torchrun`` itself.
     """
     mark = uuid.uuid4().hex
     # Locks on devices of its own: other tests may be timing.
@@ -58,7 +59,7 @@ def run_job(
         if torchrun:
             status, output = _by_torchrun(folder, ranks, words, environment)
         else:
-            status, output = _side_by_side(folder, ranks, words, environment)
+            status, output = _side_by_side(folder, ranks, words, environment, before)
         return Job(status, output, processes_of(mark, folder))
 
 
@@ -77,7 +78,9 @@ def _by_torchrun(folder: Path, ranks: int, words: Sequence[str], environment: Ma
     return done.returncode, done.stdout
 
 
-def _side_by_side(folder: Path, ranks: int, words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+def _side_by_side(
+    folder: Path, ranks: int, words: Sequence[str], environment: Mapping[str, str], before: Callable[[], None]
+) -> tuple[int, str]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(ranks),
@@ -89,7 +92,7 @@ def _side_by_side(folder: Path, ranks: int, words: Sequence[str], environment: M
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     each = [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    started = [preloaded.start(*words, cwd=folder, env=one, before=hide_what_is_loaded) for one in each]
+    started = [preloaded.start(*words, cwd=folder, env=one, before=before) for one in each]
     try:
         said = ["".join(one.communicate(MOST_SECONDS)) for one in started]
     finally:

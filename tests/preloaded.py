@@ -46,6 +46,13 @@ _PRELOADED = (
 )
 """Beside the package. Not pytest-xdist: what is on the path when it is imported is what its workers get."""
 _environment: dict[str, str] = {}
+_more: list[str] = []
+
+
+def load_as_well(module: str) -> None:
+    """Have the forkserver import this module, too, for a file whose processes would need seconds for it."""
+    if module not in _more:
+        _more.append(module)
 
 
 def begin_with(environment: Mapping[str, str]) -> None:
@@ -57,7 +64,7 @@ def begin_with(environment: Mapping[str, str]) -> None:
 def load() -> list[str]:
     """Start the forkserver, once, and return the path of modules that an interpreter has here without ``PYTHONPATH``."""
     package = [module.name for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem.")]
-    _CONTEXT.set_forkserver_preload([*_PRELOADED, *package])
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, *package, *_more])
     with mock.patch.dict(os.environ, _environment, clear=True), pytest.MonkeyPatch.context() as patch:
         patch.chdir(Path(__file__).parents[1])  # where it stays, and not in a test's folder
         first = _CONTEXT.Process(target=int)

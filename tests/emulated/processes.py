@@ -12,8 +12,9 @@ from typing import Any
 from pytest_gpumem.emulated_process import before_torch
 from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
 from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.emulation.load import become, current_emulation
+from pytest_gpumem.emulation.load import become
 from tests import preloaded
+from tests.heap import hide_what_is_loaded
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -23,7 +24,6 @@ class Processes:
     """Runs processes in ``folder``, with this repository's package; variables of their environment are keywords.
 
     They begin with torch loaded, and with another GPU than the suite's from then on (``gpu="h100x2"``), unless they are ``new``.
-    So are those whose GPU has other kernels, which are chosen when torch is loaded.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class Processes:
         return self._python("-c", source, gpu=gpu, new=new, timeout=timeout, environment=environment)
 
     def start(self, source: str, gpu: str = "h100", **variables: object) -> preloaded.Process:
-        """Start Python code on an emulated GPU that has the kernels of the suite's."""
+        """Start Python code on an emulated GPU, with torch loaded."""
         environment = self._environment(variables, **_emulating(gpu))
         return preloaded.start("-c", source, cwd=self.folder, env=environment, before=emulate)
 
@@ -68,7 +68,7 @@ class Processes:
     def _python(
         self, *words: str, gpu: str, new: bool, timeout: float, environment: dict[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        if new or not can_be_preloaded(gpu, environment):
+        if new or not preloaded.is_loaded_for(environment):
             own = {"args": [sys.executable, *words], "cwd": self.folder, "env": environment}
             return subprocess.run(**own, capture_output=True, text=True, check=False, timeout=timeout)
         environment = {VARIABLE: f"emulated:{gpu}", **environment}
@@ -82,17 +82,11 @@ def _emulating(gpu: str) -> dict[str, str]:
     return {VARIABLE: f"emulated:{gpu}", "PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)])}
 
 
-def can_be_preloaded(gpu: str, environment: dict[str, str]) -> bool:
-    """Return whether a process with this GPU and environment may begin with the suite's torch."""
-    suites = current_emulation()
-    return (
-        suites is not None
-        and emulated_gpu(gpu).capability == suites.gpu.capability
-        and preloaded.is_loaded_for(environment)
-    )
-
-
 def emulate() -> None:
-    """Be as if torch were only loaded now, on the GPU that the environment names, and recorded if need be."""
+    """Be as if torch were only loaded now, on the GPU that the environment names, and recorded if need be.
+
+    What is loaded is hidden from collections: a measurement has several, each of which would go through all of it.
+    """
     become(emulated_gpu(os.environ[VARIABLE]))
     before_torch.record_if_told_to()
+    hide_what_is_loaded()

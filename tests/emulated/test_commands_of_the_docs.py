@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.emulated.processes import REPOSITORY
+from tests.emulated.processes import REPOSITORY, Processes
 from tests.pages import FENCE
 
 COMMAND = re.compile(r"^(?:\$ )?((?:gpumem|pytest|python) .*)$", re.MULTILINE)
@@ -71,21 +71,13 @@ def project(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, command: str) -> str:
-    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": paths, "PYTEST_ADDOPTS": "-p no:randomly -p no:cacheprovider"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run(folder: Path, command: str) -> None:
+    program, *words = shlex.split(command)
+    gpu = re.search(r"emulated:(\S+)", command)
+    of = {"gpumem": Processes(folder).gpumem, "pytest": Processes(folder).pytest}[program]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = of(*words, gpu=gpu[1] if gpu else "h100", PATH=path)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 def to_run() -> list[object]:

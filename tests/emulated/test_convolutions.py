@@ -274,8 +274,7 @@ AT_MOST = f"the largest is estimated at {format_bytes(4 * (11 * 32 * 64 * 56 * 5
 def test_without_it_workspaces_are_taken_as_0_and_that_is_said(on_gpu):
     torch = installed_torch()
     none, zero, said = on_gpu(
-        CONVOLUTIONS + "print(cudnn.lacking())\n" + RUN + "print(cudnn.lacking())\n",
-        before=NOTHING,
+        NOTHING + CONVOLUTIONS + "print(cudnn.lacking())\n" + RUN + "print(cudnn.lacking())\n"
     ).splitlines()
     assert (none, zero) == ("None", "0")
     assert said.startswith("workspaces of convolutions are taken as 0, since ")
@@ -338,10 +337,10 @@ def session(processes, tmp_path):
     """Run pytest with a cuDNN, by what has it be installed."""
     (tmp_path / "test_it.py").write_text(PROJECT, encoding="utf-8")
 
-    def run(installed: str, *arguments: str, new: bool = False) -> subprocess.CompletedProcess[str]:
+    def run(installed: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "installed.py").write_text(installed, encoding="utf-8")
         path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-        return processes.pytest("-p", "installed", *arguments, new=new, PYTHONPATH=path)
+        return processes.pytest("-p", "installed", *arguments, PYTHONPATH=path)
 
     return run
 
@@ -373,7 +372,7 @@ def test_a_baseline_from_where_it_was_installed_is_not_held_against_what_is_not(
 
 
 def test_a_session_says_how_many_peaks_lack_them(session):
-    told = session(NOTHING, new=True)
+    told = session(NOTHING)
     assert told.returncode == 0, told.stdout
     assert (
         "gpumem convolutions: the peaks of 1 measurement may be too low: workspaces of convolutions are" in told.stdout

@@ -117,7 +117,7 @@ def store_of(folder) -> str:
     "workers", [pytest.param((), id="alone"), pytest.param(("-n", "2"), id="workers", marks=pytest.mark.thorough)]
 )
 def test_growth_on_any_gpu_is_red_and_names_it_and_a_clean_run_is_green(session, tmp_path, workers):
-    recorded = session("--gpumem-update=new", *workers, new=True)
+    recorded = session("--gpumem-update=new", *workers)
     assert recorded.returncode == 0, recorded.stdout
     clean = session("--gpumem-baseline", "-v", "--gpumem-report=clean.json", "--gpumem-report=clean.md", *workers)
     assert clean.returncode == 0, clean.stdout

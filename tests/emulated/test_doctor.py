@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 
-def gpumem(folder, *arguments):
-    command = [sys.executable, "-m", "pytest_gpumem.cli.main", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
-def test_the_emulated_gpu_of_the_settings_is_looked_at_and_the_drivers_stand_in_is_no_driver(tmp_path):
+def test_the_emulated_gpu_of_the_settings_is_looked_at_and_the_drivers_stand_in_is_no_driver(processes, tmp_path):
     (tmp_path / "pyproject.toml").write_text('[tool.gpumem]\ndevice = "emulated:l4"\n')
-    done = gpumem(tmp_path, "doctor")
+    done = processes.gpumem("doctor", new=True)  # where no stand-in is loaded
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
         r"^ok +emulated:l4 +NVIDIA L4 \(emulated\), 2\d\.\d+ GB: bytes and counts, no times$", done.stdout, re.MULTILINE
@@ -23,19 +16,13 @@ def test_the_emulated_gpu_of_the_settings_is_looked_at_and_the_drivers_stand_in_
     assert re.search(r"^\w+ +convolutions ", done.stdout, re.MULTILINE)
 
 
-def test_a_repository_whose_tests_use_a_gpu_is_gated_on_an_emulated_one(tmp_path):
+def test_a_repository_whose_tests_use_a_gpu_is_gated_on_an_emulated_one(processes, tmp_path):
     (tmp_path / "test_gpu.py").write_text(
         "import torch\n\n\ndef test_it():\n    torch.nn.Linear(512, 512).to('cuda')(torch.ones(64, 512, device='cuda'))\n"
     )
-    done = gpumem(tmp_path, "init", "--yes")
+    done = processes.gpumem("init", "--yes")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the workflow is for the runner emulated: " in done.stdout
     assert list((tmp_path / "gpumem-baselines").glob("emulated-h100-80gb/test_gpu.py.toml"))
-    gate = subprocess.run(
-        [sys.executable, "-m", "pytest", "--gpumem-baseline", "--gpumem-device=emulated:h100"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    gate = processes.pytest("--gpumem-baseline")
     assert gate.returncode == 0, gate.stdout

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from tests import preloaded
 from tests.workspaces import KEPT, RELEASE
 
+preloaded.load_as_well("tests.emulated.with_transformers")
 GPT2 = """
 import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 logging.set_verbosity_error()
-def train(precision, steps=3):
+def train(precision, layers=12, steps=3):
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config()).cuda().train()
+    model = GPT2LMHeadModel(GPT2Config(n_layer=layers)).cuda().train()
     if precision == "bf16":
         model = model.bfloat16()
     elif precision == "fp16":
@@ -37,7 +39,8 @@ def train(precision, steps=3):
     stats = torch.cuda.memory_stats()
     return stats["requested_bytes.all.peak"], stats["requested_bytes.all.current"]
 """
-PARAMETERS = 124_439_808
+LAYERS = 2
+PARAMETERS = 39_385_344 + LAYERS * 7_087_872
 WORKSPACES = 2 * KEPT
 """Of the thread that runs forward and of autograd's."""
 LT_WORKSPACE = {(2, 11): 2**20}
@@ -53,7 +56,7 @@ BATCH = 8 * 1024 * 8
 )
 def test_what_lives_between_two_steps_is_the_sum_by_hand(on_gpu, precision, bytes_a_parameter, scaler):
     pytest.importorskip("transformers", "5.0")
-    _, live = map(int, on_gpu(GPT2 + f"print(*train({precision!r}))").split())
+    _, live = map(int, on_gpu(GPT2 + f"print(*train({precision!r}, {LAYERS}))").split())
     assert live == bytes_a_parameter * PARAMETERS + WORKSPACES + LT_WORKSPACE.get(RELEASE, 0) + BATCH + scaler
 
 

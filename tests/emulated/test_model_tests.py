@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests import preloaded
 from tests.models.test_by_name import CLASSES, written
 
 pytest.importorskip("transformers")
+preloaded.load_as_well("tests.emulated.with_transformers")
 ENTRIES = """
 [[tool.gpumem.models]]
 model = "hf-tiny:{0}"

@@ -37,7 +37,7 @@ def test_a_program_fits_into_a_card_of_ones_own_and_not_into_a_small_slice(proce
     (processes.folder / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
     (processes.folder / "t.py").write_text(TAKES_EIGHT_GB, encoding="utf-8")
     devices = ["--device", "mine", "--device", "a100-40gb-mig-1g.5gb"]
-    done = processes.gpumem("fit", *devices, "--format", "json", "t.py", new=True)
+    done = processes.gpumem("fit", *devices, "--format", "json", "t.py")
     assert done.returncode == 1, done.stdout + done.stderr
     mine, part = json.loads(done.stdout)["gpus"]
     assert (mine["gpu"], mine["name"], mine["total_bytes"], mine["outcome"]) == ("mine", "mine", 9 * 10**9, "fits")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
-from tests.emulated.processes import REPOSITORY
+from tests.emulated.processes import REPOSITORY, emulate
 from tests.jobs import Job, run_job
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ def test_failing(gpumem):
 def job(tmp_path) -> Callable[..., Job]:
     """Run a job of ranks with a GPU each."""
 
-    def run(*arguments: str, gpu: str = "h100x8", **variables: str) -> Job:
+    def run(*arguments: str, gpu: str = "h100x8", torchrun: bool = False, **variables: str) -> Job:
         device = f"emulated:{gpu}"
         # torchrun loads torch, too, which here cannot be loaded without the stand-ins for CUDA's libraries.
         environment = {"PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)]), VARIABLE: device, **variables}
-        return run_job(tmp_path, RANKS, *arguments, torchrun=True, device=device, **environment)
+        how = {"torchrun": torchrun, "device": device, "before": emulate}
+        return run_job(tmp_path, RANKS, *arguments, **how, **environment)
 
     return run
 
@@ -71,7 +72,7 @@ def test_each_rank_has_a_gpu_and_baselines_and_what_one_of_them_needs_more_is_na
     # Weights, gradients and the gradients' bucket.
     assert all(peak >= 3 * WIDTH * WIDTH * 4 for _, peak in clean["ranks"][1]["peaks"])
 
-    red = job("--gpumem-baseline", "--gpumem-report=red.json", MORE="4096", RAISE="1")
+    red = job("--gpumem-baseline", "--gpumem-report=red.json", torchrun=True, MORE="4096", RAISE="1")
     assert red.status != 0
     assert "train_step rank 1 of 2: Emulated GPU memory regressed: peak" in red.output, red.output
     assert "rank 1 of 2 failed by itself in its call: LookupError: no batch for this rank" in red.output

@@ -11,7 +11,7 @@ import os
 import torch
 from torch import nn
 
-HELD = []
+HELD, PLANTED = [], os.environ.get("PLANTED", "")
 
 
 class Attention(nn.Module):
@@ -21,9 +21,9 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        if os.environ.get("PLANTED") == "scores":
+        if "scores" in PLANTED:
             return ((q @ k.transpose(1, 2) / 16).softmax(-1)) @ v
-        if os.environ.get("PLANTED") == "leak":
+        if "leak" in PLANTED:
             HELD.append(q)
         return nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
 
@@ -47,7 +47,7 @@ def test_train(gpumem):
 def test_reads(gpumem):
     def step():
         x = torch.randn(2000, 2000, device="cuda")
-        return x[x > 0] if os.environ.get("PLANTED") == "read" else x * 2
+        return x[x > 0] if "read" in PLANTED else x * 2
 
     gpumem.measure(step)
 
@@ -79,20 +79,17 @@ def test_what_is_planted_is_red_and_told_and_what_is_not_is_green(session, tmp_p
     assert "(emulated)" in json.dumps(report)
     assert "(emulated)" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
-    scores = session("--gpumem-baseline", *workers, PLANTED="scores")
-    assert scores.returncode == 1
-    assert "Emulated GPU memory regressed: peak " in scores.stdout
-    assert "4 x float32[8, 512, 512]" in scores.stdout
-    assert "test_it.py:17" in scores.stdout
+    red = session("--gpumem-baseline", *workers, PLANTED="scores read")
+    assert red.returncode == 1
+    assert "Emulated GPU memory regressed: peak " in red.stdout
+    assert "4 x float32[8, 512, 512]" in red.stdout
+    assert "test_it.py:17" in red.stdout
+    assert "a boolean index reads values that an emulated GPU does not compute, at " in red.stdout
+    assert "test_it.py:42" in red.stdout
 
     leak = session("--gpumem-baseline", *workers, PLANTED="leak")
     assert leak.returncode == 1
     assert "growth per step" in leak.stdout
-
-    read = session("--gpumem-baseline", *workers, PLANTED="read")
-    assert read.returncode == 1
-    assert "a boolean index reads values that an emulated GPU does not compute, at " in read.stdout
-    assert "test_it.py:42" in read.stdout
 
 
 def test_figures_are_held_against_a_real_gpus_baselines_where_these_are_named(session, tmp_path):
@@ -204,7 +201,7 @@ READS = "import torch\n\nSIZE = int((torch.randn(2000, 2000, device='cuda') > 0)
 MEASURES = "\n\ndef test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000, device='cuda'))\n"
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "worker"])
 def test_what_is_read_while_a_file_is_imported_spoils_its_tests_and_no_others(session, tmp_path, workers):
     for name, text in {
         "test_reads.py": READS + MEASURES,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
+import time
 
 import pytest
 
 from pytest_gpumem.emulation.load import CARD, CONTEXT_BYTES
 
 TOTAL = 16 * 10**9
-HOLDS = "x = torch.empty(10 * 10**9, dtype=torch.uint8, device='cuda'); print('holds', flush=True); input()"
+HOLDS = """
+import pathlib, time
+x = torch.empty(10 * 10**9, dtype=torch.uint8, device="cuda")
+pathlib.Path("holds").touch()
+while not pathlib.Path("ends").exists():
+    time.sleep(0.01)
+"""
 ASKS = """
 print(torch.cuda.mem_get_info())
 try:
@@ -24,23 +29,20 @@ FITS = f"({TOTAL - CONTEXT_BYTES}, {TOTAL})\nfits\n"
 
 @pytest.fixture
 def holder(processes):
-    """Start a process that holds 10 GB of the card until it is told to end."""
+    """Start a process that holds 10 GB of the card until there is a file ``ends``."""
     started = []
 
     def start(card):
-        process = subprocess.Popen(
-            **processes.code("import torch\n" + HOLDS, "16GB", **{CARD: card}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        started.append(process)
-        assert process.stdout.readline() == "holds\n"
-        return process
+        started.append(processes.start("import torch\n" + HOLDS, "16GB", **{CARD: card}))
+        while not (processes.folder / "holds").exists():
+            assert started[-1].poll() is None
+            time.sleep(0.01)
+        return started[-1]
 
     yield start
     for process in started:
-        with process:
-            process.kill()
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("ends", ["by itself", "killed"])
@@ -52,10 +54,10 @@ def test_what_one_process_holds_others_lack_until_it_ends(on_gpu, holder, tmp_pa
     assert taken - 2 * 2**20 < int(free.strip("(").split(",")[0]) <= taken
     assert said == "CUDA out of memory. Tried to allocate 9.31 GiB"
     if ends == "killed":
-        process.send_signal(signal.SIGKILL)
+        process.kill()
     else:
-        process.stdin.close()
-    process.wait()
+        (tmp_path / "ends").touch()
+    process.communicate(timeout=100)
     assert on_gpu(ASKS, "16GB", **{CARD: card}) == FITS
 
 

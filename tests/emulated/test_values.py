@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem.torch_support.private_api import compiles_within_modes
+from tests import preloaded
 from tests.emulated.conftest import WITHOUT_VALUES
 
+preloaded.load_as_well("tests.emulated.with_transformers")
 SEEN = """
 from pytest_gpumem.host_values.scope import current
 seen = current().reads.take_trouble
@@ -37,50 +40,62 @@ print(branches, seen())
     assert on_gpu(SEEN + source) == "[True, True, True] None\n"
 
 
-def test_backward_takes_the_memory_that_it_takes_without_the_values(on_gpu):
-    source = """
-weight = torch.nn.Parameter(torch.empty(10000, 4096, device="cuda"))
-i = torch.arange(8).cuda()
-torch.cuda.reset_peak_memory_stats()
-weight[i, :].sum().backward()
-print(torch.cuda.memory_stats()["requested_bytes.all.peak"] // 10**6)
-"""
-    # The weight and its gradient, and with torch 2.13 hardly more: 327.
-    assert on_gpu(source) == on_gpu(source, before=WITHOUT_VALUES)
-
-
-MADE_OF_OTHERS = {
+AS_WITHOUT_THE_VALUES = {
+    "an index in backward": ("weight, i = torch.nn.Parameter(torch.empty(10000, 4096, device='cuda')), torch.arange(8).cuda()", "weight[i, :].sum().backward()"),
+    # With a dispatch mode torch's own write to no tensor in place: the scores of attention were there twice.
     "attention with a bias": (
         "q, k, v, bias = (torch.randn(1, 8, 512, one, device='cuda', requires_grad=True) for one in (64, 64, 64, 512))",
         "torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.mT.contiguous().mT, dropout_p=0.1)",
     ),
     "isclose": ("x, y = torch.randn(2, 1 << 20, device='cuda')", "torch.isclose(x, y, equal_nan=True)"),
-}
+    # A mode of the program is still told of operators.
+    "isclose, counted": (
+        "from torch.utils.flop_counter import FlopCounterMode as Mode\nx, y = torch.randn(2, 1 << 20, device='cuda')",
+        "Mode(display=False).__enter__(), torch.isclose(x, y, equal_nan=True)",
+    ),
+}  # fmt: skip
+BESIDE_GRAPHS = """
+from torch._dynamo.utils import counters
 
 
-@pytest.mark.parametrize(("given", "call"), MADE_OF_OTHERS.values(), ids=MADE_OF_OTHERS)
-def test_operators_made_of_others_take_the_memory_that_they_take_without_the_values(on_gpu, given, call):
-    # With a dispatch mode torch's own write to no tensor in place: the scores of attention were there twice.
+class Around:
+    def __enter__(self):
+        torch._dynamo.graph_break()
+
+    def __exit__(self, *raised):
+        torch._dynamo.graph_break()
+
+
+def step(x):
+    with Around():
+        y = x.sin()
+    return [y.cos() for _ in range(2) if not torch._dynamo.graph_break()]
+
+
+torch.compile(step, backend="eager")(torch.ones(10, device="cuda"))
+print((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
+"""
+"""Between graphs, operators are run by themselves while torch.compile looks at every function that is called."""
+
+
+def test_neither_memory_nor_what_is_compiled_is_other_than_without_the_values(on_gpu):
     source = f"""
-{given}
-torch.cuda.reset_peak_memory_stats()
-result = {call}
-print(torch.cuda.memory_stats()["requested_bytes.all.peak"], torch.cuda.memory_stats()["allocation.all.allocated"])
+for given, call in {[*AS_WITHOUT_THE_VALUES.values()]!r}:
+    names = {{"torch": torch}}
+    exec(given, names)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    names["result"] = eval(call, names)
+    after = torch.cuda.memory_stats()
+    print(after["requested_bytes.all.peak"] - before["requested_bytes.all.current"],
+          after["allocation.all.allocated"] - before["allocation.all.allocated"])
+    names.clear()
 """
-    assert on_gpu(source) == on_gpu(source, before=WITHOUT_VALUES)
-
-
-def test_a_mode_of_the_program_is_still_told_to_operators(on_gpu):
-    source = """
-from torch.utils.flop_counter import FlopCounterMode
-x, y = torch.randn(2, 1 << 20, device="cuda")
-with FlopCounterMode(display=False):
-    torch.isclose(x, y, equal_nan=True)
-print(torch.cuda.memory_stats()["allocation.all.allocated"])
-"""
-    counted = on_gpu(source)
-    assert counted == on_gpu(source, before=WITHOUT_VALUES)
-    assert counted != on_gpu(source.replace("with FlopCounterMode(display=False):", "if True:"))
+    source = (BESIDE_GRAPHS if compiles_within_modes() else "") + source
+    found = on_gpu(source)
+    assert found == on_gpu(source, before=WITHOUT_VALUES)
+    *_, plain, counted = found.splitlines()
+    assert plain != counted
 
 
 def test_a_default_device_holds_for_the_functions_that_are_watched(on_gpu):

@@ -228,7 +228,10 @@ def test_workspaces_are_neither_kept_by_a_step_nor_growth(measured):
 
 
 def test_figures_are_the_same_in_the_other_order_and_on_workers(project, measured):
-    assert figures_of(project, "backwards", "-n", "2", BACKWARDS="1") == measured
+    assert figures_of(project, "backwards", BACKWARDS="1") == measured
+    on_workers = figures_of(project, "on workers", "-n", "2", "-k", "trained or threads", BACKWARDS="1")
+    assert len(on_workers) == 10
+    assert on_workers.items() <= measured.items()
 
 
 def test_what_is_beside_workspaces_does_not_depend_on_their_size(project, measured):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from pytest_gpumem.emulation.load import current_emulation
 from tests.gpu.figures import Figures
 from tests.gpu.gpt2 import GIBIBYTE, NEEDED
 from tests.gpu.project import REPOSITORY, GpuProject
+from tests.heap import own_objects_out_of_sight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -28,8 +30,10 @@ FIGURES: pytest.StashKey[Figures] = pytest.StashKey()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def suites_objects_hidden() -> None:
-    """Hide none: here tests are measured as a user's are."""
+def suites_objects_hidden() -> Iterator[None]:
+    """Hide none on a real GPU: here tests are measured as a user's are."""
+    with nullcontext() if current_emulation() is None else own_objects_out_of_sight():
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,11 +1,14 @@
-"""GPT-2 small (124 million parameters, random weights), and a batch of 8 x 1024 tokens for it."""
+"""GPT-2 small (124 million parameters, random weights), and a batch of 8 x 1024 tokens for it. An emulated GPU gets fewer layers."""
 
 from __future__ import annotations
 
 import torch
 
-PARAMETERS = 124_439_808
-TENSORS = 148
+from pytest_gpumem.emulation.load import current_emulation
+
+LAYERS = 12 if current_emulation() is None else 4
+PARAMETERS = 39_385_344 + LAYERS * 7_087_872
+TENSORS = 4 + LAYERS * 12
 """Its parameters are in this many tensors."""
 BATCH, TOKENS, VOCABULARY = 8, 1024, 50_257
 FLOAT = 4
@@ -21,7 +24,7 @@ def gpt2_small() -> torch.nn.Module:
     # Loading transformers takes seconds, and collecting the suite need not wait for them.
     import transformers
 
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=LAYERS))
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:

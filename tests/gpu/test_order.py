@@ -75,6 +75,7 @@ def test_tests_measure_the_same_alone_and_in_every_order(
     assert tests.figures("test_hoards", *MEASURED) == alone
 
 
+@pytest.mark.hardware("each process has an emulated one to itself")
 def test_tests_measure_the_same_on_two_workers_that_share_a_gpu(tests: GpuProject) -> None:
     pytest.importorskip("xdist", reason="needs pytest-xdist: this is a test of several workers")
     assert tests.figures(arguments=("-p", "xdist", "-n", "2")) == tests.figures()
