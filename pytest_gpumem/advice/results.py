@@ -27,6 +27,8 @@ class DeviceTrials:
     """The reason why peaks may be too low, as a clause."""
     largest: Mapping[StepConfig, Largest] = field(default_factory=dict)
     """The largest batch, or the longest sequence, of the configs that it was looked for."""
+    finished: bool = True
+    """False after Ctrl-C."""
 
     @property
     def smallest(self) -> Tried | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 from pytest_gpumem.advice.cards import TrialFailed, begin, capacity_of, explain_on, try_on, with_capacity
 from pytest_gpumem.advice.formats import html, markdown, to_json
-from pytest_gpumem.advice.largest import Largest, SizeTrial, Sought, largest_of, next_size
+from pytest_gpumem.advice.largest import OPTIONS
 from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
-from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Search, Tried, recommended
+from pytest_gpumem.advice.search_order import Search
 from pytest_gpumem.advice.snippet import code_of
 from pytest_gpumem.advice.texts import lines
 from pytest_gpumem.advice.trial import (
@@ -23,6 +24,7 @@ from pytest_gpumem.advice.trial import (
     subject_of,
     try_config,
 )
+from pytest_gpumem.advice.trials import Trials
 from pytest_gpumem.cli.named_function import named_function
 from pytest_gpumem.cli.project import devices_of_plugins, own_gpus_around
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, format_option, input_errors, parsed, write_lines
@@ -38,14 +40,16 @@ from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.sources import model_name, named_model
 from pytest_gpumem.reports.formats import format_of
 from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import ConfigError, NotAStep
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.private_api import gpu_unseen
-from pytest_gpumem.units import format_bytes, parse_size
+from pytest_gpumem.units import parse_size
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from pytest_gpumem.advice.largest import SizeTrial, Sought
+    from pytest_gpumem.advice.search_order import Tried
     from pytest_gpumem.models.named_model import NamedModel
     from pytest_gpumem.values.composition import Explanation
 
@@ -183,9 +187,6 @@ def advise(
     sys.exit(status)
 
 
-OPTIONS: dict[Sought, str] = {"samples": "--largest-batch", "tokens": "--longest-sequence"}
-
-
 def _print(found: Advice, form: str, status: int) -> None:
     if form == "text":
         write_lines(lines(found))
@@ -236,25 +237,19 @@ def _advised_here(
         subject = subject_on(device)
     except SubjectError as error:
         raise click.UsageError(str(error)) from None
-    tried: list[Tried] = []
 
-    def try_one(config: StepConfig) -> Tried:
-        return try_config(device, subject, config)
+    def try_one(sized: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
+        # An emulated GPU's peaks may lack what convolutions take on a GPU.
+        emulation = current_emulation()
+        return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
 
-    finished = _try_all(tried, search.over(tried, search.fits, subject.samples), try_one)
-    largest: dict[StepConfig, Largest] = {}
-    if finished and search.fits is not None:
-        finished = _find_largest(
-            largest, tried, search, search.fits, subject, lambda sized, config: try_config(device, sized, config)
-        )
-    # An emulated GPU's peaks may lack what convolutions take on a GPU.
-    emulation = current_emulation()
-    why = None if emulation is None else emulation.cudnn.lacking()
     name = device.environment().device
-    trials = DeviceTrials(name, search.fits, tuple(tried), recommended(tried, search.fits), why, largest)
-    notes = () if device.tells_time or not tried else (f"{name}: memory as of PyTorch's own allocator, no times",)
+    trials = _run(Trials(search.fits, subject, search, try_one, _say), name)
+    notes = (
+        () if device.tells_time or not trials.tried else (f"{name}: memory as of PyTorch's own allocator, no times",)
+    )
     found = Advice(
-        subject.title, subject.trains, False, (trials,), finished=finished, notes=notes, sought=search.sought
+        subject.title, subject.trains, False, (trials,), finished=trials.finished, notes=notes, sought=search.sought
     )
     return _with_code(
         found,
@@ -278,14 +273,34 @@ def _advised_on_cards(
         raise click.UsageError(str(error)) from None
     done: list[DeviceTrials] = []
     elsewhere: dict[StepConfig, list[SizeTrial]] = {}
-    finished = all(_try_card(done, gpu, subject, search, elsewhere, several=len(gpus) > 1) for gpu in gpus)
+    for gpu in gpus:
+        card = gpu if search.fits is None else with_capacity(gpu, search.fits)
+        where = f"{card.title}: " if len(gpus) > 1 else ""
+        trials = Trials(capacity_of(card), subject, search, partial(try_on, card), _say, where, bool(done), elsewhere)
+        done.append(_run(trials, card.title))
+        if not done[-1].finished:
+            break
     by_title = {gpu.title: gpu for gpu in gpus}
     return _with_code(
-        Advice(subject.title, subject.trains, True, tuple(done), finished=finished, sought=search.sought),
+        Advice(subject.title, subject.trains, True, tuple(done), finished=done[-1].finished, sought=search.sought),
         subject,
         "cuda",
         lambda title, config: explain_on(by_title[title], subject, config, over_time=over_time),
     )
+
+
+def _run(trials: Trials, name: str) -> DeviceTrials:
+    """Run the trials of the device of that name. Raises `click.UsageError` and `InputError`."""
+    try:
+        return trials.run(name)
+    except SubjectError as error:
+        raise click.UsageError(str(error)) from None
+    except TrialFailed as error:
+        raise InputError(str(error)) from None
+
+
+def _say(text: str) -> None:
+    click.echo(text, nl=False, err=True)
 
 
 def _with_code(
@@ -312,126 +327,6 @@ def _with_code(
         why_not, known = (explanation, None) if isinstance(explanation, str) else ("", explanation)
         configs.append(Recommended(config, device_name, code, known, why_not))
     return replace(found, recommended=tuple(configs))
-
-
-def _try_card(
-    done: list[DeviceTrials],
-    gpu: Gpu,
-    subject: AdviceSubject,
-    search: Search,
-    elsewhere: dict[StepConfig, list[SizeTrial]],
-    *,
-    several: bool,
-) -> bool:
-    """Append what was tried on a card to ``done``, and return whether all was: not after Ctrl-C."""
-    if search.fits is not None:
-        gpu = with_capacity(gpu, search.fits)
-    limit = capacity_of(gpu)
-    tried: list[Tried] = []
-    lacking: list[str] = []
-
-    def try_sized(sized: AdviceSubject, config: StepConfig) -> Tried:
-        one, why = try_on(gpu, sized, config)
-        lacking.extend(filter(None, [why]))
-        return one
-
-    configs = search.over(tried, limit, subject.samples)
-    where = f"{gpu.title}: " if several else ""
-    finished = _try_all(tried, configs, lambda config: try_sized(subject, config), where, goes_on=bool(done))
-    largest: dict[StepConfig, Largest] = {}
-    if finished:
-        finished = _find_largest(largest, tried, search, limit, subject, try_sized, where, elsewhere)
-    why = lacking[0] if lacking else None
-    done.append(DeviceTrials(gpu.title, limit, tuple(tried), recommended(tried, limit), why, largest))
-    return finished
-
-
-def _find_largest(
-    largest: dict[StepConfig, Largest],
-    tried: Sequence[Tried],
-    search: Search,
-    limit: int,
-    subject: AdviceSubject,
-    try_one: Callable[[AdviceSubject, StepConfig], Tried],
-    where: str = "",
-    elsewhere: dict[StepConfig, list[SizeTrial]] | None = None,
-) -> bool:
-    """Enter the largest batch of each config that it is sought for, and return whether all were found: not after Ctrl-C."""
-    if search.sought is None:
-        return True
-    start = subject.number(search.sought)
-    if start is None:
-        raise click.UsageError(
-            f"{OPTIONS[search.sought]}: the samples of {subject.title.partition(',')[0]} have no length"
-        )
-    known = {one.config: one for one in tried}
-    for config in search.sought_for(tried, limit):
-        first = known[config]
-        trials = [SizeTrial(start, first.fits(limit), first.peak)]
-        unit = config.accumulate if search.sought == "samples" else 1
-        hints = (elsewhere or {}).get(config, [])
-        try:
-            while (number := next_size(trials, limit, start, unit, hints)) is not None:
-                click.echo(f"{where}{config}, {number:,} {search.sought} ... ", nl=False, err=True)
-                trials.append(one := _at_size(subject, config, search.sought, number, limit, try_one))
-                click.echo(one.why_not if one.peak is None else format_bytes(one.peak), err=True)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            largest[config] = largest_of(trials, finished=False)
-            return False
-        largest[config] = largest_of(trials)
-        if elsewhere is not None:
-            elsewhere[config] = trials
-    return True
-
-
-def _at_size(
-    subject: AdviceSubject,
-    config: StepConfig,
-    sought: Sought,
-    number: int,
-    limit: int,
-    try_one: Callable[[AdviceSubject, StepConfig], Tried],
-) -> SizeTrial:
-    try:
-        one = try_one(subject.with_number(sought, number), config)
-    except (ModelError, NotAStep, TrialFailed) as error:
-        return SizeTrial(number, fits=False, why_not=str(error))
-    return SizeTrial(number, one.fits(limit), one.peak, "" if one.why_not == OUT_OF_MEMORY else one.why_not)
-
-
-def _try_all(
-    tried: list[Tried],
-    configs: Iterator[StepConfig],
-    try_one: Callable[[StepConfig], Tried],
-    where: str = "",
-    *,
-    goes_on: bool = False,
-) -> bool:
-    """Append the result of each config to ``tried``, and return whether all were tried: not after Ctrl-C.
-
-    An error of the model's own ends it where there is nothing yet to lose, unless it ``goes_on``.
-    """
-    try:
-        for number, config in enumerate(configs, start=1):
-            click.echo(f"[{number}] {where}{config} ... ", nl=False, err=True)
-            try:
-                one = try_one(config)
-            except NotAStep as error:
-                # What steps say for tests, where the loss is an argument.
-                problem, no_loss, _ = str(error).partition("; pass loss=")
-                mend = "; return (model, batch, loss) from the factory, where loss(output, batch) gives one number"
-                raise click.UsageError(problem + mend if no_loss else problem) from None
-            except TrialFailed as error:
-                if not goes_on and not tried:
-                    raise InputError(str(error)) from None
-                one = Tried(config, why_not=str(error))
-            tried.append(one)
-            click.echo(one.why_not if one.peak is None else format_bytes(one.peak), err=True)
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        return False
-    return True
 
 
 def _device(name: str) -> Device:
