@@ -65,7 +65,7 @@ class Trials:
         except KeyboardInterrupt:
             self.say("interrupted\n")
             finished = False
-        lacking = self._lacking[0] if self._lacking else None
+        lacking = "; ".join([*self._lacking[:1], *dict.fromkeys(one.doubt for one in self._tried if one.doubt)]) or None
         chosen = recommended(self._tried, self.limit)
         return DeviceTrials(name, self.limit, tuple(self._tried), chosen, lacking, self._largest, finished=finished)
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from pytest_gpumem.advice.cards import TrialFailed, begin, capacity_of, explain_on, try_on, with_capacity
 from pytest_gpumem.advice.formats import html, markdown, to_json
@@ -27,7 +28,15 @@ from pytest_gpumem.advice.trial import (
 from pytest_gpumem.advice.trials import Trials
 from pytest_gpumem.cli.named_function import named_function
 from pytest_gpumem.cli.project import devices_of_plugins, own_gpus_around
-from pytest_gpumem.cli.streams import INTERRUPTED, InputError, format_option, input_errors, parsed, write_lines
+from pytest_gpumem.cli.streams import (
+    INTERRUPTED,
+    InputError,
+    WholeNumber,
+    format_option,
+    input_errors,
+    parsed,
+    write_lines,
+)
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
 from pytest_gpumem.emulated_process.before_torch import install
@@ -38,6 +47,7 @@ from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.sources import model_name, named_model
+from pytest_gpumem.models.task import Task
 from pytest_gpumem.reports.formats import format_of
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
@@ -88,6 +98,13 @@ if TYPE_CHECKING:
     "--train/--infer", "trains", default=True, help="Measure a training step (the default), or a step of inference."
 )
 @click.option(
+    "--generate",
+    "new_tokens",
+    metavar="N",
+    type=WholeNumber(min=1),
+    help="Of a model by name: measure the generation of N tokens by its generate(), after a prompt that is the batch.",
+)
+@click.option(
     "--all",
     "everything",
     is_flag=True,
@@ -117,6 +134,7 @@ def advise(
     size: BatchSize | None,
     words: tuple[str, ...],
     trains: bool,
+    new_tokens: int | None,
     everything: bool,
     largest_batch: bool,
     longest_sequence: bool,
@@ -133,14 +151,15 @@ def advise(
     function of output and batch. MODULE is looked for in this folder, too.
 
     Tried are, in this order and each on top of what helped before: lower precision (AMP), checkpointing, accumulation over
-    micro-batches, weights in bfloat16, an 8-bit optimizer, saved tensors on the host; for inference bfloat16, then
-    weights in int8. It ends at the first config that fits, and shows the code that makes it. Training is with AdamW. On CUDA
-    the reserved memory has to fit, on the CPU what tensors hold.
+    micro-batches, weights in bfloat16, an 8-bit optimizer, saved tensors on the host; for inference and generation
+    bfloat16, then weights in int8. It ends at the first config that fits, and shows the code that makes it. Training is with
+    AdamW. On CUDA the reserved memory has to fit, on the CPU what tensors hold.
 
     \b
     Examples:
       gpumem advise hf:meta-llama/Llama-3.1-8B --batch 1x4096 --device emulated:h100 --device emulated:l40s
       gpumem advise hf:./config.json --infer --device emulated:all
+      gpumem advise hf:meta-llama/Llama-3.1-8B --generate 256 --batch 8x2048 --device emulated:l40s
       gpumem advise timm:vit_base_patch16_224 --batch 64 --device emulated:l4
       gpumem advise my_project.models:make_gpt --fits 24GB
 
@@ -156,16 +175,16 @@ def advise(
     if largest_batch and longest_sequence:
         raise click.UsageError("--largest-batch and --longest-sequence are looked for one at a time")
     sought: Sought | None = "samples" if largest_batch else "tokens" if longest_sequence else None
-    search = Search(fits, configs, everything, blocks, trains, sought)
+    search = Search(fits, configs, everything, blocks, _task(trains, new_tokens), sought)
     with input_errors(ModelError):
         name = model_name(subject_name)
     gpus = _gpus(device_names)
     every = _EVERY not in device_names
     if name is None:
-        if size is not None:
-            raise click.UsageError(f"--batch is for a model by name; {subject_name} returns its own batch")
-        if sought is not None:
-            raise click.UsageError(f"{OPTIONS[sought]} is for a model by name; {subject_name} returns its own batch")
+        given = {"--batch": size, OPTIONS[sought or "samples"]: sought, "--generate": new_tokens}
+        for option, value in given.items():
+            if value is not None:
+                raise click.UsageError(f"{option} is for a model by name; {subject_name} returns its own batch")
         if len(device_names) > 1 or not every:
             raise click.UsageError("several devices are for a model by name; for a function, name one")
         found = _advised_here(
@@ -179,7 +198,7 @@ def advise(
         found = _advised_here(
             search,
             device_names[0],
-            lambda _: subject_by_name(_model(name, size, search), blocks, trains=trains),
+            lambda _: subject_by_name(_model(name, size, search), blocks),
             over_time=form == "html",
         )
     status = INTERRUPTED if not found.finished else 0 if found.fits(every=every) else 1
@@ -194,6 +213,14 @@ def _print(found: Advice, form: str, status: int) -> None:
         click.echo(to_json(found, status), nl=False)
     else:
         click.echo(markdown(found) if form == "markdown" else html(found), nl=False)
+
+
+def _task(trains: bool, new_tokens: int | None) -> Task:
+    if new_tokens is None:
+        return Task(trains)
+    if click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT and trains:
+        raise click.UsageError("--generate measures inference; leave --train out")
+    return Task(trains=False, new_tokens=new_tokens)
 
 
 def _configs(words: Sequence[str]) -> tuple[StepConfig, ...]:
@@ -216,13 +243,13 @@ _EVERY = f"{EMULATED}{EVERY}"
 
 def _model(name: ModelName, size: BatchSize | None, search: Search) -> NamedModel:
     with input_errors(ModelError):
-        model = named_model(name, size, trains=search.trains)
+        model = named_model(name, size, search.task)
     click.echo(model.title, err=True)
     return model
 
 
 def _subject(factory: str, device: Device, search: Search) -> AdviceSubject:
-    return subject_of(named_function(factory), device.torch_device, search.blocks, trains=search.trains)
+    return subject_of(named_function(factory), device.torch_device, search.blocks, search.task)
 
 
 def _advised_here(
@@ -249,7 +276,7 @@ def _advised_here(
         () if device.tells_time or not trials.tried else (f"{name}: memory as of PyTorch's own allocator, no times",)
     )
     found = Advice(
-        subject.title, subject.trains, False, (trials,), finished=trials.finished, notes=notes, sought=search.sought
+        subject.title, search.task, False, (trials,), finished=trials.finished, notes=notes, sought=search.sought
     )
     return _with_code(
         found,
@@ -268,7 +295,7 @@ def _advised_on_cards(
         begin(gpus[0])
     try:
         with gpu_unseen():
-            subject = subject_by_name(_model(name, size, search), search.blocks, trains=search.trains)
+            subject = subject_by_name(_model(name, size, search), search.blocks)
     except SubjectError as error:
         raise click.UsageError(str(error)) from None
     done: list[DeviceTrials] = []
@@ -282,7 +309,7 @@ def _advised_on_cards(
             break
     by_title = {gpu.title: gpu for gpu in gpus}
     return _with_code(
-        Advice(subject.title, subject.trains, True, tuple(done), finished=done[-1].finished, sought=search.sought),
+        Advice(subject.title, search.task, True, tuple(done), finished=done[-1].finished, sought=search.sought),
         subject,
         "cuda",
         lambda title, config: explain_on(by_title[title], subject, config, over_time=over_time),
@@ -313,7 +340,7 @@ def _with_code(
             first.setdefault(device.chosen.config, device.name)
     configs = []
     for config, device_name in first.items():
-        code = tuple(code_of(config, device_type, subject.containers, trains=subject.trains))
+        code = tuple(code_of(config, device_type, subject.containers, subject.task))
         explanation: Explanation | str = ""
         # After Ctrl-C nothing more is begun.
         if found.finished:

@@ -9,6 +9,7 @@ from pytest_gpumem.advice.search_order import Search, Tried
 from pytest_gpumem.advice.trial import AdviceSubject
 from pytest_gpumem.advice.trials import Trials
 from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
 
 GB = 10**9
@@ -29,7 +30,7 @@ def test_an_error_of_the_models_own_ends_nothing_where_there_are_results():
 
     def tried(*configs, goes_on=False):
         subject = AdviceSubject(lambda _: None, {}, None, ())
-        search = Search(None, configs, everything=False, blocks=None, trains=True)
+        search = Search(None, configs, everything=False, blocks=None, task=TRAINING)
         found = Trials(GB, subject, search, fails, lambda _: None, goes_on=goes_on).run("card")
         return [(one.config, one.why_not) for one in found.tried]
 
