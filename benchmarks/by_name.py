@@ -211,6 +211,7 @@ def measured(word: str) -> dict[str, Any]:
     from pytest_gpumem.emulation.gpus import emulated_gpu
     from pytest_gpumem.models.name import ModelName, batch_size
     from pytest_gpumem.models.sources import named_model
+    from pytest_gpumem.models.task import TRAINING
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.torch_support.private_api import gpu_unseen
 
@@ -221,8 +222,8 @@ def measured(word: str) -> dict[str, Any]:
         begin(emulated_gpu("emulated:h100"))
         with gpu_unseen():
             size = None if case.batch is None else batch_size(case.batch)
-            model = named_model(ModelName(case.source, str(path)), size, trains=True)
-            subject = subject_by_name(model, trains=True)
+            model = named_model(ModelName(case.source, str(path)), size, TRAINING)
+            subject = subject_by_name(model)
         tried, lacking = try_on(emulated_gpu("emulated:h100"), subject, StepConfig.parse(case.config))
         seconds = time.perf_counter() - began
         parameters, state = _in_fork(lambda: _state(subject.build, case.config))

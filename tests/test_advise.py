@@ -253,6 +253,9 @@ def test_all_measures_every_combination(advise, monkeypatch):
             ["advised_models:make", "--fits", "1GB", "--batch", "4x16"],
             "--batch is for a model by name; advised_models:make",
         ),
+        (["advised_models:make", "--fits", "1GB", "--generate", "4"], "--generate is for a model by name; advised_"),
+        (["hf:x", "--generate", "4", "--train"], "--generate measures inference; leave --train out"),
+        (["hf:x", "--generate", "none"], "'none' is not a valid integer"),
         (
             ["advised_models:make", "--batch", "4*16"],
             "'4*16' is no size of a batch: write samples and tokens (or pixels of a side) of each",
@@ -339,6 +342,25 @@ def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise
     assert ["parameters", "547.84", "kB"] in [line.split()[:3] for line in told]
     assert {"activations", "optimizer"} <= {line.split()[0] for line in told[1:]}
     assert any(line.startswith("  transformer.h.*.mlp.c_fc ") for line in told)
+
+
+@NEEDS_TRANSFORMERS
+def test_generation_is_measured_by_configs_of_inference_and_shows_its_call(advise, tmp_path, monkeypatch):
+    write_gpt2(tmp_path)
+    tried = []
+
+    def answer(device, subject, config):
+        tried.append((subject.task.new_tokens, subject.number("tokens"), str(config)))
+        return trial.Tried(config, 1000 // len(tried), 1.0)
+
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
+    told = advise("hf:config.json", "--batch", "2x60", "--generate", "4", "--fits", "600B", "--longest-sequence").stdout
+    assert "GPT2LMHeadModel, random weights; batch 2x60, generates 4 tokens\n" in told
+    assert tried[:2] == [(4, 60, "fp32"), (4, 60, "bf16")]
+    assert {number for number, _, _ in tried} == {4}
+    call = "        output = model.generate(**batch, max_new_tokens=4, do_sample=False, num_beams=1)\n"
+    assert f"    model.to(torch.bfloat16)\n    with torch.inference_mode():\n{call}" in told
+    assert "has 64 positions, and a prompt of 61 tokens with 4 new ones takes 65" in told
 
 
 @NEEDS_TRANSFORMERS

@@ -40,7 +40,8 @@ def to_json(advice: Advice, status: int) -> str:
         "exit_status": status,
         "finished": advice.finished,
         "subject": advice.subject,
-        "step": "training" if advice.trains else "inference",
+        "step": advice.task.kind,
+        "new_tokens": advice.task.new_tokens,
         "emulated": advice.emulated,
         "largest_of": advice.sought,
         "devices": [_plain_device(device) for device in advice.devices],
@@ -146,7 +147,7 @@ def _panel(one: Recommended) -> dict[str, Any]:
 
 
 def _title(advice: Advice) -> str:
-    kind = "A training step" if advice.trains else "A step of inference"
+    kind = "A training step" if advice.task.trains else "A step of inference"
     return advice.subject or f"{kind} of a function's model"
 
 

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 Sought = Literal["samples", "tokens"]
 """The part of a batch's size that is varied."""
+OPTIONS: dict[Sought, str] = {"samples": "--largest-batch", "tokens": "--longest-sequence"}
+"""The option that looks for each."""
 MOST = 10**9 - 1
 """More than any batch has samples or a sequence tokens: an option takes nine digits."""
 

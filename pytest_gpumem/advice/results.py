@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.advice.largest import Largest, Sought
     from pytest_gpumem.advice.search_order import Tried
+    from pytest_gpumem.models.task import Task
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.values.composition import Composition, Explanation
 
@@ -27,6 +28,8 @@ class DeviceTrials:
     """The reason why peaks may be too low, as a clause."""
     largest: Mapping[StepConfig, Largest] = field(default_factory=dict)
     """The largest batch, or the longest sequence, of the configs that it was looked for."""
+    finished: bool = True
+    """False after Ctrl-C."""
 
     @property
     def smallest(self) -> Tried | None:
@@ -53,7 +56,8 @@ class Advice:
 
     subject: str
     """The model and its batch, for people; empty of a function that makes them."""
-    trains: bool
+    task: Task
+    """The task of the model in a step."""
     emulated: bool
     """True where devices are emulated, whose reserved bytes are compared with what they have."""
     devices: tuple[DeviceTrials, ...]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_gpumem.advice.largest import Sought
+    from pytest_gpumem.models.task import Task
 
 START = StepConfig(precision="fp32")
 OUT_OF_MEMORY = "out of memory"
@@ -31,6 +32,8 @@ class Tried:
     """Bytes that tensors hold at the peak, where ``peak`` is what the allocator takes for them."""
     slow: str = ""
     """A clause where the device computes it in another precision: recommended only where nothing else fits."""
+    doubt: str = ""
+    """A clause where the peak followed from a value that the device does not compute: with another one it may be higher."""
 
     def fits(self, limit: int) -> bool:
         """Return whether it needs at most ``limit`` bytes."""
@@ -59,7 +62,7 @@ def shares(samples: int | None) -> tuple[int, ...]:
 
 
 INFERENCE = tuple(map(StepConfig.parse, ("fp32", "bf16", "bf16,weights=int8")))
-"""Configs of inference steps, in the order in which they are tried."""
+"""Configs of inference steps, and of generation, in the order in which they are tried."""
 
 
 def next_config(tried: Sequence[Tried], samples: int | None, blocks: str | None = None) -> StepConfig | None:
@@ -149,7 +152,8 @@ class Search:
     """True if every combination is measured, also when one fits already."""
     blocks: str | None
     """The pattern for the model's blocks."""
-    trains: bool
+    task: Task
+    """The task of the model in a step."""
     sought: Sought | None = None
     """The part of the batch's size whose largest number that fits is looked for."""
 
@@ -157,7 +161,7 @@ class Search:
         """Yield the configs to try, each chosen by the results in ``tried``."""
         if self.configs:
             yield from self.configs
-        elif not self.trains:
+        elif not self.task.trains:
             yield from _until_one_fits(INFERENCE, tried, None if self.everything else limit)
         elif self.everything:
             yield from every_config(samples, self.blocks)

@@ -11,6 +11,7 @@ from pytest_gpumem.steps.precision import precision_named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_gpumem.models.task import Task
     from pytest_gpumem.step_config.config import StepConfig
 
     BlockContainer = str | tuple[str, ...]
@@ -41,15 +42,20 @@ def is_shown(config: StepConfig) -> bool:
     )
 
 
-def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], *, trains: bool) -> list[str]:
-    """Return the code that makes a config, of training or inference; or how it is named, where its code is not known here."""
+def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], task: Task) -> list[str]:
+    """Return the code that makes a config, of what the model does; or how it is named, where its code is not known here."""
     if not is_shown(config):
         return [f'# as in @pytest.mark.gpumem and fixtures: config="{config}"']
-    return code_snippet(config, device_type, containers) if trains else inference_snippet(config, device_type)
+    if task.trains:
+        return code_snippet(config, device_type, containers)
+    return inference_snippet(config, device_type, task.new_tokens)
 
 
-def inference_snippet(config: StepConfig, device_type: str) -> list[str]:
-    """Return lines of Python that run a model under a config of `search_order.INFERENCE`. They use ``model`` and ``batch``."""
+def inference_snippet(config: StepConfig, device_type: str, new_tokens: int | None = None) -> list[str]:
+    """Return lines of Python that run a model under a config of `search_order.INFERENCE`, or have it generate ``new_tokens``.
+
+    They use ``model`` and ``batch``.
+    """
     imports, lines = ["import torch"], []
     precision = precision_named(config.precision)
     if precision is not None and precision.weights != "float32":
@@ -60,7 +66,10 @@ def inference_snippet(config: StepConfig, device_type: str) -> list[str]:
     contexts = ["torch.inference_mode()"]
     if precision is not None and precision.autocast is not None:
         contexts.append(f'torch.autocast("{device_type}", dtype=torch.{precision.autocast})')
-    return [*imports, "", "model.eval()", *lines, f"with {', '.join(contexts)}:", "    output = model(**batch)"]
+    call = "model(**batch)"
+    if new_tokens is not None:
+        call = f"model.generate(**batch, max_new_tokens={new_tokens}, do_sample=False, num_beams=1)"
+    return [*imports, "", "model.eval()", *lines, f"with {', '.join(contexts)}:", f"    output = {call}"]
 
 
 def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContainer]) -> list[str]:

@@ -17,6 +17,7 @@ from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.models.sources import named_model
+from pytest_gpumem.models.task import TRAINING, Task
 from pytest_gpumem.step_config.blocks import repeated_blocks
 from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import on_device, samples_in
@@ -27,6 +28,7 @@ from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
 from pytest_gpumem.values.composition import NOT_EXPLAINED
+from pytest_gpumem.values.unknown_reads import decided_a_branch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,8 +67,8 @@ class AdviceSubject:
     loss: Loss | None
     containers: tuple[BlockContainer, ...]
     """The paths of the repeated blocks; empty when there are none."""
-    trains: bool = True
-    """True if it is a training step that is measured, not one of inference."""
+    task: Task = TRAINING
+    """The task of the model in the step."""
     title: str = ""
     """A model's name and its batch, for people; empty of a function that makes them."""
     size: BatchSize | None = None
@@ -96,7 +98,7 @@ class AdviceSubject:
 
 
 def subject_of(
-    factory: Callable[[], Any], device: torch.device, blocks: str | None = None, *, trains: bool = True
+    factory: Callable[[], Any], device: torch.device, blocks: str | None = None, task: Task = TRAINING
 ) -> AdviceSubject:
     """Return the subject that ``factory()`` gives as ``(model, batch)`` or ``(model, batch, loss)``; it builds each model.
 
@@ -117,12 +119,10 @@ def subject_of(
     if callable(batch):
         _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
     containers = _containers(model, blocks)
-    return AdviceSubject(
-        lambda _: factory()[0], on_device(batch, device), loss[0] if loss else None, containers, trains
-    )
+    return AdviceSubject(lambda _: factory()[0], on_device(batch, device), loss[0] if loss else None, containers, task)
 
 
-def subject_by_name(model: NamedModel, blocks: str | None = None, *, trains: bool) -> AdviceSubject:
+def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubject:
     """Return the subject that a model by name gives. Its batch is made where it is needed: nothing is on a device.
 
     Raises `SubjectError` where ``blocks`` names nothing, or no model can be built of the configuration.
@@ -143,10 +143,10 @@ def subject_by_name(model: NamedModel, blocks: str | None = None, *, trains: boo
             model.batch,
             model.loss,
             containers,
-            trains,
+            model.task,
             model.title,
             model.inputs.size,
-            lambda size: subject(named_model(model.name, size, trains=trains)),
+            lambda size: subject(named_model(model.name, size, model.task)),
             has_length=model.inputs.shape is None,
         )
 
@@ -179,7 +179,9 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
     allocated = int(metrics["peak_allocated"])
     reserved = int(metrics.get("peak_reserved", allocated))
     slow = None if config.precision is None else device.emulates(config.precision)
-    return Tried(config, reserved, metrics.get("step_time"), allocated=allocated, slow=slow or "")
+    doubt = decided_a_branch(device.take_reads().notes())
+    time = metrics.get("step_time")
+    return Tried(config, reserved, time, allocated=allocated, slow=slow or "", doubt=doubt or "")
 
 
 def _why_not(device: Device, error: Exception) -> str | None:
@@ -243,12 +245,12 @@ def _prepared(
         stack.callback(device.quiesce)
         step: AbstractContextManager[PreparedStep] = (
             prepared_train_step(context, build, subject.batch, config=config, loss=subject.loss)
-            if subject.trains
-            else prepared_infer_step(context, build, subject.batch, config=config)
+            if subject.task.trains
+            else prepared_infer_step(context, build, subject.batch, config=config, new_tokens=subject.task.new_tokens)
         )
         try:
             with step as prepared:
-                if not subject.trains:
+                if not subject.task.trains:
                     # How the weights were cast or quantised is not the step's.
                     peak = stack.enter_context(device.peak_from_now_on())
                 yield prepared, peak

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from pytest_gpumem.advice.cards import TrialFailed, begin, capacity_of, explain_on, try_on, with_capacity
 from pytest_gpumem.advice.formats import html, markdown, to_json
-from pytest_gpumem.advice.largest import Largest, SizeTrial, Sought, largest_of, next_size
+from pytest_gpumem.advice.largest import OPTIONS
 from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
-from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Search, Tried, recommended
+from pytest_gpumem.advice.search_order import Search
 from pytest_gpumem.advice.snippet import code_of
 from pytest_gpumem.advice.texts import lines
 from pytest_gpumem.advice.trial import (
@@ -23,9 +25,18 @@ from pytest_gpumem.advice.trial import (
     subject_of,
     try_config,
 )
+from pytest_gpumem.advice.trials import Trials
 from pytest_gpumem.cli.named_function import named_function
 from pytest_gpumem.cli.project import devices_of_plugins, own_gpus_around
-from pytest_gpumem.cli.streams import INTERRUPTED, InputError, format_option, input_errors, parsed, write_lines
+from pytest_gpumem.cli.streams import (
+    INTERRUPTED,
+    InputError,
+    WholeNumber,
+    format_option,
+    input_errors,
+    parsed,
+    write_lines,
+)
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
 from pytest_gpumem.emulated_process.before_torch import install
@@ -36,16 +47,19 @@ from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.sources import model_name, named_model
+from pytest_gpumem.models.task import Task
 from pytest_gpumem.reports.formats import format_of
 from pytest_gpumem.step_config.config import StepConfig
-from pytest_gpumem.step_config.errors import ConfigError, NotAStep
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.private_api import gpu_unseen
-from pytest_gpumem.units import format_bytes, parse_size
+from pytest_gpumem.units import parse_size
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from pytest_gpumem.advice.largest import SizeTrial, Sought
+    from pytest_gpumem.advice.search_order import Tried
     from pytest_gpumem.models.named_model import NamedModel
     from pytest_gpumem.values.composition import Explanation
 
@@ -84,6 +98,13 @@ if TYPE_CHECKING:
     "--train/--infer", "trains", default=True, help="Measure a training step (the default), or a step of inference."
 )
 @click.option(
+    "--generate",
+    "new_tokens",
+    metavar="N",
+    type=WholeNumber(min=1),
+    help="Of a model by name: measure the generation of N tokens by its generate(), after a prompt that is the batch.",
+)
+@click.option(
     "--all",
     "everything",
     is_flag=True,
@@ -113,6 +134,7 @@ def advise(
     size: BatchSize | None,
     words: tuple[str, ...],
     trains: bool,
+    new_tokens: int | None,
     everything: bool,
     largest_batch: bool,
     longest_sequence: bool,
@@ -129,14 +151,15 @@ def advise(
     function of output and batch. MODULE is looked for in this folder, too.
 
     Tried are, in this order and each on top of what helped before: lower precision (AMP), checkpointing, accumulation over
-    micro-batches, weights in bfloat16, an 8-bit optimizer, saved tensors on the host; for inference bfloat16, then
-    weights in int8. It ends at the first config that fits, and shows the code that makes it. Training is with AdamW. On CUDA
-    the reserved memory has to fit, on the CPU what tensors hold.
+    micro-batches, weights in bfloat16, an 8-bit optimizer, saved tensors on the host; for inference and generation
+    bfloat16, then weights in int8. It ends at the first config that fits, and shows the code that makes it. Training is with
+    AdamW. On CUDA the reserved memory has to fit, on the CPU what tensors hold.
 
     \b
     Examples:
       gpumem advise hf:meta-llama/Llama-3.1-8B --batch 1x4096 --device emulated:h100 --device emulated:l40s
       gpumem advise hf:./config.json --infer --device emulated:all
+      gpumem advise hf:meta-llama/Llama-3.1-8B --generate 256 --batch 8x2048 --device emulated:l40s
       gpumem advise timm:vit_base_patch16_224 --batch 64 --device emulated:l4
       gpumem advise my_project.models:make_gpt --fits 24GB
 
@@ -152,16 +175,16 @@ def advise(
     if largest_batch and longest_sequence:
         raise click.UsageError("--largest-batch and --longest-sequence are looked for one at a time")
     sought: Sought | None = "samples" if largest_batch else "tokens" if longest_sequence else None
-    search = Search(fits, configs, everything, blocks, trains, sought)
+    search = Search(fits, configs, everything, blocks, _task(trains, new_tokens), sought)
     with input_errors(ModelError):
         name = model_name(subject_name)
     gpus = _gpus(device_names)
     every = _EVERY not in device_names
     if name is None:
-        if size is not None:
-            raise click.UsageError(f"--batch is for a model by name; {subject_name} returns its own batch")
-        if sought is not None:
-            raise click.UsageError(f"{OPTIONS[sought]} is for a model by name; {subject_name} returns its own batch")
+        given = {"--batch": size, OPTIONS[sought or "samples"]: sought, "--generate": new_tokens}
+        for option, value in given.items():
+            if value is not None:
+                raise click.UsageError(f"{option} is for a model by name; {subject_name} returns its own batch")
         if len(device_names) > 1 or not every:
             raise click.UsageError("several devices are for a model by name; for a function, name one")
         found = _advised_here(
@@ -175,15 +198,12 @@ def advise(
         found = _advised_here(
             search,
             device_names[0],
-            lambda _: subject_by_name(_model(name, size, search), blocks, trains=trains),
+            lambda _: subject_by_name(_model(name, size, search), blocks),
             over_time=form == "html",
         )
     status = INTERRUPTED if not found.finished else 0 if found.fits(every=every) else 1
     _print(found, form, status)
     sys.exit(status)
-
-
-OPTIONS: dict[Sought, str] = {"samples": "--largest-batch", "tokens": "--longest-sequence"}
 
 
 def _print(found: Advice, form: str, status: int) -> None:
@@ -193,6 +213,14 @@ def _print(found: Advice, form: str, status: int) -> None:
         click.echo(to_json(found, status), nl=False)
     else:
         click.echo(markdown(found) if form == "markdown" else html(found), nl=False)
+
+
+def _task(trains: bool, new_tokens: int | None) -> Task:
+    if new_tokens is None:
+        return Task(trains)
+    if click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT and trains:
+        raise click.UsageError("--generate measures inference; leave --train out")
+    return Task(trains=False, new_tokens=new_tokens)
 
 
 def _configs(words: Sequence[str]) -> tuple[StepConfig, ...]:
@@ -215,13 +243,13 @@ _EVERY = f"{EMULATED}{EVERY}"
 
 def _model(name: ModelName, size: BatchSize | None, search: Search) -> NamedModel:
     with input_errors(ModelError):
-        model = named_model(name, size, trains=search.trains)
+        model = named_model(name, size, search.task)
     click.echo(model.title, err=True)
     return model
 
 
 def _subject(factory: str, device: Device, search: Search) -> AdviceSubject:
-    return subject_of(named_function(factory), device.torch_device, search.blocks, trains=search.trains)
+    return subject_of(named_function(factory), device.torch_device, search.blocks, search.task)
 
 
 def _advised_here(
@@ -236,25 +264,19 @@ def _advised_here(
         subject = subject_on(device)
     except SubjectError as error:
         raise click.UsageError(str(error)) from None
-    tried: list[Tried] = []
 
-    def try_one(config: StepConfig) -> Tried:
-        return try_config(device, subject, config)
+    def try_one(sized: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
+        # An emulated GPU's peaks may lack what convolutions take on a GPU.
+        emulation = current_emulation()
+        return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
 
-    finished = _try_all(tried, search.over(tried, search.fits, subject.samples), try_one)
-    largest: dict[StepConfig, Largest] = {}
-    if finished and search.fits is not None:
-        finished = _find_largest(
-            largest, tried, search, search.fits, subject, lambda sized, config: try_config(device, sized, config)
-        )
-    # An emulated GPU's peaks may lack what convolutions take on a GPU.
-    emulation = current_emulation()
-    why = None if emulation is None else emulation.cudnn.lacking()
     name = device.environment().device
-    trials = DeviceTrials(name, search.fits, tuple(tried), recommended(tried, search.fits), why, largest)
-    notes = () if device.tells_time or not tried else (f"{name}: memory as of PyTorch's own allocator, no times",)
+    trials = _run(Trials(search.fits, subject, search, try_one, _say), name)
+    notes = (
+        () if device.tells_time or not trials.tried else (f"{name}: memory as of PyTorch's own allocator, no times",)
+    )
     found = Advice(
-        subject.title, subject.trains, False, (trials,), finished=finished, notes=notes, sought=search.sought
+        subject.title, search.task, False, (trials,), finished=trials.finished, notes=notes, sought=search.sought
     )
     return _with_code(
         found,
@@ -273,19 +295,39 @@ def _advised_on_cards(
         begin(gpus[0])
     try:
         with gpu_unseen():
-            subject = subject_by_name(_model(name, size, search), search.blocks, trains=search.trains)
+            subject = subject_by_name(_model(name, size, search), search.blocks)
     except SubjectError as error:
         raise click.UsageError(str(error)) from None
     done: list[DeviceTrials] = []
     elsewhere: dict[StepConfig, list[SizeTrial]] = {}
-    finished = all(_try_card(done, gpu, subject, search, elsewhere, several=len(gpus) > 1) for gpu in gpus)
+    for gpu in gpus:
+        card = gpu if search.fits is None else with_capacity(gpu, search.fits)
+        where = f"{card.title}: " if len(gpus) > 1 else ""
+        trials = Trials(capacity_of(card), subject, search, partial(try_on, card), _say, where, bool(done), elsewhere)
+        done.append(_run(trials, card.title))
+        if not done[-1].finished:
+            break
     by_title = {gpu.title: gpu for gpu in gpus}
     return _with_code(
-        Advice(subject.title, subject.trains, True, tuple(done), finished=finished, sought=search.sought),
+        Advice(subject.title, search.task, True, tuple(done), finished=done[-1].finished, sought=search.sought),
         subject,
         "cuda",
         lambda title, config: explain_on(by_title[title], subject, config, over_time=over_time),
     )
+
+
+def _run(trials: Trials, name: str) -> DeviceTrials:
+    """Run the trials of the device of that name. Raises `click.UsageError` and `InputError`."""
+    try:
+        return trials.run(name)
+    except SubjectError as error:
+        raise click.UsageError(str(error)) from None
+    except TrialFailed as error:
+        raise InputError(str(error)) from None
+
+
+def _say(text: str) -> None:
+    click.echo(text, nl=False, err=True)
 
 
 def _with_code(
@@ -298,7 +340,7 @@ def _with_code(
             first.setdefault(device.chosen.config, device.name)
     configs = []
     for config, device_name in first.items():
-        code = tuple(code_of(config, device_type, subject.containers, trains=subject.trains))
+        code = tuple(code_of(config, device_type, subject.containers, subject.task))
         explanation: Explanation | str = ""
         # After Ctrl-C nothing more is begun.
         if found.finished:
@@ -312,126 +354,6 @@ def _with_code(
         why_not, known = (explanation, None) if isinstance(explanation, str) else ("", explanation)
         configs.append(Recommended(config, device_name, code, known, why_not))
     return replace(found, recommended=tuple(configs))
-
-
-def _try_card(
-    done: list[DeviceTrials],
-    gpu: Gpu,
-    subject: AdviceSubject,
-    search: Search,
-    elsewhere: dict[StepConfig, list[SizeTrial]],
-    *,
-    several: bool,
-) -> bool:
-    """Append what was tried on a card to ``done``, and return whether all was: not after Ctrl-C."""
-    if search.fits is not None:
-        gpu = with_capacity(gpu, search.fits)
-    limit = capacity_of(gpu)
-    tried: list[Tried] = []
-    lacking: list[str] = []
-
-    def try_sized(sized: AdviceSubject, config: StepConfig) -> Tried:
-        one, why = try_on(gpu, sized, config)
-        lacking.extend(filter(None, [why]))
-        return one
-
-    configs = search.over(tried, limit, subject.samples)
-    where = f"{gpu.title}: " if several else ""
-    finished = _try_all(tried, configs, lambda config: try_sized(subject, config), where, goes_on=bool(done))
-    largest: dict[StepConfig, Largest] = {}
-    if finished:
-        finished = _find_largest(largest, tried, search, limit, subject, try_sized, where, elsewhere)
-    why = lacking[0] if lacking else None
-    done.append(DeviceTrials(gpu.title, limit, tuple(tried), recommended(tried, limit), why, largest))
-    return finished
-
-
-def _find_largest(
-    largest: dict[StepConfig, Largest],
-    tried: Sequence[Tried],
-    search: Search,
-    limit: int,
-    subject: AdviceSubject,
-    try_one: Callable[[AdviceSubject, StepConfig], Tried],
-    where: str = "",
-    elsewhere: dict[StepConfig, list[SizeTrial]] | None = None,
-) -> bool:
-    """Enter the largest batch of each config that it is sought for, and return whether all were found: not after Ctrl-C."""
-    if search.sought is None:
-        return True
-    start = subject.number(search.sought)
-    if start is None:
-        raise click.UsageError(
-            f"{OPTIONS[search.sought]}: the samples of {subject.title.partition(',')[0]} have no length"
-        )
-    known = {one.config: one for one in tried}
-    for config in search.sought_for(tried, limit):
-        first = known[config]
-        trials = [SizeTrial(start, first.fits(limit), first.peak)]
-        unit = config.accumulate if search.sought == "samples" else 1
-        hints = (elsewhere or {}).get(config, [])
-        try:
-            while (number := next_size(trials, limit, start, unit, hints)) is not None:
-                click.echo(f"{where}{config}, {number:,} {search.sought} ... ", nl=False, err=True)
-                trials.append(one := _at_size(subject, config, search.sought, number, limit, try_one))
-                click.echo(one.why_not if one.peak is None else format_bytes(one.peak), err=True)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            largest[config] = largest_of(trials, finished=False)
-            return False
-        largest[config] = largest_of(trials)
-        if elsewhere is not None:
-            elsewhere[config] = trials
-    return True
-
-
-def _at_size(
-    subject: AdviceSubject,
-    config: StepConfig,
-    sought: Sought,
-    number: int,
-    limit: int,
-    try_one: Callable[[AdviceSubject, StepConfig], Tried],
-) -> SizeTrial:
-    try:
-        one = try_one(subject.with_number(sought, number), config)
-    except (ModelError, NotAStep, TrialFailed) as error:
-        return SizeTrial(number, fits=False, why_not=str(error))
-    return SizeTrial(number, one.fits(limit), one.peak, "" if one.why_not == OUT_OF_MEMORY else one.why_not)
-
-
-def _try_all(
-    tried: list[Tried],
-    configs: Iterator[StepConfig],
-    try_one: Callable[[StepConfig], Tried],
-    where: str = "",
-    *,
-    goes_on: bool = False,
-) -> bool:
-    """Append the result of each config to ``tried``, and return whether all were tried: not after Ctrl-C.
-
-    An error of the model's own ends it where there is nothing yet to lose, unless it ``goes_on``.
-    """
-    try:
-        for number, config in enumerate(configs, start=1):
-            click.echo(f"[{number}] {where}{config} ... ", nl=False, err=True)
-            try:
-                one = try_one(config)
-            except NotAStep as error:
-                # What steps say for tests, where the loss is an argument.
-                problem, no_loss, _ = str(error).partition("; pass loss=")
-                mend = "; return (model, batch, loss) from the factory, where loss(output, batch) gives one number"
-                raise click.UsageError(problem + mend if no_loss else problem) from None
-            except TrialFailed as error:
-                if not goes_on and not tried:
-                    raise InputError(str(error)) from None
-                one = Tried(config, why_not=str(error))
-            tried.append(one)
-            click.echo(one.why_not if one.peak is None else format_bytes(one.peak), err=True)
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        return False
-    return True
 
 
 def _device(name: str) -> Device:

@@ -40,6 +40,8 @@ _BY_SIGN = {
     **dict.fromkeys(("__or__", "__ior__"), "bitwise_or"),
 }
 """Operators that inference mode leaves as they are, and the names that they have outside of it."""
+_FILLED = {"ones": True, "ones_like": True, "new_ones": True, "zeros": False, "zeros_like": False, "new_zeros": False}
+"""Operators that make tensors of one value, which is known of those that are too large to be computed, too."""
 _AND = frozenset({"mul", "logical_and", "bitwise_and"})
 _OR = frozenset({"logical_or", "bitwise_or"})
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -118,6 +120,12 @@ class Constants:
             return there
         negates = name == "logical_not" or (name == "bitwise_not" and first.dtype == torch.bool)
         return Constant(not there.value, there.noted) if negates else None
+
+    def filled(self, operator: Operator, made: list[torch.Tensor]) -> Constant | None:
+        """Return what all elements of integers or truths are that an operator has made of nothing: of a batch's mask."""
+        value = _FILLED.get(operator.name)
+        is_large = len(made) == 1 and is_exact(made[0]) and not is_small(made)
+        return Constant(value) if value is not None and is_large else None
 
     def _asked(self, name: str, values: torch.Tensor, among: object) -> Constant | None:
         """Return what follows from uncomputed floats being finite and valid, and token ids none of the given ones."""

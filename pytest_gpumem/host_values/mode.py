@@ -279,7 +279,7 @@ class HostValues(TorchDispatchMode):
         outcome = [tensor for tensor in (*made, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         # That a token is none of those that end a text follows from what cannot be chosen, and not from what was.
         routing = None if operator.name == "isin" else self._routing_among(call.tensors)
-        constant = None if known else self.constants.result(operator, args)
+        constant = self.constants.filled(operator, made) if known else self.constants.result(operator, args)
         excluded = None if known and routing is None else self.exclusions.result(operator, args)
         chosen = None if known else self._choose(call, made)
         mask = None if known or self.choosing.routing is None else self.choosing.mask(operator.name, args)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.models.name import ModelName
+    from pytest_gpumem.models.task import Task
 
 _TIMESTEPS = 1000
 _NUMBERS_OF_SIZE = 6
@@ -49,7 +50,7 @@ class _Sizes:
         return RandomTensor((self.samples,), _TIMESTEPS)
 
 
-def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedModel:
+def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     """Return the model of a class's own configuration, or of one from the hub, a folder or a file.
 
     The side of a batch is that of what the class takes: latents for a network that takes those, pixels for an autoencoder.
@@ -74,11 +75,11 @@ def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedMode
     except _NotKnown as unknown:
         raise ModelError(f"{name}: it is not known here what it takes for {unknown}; {WRITE}") from None
     shape = by_sides(next(iter(arguments.values())).shape[1:])
-    if trains:
+    if task.trains:
         arguments[TARGET] = target
     make = partial(_made, model_class, said)
     inputs = Inputs(BatchSize(samples, side), arguments, shape)
-    return NamedModel(name, model_class.__name__, make, inputs, _mean_squared_error if trains else None)
+    return NamedModel(name, model_class.__name__, make, inputs, _mean_squared_error if task.trains else None)
 
 
 def _made(model_class: Any, said: Mapping[str, Any]) -> torch.nn.Module:

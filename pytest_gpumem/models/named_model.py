@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.inputs import TARGET
+from pytest_gpumem.models.task import TRAINING
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.models.inputs import Inputs
     from pytest_gpumem.models.name import ModelName
+    from pytest_gpumem.models.task import Task
     from pytest_gpumem.steps.model_step import Loss
 
 
@@ -29,6 +32,7 @@ class NamedModel:
     inputs: Inputs
     loss: Loss | None = None
     """Takes the output and the batch, whose target is no argument of forward."""
+    task: Task = TRAINING
 
     def build(self, dtype: torch.dtype) -> torch.nn.Module:
         """Return a new model whose weights are made in a dtype, as they are when they are loaded in it."""
@@ -50,8 +54,10 @@ class NamedModel:
 
     @property
     def title(self) -> str:
-        """Its name, its class, and the size of its batch."""
-        return f"{self.name}: {self.class_name}, random weights; batch {self.inputs}"
+        """Its name, its class, the size of its batch, and what is done with it, where that is not in the table."""
+        new = self.task.new_tokens
+        generates = "" if new is None else f", generates {counted(new, 'token')}"
+        return f"{self.name}: {self.class_name}, random weights; batch {self.inputs}{generates}"
 
 
 def on_meta(name: ModelName, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:

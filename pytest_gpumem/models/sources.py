@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.models.errors import ModelError
@@ -12,6 +12,7 @@ from pytest_gpumem.models.name import ModelName
 if TYPE_CHECKING:
     from pytest_gpumem.models.name import BatchSize
     from pytest_gpumem.models.named_model import NamedModel
+    from pytest_gpumem.models.task import Task
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,13 @@ class Source:
     """The module of this package whose ``model_of`` takes what `named_model` takes. It is imported when it is used."""
     written: str
     """The way a model is named, as a clause with ``{source}``."""
+    generates: bool = False
+    """True if there are models among them that generate tokens."""
 
 
-_OF_TRANSFORMERS = Source("transformers", "{source}:ORG/NAME, or {source}: and a folder with config.json")
+_OF_TRANSFORMERS = Source(
+    "transformers", "{source}:ORG/NAME, or {source}: and a folder with config.json", generates=True
+)
 SOURCES = {
     "hf": _OF_TRANSFORMERS,
     "hf-tiny": _OF_TRANSFORMERS,
@@ -51,17 +56,20 @@ def model_name(text: str) -> ModelName | None:
     return ModelName(source, name)
 
 
-def named_model(name: ModelName, size: BatchSize | None, *, trains: bool) -> NamedModel:
+def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     """Return the model of a name.
 
     Args:
         name: It, with the source.
         size: The size of its batch, if not one sample of a usual length.
-        trains: Whether it has to give a loss.
+        task: What it does in a step: in training it has to give a loss.
 
     Raises:
-        ModelError: There is none, or its library is not installed, or no batch can be made for it.
+        ModelError: There is none, or its library is not installed, or no batch can be made for it, or it has no such task.
     """
+    if task.new_tokens is not None and not SOURCES[name.source].generates:
+        able = " and ".join(f"{word}:" for word, source in SOURCES.items() if source.generates)
+        raise ModelError(f"{name} generates no tokens; models of {able} do")
     module = importlib.import_module(f"pytest_gpumem.models.{SOURCES[name.source].file}")
-    model: NamedModel = module.model_of(name, size, trains)
-    return model
+    model: NamedModel = module.model_of(name, size, task)
+    return replace(model, task=task)

@@ -14,9 +14,10 @@ from pytest_gpumem.models.named_model import NamedModel, on_meta
 
 if TYPE_CHECKING:
     from pytest_gpumem.models.name import ModelName
+    from pytest_gpumem.models.task import Task
 
 
-def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedModel:
+def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     """Return the model of a name that timm has, for images of another side where one is given.
 
     Raises:
@@ -37,12 +38,12 @@ def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedMode
     shape = (channels, *sides)
     arguments = {main_argument(model): RandomTensor((samples, *shape))}
     classes = int(getattr(model, "num_classes", 0))
-    if trains and classes == 0:
+    if task.trains and classes == 0:
         raise ModelError(f"{name} has no loss, as it has no classes; {WRITE}; or measure inference")
-    if trains:
+    if task.trains:
         arguments[TARGET] = RandomTensor((samples,), classes)
     inputs = Inputs(BatchSize(samples, sides[0]), arguments, by_sides(shape))
-    return NamedModel(name, type(model).__name__, make, inputs, cross_entropy if trains else None)
+    return NamedModel(name, type(model).__name__, make, inputs, cross_entropy if task.trains else None)
 
 
 def _configuration(timm: Any, name: ModelName) -> Any:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.models.name import ModelName
+    from pytest_gpumem.models.task import Task
 
 _FRAMES = 16
 """Frames of a clip, where a model takes any number from its least one on."""
@@ -32,7 +33,7 @@ _SIZED: dict[str, Callable[[int], object]] = {
 """Arguments of classes that are made for images of one size."""
 
 
-def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedModel:
+def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     """Return the model of a name that torchvision has, for images of another side where one is given.
 
     Raises:
@@ -51,7 +52,7 @@ def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedMode
     kind = builder.__module__.removeprefix("torchvision.models.").partition(".")[0]
     weights = models.get_model_weights(name.name).DEFAULT
     if kind == "detection":
-        return _detection(name, size, trains, make, model, len(weights.meta["categories"]))
+        return _detection(name, size, task.trains, make, model, len(weights.meta["categories"]))
     if kind in ("quantization", "optical_flow"):
         raise ModelError(f"{name}: it is not known here how models for {kind.replace('_', ' ')} are trained; {WRITE}")
     side = _side(weights) if size is None or size.length is None else size.length
@@ -65,11 +66,11 @@ def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedMode
     if kind == "video":
         shape = (3, max(_FRAMES, weights.meta.get("min_temporal_size", 1)), side, side)
     arguments = {main_argument(model): RandomTensor((samples, *shape))}
-    if trains:
+    if task.trains:
         labelled = (samples, side, side) if kind == "segmentation" else (samples,)
         arguments[TARGET] = RandomTensor(labelled, len(weights.meta["categories"]))
     inputs = Inputs(BatchSize(samples, side), arguments, by_sides(shape))
-    return NamedModel(name, type(model).__name__, make, inputs, cross_entropy if trains else None)
+    return NamedModel(name, type(model).__name__, make, inputs, cross_entropy if task.trains else None)
 
 
 def _side(weights: Any) -> int:

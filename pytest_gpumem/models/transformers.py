@@ -9,11 +9,15 @@ from pytest_gpumem.models.errors import WRITE, ModelError
 from pytest_gpumem.models.library import library_of
 from pytest_gpumem.models.named_model import NamedModel
 from pytest_gpumem.models.transformers_inputs import inputs_of
+from pytest_gpumem.models.transformers_prompts import prompt_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
+
     from pytest_gpumem.models.name import BatchSize, ModelName
+    from pytest_gpumem.models.task import Task
 
 _MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM", "CTC")
 """Kinds of transformers' models, of which the first is taken where a configuration names no class."""
@@ -21,25 +25,48 @@ _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_lay
 _FEWEST = 2
 
 
-def model_of(name: ModelName, size: BatchSize | None, trains: bool) -> NamedModel:
+def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     """Return the model of a configuration: in training without a cache of keys and values, as one trains.
 
     Raises:
-        ModelError: There is none, or it needs code of its own, or no batch can be made for it.
+        ModelError: There is none, or it needs code of its own, or no batch can be made for it, or it cannot generate.
     """
     transformers = library_of(name, "transformers")
     config = _configuration(transformers, name)
     if name.is_tiny:
         for part in _parts(config):
             _shrink(part)
-    if trains and hasattr(config, "use_cache"):
+    if task.trains and hasattr(config, "use_cache"):
         config.use_cache = False
     model_class = _class_of(transformers, name, config)
+    if task.new_tokens is not None and not model_class.can_generate():
+        raise ModelError(
+            f"{name}: {model_class.__name__} generates no tokens, as classes like LlamaForCausalLM and "
+            "T5ForConditionalGeneration do; leave the generation out to measure a forward pass"
+        )
     try:
-        inputs = inputs_of(model_class, config, size, trains=trains)
+        if task.new_tokens is None:
+            inputs = inputs_of(model_class, config, size, trains=task.trains)
+        else:
+            inputs = prompt_of(model_class, config, size, task.new_tokens)
     except AttributeError as error:
         raise ModelError(f"{name}: its configuration lacks what a batch is made of: {error}") from None
-    return NamedModel(name, model_class.__name__, lambda: model_class(copy.deepcopy(config)), inputs)
+
+    def make() -> torch.nn.Module:
+        made: torch.nn.Module = model_class(copy.deepcopy(config))
+        if task.new_tokens is not None:
+            _search_greedily(transformers, made)
+        return made
+
+    return NamedModel(name, model_class.__name__, make, inputs)
+
+
+def _search_greedily(transformers: Any, model: Any) -> None:
+    """Have a model generate greedily up to the last token, whatever its configuration says: no token ends a text."""
+    told = model.generation_config
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=told.bos_token_id, decoder_start_token_id=told.decoder_start_token_id
+    )
 
 
 def _configuration(transformers: Any, name: ModelName) -> Any:

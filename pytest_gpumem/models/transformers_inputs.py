@@ -12,8 +12,9 @@ from pytest_gpumem.models.name import BatchSize
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_TOKENS, _PIXELS, _FEATURES, _SAMPLES = "input_ids", "pixel_values", "input_features", "input_values"
-_MOST_TOKENS = 2048
+TOKENS, FEATURES = "input_ids", "input_features"
+_PIXELS, _SAMPLES = "pixel_values", "input_values"
+MOST_TOKENS = 2048
 """Tokens of a sequence where no length is given, or as many as the model has positions."""
 _AUDIO = 160_000
 """Samples of a sound where no length is given: ten seconds at 16 kHz."""
@@ -55,11 +56,11 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
     main = model_class.main_input_name
     tensors: dict[str, RandomTensor] = {}
     constants: dict[str, Any] = {}
-    if main == _TOKENS:
-        length = _tokens(model_class, config, length)
-        tensors[_TOKENS] = RandomTensor((samples, length), _text(config).vocab_size)
-    elif main == _FEATURES:
-        tensors[_FEATURES] = RandomTensor((samples, config.num_mel_bins, 2 * config.max_source_positions))
+    if main == TOKENS:
+        length = _within(model_class, length, positions_of(config))
+        tensors[TOKENS] = RandomTensor((samples, length), _text(config).vocab_size)
+    elif main == FEATURES:
+        tensors[FEATURES] = RandomTensor((samples, config.num_mel_bins, 2 * config.max_source_positions))
         length = _within(model_class, length, config.max_target_positions)
     elif main == _SAMPLES:
         length = length or _AUDIO
@@ -70,7 +71,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
         tensors[_PIXELS] = _images(config, samples)
     else:
         raise ModelError(f"{model_class.__name__} takes {main}, of which nothing is known here; {WRITE}")
-    others = sorted({_PIXELS, _FEATURES, _SAMPLES} & taken.keys() - tensors.keys()) if main == _TOKENS else []
+    others = sorted({_PIXELS, FEATURES, _SAMPLES} & taken.keys() - tensors.keys()) if main == TOKENS else []
     if others and "return_loss" not in taken:
         raise ModelError(
             f"{model_class.__name__} takes {', '.join(others)} beside texts, in parts that follow none; {WRITE}"
@@ -81,7 +82,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
         constants["return_loss"] = trains
     elif trains:
         tensors |= _labels(model_class, config, tensors[main], length, taken)
-    elif getattr(config, "is_encoder_decoder", False) and main in (_TOKENS, _FEATURES) and length is not None:
+    elif getattr(config, "is_encoder_decoder", False) and main in (TOKENS, FEATURES) and length is not None:
         tensors["decoder_input_ids"] = RandomTensor((samples, length), _text(config).vocab_size)
     return Inputs(BatchSize(samples, length), {**tensors, **constants})
 
@@ -92,19 +93,20 @@ def _text(config: Any) -> Any:
     return found() if found is not None else config
 
 
-def _tokens(model_class: Any, config: Any, length: int | None) -> int:
+def positions_of(config: Any) -> int | None:
+    """Return the number of tokens that a model has positions for; ``None`` where it takes any number."""
     text = _text(config)
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:  # some say -1 for any number
-        return _within(model_class, length, None)
+        return None
     if getattr(text, "model_type", None) in _BEHIND_PADDING:
         positions -= (text.pad_token_id or 0) + 1
-    return _within(model_class, length, positions)
+    return positions
 
 
 def _within(model_class: Any, length: int | None, positions: int | None) -> int:
     if length is None:
-        return min(_MOST_TOKENS, positions or _MOST_TOKENS)
+        return min(MOST_TOKENS, positions or MOST_TOKENS)
     if positions is not None and length > positions:
         raise ModelError(
             f"{model_class.__name__} has {positions} positions, and the batch has {length} tokens a sample"

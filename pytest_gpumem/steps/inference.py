@@ -1,4 +1,4 @@
-"""An inference step: one forward pass, or with a key/value cache a prompt and the token after it; int8 weights."""
+"""An inference step: one forward pass, with a key/value cache a prompt and the token after it, or generation; int8 weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import describe, feed, on_device, work_in
 from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.dry_run import dry_run_inference
+from pytest_gpumem.steps.generation import generation_phases
 from pytest_gpumem.steps.model_step import build_model, given_model, import_quietly, precision_of, workload_of
 from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
@@ -140,8 +141,9 @@ def prepared_infer_step(
     *,
     config: StepConfig | None = None,
     items: float | str | None = None,
+    new_tokens: int | None = None,
 ) -> Iterator[PreparedStep]:
-    """Make one forward pass ready to run, or with ``cache=on`` a prompt and the token after it.
+    """Make one forward pass ready to run, with ``cache=on`` a prompt and the token after it, or the generation of tokens.
 
     Raises as `prepared_train_step`.
     """
@@ -160,15 +162,21 @@ def prepared_infer_step(
             precision = precision_of(model)
             model = quantized(model, config, given is not None)
         stack.enter_context(surroundings(model, config, context.device, training=False))
-        notes = dry_run_inference(infer_phases(model, model, batch, config, device), config, context.device)
+
+        def phases_of(run: Callable[..., Any]) -> list[Phase]:
+            if new_tokens is not None:
+                return generation_phases(model, batch, new_tokens, config, device)
+            return infer_phases(model, run, batch, config, device)
+
+        notes = dry_run_inference(phases_of(model), config, context.device)
         compiles = config.compile != "none"
         run = stack.enter_context(compiled(model, config.compile)) if compiles else model
-        phases = infer_phases(model, run, batch, config, device)
+        phases = phases_of(run)
         if compiles:
             compile_now(phases, config.compile)
         yield PreparedStep(
             context=context,
-            workload=workload_of("infer_step", model, batch, config, precision),
+            workload=workload_of("infer_step" if new_tokens is None else "generate", model, batch, config, precision),
             work=work_in(batch, items),
             phases=phases,
             not_own=not_own,

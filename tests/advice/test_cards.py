@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.advice.cards import TrialFailed, capacity_of, with_capacity
-from pytest_gpumem.advice.search_order import Tried
-from pytest_gpumem.cli.advise import _try_all
-from pytest_gpumem.cli.streams import InputError
+from pytest_gpumem.advice.search_order import Search, Tried
+from pytest_gpumem.advice.trial import AdviceSubject
+from pytest_gpumem.advice.trials import Trials
 from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
 
 GB = 10**9
@@ -22,16 +23,18 @@ def test_a_card_has_as_much_memory_as_is_asked_for_but_no_more_than_its_own():
 
 
 def test_an_error_of_the_models_own_ends_nothing_where_there_are_results():
-    def fails(config):
+    def fails(_, config):
         if config == FP32:
             raise TrialFailed("planted")
-        return Tried(config, GB)
+        return Tried(config, GB), None
 
-    tried = []
-    assert _try_all(tried, iter((BF16, FP32)), fails)
-    assert [(one.config, one.why_not) for one in tried] == [(BF16, ""), (FP32, "planted")]
-    later = []
-    assert _try_all(later, iter((FP32, BF16)), fails, goes_on=True)
-    assert [one.why_not for one in later] == ["planted", ""]
-    with pytest.raises(InputError, match=r"^planted$"):
-        _try_all([], iter((FP32,)), fails)
+    def tried(*configs, goes_on=False):
+        subject = AdviceSubject(lambda _: None, {}, None, ())
+        search = Search(None, configs, everything=False, blocks=None, task=TRAINING)
+        found = Trials(GB, subject, search, fails, lambda _: None, goes_on=goes_on).run("card")
+        return [(one.config, one.why_not) for one in found.tried]
+
+    assert tried(BF16, FP32) == [(BF16, ""), (FP32, "planted")]
+    assert tried(FP32, BF16, goes_on=True) == [(FP32, "planted"), (BF16, "")]
+    with pytest.raises(TrialFailed, match=r"^planted$"):
+        tried(FP32)

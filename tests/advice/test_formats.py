@@ -10,6 +10,7 @@ from pytest_gpumem.advice.formats import html, markdown, to_json
 from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended, shares_of
 from pytest_gpumem.advice.search_order import Tried, recommended
 from pytest_gpumem.advice.texts import composition_lines, lines
+from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.values.composition import Composition, Explanation, Row
 
@@ -33,7 +34,7 @@ PEAK = Composition(
 def advice(*devices, subject="hf:model: Model, random weights; batch 1x8", explanation=None, why_not="", emulated=True):
     chosen = {one.chosen.config: one.name for one in devices if one.chosen is not None}
     told = tuple(Recommended(config, name, ("import torch",), explanation, why_not) for config, name in chosen.items())
-    return Advice(subject, True, emulated, devices, told)
+    return Advice(subject, TRAINING, emulated, devices, told)
 
 
 def device(name, limit, *tried):

@@ -13,6 +13,7 @@ from pytest_gpumem.advice.search_order import (
     next_config,
     recommended,
 )
+from pytest_gpumem.models.task import INFERENCE
 from pytest_gpumem.step_config.config import StepConfig
 
 
@@ -66,7 +67,7 @@ def test_what_is_slow_on_a_card_is_measured_and_neither_carried_on_nor_enough():
     while (config := next_config(tried, 8)) is not None and len(tried) < 4:
         tried.append(Tried(config, always_helps(config), slow=slow(config)))
     assert [str(one.config) for one in tried] == ["fp32", "amp-bf16", "amp-fp16", "amp-fp16,checkpoint=ops"]
-    search = Search(800, (), everything=False, blocks=None, trains=False)
+    search = Search(800, (), everything=False, blocks=None, task=INFERENCE)
     inference: list[Tried] = []
     for config in search.over(inference, 800, None):
         inference.append(Tried(config, always_helps(config), slow=slow(config)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_gpumem.advice.results import Advice, DeviceTrials
 from pytest_gpumem.advice.search_order import Tried, recommended
 from pytest_gpumem.advice.texts import card_table, conclusions
+from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
 
 GB = 10**9
@@ -17,7 +18,7 @@ def card(name, gigabytes, *tried):
 
 
 def on(*cards):
-    return Advice("hf:model", True, True, cards)
+    return Advice("hf:model", TRAINING, True, cards)
 
 
 LARGE = card("H100 80GB", 80, Tried(FP32, 120 * GB), Tried(BF16, 70 * GB))

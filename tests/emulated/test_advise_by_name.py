@@ -51,12 +51,13 @@ from pytest_gpumem.advice.trial import subject_by_name
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.models.name import batch_size
 from pytest_gpumem.models.sources import model_name, named_model
+from pytest_gpumem.models.task import TRAINING
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 
 begin(emulated_gpu("h100"))
 with gpu_unseen():
-    subject = subject_by_name(named_model(model_name("hf:model"), batch_size("{batch}"), trains=True), trains=True)
+    subject = subject_by_name(named_model(model_name("hf:model"), batch_size("{batch}"), TRAINING))
 for capacity in {capacities}:
     card = emulated_gpu("emulated:h100")
     card = with_capacity(card, capacity) if capacity else card
@@ -177,6 +178,7 @@ import torch
 from pytest_gpumem.advice.cards import begin, try_on
 from pytest_gpumem.advice.trial import AdviceSubject
 from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.models.task import INFERENCE
 from pytest_gpumem.step_config.config import StepConfig
 
 begin(emulated_gpu("h100"))
@@ -186,7 +188,7 @@ def build(dtype):
     return torch.nn.Linear(8192, 8192, bias=False)
 
 
-subject = AdviceSubject(build, torch.ones(8, 8192), None, (), trains=False)
+subject = AdviceSubject(build, torch.ones(8, 8192), None, (), INFERENCE)
 print(*(try_on(emulated_gpu("emulated:h100"), subject, StepConfig.parse(word))[0].peak for word in ("fp32", "bf16")))
 """
 

@@ -18,6 +18,7 @@ from pytest_gpumem.emulation.load import become
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.name import batch_size
 from pytest_gpumem.models.sources import model_name, named_model
+from pytest_gpumem.models.task import Task
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 
@@ -26,7 +27,7 @@ H100 = emulated_gpu("emulated:h100")
 
 
 def model_of(name, size=None, trains=True):
-    return named_model(model_name(name), None if size is None else batch_size(size), trains=trains)
+    return named_model(model_name(name), None if size is None else batch_size(size), Task(trains))
 
 
 def described(name, size=None, trains=True):
@@ -46,7 +47,7 @@ def shapes(one):
 
 def tried(name, size, config="fp32", trains=True):
     with gpu_unseen():
-        subject = subject_by_name(model_of(name, size, trains), trains=trains)
+        subject = subject_by_name(model_of(name, size, trains))
     one, _ = try_on(H100, subject, StepConfig.parse(config))
     return [one.allocated, one.peak] if one.peak is not None else [one.why_not]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,13 +12,16 @@ import torch
 
 from pytest_gpumem.advice.trial import subject_by_name, try_config
 from pytest_gpumem.devices.registry import make_cpu
+from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.images import cross_entropy
 from pytest_gpumem.models.inputs import TARGET, Inputs, RandomBoxes, RandomTensor
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.named_model import NamedModel
 from pytest_gpumem.models.sources import model_name, named_model
+from pytest_gpumem.models.task import INFERENCE, TRAINING, Task
 from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.steps.inference import prepared_infer_step
 from tests.models.architectures import NEEDS_TRANSFORMERS, SIZES, TOKENS
 
 if TYPE_CHECKING:
@@ -73,7 +77,7 @@ def written(folder: Path, model_class: str | None, model_type: str, values: dict
 def test_a_class_gets_a_batch_that_it_has_a_loss_of(tmp_path, name):
     size = BatchSize(2, {"Wav2Vec2ForCTC": 800}.get(name, 16))
     size = BatchSize(2) if name.startswith("ViT") else size
-    model = named_model(written(tmp_path, name, *CLASSES[name]), size, trains=True)
+    model = named_model(written(tmp_path, name, *CLASSES[name]), size, TRAINING)
     assert model.class_name == name
     loss = model.build(torch.float32)(**model.batch()).loss
     assert loss.shape == ()
@@ -83,15 +87,95 @@ def test_a_class_gets_a_batch_that_it_has_a_loss_of(tmp_path, name):
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration", "CLIPModel", "BertModel"])
 def test_inference_needs_no_labels(tmp_path, name):
     values = CLASSES.get(name, CLASSES["BertForMaskedLM"])
-    model = named_model(written(tmp_path, name, *values), BatchSize(2, 16), trains=False)
+    model = named_model(written(tmp_path, name, *values), BatchSize(2, 16), INFERENCE)
     batch = model.batch()
     assert not {"labels", "start_positions"} & batch.keys()
     with torch.inference_mode():
         assert model.build(torch.float32).eval()(**batch) is not None
 
 
+def generating(name: ModelName, size: BatchSize | None, new_tokens: int) -> NamedModel:
+    return named_model(name, size, Task(trains=False, new_tokens=new_tokens))
+
+
+def test_each_new_token_takes_its_keys_and_values_and_those_of_one_that_is_made_anew(tmp_path):
+    name = written(tmp_path, "LlamaForCausalLM", *CLASSES["LlamaForCausalLM"])
+    device = make_cpu()
+    device.open()
+    peaks = []
+    for new_tokens in (2, 12, 24):  # the first fills caches of the process
+        model = generating(name, BatchSize(3, 1), new_tokens)
+        config = StepConfig.parse("fp32")
+        context = MeasuringContext(device, None)
+        build = partial(model.build, torch.float32)
+        with prepared_infer_step(context, build, model.batch, config=config, new_tokens=new_tokens) as step:
+            peaks.append(int(step.measure().metrics()["peak_allocated"]))
+    device.close()
+    layers, heads, head_dim, samples = SIZES["num_hidden_layers"], SIZES["num_attention_heads"], 16, 3
+    cache = 2 * layers * heads * head_dim * samples * 4
+    copied, text = cache // (2 * layers), 2 * samples * 8
+    assert peaks[2] - peaks[1] == (24 - 12) * (cache + copied + text)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "batch", "title"),
+    [
+        ("LlamaForCausalLM", None, {"input_ids": (1, 60)}, "1x60, generates 4 tokens"),
+        ("LlamaForCausalLM", BatchSize(2), {"input_ids": (2, 60)}, "2x60, generates 4 tokens"),
+        ("BartForConditionalGeneration", None, {"input_ids": (1, 64)}, "1x64, generates 4 tokens"),
+        (
+            "WhisperForConditionalGeneration",
+            BatchSize(2),
+            {"input_features": (2, 16, 64)},
+            "2 of 16x64, generates 4 tokens",
+        ),
+    ],
+)
+def test_a_prompt_leaves_room_for_what_follows_it_and_a_decoder_makes_its_own(tmp_path, name, size, batch, title):
+    model = generating(written(tmp_path, name, *CLASSES[name]), size, 4)
+    assert {one: tuple(tensor.shape) for one, tensor in model.batch().items()} == batch
+    assert model.title.endswith(f": {name}, random weights; batch {title}")
+
+
+def test_what_a_configuration_asks_of_generation_is_left_out(tmp_path):
+    asked = {"num_beams": 3, "no_repeat_ngram_size": 2, "forced_eos_token_id": 1, "decoder_start_token_id": 2}
+    values = {**OF_BOTH, **TOKENS, **asked}
+    model = generating(written(tmp_path, "BartForConditionalGeneration", "bart", values), BatchSize(2, 8), 5)
+    text = model.build(torch.float32).eval().generate(**model.batch(), max_new_tokens=5)
+    assert text.shape == (2, 1 + 5)
+    assert text[:, 0].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "new_tokens", "message"),
+    [
+        (
+            "LlamaForCausalLM",
+            BatchSize(1, 60),
+            8,
+            "has 64 positions, and a prompt of 60 tokens with 8 new ones takes 68",
+        ),
+        ("LlamaForCausalLM", None, 64, "has 64 positions, and a prompt of 1 token with 64 new ones takes 65"),
+        ("LlamaForCausalLM", None, 65, "has 64 positions, and is to generate 65 tokens"),
+        ("BartForConditionalGeneration", None, 65, "has 64 positions, and is to generate 65 tokens"),
+        ("WhisperForConditionalGeneration", BatchSize(2, 8), 4, "have its own length: write 2 for the batch"),
+        ("BertForMaskedLM", None, 4, "BertForMaskedLM generates no tokens, as classes like LlamaForCausalLM and "),
+        ("ViTForImageClassification", None, 4, "ViTForImageClassification generates no tokens"),
+    ],
+)
+def test_what_cannot_be_generated_is_told_in_a_sentence(tmp_path, name, size, new_tokens, message):
+    with pytest.raises(ModelError, match=message):
+        generating(written(tmp_path, name, *CLASSES[name]), size, new_tokens)
+
+
+@pytest.mark.parametrize("source", ["timm", "torchvision", "diffusers"])
+def test_models_of_other_libraries_generate_no_tokens(source):
+    with pytest.raises(ModelError, match=f"^{source}:any generates no tokens; models of hf: and hf-tiny: do$"):
+        generating(ModelName(source, "any"), None, 4)
+
+
 def test_weights_are_made_in_the_dtype_that_is_asked_for(tmp_path):
-    model = named_model(written(tmp_path, "LlamaForCausalLM", *CLASSES["LlamaForCausalLM"]), None, trains=True)
+    model = named_model(written(tmp_path, "LlamaForCausalLM", *CLASSES["LlamaForCausalLM"]), None, TRAINING)
     assert {one.dtype for one in model.build(torch.bfloat16).parameters()} == {torch.bfloat16}
     assert {one.dtype for one in model.build(torch.float32).parameters()} == {torch.float32}
     assert torch.get_default_dtype() == torch.float32
@@ -99,22 +183,22 @@ def test_weights_are_made_in_the_dtype_that_is_asked_for(tmp_path):
 
 def test_a_tiny_one_has_two_layers_of_each_kind(tmp_path):
     name = written(tmp_path, "BartForConditionalGeneration", "bart", {**OF_BOTH, **TOKENS})
-    tiny = named_model(ModelName("hf-tiny", name.name), None, trains=True)
+    tiny = named_model(ModelName("hf-tiny", name.name), None, TRAINING)
     config = tiny.build(torch.float32).config
     assert (config.encoder_layers, config.decoder_layers) == (2, 2)
     several = {"num_hidden_layers": 6, "layer_types": ["full_attention", "sliding_attention"] * 3, "head_dim": 16}
     written(tmp_path, "Gemma2ForCausalLM", "gemma2", {**SIZES, **TOKENS, **several})
-    tiny = named_model(ModelName("hf-tiny", name.name), None, trains=True)
+    tiny = named_model(ModelName("hf-tiny", name.name), None, TRAINING)
     built = tiny.build(torch.float32)
     assert (built.config.num_hidden_layers, len(built.config.layer_types)) == (2, 2)
     assert built(**tiny.batch()).loss > 0
 
 
 def test_a_batch_is_as_long_as_the_model_has_positions_and_images_as_large_as_it_takes_them(tmp_path):
-    model = named_model(written(tmp_path, "LlamaForCausalLM", *CLASSES["LlamaForCausalLM"]), None, trains=True)
+    model = named_model(written(tmp_path, "LlamaForCausalLM", *CLASSES["LlamaForCausalLM"]), None, TRAINING)
     assert model.title == f"hf:{tmp_path}: LlamaForCausalLM, random weights; batch 1x64"
     assert model.batch()["input_ids"].shape == (1, 64)
-    model = named_model(written(tmp_path, None, *CLASSES["ViTForImageClassification"]), BatchSize(3), trains=True)
+    model = named_model(written(tmp_path, None, *CLASSES["ViTForImageClassification"]), BatchSize(3), TRAINING)
     assert model.batch()["pixel_values"].shape == (3, 3, 32, 32), "the class is the kind's usual one"
 
 
@@ -135,14 +219,14 @@ def test_a_library_that_is_missing_or_of_another_build_is_told_in_a_sentence(mon
     name = ModelName({"transformers": "hf"}.get(source, source), "any")
     monkeypatch.setitem(sys.modules, source, None)
     with pytest.raises(ModelError, match=rf"^{name.source}:any needs {source}: pip install {source}"):
-        named_model(name, None, trains=True)
+        named_model(name, None, TRAINING)
 
     def built_for_another(word: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr("pytest_gpumem.models.library.import_quietly", built_for_another)
     with pytest.raises(ModelError, match=f"needs {source} of a build that fits this torch: operator torchvision::nms"):
-        named_model(name, None, trains=True)
+        named_model(name, None, TRAINING)
 
 
 def test_a_target_goes_along_with_its_samples_and_only_the_loss_sees_it():
@@ -151,7 +235,7 @@ def test_a_target_goes_along_with_its_samples_and_only_the_loss_sees_it():
         ModelName("timm", "a"), "Linear", lambda: torch.nn.Linear(4, 3), Inputs(BatchSize(8), arguments), cross_entropy
     )
     batch = model.batch()
-    subject = subject_by_name(model, trains=True)
+    subject = subject_by_name(model)
     tried = try_config(make_cpu(), subject, StepConfig.parse("fp32,accumulate=2"))
     assert tried.why_not == ""
     assert subject.samples == 8
@@ -245,7 +329,7 @@ def test_what_no_model_or_batch_can_be_made_of_is_told_in_a_sentence(tmp_path, c
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
     (tmp_path / "theirs.py").write_text("raise SystemExit('it was run')", encoding="utf-8")
     with pytest.raises(ModelError) as raised:
-        named_model(ModelName("hf", str(tmp_path)), size, trains=True)
+        named_model(ModelName("hf", str(tmp_path)), size, TRAINING)
     assert told in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -258,4 +342,4 @@ def test_a_model_that_cannot_be_fetched_is_told_in_a_sentence(monkeypatch):
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
     with pytest.raises(ModelError, match=r"^hf:gone/model: We couldn't connect to 'https://huggingface.co' Check your"):
-        named_model(ModelName("hf", "gone/model"), None, trains=True)
+        named_model(ModelName("hf", "gone/model"), None, TRAINING)

@@ -1,0 +1,53 @@
+"""A prompt for a model of transformers that generates tokens, from its class and configuration: random values, no padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pytest_gpumem.models.errors import WRITE, ModelError
+from pytest_gpumem.models.inputs import Inputs, by_sides
+from pytest_gpumem.models.name import BatchSize
+from pytest_gpumem.models.transformers_inputs import FEATURES, MOST_TOKENS, TOKENS, inputs_of, positions_of
+from pytest_gpumem.units import counted
+
+
+def prompt_of(model_class: Any, config: Any, size: BatchSize | None, new_tokens: int) -> Inputs:
+    """Return what the model's ``generate`` takes.
+
+    Args:
+        model_class: A class of transformers that generates.
+        config: Its configuration.
+        size: Samples, and the tokens of each; without it one, as long as the model has positions beside the new tokens.
+        new_tokens: The number of tokens that follow.
+
+    Raises:
+        ModelError: No prompt can be made for this class, or none of this size, or the model has too few positions.
+    """
+    name, main, size = model_class.__name__, model_class.main_input_name, size or BatchSize(1)
+    if main not in (TOKENS, FEATURES):
+        raise ModelError(f"{name} takes {main}, which is no prompt of tokens; {WRITE}")
+    if main == FEATURES:
+        if size.length is not None:
+            raise ModelError(f"sounds of {name} have its own length: write {size.samples} for the batch")
+        positions = config.max_target_positions
+    else:
+        positions = positions_of(config)
+    follows = main == TOKENS and not getattr(config, "is_encoder_decoder", False)
+    most = MOST_TOKENS if positions is None else positions - new_tokens * follows
+    if follows and size.length is None:
+        size = replace(size, length=max(1, min(MOST_TOKENS, most)))
+    if new_tokens > (positions or new_tokens):
+        raise ModelError(f"{name} has {positions} positions, and is to generate {new_tokens} tokens")
+    length = size.length or 0
+    if follows and positions is not None and length > most:
+        raise ModelError(
+            f"{name} has {positions} positions, and a prompt of {counted(length, 'token')} with {new_tokens} new ones takes "
+            f"{length + new_tokens}"
+        )
+    # What a decoder is given it makes itself.
+    given = inputs_of(model_class, config, size, trains=False)
+    arguments = {main: given.arguments[main]}
+    if main == FEATURES:
+        return Inputs(size, arguments, by_sides(arguments[main].shape[1:]))
+    return replace(given, arguments=arguments)
