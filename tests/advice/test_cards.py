@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.advice.cards import TrialFailed, capacity_of, with_capacity
+from pytest_gpumem.advice.cards import capacity_of, with_capacity
 from pytest_gpumem.advice.search_order import Tried
+from pytest_gpumem.advice.trial import TrialFailed
 from pytest_gpumem.cli.advise import _try_all
-from pytest_gpumem.cli.streams import InputError
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.step_config.config import StepConfig
 
@@ -33,5 +33,5 @@ def test_an_error_of_the_models_own_ends_nothing_where_there_are_results():
     later = []
     assert _try_all(later, iter((FP32, BF16)), fails, goes_on=True)
     assert [one.why_not for one in later] == ["planted", ""]
-    with pytest.raises(InputError, match=r"^planted$"):
+    with pytest.raises(TrialFailed, match=r"^planted$"):
         _try_all([], iter((FP32,)), fails)
