@@ -91,7 +91,7 @@ def run(
             shell=isinstance(command, str),
             # Ctrl-C in the terminal is for us; what runs is ended by us.
             start_new_session=True,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
         )
         try:
             while True:
@@ -120,7 +120,7 @@ def _prctl() -> Callable[[int, int], int] | None:
 _PRCTL = _prctl()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have this process killed when its parent is, as ``kill -9`` leaves nobody to end it."""
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)

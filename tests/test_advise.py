@@ -262,7 +262,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
         ),
         (["advised_models:make", "--config", "amp-bf17"], "step config 'amp-bf17': "),
         (["advised_models:make", "--config", "fp32", "--all"], "or all are measured with --all, not both"),
-        (["advised_models:make", "--device", "emulated:h100"], "several devices are for a model by name"),
+        (["advised_models:make", "--device", "emulated:h100"], "several devices have to be emulated ones"),
         (
             ["advised_models:make", "--fits", "1GB", "--largest-batch"],
             "--largest-batch is for a model by name; advised_",

@@ -8,36 +8,38 @@ allocator gives back what it keeps, then, and may get along. So memory runs out 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import traceback
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.advice.search_order import Tried
-from pytest_gpumem.advice.trial import explain_config, try_config
+from pytest_gpumem.advice.trial import AdviceSubject, SubjectError, TrialFailed, explain_config, try_config
 from pytest_gpumem.devices.emulated import why_no_kernels
 from pytest_gpumem.devices.registry import make_cuda
 from pytest_gpumem.emulated_process.before_torch import install
-from pytest_gpumem.emulated_process.start import emulate
+from pytest_gpumem.emulated_process.start import emulate, environment_for
 from pytest_gpumem.emulation.load import CONTEXT_BYTES, become, current_emulation
+from pytest_gpumem.processes import end_with_parent
 from pytest_gpumem.step_config.errors import NotAStep
 from pytest_gpumem.values.composition import NOT_EXPLAINED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
-    from pytest_gpumem.advice.trial import AdviceSubject
+    import torch
+
+    from pytest_gpumem.advice.snippet import BlockContainer
     from pytest_gpumem.emulation.gpus import Gpu
+    from pytest_gpumem.models.task import Task
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.values.composition import Explanation
 
 _ANY_MEMORY = 2**43
 """Bytes that no GPU has."""
-
-
-class TrialFailed(Exception):
-    """The model's own code raised in the first step that was tried. The message is a sentence."""
 
 
 def begin(gpu: Gpu) -> None:
@@ -62,6 +64,56 @@ def capacity_of(gpu: Gpu) -> int:
 def with_capacity(gpu: Gpu, nbytes: int) -> Gpu:
     """Return the GPU with so much memory beside a CUDA context, but with no more than it has."""
     return replace(gpu, total_bytes=min(gpu.total_bytes, nbytes + CONTEXT_BYTES))
+
+
+def subject_in_forks(
+    name: str, gpus: Sequence[Gpu], make: Callable[[torch.device, bool], AdviceSubject], task: Task
+) -> AdviceSubject:
+    """Return the subject that ``make`` makes in each process that measures it: a function of a project's own may do anything.
+
+    It is looked at in a process of its own, on the first card that torch has kernels for.
+
+    Args:
+        name: The name of it in messages.
+        gpus: The cards.
+        make: What `AdviceSubject.make` is. It may raise `SubjectError`.
+        task: The task of the model in the step that is measured.
+
+    Raises:
+        SubjectError: ``make`` raised it.
+        TrialFailed: ``make`` raised another error, which has been shown, or its process ended.
+    """
+    containers: tuple[BlockContainer, ...] = ()
+    samples = None
+    for gpu in map(_with_any_memory, gpus):
+        try:
+            seen = _in_fork(gpu, partial(_seen, name, gpu, make))
+        except _Ended as ended:
+            raise TrialFailed(f"{name}: {ended}") from None
+        if seen is not None:
+            containers, samples = seen
+            break
+    return AdviceSubject(_never, None, None, containers, task, seen_samples=samples, make=make)
+
+
+def _never(_dtype: torch.dtype) -> torch.nn.Module:
+    raise AssertionError("it is made where it is measured")
+
+
+def _seen(
+    name: str, gpu: Gpu, make: Callable[[torch.device, bool], AdviceSubject]
+) -> tuple[tuple[BlockContainer, ...], int | None] | None:
+    """Return what is known of a subject before it is measured; ``None`` on a card without kernels."""
+    if why_no_kernels(gpu) is not None:
+        return None
+    try:
+        made = make(make_cuda().torch_device, False)
+    except SubjectError:
+        raise
+    except Exception as error:  # noqa: BLE001, the project's own
+        traceback.print_exc()
+        raise TrialFailed(f"{name} fails: {type(error).__name__}: {' '.join(str(error).split())}") from None
+    return made.containers, made.samples
 
 
 def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
@@ -111,7 +163,8 @@ def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
     Raises:
         _Ended: The process ended before.
         NotAStep: ``work`` raised it.
-        TrialFailed: ``work`` raised another error.
+        SubjectError: Likewise.
+        TrialFailed: ``work`` raised it, or another error.
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -145,14 +198,19 @@ def _ending(code: int | None) -> str:
 
 def _send(sending: Connection, gpu: Gpu, work: Callable[[], Any]) -> None:
     """Send what ``work`` returns with that GPU, or the class of an error and its message."""
-    # Ctrl-C is the parent's, which ends this process.
+    # Ctrl-C is the parent's, which ends this process, also when it is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    # Standard output is the parent's, for results.
+    os.dup2(2, 1)
     become(gpu)
+    # Processes that this one starts, as to compile, have the same card.
+    os.environ.update(environment_for(gpu, os.environ))
     told: tuple[type[Exception] | None, Any]
     try:
         told = None, work()
-    except NotAStep as error:
-        told = NotAStep, str(error)
+    except (NotAStep, SubjectError, TrialFailed) as error:
+        told = type(error), str(error)
     except Exception as error:  # noqa: BLE001, the model's own
         traceback.print_exc()
         told = TrialFailed, f"the model fails by itself: {type(error).__name__}: {' '.join(str(error).split())}"

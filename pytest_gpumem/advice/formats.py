@@ -43,6 +43,7 @@ def to_json(advice: Advice, status: int) -> str:
         "step": advice.task.kind,
         "new_tokens": advice.task.new_tokens,
         "emulated": advice.emulated,
+        "shard": None if advice.sharding is None else str(advice.sharding),
         "largest_of": advice.sought,
         "devices": [_plain_device(device) for device in advice.devices],
         "recommended": [_plain_recommended(one) for one in advice.recommended],
@@ -148,7 +149,7 @@ def _panel(one: Recommended) -> dict[str, Any]:
 
 def _title(advice: Advice) -> str:
     kind = "A training step" if advice.task.trains else "A step of inference"
-    return advice.subject or f"{kind} of a function's model"
+    return advice.title if advice.subject else "; ".join(filter(None, (f"{kind} of a function's model", advice.title)))
 
 
 def _remarks(advice: Advice) -> list[str]:

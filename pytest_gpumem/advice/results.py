@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.advice.shard_option import rank_title
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -67,6 +69,14 @@ class Advice:
     notes: tuple[str, ...] = ()
     sought: Sought | None = None
     """The part of the batch's size whose largest number was looked for, if any was."""
+    sharding: StepConfig | None = None
+    """A config that says nothing but the sharding that each has, where an option gave them one."""
+
+    @property
+    def title(self) -> str:
+        """The model, its batch, and the rank that is measured where it is sharded; may be empty."""
+        rank = "" if self.sharding is None else rank_title(self.sharding)
+        return "; ".join(filter(None, (self.subject, rank)))
 
     def fits(self, *, every: bool) -> bool:
         """Return whether something fits into each of the devices, or into any of them: also with a smaller batch, if asked."""

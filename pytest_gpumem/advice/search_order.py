@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.step_config.checkpoint_kinds import KINDS
 from pytest_gpumem.step_config.config import StepConfig, combinations
+from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.values.rates import return_on
 
 if TYPE_CHECKING:
@@ -40,14 +41,37 @@ class Tried:
         return self.peak is not None and self.peak <= limit
 
 
-def candidates(samples: int | None) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+def with_sharding(config: StepConfig, sharding: StepConfig | None, blocks: str | None = None) -> StepConfig:
+    """Return a config with the words of another one that says nothing but a sharding, if there is one.
+
+    ``blocks`` is the pattern for the model's blocks, where they are sharded by themselves. Raises `ConfigError` where the two
+    do not go together.
+    """
+    if sharding is None:
+        return config
+    blocks = blocks if _shards_blocks(sharding) else config.blocks
+    return replace(config, shard=sharding.shard, world=sharding.world, rank=sharding.rank, blocks=blocks)
+
+
+def is_start(config: StepConfig) -> bool:
+    """Return whether a config is the first that is tried, sharded or not: what fails in it fails by the model's own fault."""
+    return config.precision == START.precision and config.given().keys() <= {
+        "precision",
+        "shard",
+        "world",
+        "rank",
+        "blocks",
+    }
+
+
+def candidates(samples: int | None, *, fully: bool = False) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """Return values of an axis to try one after the other, for each axis in turn.
 
     They are precisions, recomputation, accumulation as far as ``samples`` can be shared out, weights and all else in bfloat16,
-    8-bit optimizer, offloading.
+    8-bit optimizer, offloading. Where ``fully_shard`` gathers parameters, it casts them by itself.
     """
     return (
-        ("precision", ("amp-bf16", "amp-fp16")),
+        ("precision", (*(("mp-bf16",) if fully else ()), "amp-bf16", "amp-fp16")),
         ("checkpoint", tuple(kind.name for kind in _SEARCHED if kind.recomputed)),
         ("accumulate", shares(samples)),
         ("precision", ("bf16",)),
@@ -65,18 +89,23 @@ INFERENCE = tuple(map(StepConfig.parse, ("fp32", "bf16", "bf16,weights=int8")))
 """Configs of inference steps, and of generation, in the order in which they are tried."""
 
 
-def next_config(tried: Sequence[Tried], samples: int | None, blocks: str | None = None) -> StepConfig | None:
+def next_config(
+    tried: Sequence[Tried], samples: int | None, blocks: str | None = None, start: StepConfig = START
+) -> StepConfig | None:
     """Return the next config to try; ``None`` when there is no other. ``blocks`` is the pattern for the model's blocks.
 
     Each candidate keeps the values that helped before it. One that ran out of memory is kept, too: it may have come close.
+    ``start`` is the first, of which each keeps the sharding; those that do not go with it are left out.
     """
     known = {one.config: one for one in tried}
-    if START not in known:
-        return START
-    base = known[START]
-    for axis, values in candidates(samples):
+    if start not in known:
+        return start
+    base = known[start]
+    for axis, values in candidates(samples, fully=start.sharding is not None and start.sharding.fully):
         for value in values:
             config = _changed(base.config, blocks, **{axis: value})
+            if config is None:
+                continue
             if config not in known:
                 return config
             if _helps(known[config], base) and not known[config].slow:
@@ -87,10 +116,17 @@ def next_config(tried: Sequence[Tried], samples: int | None, blocks: str | None 
     return None
 
 
-def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfig:
-    """Return the config with other ``values``, and with ``blocks`` only where its checkpointing acts on them."""
+def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfig | None:
+    """Return the config with other ``values``, and with ``blocks`` only where it acts on them; ``None`` where it is none."""
     kind = KINDS[values.get("checkpoint", config.checkpoint)]
-    return replace(config, **values, blocks=blocks if kind.on_blocks else None)
+    try:
+        return replace(config, **values, blocks=blocks if kind.on_blocks or _shards_blocks(config) else None)
+    except ConfigError:
+        return None
+
+
+def _shards_blocks(config: StepConfig) -> bool:
+    return config.sharding is not None and (config.sharding.fully or config.sharding.staged)
 
 
 def _helps(one: Tried, base: Tried) -> bool:
@@ -99,8 +135,13 @@ def _helps(one: Tried, base: Tried) -> bool:
     return base.peak is None or one.peak < base.peak
 
 
-def every_config(samples: int | None, blocks: str | None = None) -> list[StepConfig]:
-    """Return every combination of the candidates' values, fp32 first. ``blocks`` is the pattern for the model's blocks."""
+def every_config(
+    samples: int | None, blocks: str | None = None, sharding: StepConfig | None = None
+) -> list[StepConfig]:
+    """Return every combination of the candidates' values, fp32 first. ``blocks`` is the pattern for the model's blocks.
+
+    Each gets the ``sharding``; those that do not go with it are left out.
+    """
     configs = combinations(
         {
             "precision": [START.precision, "amp-bf16", "amp-fp16", "bf16"],
@@ -109,7 +150,8 @@ def every_config(samples: int | None, blocks: str | None = None) -> list[StepCon
             "optimizer": [START.optimizer, "adamw-8bit"],
         }
     )
-    return [_changed(config, blocks) for config in configs]
+    words = {} if sharding is None else {"shard": sharding.shard, "world": sharding.world, "rank": sharding.rank}
+    return list(filter(None, (_changed(config, blocks, **words) for config in configs)))
 
 
 def recommended(tried: Sequence[Tried], limit: int | None) -> Tried | None:
@@ -156,17 +198,22 @@ class Search:
     """The task of the model in a step."""
     sought: Sought | None = None
     """The part of the batch's size whose largest number that fits is looked for."""
+    sharding: StepConfig | None = None
+    """A config that says nothing but the sharding that each has; those in ``configs`` have it already."""
+    refused: tuple[Tried, ...] = ()
+    """Rows of those that were named and do not go with the sharding."""
 
     def over(self, tried: Sequence[Tried], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
         """Yield the configs to try, each chosen by the results in ``tried``."""
-        if self.configs:
+        if self.configs or self.refused:
             yield from self.configs
         elif not self.task.trains:
             yield from _until_one_fits(INFERENCE, tried, None if self.everything else limit)
         elif self.everything:
-            yield from every_config(samples, self.blocks)
+            yield from every_config(samples, self.blocks, self.sharding)
         else:
-            yield from _until_one_fits(_climbed(tried, samples, self.blocks), tried, limit)
+            start = with_sharding(START, self.sharding, self.blocks)
+            yield from _until_one_fits(_climbed(tried, samples, self.blocks, start), tried, limit)
 
     def sought_for(self, tried: Sequence[Tried], limit: int) -> list[StepConfig]:
         """Return the configs whose largest batch is looked for: those that were named, else the one that is recommended.
@@ -174,7 +221,7 @@ class Search:
         Where nothing fits it is the one that takes least. What cannot run for another reason than memory is left out.
         """
         able = [one for one in tried if one.peak is not None or one.why_not == OUT_OF_MEMORY]
-        if self.configs:
+        if self.configs or self.refused:
             return [one.config for one in able]
         best = recommended(able, limit) or min(able, key=lambda one: one.peak or float("inf"), default=None)
         return [] if best is None else [best.config]
@@ -187,6 +234,8 @@ def _until_one_fits(configs: Iterable[StepConfig], tried: Sequence[Tried], limit
             return
 
 
-def _climbed(tried: Sequence[Tried], samples: int | None, blocks: str | None) -> Iterator[StepConfig]:
-    while (config := next_config(tried, samples, blocks)) is not None:
+def _climbed(
+    tried: Sequence[Tried], samples: int | None, blocks: str | None, start: StepConfig
+) -> Iterator[StepConfig]:
+    while (config := next_config(tried, samples, blocks, start)) is not None:
         yield config

@@ -6,13 +6,14 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.steps.model_step import eight_bit_module
-from pytest_gpumem.steps.precision import precision_named
+from pytest_gpumem.steps.precision import dtype_of, precision_named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.models.task import Task
     from pytest_gpumem.step_config.config import StepConfig
+    from pytest_gpumem.step_config.shard_kinds import Sharding
 
     BlockContainer = str | tuple[str, ...]
     """The path of a list of blocks, or the paths of blocks that are not a whole list."""
@@ -22,24 +23,34 @@ def code_snippet(config: StepConfig, device_type: str, containers: Sequence[Bloc
     """Return lines of Python: the set-up, and the step.
 
     ``containers`` have the model's blocks. The lines use ``model``, ``batches`` (the micro-batches of a step, or the one
-    batch) and ``loss_of(model, batch)``. For the configs that `advice.search_order` tries.
+    batch) and ``loss_of(model, batch)``. For the configs that `is_shown` knows.
     """
     return [*_once(config, device_type, containers), "", *_step(config, device_type)]
 
 
-_SHOWN = ("precision", "checkpoint", "blocks", "accumulate", "optimizer", "weights")
+_SHOWN = ("precision", "checkpoint", "blocks", "accumulate", "optimizer", "weights", "shard", "world", "rank", "reduce")
 
 
 def is_shown(config: StepConfig) -> bool:
     """Return whether the code of a config is known here, as of all that are searched: not of every one that may be named."""
     others = [one.name for one in fields(config) if one.name not in _SHOWN]
     default = type(config)()
-    precision = precision_named(config.precision)
+    precision, sharding = precision_named(config.precision), config.sharding
     return (
         all(getattr(config, name) == getattr(default, name) for name in others)
         and config.optimizer in ("adamw", "adamw-8bit")
-        and (precision is None or not (precision.tf32 or precision.computed))
+        and (precision is None or not precision.tf32)
+        and (sharding is None or _is_sharding_shown(config, sharding))
     )
+
+
+def _is_sharding_shown(config: StepConfig, sharding: Sharding) -> bool:
+    """Return whether the code is a few lines: parts of tensors need the model's plan, and DDP's micro-batches ``no_sync``."""
+    kind = sharding.data
+    if kind is None or sharding.parts:
+        return False
+    optimizer = config.optimizer == "adamw" or not kind.shards_optimizer
+    return optimizer and (config.accumulate == 1 or not kind.wrapped)
 
 
 def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], task: Task) -> list[str]:
@@ -82,7 +93,14 @@ def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContai
     if snippet.each_block:
         for container in containers:
             lines += [f"for block in {_reached(container)}:", f"    {snippet.each_block}"]
-    if config.optimizer.endswith("-8bit"):
+    if config.sharding is not None:
+        needed, sharded = _sharded(config, config.sharding, device_type, containers)
+        imports += needed
+        lines += sharded
+    if config.sharding is not None and config.sharding.data is not None and config.sharding.data.shards_optimizer:
+        imports.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
+        lines.append("optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)")
+    elif config.optimizer.endswith("-8bit"):
         module, name = eight_bit_module(config.optimizer)
         imports.append(f"from {module} import {name}")
         lines.append(f"optimizer = {name}(model.parameters())")
@@ -91,6 +109,42 @@ def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContai
     if precision is not None and precision.scaled:
         lines.append(f'scaler = torch.amp.GradScaler("{device_type}")')
     return [*imports, "", *lines]
+
+
+def _sharded(
+    config: StepConfig, sharding: Sharding, device_type: str, containers: Sequence[BlockContainer]
+) -> tuple[list[str], list[str]]:
+    """Return imports and lines that share the model out among ranks."""
+    layout = sharding.over(config.world, config.rank)
+    imports = ["import torch.distributed"]
+    lines = [f"torch.distributed.init_process_group()  # torchrun starts {layout.world} of these, with a device each"]
+    if not sharding.fully:
+        return [*imports, "from torch.nn.parallel import DistributedDataParallel"], [
+            *lines,
+            "model = DistributedDataParallel(model)",
+        ]
+    assert sharding.data is not None, "a kind that shards"
+    arguments, needed = [], ["fully_shard"]
+    if sharding.replicas > 1:
+        imports.append("from torch.distributed.device_mesh import init_device_mesh")
+        lines.append(f'mesh = init_device_mesh("{device_type}", ({sharding.replicas}, {layout.shards}))')
+        arguments.append("mesh=mesh")
+    precision = precision_named(config.precision)
+    dtypes = {
+        "param_dtype": None if precision is None else precision.computed,
+        "reduce_dtype": None if config.reduce is None else dtype_of(config.reduce),
+    }
+    if any(dtypes.values()):
+        needed.insert(0, "MixedPrecisionPolicy")
+        told = ", ".join(f"{name}=torch.{dtype}" for name, dtype in dtypes.items() if dtype)
+        lines.append(f"policy = MixedPrecisionPolicy({told})")
+        arguments.append("mp_policy=policy")
+    if sharding.data.reshard_after_forward is not None:
+        arguments.append(f"reshard_after_forward={sharding.data.reshard_after_forward}")
+    for container in containers:
+        lines += [f"for block in {_reached(container)}:", f"    fully_shard({', '.join(['block', *arguments])})"]
+    lines.append(f"fully_shard({', '.join(['model', *arguments])})")
+    return [*imports, f"from torch.distributed.fsdp import {', '.join(needed)}"], lines
 
 
 def _reached(path: BlockContainer) -> str:

@@ -26,7 +26,7 @@ LEGEND = "reserved by PyTorch's allocator; * is recommended"
 
 def lines(advice: Advice) -> list[str]:
     """Return everything that was found, for a terminal."""
-    text = [*([advice.subject] if advice.subject else []), *advice.notes]
+    text = [*([advice.title] if advice.title else []), *advice.notes]
     if any(device.tried for device in advice.devices):
         text += ["", *_table(advice), ""] if text else [*_table(advice), ""]
     text += [line for why in lacking(advice) for line in (why, "")]

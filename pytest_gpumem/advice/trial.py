@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import traceback
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, START, Tried
+from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Tried, is_start
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.explain.sites import Sites
@@ -53,6 +54,10 @@ _NO_BLOCKS = (
 )
 
 
+class TrialFailed(Exception):
+    """The model's own code raised, in the first step that was tried or before. The message is a sentence."""
+
+
 class SubjectError(ValueError):
     """The named function does not return a model and a batch, or the model lacks the named blocks."""
 
@@ -77,6 +82,11 @@ class AdviceSubject:
     """Returns the same with a batch of another size. Raises `ModelError` where the model takes none of that size."""
     has_length: bool = True
     """True if the size's length is one of tokens or of a sound, not the side of images."""
+    seen_samples: int | None = None
+    """The samples of its batch, where another process has counted them."""
+    make: Callable[[torch.device, bool], AdviceSubject] | None = None
+    """Makes it in the process that measures it, where nothing of it can be taken along: on a device, and whether the model that
+    is made beside the batch is the first that is built."""
 
     def number(self, sought: Sought) -> int | None:
         """Return the samples of its batch, or the tokens of each; ``None`` where they have no length."""
@@ -92,18 +102,40 @@ class AdviceSubject:
         assert self.sized is not None, "same"
         return self.sized(replace(self.size, **{"samples" if sought == "samples" else "length": number}))
 
+    def here(self, device: torch.device, *, keeps_model: bool) -> AdviceSubject:
+        """Return it as it is made in this process, on a device: what was made already."""
+        return self if self.make is None else self.make(device, keeps_model)
+
     @property
     def samples(self) -> int | None:
+        """The samples of its batch; ``None`` where they cannot be told."""
+        if self.make is not None:
+            return self.seen_samples
         return samples_in(self.batch() if callable(self.batch) else self.batch)
 
 
 def subject_of(
-    factory: Callable[[], Any], device: torch.device, blocks: str | None = None, task: Task = TRAINING
+    factory: Callable[[], Any],
+    device: torch.device,
+    blocks: str | None = None,
+    task: Task = TRAINING,
+    *,
+    keeps_model: bool = False,
 ) -> AdviceSubject:
     """Return the subject that ``factory()`` gives as ``(model, batch)`` or ``(model, batch, loss)``; it builds each model.
 
-    A batch that is a function is made here, once. ``blocks`` is the pattern that names the model's blocks. Raises
-    `SubjectError` when something else is given, or nothing is so named.
+    A batch that is a function is made here, once.
+
+    Args:
+        factory: The function.
+        device: Where its batch is wanted.
+        blocks: The pattern that names the model's blocks.
+        task: The task of the model in the step that is measured.
+        keeps_model: Whether the model that is made here, beside the batch, is the first that is built: as in a program, which
+            calls the function once.
+
+    Raises:
+        SubjectError: Something else is given, or nothing is so named.
     """
     import torch
 
@@ -119,7 +151,14 @@ def subject_of(
     if callable(batch):
         _needs_no_arguments(batch, f"the batch that {_name(factory)}() returns")
     containers = _containers(model, blocks)
-    return AdviceSubject(lambda _: factory()[0], on_device(batch, device), loss[0] if loss else None, containers, task)
+    kept = [model] if keeps_model else []
+    return AdviceSubject(
+        lambda _: kept.pop() if kept else factory()[0],
+        on_device(batch, device),
+        loss[0] if loss else None,
+        containers,
+        task,
+    )
 
 
 def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubject:
@@ -157,7 +196,10 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
     """Measure the step under ``config``, and return the figures or why there are none.
 
     A failure of a config that is not the first is a result as well: the earlier measurements are worth more than a traceback.
-    Raises `NotAStep`, and the errors of the first config, which are the model's own.
+
+    Raises:
+        NotAStep: The subject gives no such step.
+        TrialFailed: The first config, whose errors are the model's own. Of a function its traceback has been shown.
     """
     if config.checkpointing.kind.on_blocks and not subject.containers:
         return Tried(config, why_not=_NO_BLOCKS)
@@ -169,8 +211,10 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
         return Tried(config, why_not=str(error))
     except Exception as error:
         why_not = _why_not(device, error)
-        if why_not is None and config == START:
-            raise
+        if why_not is None and is_start(config):
+            if not subject.title:
+                traceback.print_exception(error)
+            raise TrialFailed(_failure(subject, config, error)) from error
         return Tried(config, why_not=why_not or _first_line(error))
     lost = device.lost()
     if lost is not None:
@@ -190,6 +234,12 @@ def _why_not(device: Device, error: Exception) -> str | None:
         return OUT_OF_MEMORY
     lacking = device.why_cannot_run(error)
     return None if lacking is None else f"cannot run on it: {lacking}"
+
+
+def _failure(subject: AdviceSubject, config: StepConfig, error: Exception) -> str:
+    name = subject.title.partition(", ")[0] or "the model"
+    how = "by itself" if config.sharding is None else f"under {config}"
+    return f"{name} fails {how}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -212,7 +262,8 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
     """
     context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time)
     try:
-        with _prepared(context, subject, config) as (prepared, _):
+        # A model that is there before would be no part of the step.
+        with _prepared(context, subject, config, keeps_model=False) as (prepared, _):
             return prepared.explain(prepared.measure())
     except RAISED_BY_A_STEP as error:
         return f"{NOT_EXPLAINED}: {_first_line(error)}"
@@ -220,7 +271,9 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
 
 def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict[str, float]:
     context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
-    with _prepared(context, subject, config) as (prepared, peak):
+    # A model that is sharded is built without memory, and none that exists.
+    whole_model = config.sharding is None or not config.sharding.in_place
+    with _prepared(context, subject, config, keeps_model=whole_model) as (prepared, peak):
         whole = _whole_peak(prepared, peak)
         if whole and not device.tells_time:
             return whole
@@ -229,7 +282,7 @@ def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict
 
 @contextmanager
 def _prepared(
-    context: MeasuringContext, subject: AdviceSubject, config: StepConfig
+    context: MeasuringContext, subject: AdviceSubject, config: StepConfig, *, keeps_model: bool
 ) -> Iterator[tuple[PreparedStep, Callable[[], Peak] | None]]:
     """Yield the step under a config, and what tells the peak since its model was built, if the device does."""
     device, dtype = context.device, dtype_of_weights(config.precision)
@@ -238,7 +291,11 @@ def _prepared(
         return subject.build(dtype)
 
     with ExitStack() as stack:
+        if not keeps_model:
+            subject = subject.here(device.torch_device, keeps_model=False)
+            gc.collect()
         peak = stack.enter_context(device.peak_from_now_on())
+        subject = subject.here(device.torch_device, keeps_model=True)
         device.open()
         # In this order, since a device that has failed may not settle any more.
         stack.callback(device.close)

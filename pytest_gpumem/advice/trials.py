@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.advice.cards import TrialFailed
 from pytest_gpumem.advice.largest import OPTIONS, Largest, SizeTrial, largest_of, next_size
 from pytest_gpumem.advice.results import DeviceTrials
 from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Tried, recommended
-from pytest_gpumem.advice.trial import SubjectError
+from pytest_gpumem.advice.trial import SubjectError, TrialFailed
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.step_config.errors import NotAStep
 from pytest_gpumem.units import format_bytes
@@ -58,6 +57,7 @@ class Trials:
             TrialFailed: The model's own code raised in the first step that was tried.
         """
         finished = True
+        self._tried += self.search.refused
         try:
             self._try_configs(self.search.over(self._tried, self.limit, self.subject.samples))
             if self.limit is not None and self.search.sought is not None:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from pytest_gpumem.advice.cards import TrialFailed, begin, capacity_of, explain_on, try_on, with_capacity
+from pytest_gpumem.advice.cards import begin, capacity_of, explain_on, subject_in_forks, try_on, with_capacity
 from pytest_gpumem.advice.formats import html, markdown, to_json
 from pytest_gpumem.advice.largest import OPTIONS
 from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
 from pytest_gpumem.advice.search_order import Search
+from pytest_gpumem.advice.shard_option import PER_RANK, named_configs, sharding_of
 from pytest_gpumem.advice.snippet import code_of
 from pytest_gpumem.advice.texts import lines
 from pytest_gpumem.advice.trial import (
     AdviceSubject,
     SubjectError,
+    TrialFailed,
     explain_config,
     subject_by_name,
     subject_of,
@@ -38,9 +40,7 @@ from pytest_gpumem.cli.streams import (
     write_lines,
 )
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
-from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories, make_cuda
-from pytest_gpumem.emulated_process.before_torch import install
-from pytest_gpumem.emulated_process.start import emulate
+from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import current_emulation, prepare
@@ -49,7 +49,6 @@ from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.sources import model_name, named_model
 from pytest_gpumem.models.task import Task
 from pytest_gpumem.reports.formats import format_of
-from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 from pytest_gpumem.units import parse_size
@@ -58,9 +57,12 @@ from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from pytest_gpumem.advice.largest import SizeTrial, Sought
     from pytest_gpumem.advice.search_order import Tried
     from pytest_gpumem.models.named_model import NamedModel
+    from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.values.composition import Explanation
 
 
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
     "--fits",
     metavar="SIZE",
     callback=parsed(parse_size),
-    help="The memory that the step may take: 24GB, '80 GiB'. For a model by name on emulated GPUs theirs, if not given.",
+    help="The memory that the step may take: 24GB, '80 GiB'. On emulated GPUs theirs, if not given.",
 )
 @click.option(
     "--device",
@@ -78,7 +80,7 @@ if TYPE_CHECKING:
     default=(DEFAULT_DEVICE,),
     show_default=True,
     multiple=True,
-    help="cuda, cpu, auto, emulated:l4 and so on, or a plugin's. For a model by name several emulated ones, or emulated:all.",
+    help="cuda, cpu, auto, emulated:l4 and so on, or a plugin's. Several emulated ones, or emulated:all.",
 )
 @click.option(
     "--batch",
@@ -93,6 +95,13 @@ if TYPE_CHECKING:
     metavar="CONFIG",
     multiple=True,
     help="A step config to measure, in place of those that are tried until one fits: amp-bf16,clip=1. May be repeated.",
+)
+@click.option(
+    "--shard",
+    "sharding",
+    metavar="KIND,world=N",
+    callback=parsed(sharding_of),
+    help="Measure one rank of a job whose model is sharded: fsdp,world=8. KIND is a word of shard= in step configs.",
 )
 @click.option(
     "--train/--infer", "trains", default=True, help="Measure a training step (the default), or a step of inference."
@@ -133,6 +142,7 @@ def advise(
     device_names: tuple[str, ...],
     size: BatchSize | None,
     words: tuple[str, ...],
+    sharding: StepConfig | None,
     trains: bool,
     new_tokens: int | None,
     everything: bool,
@@ -163,45 +173,33 @@ def advise(
       gpumem advise timm:vit_base_patch16_224 --batch 64 --device emulated:l4
       gpumem advise my_project.models:make_gpt --fits 24GB
 
-    Exit status: 0 when a config fits into each device that was named, or into one of emulated:all, 1 when none does, 2 for
-    wrong usage, 130 when interrupted.
+    Exit status: 0 when a config fits into each device that was named, or into one of emulated:all, 1 when none does, the model
+    fails by itself or the device cannot be used, 2 for wrong usage, 130 when interrupted.
     """
     page = format_of("advice.html")
     if form == "html" and page is not None and page.lacking():
         raise InputError(f"--format html: {page.lacking()}")
-    configs = _configs(words)
-    if configs and everything:
+    task = _task(trains, new_tokens)
+    if sharding is not None and not task.trains:
+        said = "--infer" if new_tokens is None else "--generate"
+        raise click.UsageError(f"--shard is for a training step: no step of inference is sharded, leave {said} out")
+    with input_errors(ConfigError):
+        configs, refused = named_configs(words, sharding)
+    if words and everything:
         raise click.UsageError("configs are named by --config, or all are measured with --all, not both")
     if largest_batch and longest_sequence:
         raise click.UsageError("--largest-batch and --longest-sequence are looked for one at a time")
     sought: Sought | None = "samples" if largest_batch else "tokens" if longest_sequence else None
-    search = Search(fits, configs, everything, blocks, _task(trains, new_tokens), sought)
+    search = Search(fits, configs, everything, blocks, task, sought, sharding, refused)
     with input_errors(ModelError):
         name = model_name(subject_name)
-    gpus = _gpus(device_names)
-    every = _EVERY not in device_names
     if name is None:
         given = {"--batch": size, OPTIONS[sought or "samples"]: sought, "--generate": new_tokens}
         for option, value in given.items():
             if value is not None:
                 raise click.UsageError(f"{option} is for a model by name; {subject_name} returns its own batch")
-        if len(device_names) > 1 or not every:
-            raise click.UsageError("several devices are for a model by name; for a function, name one")
-        found = _advised_here(
-            search, device_names[0], lambda device: _subject(subject_name, device, search), over_time=form == "html"
-        )
-    elif gpus:
-        found = _advised_on_cards(search, gpus, name, size, over_time=form == "html")
-    elif len(device_names) > 1:
-        raise click.UsageError("several devices have to be emulated ones, like emulated:h100")
-    else:
-        found = _advised_here(
-            search,
-            device_names[0],
-            lambda _: subject_by_name(_model(name, size, search), blocks),
-            over_time=form == "html",
-        )
-    status = INTERRUPTED if not found.finished else 0 if found.fits(every=every) else 1
+    found = _advised(search, _Named(subject_name, name, size), device_names, over_time=form == "html")
+    status = INTERRUPTED if not found.finished else 0 if found.fits(every=_EVERY not in device_names) else 1
     _print(found, form, status)
     sys.exit(status)
 
@@ -223,9 +221,61 @@ def _task(trains: bool, new_tokens: int | None) -> Task:
     return Task(trains=False, new_tokens=new_tokens)
 
 
-def _configs(words: Sequence[str]) -> tuple[StepConfig, ...]:
-    with input_errors(ConfigError):
-        return tuple(dict.fromkeys(map(StepConfig.parse, words)))
+@dataclass(frozen=True)
+class _Named:
+    """A model as it was named: a function where it is none of a library's."""
+
+    text: str
+    name: ModelName | None
+    size: BatchSize | None
+
+    def here(self, search: Search, device: Device) -> AdviceSubject:
+        """Return it with its batch on a device of this process."""
+        if self.name is not None:
+            return subject_by_name(self._model(self.name, search), search.blocks)
+        return subject_of(named_function(self.text), device.torch_device, search.blocks, search.task)
+
+    def on_cards(self, search: Search, gpus: Sequence[Gpu]) -> AdviceSubject:
+        """Return it for processes with emulated GPUs: this one must not begin to use CUDA, which a function may."""
+        if self.name is not None:
+            with gpu_unseen():
+                return subject_by_name(self._model(self.name, search), search.blocks)
+
+        def make(device: torch.device, keeps_model: bool) -> AdviceSubject:
+            try:
+                function = named_function(self.text)
+            except click.UsageError as error:
+                raise SubjectError(error.message) from None
+            return subject_of(function, device, search.blocks, search.task, keeps_model=keeps_model)
+
+        return subject_in_forks(self.text, gpus, make, search.task)
+
+    def _model(self, name: ModelName, search: Search) -> NamedModel:
+        with input_errors(ModelError):
+            model = named_model(name, self.size, search.task)
+        click.echo(model.title, err=True)
+        return model
+
+
+def _advised(search: Search, named: _Named, device_names: Sequence[str], *, over_time: bool) -> Advice:
+    """Return what is found on the devices that were named. Raises ``click.ClickException``."""
+    gpus = _gpus(device_names)
+    if len(device_names) > 1 and not gpus:
+        raise click.UsageError("several devices have to be emulated ones, like emulated:h100")
+    try:
+        if gpus:
+            return _advised_on_cards(search, gpus, lambda: named.on_cards(search, gpus), over_time=over_time)
+        return _advised_here(search, device_names[0], lambda device: named.here(search, device), over_time=over_time)
+    except SubjectError as error:
+        raise click.UsageError(str(error)) from None
+    except TrialFailed as error:
+        raise _ModelFailed(str(error)) from None
+
+
+class _ModelFailed(InputError):
+    """The model was found, and fails by itself."""
+
+    exit_code = 1
 
 
 def _gpus(names: Sequence[str]) -> list[Gpu]:
@@ -241,17 +291,6 @@ def _gpus(names: Sequence[str]) -> list[Gpu]:
 _EVERY = f"{EMULATED}{EVERY}"
 
 
-def _model(name: ModelName, size: BatchSize | None, search: Search) -> NamedModel:
-    with input_errors(ModelError):
-        model = named_model(name, size, search.task)
-    click.echo(model.title, err=True)
-    return model
-
-
-def _subject(factory: str, device: Device, search: Search) -> AdviceSubject:
-    return subject_of(named_function(factory), device.torch_device, search.blocks, search.task)
-
-
 def _advised_here(
     search: Search, device_name: str, subject_on: Callable[[Device], AdviceSubject], *, over_time: bool
 ) -> Advice:
@@ -260,10 +299,7 @@ def _advised_here(
         instead = "" if search.sought is not None else " (or --all, to see every combination)"
         raise click.UsageError(f"say how much memory there is: --fits 24GB{instead}")
     device = _device(device_name)
-    try:
-        subject = subject_on(device)
-    except SubjectError as error:
-        raise click.UsageError(str(error)) from None
+    subject = subject_on(device)
 
     def try_one(sized: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
         # An emulated GPU's peaks may lack what convolutions take on a GPU.
@@ -271,12 +307,19 @@ def _advised_here(
         return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
 
     name = device.environment().device
-    trials = _run(Trials(search.fits, subject, search, try_one, _say), name)
-    notes = (
-        () if device.tells_time or not trials.tried else (f"{name}: memory as of PyTorch's own allocator, no times",)
-    )
+    trials = Trials(search.fits, subject, search, try_one, _say).run(name)
+    notes = _notes(search)
+    if trials.tried and not device.tells_time:
+        notes += (f"{name}: memory as of PyTorch's own allocator, no times",)
     found = Advice(
-        subject.title, search.task, False, (trials,), finished=trials.finished, notes=notes, sought=search.sought
+        subject.title,
+        search.task,
+        False,
+        (trials,),
+        finished=trials.finished,
+        notes=notes,
+        sought=search.sought,
+        sharding=search.sharding,
     )
     return _with_code(
         found,
@@ -287,43 +330,44 @@ def _advised_here(
 
 
 def _advised_on_cards(
-    search: Search, gpus: Sequence[Gpu], name: ModelName, size: BatchSize | None, *, over_time: bool
+    search: Search, gpus: Sequence[Gpu], made: Callable[[], AdviceSubject], *, over_time: bool
 ) -> Advice:
     """Return what is found on emulated GPUs, each config in a process of its own."""
-    with input_errors(EmulationError):
+    try:
         prepare()
         begin(gpus[0])
-    try:
-        with gpu_unseen():
-            subject = subject_by_name(_model(name, size, search), search.blocks)
-    except SubjectError as error:
-        raise click.UsageError(str(error)) from None
+    except EmulationError as error:
+        raise click.ClickException(str(error)) from None
+    subject = made()
     done: list[DeviceTrials] = []
     elsewhere: dict[StepConfig, list[SizeTrial]] = {}
     for gpu in gpus:
         card = gpu if search.fits is None else with_capacity(gpu, search.fits)
         where = f"{card.title}: " if len(gpus) > 1 else ""
         trials = Trials(capacity_of(card), subject, search, partial(try_on, card), _say, where, bool(done), elsewhere)
-        done.append(_run(trials, card.title))
+        done.append(trials.run(card.title))
         if not done[-1].finished:
             break
     by_title = {gpu.title: gpu for gpu in gpus}
     return _with_code(
-        Advice(subject.title, search.task, True, tuple(done), finished=done[-1].finished, sought=search.sought),
+        Advice(
+            subject.title,
+            search.task,
+            True,
+            tuple(done),
+            finished=done[-1].finished,
+            notes=_notes(search),
+            sought=search.sought,
+            sharding=search.sharding,
+        ),
         subject,
         "cuda",
         lambda title, config: explain_on(by_title[title], subject, config, over_time=over_time),
     )
 
 
-def _run(trials: Trials, name: str) -> DeviceTrials:
-    """Run the trials of the device of that name. Raises `click.UsageError` and `InputError`."""
-    try:
-        return trials.run(name)
-    except SubjectError as error:
-        raise click.UsageError(str(error)) from None
-    except TrialFailed as error:
-        raise InputError(str(error)) from None
+def _notes(search: Search) -> tuple[str, ...]:
+    return () if search.sharding is None else (PER_RANK,)
 
 
 def _say(text: str) -> None:
@@ -357,14 +401,6 @@ def _with_code(
 
 
 def _device(name: str) -> Device:
-    if name.startswith(EMULATED):
-        try:
-            gpu = emulated_gpu(name, own_gpus_around())
-            emulate(gpu)
-        except (EmulationError, ValueError) as error:
-            raise click.ClickException(str(error)) from None
-        install(gpu.device)
-        return make_cuda()
     known = factories(name, () if name in (*BUILT_IN, AUTO) else devices_of_plugins())
     if name not in (*known, AUTO):
         raise click.UsageError(f"--device {name}: no such device; {nearest_device(name, [*known, AUTO])}")

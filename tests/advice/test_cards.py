@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.advice.cards import TrialFailed, capacity_of, with_capacity
+from pytest_gpumem.advice.cards import capacity_of, with_capacity
 from pytest_gpumem.advice.search_order import Search, Tried
-from pytest_gpumem.advice.trial import AdviceSubject
+from pytest_gpumem.advice.trial import AdviceSubject, TrialFailed
 from pytest_gpumem.advice.trials import Trials
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.models.task import TRAINING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,9 +81,23 @@ def test_what_a_failed_config_held_is_let_go():
     assert [held() for held in seen] == [None] * len(seen) != []
 
 
-def test_an_error_of_the_first_config_is_the_models_own():
-    with pytest.raises(RuntimeError, match="planted"):
-        tried(failing(RuntimeError("planted")))
+@pytest.mark.parametrize(
+    ("config", "how"), [("fp32", "by itself"), ("fp32,shard=ddp,world=2", "under fp32,shard=ddp,world=2")]
+)
+def test_an_error_of_the_first_config_is_the_models_own(config, how, capsys):
+    with pytest.raises(trial.TrialFailed, match=f"^the model fails {how}: RuntimeError: planted$"):
+        tried(failing(RuntimeError("planted\nand more")), StepConfig.parse(config))
+    # A function is the author's, who wants to know the line.
+    assert "in forward\n    raise error\nRuntimeError: planted\nand more\n" in capsys.readouterr().err
+
+
+def test_an_error_of_a_model_by_name_is_one_sentence(capsys):
+    device = CpuDevice()
+    subject = trial.subject_of(failing(RuntimeError("planted\nand more")), device.torch_device)
+    named = replace(subject, title="hf:x: Model, random weights; batch 1x8")
+    with pytest.raises(trial.TrialFailed, match=r"^hf:x: Model fails by itself: RuntimeError: planted$"):
+        trial.try_config(device, named, START)
+    assert capsys.readouterr().err == ""
 
 
 def test_what_makes_no_step_is_no_answer_in_any_config():
