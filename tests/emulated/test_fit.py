@@ -179,7 +179,7 @@ def test_kernels_that_torch_lacks_for_a_gpu_are_told_as_that_and_not_as_a_failur
     assert lines[1].split()[-4:] == ["cannot", "run", "on", "it"]
     why = "and none for 7.0, as on a real one"
     assert any(line.startswith("V100 16GB: cannot run on it: torch ") and why in line for line in lines)
-    assert lines[-1].endswith("fits H100 80GB; cannot run on V100 16GB, T4")
+    assert lines[-1].endswith("fits H100 80GB; cannot run on T4, V100 16GB")
 
 
 def test_a_program_without_gpu_memory_is_an_error(fit):
