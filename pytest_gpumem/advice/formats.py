@@ -42,6 +42,7 @@ def to_json(advice: Advice, status: int) -> str:
         "subject": advice.subject,
         "step": advice.task.kind,
         "new_tokens": advice.task.new_tokens,
+        "lora": None if advice.task.lora is None else str(advice.task.lora),
         "emulated": advice.emulated,
         "largest_of": advice.sought,
         "devices": [_plain_device(device) for device in advice.devices],

@@ -45,6 +45,7 @@ from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.lora import Lora, lora
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.sources import model_name, named_model
 from pytest_gpumem.models.task import Task
@@ -105,6 +106,13 @@ if TYPE_CHECKING:
     help="Of a model by name: measure the generation of N tokens by its generate(), after a prompt that is the batch.",
 )
 @click.option(
+    "--lora",
+    "adapters",
+    metavar="SETTINGS",
+    callback=parsed(lora),
+    help="Of a model by name: train adapters of PEFT alone: r=8, or r=8,alpha=16,targets=q_proj+v_proj.",
+)
+@click.option(
     "--all",
     "everything",
     is_flag=True,
@@ -135,6 +143,7 @@ def advise(
     words: tuple[str, ...],
     trains: bool,
     new_tokens: int | None,
+    adapters: Lora | None,
     everything: bool,
     largest_batch: bool,
     longest_sequence: bool,
@@ -159,6 +168,7 @@ def advise(
     Examples:
       gpumem advise hf:meta-llama/Llama-3.1-8B --batch 1x4096 --device emulated:h100 --device emulated:l40s
       gpumem advise hf:./config.json --infer --device emulated:all
+      gpumem advise hf:meta-llama/Llama-3.1-8B --lora r=16 --batch 1x4096 --device emulated:rtx4090
       gpumem advise hf:meta-llama/Llama-3.1-8B --generate 256 --batch 8x2048 --device emulated:l40s
       gpumem advise timm:vit_base_patch16_224 --batch 64 --device emulated:l4
       gpumem advise my_project.models:make_gpt --fits 24GB
@@ -175,13 +185,13 @@ def advise(
     if largest_batch and longest_sequence:
         raise click.UsageError("--largest-batch and --longest-sequence are looked for one at a time")
     sought: Sought | None = "samples" if largest_batch else "tokens" if longest_sequence else None
-    search = Search(fits, configs, everything, blocks, _task(trains, new_tokens), sought)
+    search = Search(fits, configs, everything, blocks, _task(trains, new_tokens, adapters), sought)
     with input_errors(ModelError):
         name = model_name(subject_name)
     gpus = _gpus(device_names)
     every = _EVERY not in device_names
     if name is None:
-        given = {"--batch": size, OPTIONS[sought or "samples"]: sought, "--generate": new_tokens}
+        given = {"--batch": size, OPTIONS[sought or "samples"]: sought, "--generate": new_tokens, "--lora": adapters}
         for option, value in given.items():
             if value is not None:
                 raise click.UsageError(f"{option} is for a model by name; {subject_name} returns its own batch")
@@ -215,9 +225,13 @@ def _print(found: Advice, form: str, status: int) -> None:
         click.echo(markdown(found) if form == "markdown" else html(found), nl=False)
 
 
-def _task(trains: bool, new_tokens: int | None) -> Task:
+def _task(trains: bool, new_tokens: int | None, adapters: Lora | None) -> Task:
+    if adapters is not None and (new_tokens is not None or not trains):
+        raise click.UsageError(
+            "--lora is for training; adapters that are merged take nothing: leave --lora out, or --infer and --generate"
+        )
     if new_tokens is None:
-        return Task(trains)
+        return Task(trains, lora=adapters)
     if click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT and trains:
         raise click.UsageError("--generate measures inference; leave --train out")
     return Task(trains=False, new_tokens=new_tokens)
@@ -276,7 +290,7 @@ def _advised_here(
         () if device.tells_time or not trials.tried else (f"{name}: memory as of PyTorch's own allocator, no times",)
     )
     found = Advice(
-        subject.title, search.task, False, (trials,), finished=trials.finished, notes=notes, sought=search.sought
+        subject.title, subject.task, False, (trials,), finished=trials.finished, notes=notes, sought=search.sought
     )
     return _with_code(
         found,
@@ -309,7 +323,7 @@ def _advised_on_cards(
             break
     by_title = {gpu.title: gpu for gpu in gpus}
     return _with_code(
-        Advice(subject.title, search.task, True, tuple(done), finished=done[-1].finished, sought=search.sought),
+        Advice(subject.title, subject.task, True, tuple(done), finished=done[-1].finished, sought=search.sought),
         subject,
         "cuda",
         lambda title, config: explain_on(by_title[title], subject, config, over_time=over_time),
