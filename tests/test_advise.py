@@ -255,6 +255,10 @@ def test_all_measures_every_combination(advise, monkeypatch):
         ),
         (["advised_models:make", "--fits", "1GB", "--generate", "4"], "--generate is for a model by name; advised_"),
         (["hf:x", "--generate", "4", "--train"], "--generate measures inference; leave --train out"),
+        (["hf:x", "--lora", "r=8", "--infer"], "--lora is for training; adapters that are merged take nothing"),
+        (["hf:x", "--lora", "r=8", "--generate", "4"], "--lora is for training; adapters that are merged take nothing"),
+        (["hf:x", "--lora", "r=0"], "r of LoRA is '0', expected a whole number, 1 or more"),
+        (["advised_models:make", "--fits", "1GB", "--lora", "r=8"], "--lora is for a model by name; advised_"),
         (["hf:x", "--generate", "none"], "'none' is not a valid integer"),
         (
             ["advised_models:make", "--batch", "4*16"],

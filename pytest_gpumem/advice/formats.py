@@ -42,6 +42,7 @@ def to_json(advice: Advice, status: int) -> str:
         "subject": advice.subject,
         "step": advice.task.kind,
         "new_tokens": advice.task.new_tokens,
+        "lora": None if advice.task.lora is None else str(advice.task.lora),
         "emulated": advice.emulated,
         "shard": None if advice.sharding is None else str(advice.sharding),
         "largest_of": advice.sought,

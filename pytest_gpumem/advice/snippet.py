@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from pytest_gpumem.steps.precision import dtype_of, precision_named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_gpumem.models.lora import Lora
     from pytest_gpumem.models.task import Task
     from pytest_gpumem.step_config.config import StepConfig
     from pytest_gpumem.step_config.shard_kinds import Sharding
@@ -19,13 +21,15 @@ if TYPE_CHECKING:
     """The path of a list of blocks, or the paths of blocks that are not a whole list."""
 
 
-def code_snippet(config: StepConfig, device_type: str, containers: Sequence[BlockContainer]) -> list[str]:
-    """Return lines of Python: the set-up, and the step.
+def code_snippet(
+    config: StepConfig, device_type: str, containers: Sequence[BlockContainer], lora: Lora | None = None
+) -> list[str]:
+    """Return lines of Python: the set-up, with adapters if there are any, and the step.
 
     ``containers`` have the model's blocks. The lines use ``model``, ``batches`` (the micro-batches of a step, or the one
     batch) and ``loss_of(model, batch)``. For the configs that `is_shown` knows.
     """
-    return [*_once(config, device_type, containers), "", *_step(config, device_type)]
+    return [*_once(config, device_type, containers, lora), "", *_step(config, device_type)]
 
 
 _SHOWN = ("precision", "checkpoint", "blocks", "accumulate", "optimizer", "weights", "shard", "world", "rank", "reduce")
@@ -58,7 +62,7 @@ def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockCont
     if not is_shown(config):
         return [f'# as in @pytest.mark.gpumem and fixtures: config="{config}"']
     if task.trains:
-        return code_snippet(config, device_type, containers)
+        return code_snippet(config, device_type, containers, task.lora)
     return inference_snippet(config, device_type, task.new_tokens)
 
 
@@ -83,10 +87,14 @@ def inference_snippet(config: StepConfig, device_type: str, new_tokens: int | No
     return [*imports, "", "model.eval()", *lines, f"with {', '.join(contexts)}:", f"    output = {call}"]
 
 
-def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContainer]) -> list[str]:
+def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], lora: Lora | None) -> list[str]:
     snippet = config.checkpointing.kind.snippet
     precision = precision_named(config.precision)
     imports, lines = [*snippet.imports], []
+    if lora is not None:
+        imports.append("from peft import LoraConfig, get_peft_model")
+        arguments = ", ".join(f"{name}={json.dumps(value)}" for name, value in lora.arguments().items())
+        lines.append(f"model = get_peft_model(model, LoraConfig({arguments}))")
     if precision is not None and precision.weights != "float32":
         lines.append(f"model.to(torch.{precision.weights})")
     lines += snippet.setup()

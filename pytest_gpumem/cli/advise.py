@@ -45,6 +45,7 @@ from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.lora import Lora, lora
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.sources import model_name, named_model
 from pytest_gpumem.models.task import Task
@@ -114,6 +115,13 @@ if TYPE_CHECKING:
     help="Of a model by name: measure the generation of N tokens by its generate(), after a prompt that is the batch.",
 )
 @click.option(
+    "--lora",
+    "adapters",
+    metavar="SETTINGS",
+    callback=parsed(lora),
+    help="Of a model by name: train adapters of PEFT alone: r=8, or r=8,alpha=16,targets=q_proj+v_proj.",
+)
+@click.option(
     "--all",
     "everything",
     is_flag=True,
@@ -145,6 +153,7 @@ def advise(
     sharding: StepConfig | None,
     trains: bool,
     new_tokens: int | None,
+    adapters: Lora | None,
     everything: bool,
     largest_batch: bool,
     longest_sequence: bool,
@@ -169,6 +178,7 @@ def advise(
     Examples:
       gpumem advise hf:meta-llama/Llama-3.1-8B --batch 1x4096 --device emulated:h100 --device emulated:l40s
       gpumem advise hf:./config.json --infer --device emulated:all
+      gpumem advise hf:meta-llama/Llama-3.1-8B --lora r=16 --batch 1x4096 --device emulated:rtx4090
       gpumem advise hf:meta-llama/Llama-3.1-8B --generate 256 --batch 8x2048 --device emulated:l40s
       gpumem advise timm:vit_base_patch16_224 --batch 64 --device emulated:l4
       gpumem advise my_project.models:make_gpt --fits 24GB
@@ -179,7 +189,7 @@ def advise(
     page = format_of("advice.html")
     if form == "html" and page is not None and page.lacking():
         raise InputError(f"--format html: {page.lacking()}")
-    task = _task(trains, new_tokens)
+    task = _task(trains, new_tokens, adapters)
     if sharding is not None and not task.trains:
         said = "--infer" if new_tokens is None else "--generate"
         raise click.UsageError(f"--shard is for a training step: no step of inference is sharded, leave {said} out")
@@ -194,7 +204,7 @@ def advise(
     with input_errors(ModelError):
         name = model_name(subject_name)
     if name is None:
-        given = {"--batch": size, OPTIONS[sought or "samples"]: sought, "--generate": new_tokens}
+        given = {"--batch": size, OPTIONS[sought or "samples"]: sought, "--generate": new_tokens, "--lora": adapters}
         for option, value in given.items():
             if value is not None:
                 raise click.UsageError(f"{option} is for a model by name; {subject_name} returns its own batch")
@@ -213,9 +223,13 @@ def _print(found: Advice, form: str, status: int) -> None:
         click.echo(markdown(found) if form == "markdown" else html(found), nl=False)
 
 
-def _task(trains: bool, new_tokens: int | None) -> Task:
+def _task(trains: bool, new_tokens: int | None, adapters: Lora | None) -> Task:
+    if adapters is not None and (new_tokens is not None or not trains):
+        raise click.UsageError(
+            "--lora is for training; adapters that are merged take nothing: leave --lora out, or --infer and --generate"
+        )
     if new_tokens is None:
-        return Task(trains)
+        return Task(trains, lora=adapters)
     if click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT and trains:
         raise click.UsageError("--generate measures inference; leave --train out")
     return Task(trains=False, new_tokens=new_tokens)
@@ -313,7 +327,7 @@ def _advised_here(
         notes += (f"{name}: memory as of PyTorch's own allocator, no times",)
     found = Advice(
         subject.title,
-        search.task,
+        subject.task,
         False,
         (trials,),
         finished=trials.finished,
@@ -352,7 +366,7 @@ def _advised_on_cards(
     return _with_code(
         Advice(
             subject.title,
-            search.task,
+            subject.task,
             True,
             tuple(done),
             finished=done[-1].finished,

@@ -57,7 +57,8 @@ class NamedModel:
         """Its name, its class, the size of its batch, and what is done with it, where that is not in the table."""
         new = self.task.new_tokens
         generates = "" if new is None else f", generates {counted(new, 'token')}"
-        return f"{self.name}: {self.class_name}, random weights; batch {self.inputs}{generates}"
+        adapters = "" if self.task.lora is None else f", LoRA {self.task.lora}"
+        return f"{self.name}: {self.class_name}, random weights; batch {self.inputs}{generates}{adapters}"
 
 
 def on_meta(name: ModelName, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:

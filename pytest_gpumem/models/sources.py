@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.name import ModelName
+from pytest_gpumem.models.peft import with_adapters
 
 if TYPE_CHECKING:
     from pytest_gpumem.models.name import BatchSize
@@ -72,4 +73,5 @@ def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedMod
         raise ModelError(f"{name} generates no tokens; models of {able} do")
     module = importlib.import_module(f"pytest_gpumem.models.{SOURCES[name.source].file}")
     model: NamedModel = module.model_of(name, size, task)
-    return replace(model, task=task)
+    model = replace(model, task=task)
+    return model if task.lora is None else with_adapters(model, task.lora)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pytest_gpumem.models.lora import Lora
 
 Kind = Literal["training", "inference", "generation"]
 
@@ -16,6 +19,8 @@ class Task:
     """True if it is a training step, which needs a loss; else it is one of inference."""
     new_tokens: int | None = None
     """Of inference: the number of tokens that the model's own ``generate`` adds to a prompt; ``None`` is a forward pass."""
+    lora: Lora | None = None
+    """Of training: the adapters that are trained, in place of all weights."""
 
     @property
     def kind(self) -> Kind:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.advice.snippet import code_snippet
+from pytest_gpumem.advice.snippet import code_of, code_snippet
+from pytest_gpumem.models.lora import Lora
+from pytest_gpumem.models.task import Task
 from pytest_gpumem.step_config.checkpoint_kinds import KINDS, Snippet
 from pytest_gpumem.step_config.config import StepConfig
 
@@ -141,3 +143,23 @@ def test_blocks_are_reached_wherever_they_are(holder, line):
     lines = code_snippet(StepConfig.parse("fp32,checkpoint=blocks"), "cuda", [holder])
     assert line in lines
     compile("\n".join(lines), "recipe", "exec")
+
+
+def test_adapters_are_put_on_before_anything_else_with_what_was_asked_for():
+    asked = Lora(8, 16, ("q_proj", "v_proj"))
+    lines = code_of(StepConfig.parse("bf16"), "cuda", [], Task(lora=asked))
+    wrapped = 'model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))'
+    at = lines.index(wrapped)
+    assert lines[at : at + 3] == [
+        wrapped,
+        "model.to(torch.bfloat16)",
+        "optimizer = torch.optim.AdamW(model.parameters())",
+    ]
+    assert "from peft import LoraConfig, get_peft_model" in lines[:at]
+    everything = code_of(StepConfig.parse("fp32"), "cuda", [], Task(lora=Lora(4, None, ("all-linear",))))
+    assert 'model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))' in everything
+
+
+def test_generation_is_a_call_of_the_models_own():
+    lines = code_of(StepConfig.parse("bf16"), "cuda", [], Task(trains=False, new_tokens=32))
+    assert lines[-1] == "    output = model.generate(**batch, max_new_tokens=32, do_sample=False, num_beams=1)"

@@ -16,6 +16,7 @@ from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.images import cross_entropy
 from pytest_gpumem.models.inputs import TARGET, Inputs, RandomBoxes, RandomTensor
+from pytest_gpumem.models.lora import Lora, lora
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.named_model import NamedModel
 from pytest_gpumem.models.sources import model_name, named_model
@@ -172,6 +173,58 @@ def test_what_cannot_be_generated_is_told_in_a_sentence(tmp_path, name, size, ne
 def test_models_of_other_libraries_generate_no_tokens(source):
     with pytest.raises(ModelError, match=f"^{source}:any generates no tokens; models of hf: and hf-tiny: do$"):
         generating(ModelName(source, "any"), None, 4)
+
+
+def test_adapters_alone_are_trained_on_what_peft_knows_or_on_all_linear_layers(tmp_path):
+    pytest.importorskip("peft")
+    asked = Task(lora=Lora(4, 8, ("down_proj",)))
+    name = written(tmp_path, "LlamaForCausalLM", *CLASSES["LlamaForCausalLM"])
+    model = named_model(name, BatchSize(2, 16), asked)
+    trained = {one: p for one, p in model.build(torch.bfloat16).named_parameters() if p.requires_grad}
+    assert sum(p.numel() for p in trained.values()) == SIZES["num_hidden_layers"] * 4 * (128 + 64)
+    assert model.title.endswith("; batch 2x16, LoRA r=4,alpha=8,targets=down_proj")
+    # PEFT has no targets for these.
+    granite = written(tmp_path, "GraniteForCausalLM", "granite", {**SIZES, **TOKENS})
+    model = named_model(granite, BatchSize(2, 16), Task(lora=Lora(4)))
+    assert model.task.lora == Lora(4, None, ("all-linear",))
+    loss = model.build(torch.float32)(**model.batch()).loss
+    loss.backward()
+    with pytest.raises(ModelError, match=r"cannot be built: .*Error: Target modules .*'fc1'.* not found"):
+        named_model(granite, None, Task(lora=Lora(4, None, ("fc1",))))
+
+
+def test_adapters_need_peft_and_are_told_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    name = written(tmp_path, "LlamaForCausalLM", *CLASSES["LlamaForCausalLM"])
+    with pytest.raises(ModelError, match=r"needs peft: pip install peft$"):
+        named_model(name, None, Task(lora=Lora(4)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("r=8", Lora(8)),
+        ("alpha=16, r=8", Lora(8, 16)),
+        ("r=8,targets=q_proj+v_proj", Lora(8, None, ("q_proj", "v_proj"))),
+        ("r=0", "r of LoRA is '0', expected a whole number, 1 or more"),
+        ("r=many", "r of LoRA is 'many', expected a whole number, 1 or more"),
+        ("8", "'8' is no setting of LoRA: write it like r=8 or r=8,alpha=16"),
+        ("alpha=16", "LoRA needs its rank: write it like r=8"),
+        ("rank=8", "LoRA has no setting 'rank' here; valid: r, alpha, targets"),
+        ("r=8,r=4", "r of LoRA is given twice"),
+        ("r=8,alpha=-1", "alpha of LoRA is '-1', expected"),
+        ("r=8,targets=+", "targets of LoRA names no module"),
+        ("", "'' is no setting of LoRA"),
+    ],
+)
+def test_settings_of_lora_are_those_that_are_written_or_a_sentence(text, said):
+    if isinstance(said, Lora):
+        assert lora(text) == said
+        assert lora(str(said)) == said
+        return
+    with pytest.raises(ModelError) as refused:
+        lora(text)
+    assert str(refused.value).startswith(said)
 
 
 def test_weights_are_made_in_the_dtype_that_is_asked_for(tmp_path):
