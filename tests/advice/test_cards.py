@@ -38,3 +38,15 @@ def test_an_error_of_the_models_own_ends_nothing_where_there_are_results():
     assert tried(FP32, BF16, goes_on=True) == [(FP32, "planted"), (BF16, "")]
     with pytest.raises(TrialFailed, match=r"^planted$"):
         tried(FP32)
+
+
+def test_a_peak_that_an_uncomputed_value_has_decided_is_told_beside_what_else_is_lacking():
+    doubts = {FP32: "an uncomputed value decided a branch at model.py:3", BF16: ""}
+
+    def doubted(_, config):
+        return Tried(config, GB, doubt=doubts[config]), "no cuDNN is installed"
+
+    subject = AdviceSubject(lambda _: None, {}, None, ())
+    search = Search(None, (BF16, FP32), everything=False, blocks=None, task=TRAINING)
+    found = Trials(GB, subject, search, doubted, lambda _: None).run("card")
+    assert found.lacking == f"no cuDNN is installed; {doubts[FP32]}"
