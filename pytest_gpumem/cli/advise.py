@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -221,8 +222,12 @@ class _Named:
         return subject_in_forks(self.text, gpus, make, trains=search.trains)
 
     def _model(self, name: ModelName, search: Search) -> NamedModel:
-        with input_errors(ModelError):
+        try:
             model = named_model(name, self.size, trains=search.trains)
+        except ModelError as error:
+            own = any(Path(path).is_file() for path in (f"{name.source}.py", f"{name.source}/__init__.py"))
+            hint = f"; {name.source}: is a source of models, so import the function into a module of another name"
+            raise InputError(f"{error}{hint if own else ''}") from None
         click.echo(model.title, err=True)
         return model
 
@@ -478,6 +483,7 @@ def _try_all(
                 raise click.UsageError(problem + mend if no_loss else problem) from None
             except TrialFailed as error:
                 if not goes_on and not tried:
+                    click.echo("failed", err=True)
                     raise
                 one = Tried(config, why_not=str(error))
             tried.append(one)

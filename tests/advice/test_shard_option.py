@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pytest_gpumem.advice.search_order import START, Search, Tried, with_sharding
@@ -43,11 +45,17 @@ def test_a_sharding_is_told_as_people_call_it(text, title):
     [
         ("fsd,world=8", "unknown sharding 'fsd'; choose ddp, zero1, zero2, zero3, fsdp, "),
         ("fsdp", "shard=fsdp needs the number of ranks; add world=N"),
-        ("fsdp,world=1", "world=1: expected a whole number, 2 or more; write a kind of sharding and the number of ranks, "),
+        (
+            "fsdp,world=1",
+            "world=1: expected a whole number, 2 or more; write a kind of sharding and the number of ranks, ",
+        ),
         ("fsdp,world=0", "world=0: expected a whole number, 2 or more; write "),
         ("fsdp,world=x", "world=x: expected a whole number, 2 or more; write "),
         ("fsdp,world=8,rank=8", "rank=8: of 8 ranks the first is 0 and the last 7"),
-        ("fsdp,ranks=8", "ranks=8 is not expected; write a kind of sharding and the number of ranks, like fsdp,world=8"),
+        (
+            "fsdp,ranks=8",
+            "ranks=8 is not expected; write a kind of sharding and the number of ranks, like fsdp,world=8",
+        ),
         ("fsdp,world=8,world=4", "world=4 is not expected; write "),
         ("world=8", "'world=8' names no kind of sharding; write "),
         ("none,world=8", "names no kind of sharding; write "),
@@ -58,9 +66,8 @@ def test_a_sharding_is_told_as_people_call_it(text, title):
     ],
 )
 def test_what_is_no_sharding_says_what_would_be_right(text, told):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=re.escape(told)):
         sharding_of(text)
-    assert told in str(error.value)
 
 
 def test_every_config_of_the_search_is_sharded_and_fully_shard_casts_by_itself():
@@ -118,9 +125,8 @@ def test_a_named_config_is_sharded_and_one_that_cannot_be_is_a_row_with_the_reas
     ],
 )
 def test_a_named_config_that_is_none_is_an_error(text, told):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(told)):
         named_configs([text], FSDP)
-    assert told in str(error.value)
 
 
 def test_the_words_of_the_option_are_those_of_a_config():
