@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from pytest_gpumem.advice import trial
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.devices.cpu import CpuDevice
 from tests.models.architectures import NEEDS_TRANSFORMERS
 
 MODELS = """
@@ -274,6 +275,20 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["hf:x", "--largest-batch", "--longest-sequence"], "are looked for one at a time"),
         (["hf:x", "--config", "fp32", "--largest-batch"], "say how much memory there is: --fits 24GB\n"),
         (["hf:", "--fits", "1GB"], "'hf:' names no model; write hf:ORG/NAME"),
+        (
+            ["hf.py:make", "--fits", "1GB"],
+            "write it under another module's name, as hf: is a source of models: from hf ",
+        ),
+        (["advised_models:make", "--shard", "fsdp"], "shard=fsdp needs the number of ranks; add world=N"),
+        (
+            ["advised_models:make", "--shard", "fsdp,world=1"],
+            "world=1: expected a whole number, 2 or more; write a kind",
+        ),
+        (["advised_models:make", "--shard", "ddp,world=2", "--infer"], "--shard is for a training step"),
+        (
+            ["advised_models:make", "--shard", "ddp,world=2", "--config", "fp32,shard=ddp,world=4"],
+            "has a sharding of its own, beside shard=ddp,world=2; leave one of them out",
+        ),
         (["hf:./gone", "--fits", "1GB", "--device", "emulated:h100"], "several devices have to be emulated ones"),
         (
             ["advised_models:make_nonsense", "--fits", "1GB"],
@@ -314,6 +329,38 @@ def test_configs_that_are_named_are_measured_and_no_others(advise):
     clipped = advise("advised_models:make", "--config", "fp32,clip=1").stdout
     assert 'as in @pytest.mark.gpumem and fixtures: config="fp32,clip=1"' in clipped
     assert "optimizer.step()" not in clipped
+
+
+def test_every_config_is_sharded_and_the_title_says_so(advise):
+    if (why := CpuDevice().lacks("fully_shard")) is not None:
+        pytest.skip(why)
+    words = ["--config", "fp32", "--config", "fp32,optimizer=adafactor"]
+    result = advise("advised_models:make", *words, "--shard", "zero2,world=8", "--format", "json")
+    assert result.exit_code == 0, result.output
+    plain = json.loads(result.stdout)
+    assert plain["shard"] == "shard=zero2,world=8"
+    refused, sharded = plain["devices"][0]["configs"]
+    assert refused["why_not"] == "torch's Adafactor takes no sharded parameters; use adamw"
+    said = advise("advised_models:make", "--config", "fp32,shard=zero2,world=8", "--format", "json")
+    (same,) = json.loads(said.stdout)["devices"][0]["configs"]
+    assert (sharded["config"], sharded["peak"]) == (same["config"], same["peak"])
+
+
+def test_a_rank_is_told_above_the_table(advise):
+    told = advise("advised_models:make", "--config", "fp32", "--shard", "ddp,world=8").stdout.splitlines()
+    assert told[:2] == ["rank 0 of 8, DDP", "bytes and samples are those of one rank, which has a GPU to itself"]
+    assert "    model = DistributedDataParallel(model)" in told
+
+
+def test_a_model_that_fails_by_itself_is_told_in_one_sentence(advise, monkeypatch):
+    def fails(*_):
+        raise trial.TrialFailed("hf:x: Model fails by itself: ValueError: planted")
+
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", fails)
+    result = advise("advised_models:make", "--fits", "1GB")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("fp32 ... failed\nError: hf:x: Model fails by itself: ValueError: planted\n")
+    assert "Traceback" not in result.stderr
 
 
 def test_inference_of_a_function_is_measured_without_a_loss(advise):

@@ -135,7 +135,8 @@ def _sharded(
     arguments, needed = [], ["fully_shard"]
     if sharding.replicas > 1:
         imports.append("from torch.distributed.device_mesh import init_device_mesh")
-        lines.append(f'mesh = init_device_mesh("{device_type}", ({sharding.replicas}, {layout.shards}))')
+        dims = f'({sharding.replicas}, {layout.shards}), mesh_dim_names=("copies", "data")'
+        lines.append(f'mesh = init_device_mesh("{device_type}", {dims})')
         arguments.append("mesh=mesh")
     precision = precision_named(config.precision)
     dtypes = {

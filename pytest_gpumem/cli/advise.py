@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -265,8 +266,12 @@ class _Named:
         return subject_in_forks(self.text, gpus, make, search.task)
 
     def _model(self, name: ModelName, search: Search) -> NamedModel:
-        with input_errors(ModelError):
+        try:
             model = named_model(name, self.size, search.task)
+        except ModelError as error:
+            own = any(Path(path).is_file() for path in (f"{name.source}.py", f"{name.source}/__init__.py"))
+            hint = f"; {name.source}: is a source of models, so import the function into a module of another name"
+            raise InputError(f"{error}{hint if own else ''}") from None
         click.echo(model.title, err=True)
         return model
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pytest_gpumem.models.sources import SOURCES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
@@ -52,5 +54,9 @@ def _callables(module: ModuleType) -> list[str]:
 def _as_module(path: str, function: str) -> str:
     """Return ``module:function`` for a function of the file at ``path``."""
     parts = Path(os.path.relpath(path)).with_suffix("").parts
+    if len(parts) == 1 and parts[0] in SOURCES:
+        return (
+            f"it under another module's name, as {parts[0]}: is a source of models: from {parts[0]} import {function}"
+        )
     outside = os.pardir in parts
     return f"{parts[-1]}:{function}, in the folder of the file" if outside else f"{'.'.join(parts)}:{function}"

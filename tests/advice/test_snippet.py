@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from pytest_gpumem.advice.snippet import code_of, code_snippet
+from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.models.lora import Lora
-from pytest_gpumem.models.task import Task
+from pytest_gpumem.models.task import TRAINING, Task
 from pytest_gpumem.step_config.checkpoint_kinds import KINDS, Snippet
 from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.torch_support.private_api import FAKE, forget_meshes, store_of_nobody
 
 SAMPLES, WIDTH = 8, 32
 
@@ -163,3 +167,54 @@ def test_adapters_are_put_on_before_anything_else_with_what_was_asked_for():
 def test_generation_is_a_call_of_the_models_own():
     lines = code_of(StepConfig.parse("bf16"), "cuda", [], Task(trains=False, new_tokens=32))
     assert lines[-1] == "    output = model.generate(**batch, max_new_tokens=32, do_sample=False, num_beams=1)"
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The first of eight ranks, whose peers are not there."""
+    dist.init_process_group(FAKE, store=store_of_nobody(), rank=0, world_size=8)
+    monkeypatch.setattr(dist, "init_process_group", lambda: None)
+    yield
+    dist.destroy_process_group()
+    forget_meshes()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("fp32,shard=fsdp,world=8", ["    fully_shard(block)", "fully_shard(model)"]),
+        ("fp32,shard=zero2,world=8", ["fully_shard(model, reshard_after_forward=False)"]),
+        (
+            "mp-bf16,reduce=fp32,checkpoint=blocks,shard=hsdp,world=8",
+            [
+                'mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("copies", "data"))',
+                "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+                "fully_shard(model, mesh=mesh, mp_policy=policy)",
+            ],
+        ),
+    ],
+)
+def test_every_block_is_sharded_by_itself_then_the_model(alone, text, lines):
+    if (why := CpuDevice().lacks("fully_shard")) is not None:
+        pytest.skip(why)
+    model, said = run(text)
+    assert set(lines) <= set(said.splitlines())
+    copies = 2 if "hsdp" in text else 1
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.to_local().shape[0] == parameter.shape[0] * copies // 8
+    assert type(model).__name__ == "FSDPModel"
+    assert {type(block).__name__ for block in model.body.blocks} == {"FSDPBlock"}
+
+
+def test_code_of_data_parallelism_is_shown_as_far_as_it_is_a_few_lines():
+    def shown(text):
+        return code_of(StepConfig.parse(text), "cuda", ["h"], TRAINING)
+
+    assert "model = DistributedDataParallel(model)" in shown("fp32,shard=ddp,world=8")
+    assert "optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)" in shown(
+        "fp32,shard=zero1,world=8"
+    )
+    for text in ("fp32,accumulate=2,shard=ddp,world=8", "fp32,shard=tp:2", "fp32,shard=fsdp+tp:2,world=8"):
+        assert shown(text) == [f'# as in @pytest.mark.gpumem and fixtures: config="{text}"']
