@@ -37,7 +37,9 @@ MARKING = {
 
 
 def conftest(project, source, folder=""):
-    project.write(source, f"{folder}conftest.py")
+    path = project.path / folder / "conftest.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"import pytest\n\n\n{source}", encoding="utf-8")
 
 
 # Hooks of a conftest
