@@ -259,6 +259,8 @@ def test_worktrees_of_a_killed_comparison_go_with_the_next_one_and_no_others(rep
     repository.write("tests/test_it.py", waiting.format(file=str(started)))
     repository.commit("waiting")
     repository.write("tests/test_it.py", TESTS)
+    # Without times a pair of runs is enough.
+    repository.write("tests/conftest.py", TELLING.replace(', "step_time": SECONDS', ""))
     repository.commit("before")
     repository.commit("after")
 
@@ -280,7 +282,7 @@ def test_worktrees_of_a_killed_comparison_go_with_the_next_one_and_no_others(rep
         killed.kill()
         killed.wait()
         assert len(repository.git("worktree", "list").splitlines()) == 5
-        result = ab("before", "after", "--rounds", "4", "--", *PLAIN)
+        result = ab("before", "after", "--", *PLAIN)
         assert result.exit_code == 0
         assert "removed 2 worktrees of a comparison that was killed" in result.stderr
         assert len(repository.git("worktree", "list").splitlines()) == 3
@@ -347,7 +349,9 @@ def runs(repository, monkeypatch):
         numbers = itertools.count(1)
 
         def take(self, provided, tick, *, explained=False):
-            if next(numbers) == (ends or (0, None))[0]:
+            number = next(numbers)
+            assert explained == (number <= 2)  # the first pair
+            if number == (ends or (0, None))[0]:
                 raise ends[1]
             side = "base" if provided.variant.revision.name == "before" else "head"
             return Taken((), 0), run(side, *(base if side == "base" else head), root=str(repository.path))
@@ -439,10 +443,11 @@ def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(re
     repository.commit("before", seconds=0.25)
     folder = repository.path.parent / "runs"
     runner = Runner(Checkout.around(repository.path), PLAIN, None, folder, Stop(), ())
-    _, taken = runner.take(ProvisionedVariant(Variant(), repository.path))
+    _, taken = runner.take(ProvisionedVariant(Variant(), repository.path), explained=True)
     (verdict,) = taken.tests.values()
     (one,) = verdict.verdicts
     assert one.measurement.peak_allocated == 10_000_000
+    assert one.measurement.explanation.peak.rows[0].site == "tests/test_it.py:6"
     assert one.measurement.times.median == pytest.approx(0.25, rel=0.001)
     # With the baseline and strictness that are switched off it would be missing one.
     assert "1 passed" in (folder / "run-1" / "log.txt").read_text()

@@ -164,25 +164,9 @@ def test_the_store_is_the_one_that_accepting_at_once_gives(project):
     assert len(entries) == 14
 
 
-def test_a_workers_report_gives_the_same_store(project):
-    few = ("-k", "call or train")
+def test_a_store_that_is_not_there_yet_is_begun(project):
     project.write(BEFORE)
-    project.run("--gpumem-update=new", *few)
-    project.write(AFTER)
-    gated(project, "-n1", *few, separate=True)
-    shutil.move(project.path / "report.json", project.path / "workers.json")
-    _, at_once = both_ways(project, *few)
-    shutil.rmtree(project.store)
-    shutil.move(project.path / "before", project.store)
-    accept("workers.json")
-    assert texts(project.store) == at_once
-    assert "test_new_call" in at_once[next(iter(at_once))]
-
-
-@pytest.mark.parametrize("options", [(), ("--gpumem-strict",)], ids=["alone", "strict"])
-def test_a_store_that_is_not_there_yet_is_begun(project, options):
-    project.write(BEFORE)
-    accepted, at_once = both_ways(project, "-k", "call or train", *options, reason=["why"])
+    accepted, at_once = both_ways(project, "-k", "call or train", "--gpumem-strict", reason=["why"])
     assert accepted == at_once != {}
 
 
@@ -679,13 +663,11 @@ def test_an_entry_cannot_take_the_place_of_the_part_of_another_one(tmp_path):
 # The report
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_what_is_kept_to_be_accepted_leaves_a_report_below_twice_its_size(project, monkeypatch, recorded):
+def test_what_is_kept_to_be_accepted_leaves_a_report_below_twice_its_size(project, monkeypatch):
     few = ("-k", "train or infer or call or matrix")
     project.write(BEFORE)
-    if recorded:
-        project.run("--gpumem-update=new", *few)
-        project.write(AFTER)
+    project.run("--gpumem-update=new", *few)
+    project.write(AFTER)
     gated(project, *few, report="now.json")
     never = "pytest_gpumem.config.settings.Settings.may_be_accepted_later"
     monkeypatch.setattr(never, property(lambda settings: False))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+
+from tests import preloaded
 
 GOOD = "@pytest.mark.gpumem\ndef test_{name}():\n    torch.ones(1_000_000)\n\n\n"
 
@@ -114,13 +114,8 @@ def test_ctrl_c_keeps_what_was_measured(project, workers):
         + "def test_endless():\n    import pathlib, time\n    pathlib.Path('running').touch()\n    time.sleep(600)\n"
     )
     (project.path / "conftest.py").write_text(TELLS)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-update=new", *workers],
-        cwd=project.path,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    arguments = ("-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-update=new", *workers)
+    process = preloaded.start(*arguments, cwd=project.path)
     while not (project.path / "running").exists() or not (project.path / "told").exists():
         assert process.poll() is None
         time.sleep(0.05)
@@ -144,6 +139,7 @@ def test_a_killed_worker_loses_only_the_test_that_it_was_running(project):
     (text,) = project.stored().values()
     assert "tests.test_first.call" in text
     assert "tests.test_last.call" in text
+    assert text.count("composition = ") == 2
     assert "tests.test_killed" not in text
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 MODEL = """
 SIZE = 4 * (512 * 512 + 512) * 4
 
@@ -264,17 +262,16 @@ def test_other(gpumem):
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "two workers"])
-def test_a_planted_second_copy_is_red_against_the_baseline_with_its_line(project, workers):
+def test_a_planted_second_copy_is_red_against_the_baseline_with_its_line(project):
     project.write(MODEL + PLANTED)
     assert project.run("--gpumem-update=new", "-pno:randomly").ret == 0
     (text,) = project.stored().values()
     assert "loaded = 4202496" in text
     assert re.search(r'step = "load"', text)
-    again = project.run("--gpumem-baseline", *workers, separate=True)
+    again = project.run("--gpumem-baseline")
     again.assert_outcomes(passed=2)
     project.write(MODEL + PLANTED.replace("def load():\n    return make()\n", COPY.strip() + "\n"))
-    result = project.run("--gpumem-baseline", "-pno:randomly", *workers, separate=True)
+    result = project.run("--gpumem-baseline", "-pno:randomly")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines_random(
         [

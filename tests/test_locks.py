@@ -141,6 +141,7 @@ def processes_that_were_alone(log):
     return {line.split()[1] for line in log if line.startswith("alone")}
 
 
+@pytest.mark.thorough
 def test_workers_that_time_steps_on_one_device_never_overlap(logged):
     write(logged, STEPS)
     logged.run("-n2", separate=True, timed=True).assert_outcomes(passed=2)

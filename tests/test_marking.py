@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+EMPTY = "def test_small(): ...\n\n\ndef test_large(): ...\n"
 PLAIN = """
 def test_small():
     torch.ones(1_000)
@@ -36,7 +37,9 @@ MARKING = {
 
 
 def conftest(project, source, folder=""):
-    project.write(source, f"{folder}conftest.py")
+    path = project.path / folder / "conftest.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"import pytest\n\n\n{source}", encoding="utf-8")
 
 
 # Hooks of a conftest
@@ -87,7 +90,7 @@ def test_tests_are_selected_by_markers_that_a_conftest_added(project, option, se
 
 @pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
 def test_a_wrong_marker_of_a_conftest_is_a_usage_error_also_for_a_deselected_test(project, workers):
-    project.write(PLAIN)
+    (project.path / "test_it.py").write_text(EMPTY)
     conftest(project, MARKING["last"].replace("max_memory", "max_memry"))
     result = project.run("-k", "small", *workers, separate=bool(workers))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -140,7 +143,7 @@ def test_a_marker_that_comes_too_late_fails_its_test_under_a_gate(project, test,
 
 def test_a_budget_that_comes_too_late_for_a_measured_test_fails_it_under_a_gate(project):
     project.write(f"{IN_A_FIXTURE}@pytest.mark.gpumem\ndef test_it():\n    torch.ones(10)\n")
-    result = project.run("--gpumem-baseline", "-n1", separate=True)
+    result = project.run("--gpumem-baseline")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([LATE])
 
@@ -233,6 +236,8 @@ BUDGET_TOLD = "gpumem: the budget for tests = 'tests/gone/*' has no effect: it m
     ids=str,
 )
 def test_a_pattern_that_matches_no_test_is_told_where_all_of_it_was_collected(suite, arguments, told):
+    for path in suite.path.rglob("test_*.py"):
+        path.write_text(EMPTY)
     measure(suite, "tests/gone/**", more="[[tool.gpumem.budget]]\ntests = 'tests/gone/*'\nmax_gb = 1\n")
     result = suite.run(*arguments, separate="-n1" in arguments)
     assert result.ret == 0

@@ -6,8 +6,6 @@ import shlex
 
 import pytest
 
-ALONE = pytest.param([], id="alone")
-WORKERS = [ALONE, pytest.param(["-n1"], id="workers")]
 CONFTEST = """
 import os
 
@@ -45,8 +43,7 @@ def two_devices(project):
     return project
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_pruned(project, workers, monkeypatch):
+def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_pruned(project, monkeypatch):
     project.settings('[tool.gpumem]\nbaseline = true\nmark = ["test_it.py"]\n')
     project.write(
         "@pytest.mark.parametrize('n', [1000, 2000])\ndef test_it(n):\n    torch.ones(n)\n\n\n"
@@ -55,7 +52,7 @@ def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_prune
     project.run("--gpumem-update=new").assert_outcomes(passed=3)
     project.settings("[tool.gpumem]\nbaseline = true\n")
     monkeypatch.setenv("GONE", "1")
-    result = project.run(*workers, separate=bool(workers))
+    result = project.run()
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(failed=2, skipped=1)
     result.stdout.fnmatch_lines_random(
@@ -92,20 +89,13 @@ def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_anot
     result.assert_outcomes(passed=2, xfailed=1, deselected=1)
 
 
-@pytest.mark.parametrize(
-    ("beside", "workers"),
-    [
-        pytest.param(MARKED.format("", "other"), [], id="beside another"),
-        pytest.param("", [], id="alone"),
-        pytest.param("", ["-n1"], id="workers"),
-    ],
-)
-def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_devices, workers, beside):
+@pytest.mark.parametrize("beside", [MARKED.format("", "other"), ""], ids=["beside another", "alone"])
+def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_devices, beside):
     two_devices.write(beside + MARKED.format("(device='second')", "it"))
     assert two_devices.run("--gpumem-update=new").ret == 0
-    assert two_devices.run("--gpumem-baseline", *workers, separate=bool(workers)).ret == 0
+    assert two_devices.run("--gpumem-baseline").ret == 0
     two_devices.write(beside + PLAIN.format("it"))
-    result = two_devices.run("--gpumem-baseline", *workers, separate=bool(workers))
+    result = two_devices.run("--gpumem-baseline")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines([GONE])
 
@@ -226,23 +216,20 @@ def test_pruning_a_test_by_its_id_leaves_its_baselines_of_devices_that_are_not_h
 
 
 @pytest.mark.parametrize(
-    ("mode", "beside", "workers"),
+    ("mode", "beside"),
     [
-        pytest.param("new", MARKED.format("", "other"), [], id="new"),
-        pytest.param("improved", MARKED.format("", "other"), [], id="improved"),
-        pytest.param("all", MARKED.format("", "other"), [], id="all"),
-        pytest.param("all", "", [], id="beside no other"),
-        pytest.param("all", "", ["-n1"], id="workers"),
+        pytest.param("new", MARKED.format("", "other"), id="new"),
+        pytest.param("improved", MARKED.format("", "other"), id="improved"),
+        pytest.param("all", MARKED.format("", "other"), id="all"),
+        pytest.param("all", "", id="beside no other"),
     ],
 )
-def test_an_update_tells_of_a_test_that_is_not_measured_any_more_and_leaves_its_baseline(
-    project, workers, mode, beside
-):
+def test_an_update_tells_of_a_test_that_is_not_measured_any_more_and_leaves_its_baseline(project, mode, beside):
     project.write(beside + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     before = project.stored()
     project.write(beside + PLAIN.format("it"))
-    result = project.run(f"--gpumem-update={mode}", *workers, separate=bool(workers))
+    result = project.run(f"--gpumem-update={mode}")
     assert result.ret == 0
     result.stdout.fnmatch_lines(
         [
@@ -285,22 +272,21 @@ SKIPPED_IN_SET_UP = (
 
 
 @pytest.mark.parametrize(
-    ("marker", "skips", "workers"),
+    ("marker", "skips"),
     [
-        pytest.param("@pytest.mark.gpumem\n", SKIPS, [], id="marked"),
-        pytest.param("", SKIPS, [], id="not measured any more"),
-        pytest.param("", SKIPPED_BY_MARK, [], id="by a marker"),
-        pytest.param("", SKIPPED_BY_MARK, ["-n1"], id="workers"),
+        pytest.param("@pytest.mark.gpumem\n", SKIPS, id="marked"),
+        pytest.param("", SKIPS, id="not measured any more"),
+        pytest.param("", SKIPPED_BY_MARK, id="by a marker"),
     ],
 )
-def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project, workers, marker, skips):
+def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project, marker, skips):
     project.write(MARKED.format("", "other") + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     project.write(MARKED.format("", "other") + marker + skips.format("it"))
-    beside = project.run("--gpumem-baseline", "--gpumem-strict", *workers, separate=bool(workers))
+    beside = project.run("--gpumem-baseline", "--gpumem-strict")
     assert beside.ret == 0
     beside.stdout.fnmatch_lines(["gpumem: 1 gated, 1 unmeasured (it was skipped)"])
-    alone = project.run("--gpumem-baseline", "-k", "test_it and not other", *workers, separate=bool(workers))
+    alone = project.run("--gpumem-baseline", "-k", "test_it and not other")
     assert alone.ret == pytest.ExitCode.TESTS_FAILED
     alone.stdout.fnmatch_lines(
         [
@@ -308,6 +294,27 @@ def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project,
             "gpumem: 0 gated, 1 unmeasured (it was skipped)",
         ]
     )
+
+
+def test_workers_say_which_tests_are_not_measured_any_more(two_devices):
+    named = MARKED.format("(device='second')", "named")
+    two_devices.write("".join(MARKED.format("", name) for name in ("other", "it", "skips")) + named)
+    two_devices.run("--gpumem-update=new")
+    before = two_devices.stored()
+    two_devices.write(
+        MARKED.format("", "other") + PLAIN.format("it") + SKIPPED_BY_MARK.format("skips") + PLAIN.format("named")
+    )
+    result = two_devices.run("--gpumem-baseline", "--gpumem-update=all", "-n1", separate=True)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, failed=2, skipped=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            GONE,
+            "gpumem store: 2 tests have baselines here and are not measured any more (*",
+            "gpumem: 1 gated, 2 missing, 1 unmeasured (it was skipped)",
+        ]
+    )
+    assert two_devices.stored() == before
 
 
 def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_by_itself_is_counted_so(project):

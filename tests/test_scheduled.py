@@ -191,6 +191,7 @@ def test_a_release_that_needs_more_is_red_and_the_issue_names_it_until_a_run_is_
     assert [one["state"] for one in github.issues] == ["closed", "open"]
 
 
+@pytest.mark.thorough
 def test_of_several_requirements_the_one_that_did_it_is_named(job, github):
     job.release("1.1", 12)
     job.release("1.1", 0, "unrelated")

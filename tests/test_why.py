@@ -289,7 +289,7 @@ def test_a_session_that_ran_no_measured_test_keeps_the_report_before(gated):
 
 def test_the_whole_run_is_kept_where_workers_ran_it(project):
     project.write(TESTS)
-    assert project.run("-n2", *CACHE, new=True).ret == 0
+    assert project.run("-n1", *CACHE, separate=True).ret == 0
     assert why(project, "test_grown").startswith("test_it.py::test_grown: recorded\n")
     assert why(project, "test_fine").startswith("test_it.py::test_fine: recorded\n")
 
