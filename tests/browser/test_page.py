@@ -51,8 +51,8 @@ def brightness(color: str) -> float:
     return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
 
 
-def test_every_panel_opens_and_every_chart_is_drawn_then_and_not_before(opens):
-    page = opens(SMALL)
+def test_every_panel_opens_and_every_chart_is_drawn_then_and_not_before_as_dark_as_the_system(opens):
+    page = opens(SMALL, color_scheme="dark")
     assert page.title() == f"The gate failed: {SMALL.accounting.removeprefix('gpumem: ')}"
     assert page.evaluate("[typeof Plotly, document.querySelectorAll('.plot').length]") == ["undefined", 1]
     for button in page.locator("tbody[data-outcome] th button").all():
@@ -64,9 +64,18 @@ def test_every_panel_opens_and_every_chart_is_drawn_then_and_not_before(opens):
     assert drawn(page, "details.matrix") == 1
     assert "24 x float32[8, 12, 1024, 1024]" in page.locator(PANEL).first.inner_text()
     assert "was bfloat16, now float32" in page.locator(PANEL).first.inner_text()
+    colors = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color, getComputedStyle(document.querySelector('.legendtext')).fill]"
+    paper, ink, chart_ink = map(brightness, page.evaluate(colors))
+    assert paper < 60
+    assert ink > 200
+    assert chart_ink > 200
+    prefer(page, "light")
+    paper, ink, chart_ink = map(brightness, page.evaluate(colors))
+    assert paper > 240
+    assert max(ink, chart_ink) < 60
 
 
-def test_what_failed_comes_first_and_a_panel_closes_again(opens):
+def test_what_failed_comes_first_and_a_panel_closes_again_and_on_paper_there_is_nothing_to_press(opens):
     page = opens(TEXTS_ONLY)
     assert shown(page) == ["test_b", "test_a"]
     button = page.locator("tbody[data-outcome] th button").first
@@ -77,9 +86,15 @@ def test_what_failed_comes_first_and_a_panel_closes_again(opens):
     button.click()
     assert button.get_attribute("aria-expanded") == "false"
     assert not page.locator("pre.failure").is_visible()
+    button.click()
+    page.evaluate(OPEN_DETAILS)
+    page.emulate_media(media="print")
+    assert not page.locator(".filters").is_visible()
+    assert not page.locator("button.copy").is_visible()
+    assert page.locator("pre.failure").is_visible()
 
 
-def test_the_search_finds_parts_of_ids_and_says_how_many(opens):
+def test_tests_are_searched_and_filtered_and_sorted_by_mouse_and_by_keyboard(opens):
     page = opens(SMALL)
     page.get_by_label("Search").fill("gpt BF16")
     assert shown(page) == ["test_b[amp-bf16]"]
@@ -89,10 +104,6 @@ def test_the_search_finds_parts_of_ids_and_says_how_many(opens):
     page.get_by_role("button", name="Show all").click()
     assert len(shown(page)) == 5
     assert page.locator("#shown").inner_text() == "5 tests"
-
-
-def test_outcomes_are_filtered_by_mouse_and_by_keyboard(opens):
-    page = opens(SMALL)
     page.get_by_label("improved").click()
     assert shown(page) == ["test_c"]
     page.get_by_label("unmeasured").focus()
@@ -100,10 +111,8 @@ def test_outcomes_are_filtered_by_mouse_and_by_keyboard(opens):
     assert set(shown(page)) == {"test_c", "test_d"}
     page.get_by_label("improved").click()
     assert shown(page) == ["test_d"]
-
-
-def test_columns_sort_by_mouse_and_by_keyboard_and_what_has_no_figure_comes_last(opens):
-    page = opens(SMALL)
+    page.get_by_label("unmeasured").click()
+    # What has no figure comes last.
     by_size = ["test_b[fp32]", "test_b[amp-bf16]", "test_a", "test_c"]
     page.get_by_role("button", name="Peak", exact=True).click()
     assert shown(page) == [*by_size, "test_d"]
@@ -121,8 +130,18 @@ def test_columns_sort_by_mouse_and_by_keyboard_and_what_has_no_figure_comes_last
         assert len(shown(page)) == 5, before
 
 
-def test_the_keyboard_reaches_a_test_and_opens_it_and_the_focus_can_be_seen(opens):
+def test_the_keyboard_reaches_filters_and_a_test_and_opens_it_and_the_focus_can_be_seen(opens):
     page = opens(TEXTS_ONLY)
+    page.get_by_label("Search").focus()
+    for number in range(3):
+        outlined = page.evaluate("""(() => {
+            const one = document.activeElement.closest('.chip') || document.activeElement;
+            const { outlineStyle, outlineWidth, outlineColor, borderColor } = getComputedStyle(one);
+            return [one.tagName, outlineStyle, outlineWidth, outlineColor, borderColor];
+        })()""")
+        focus = "rgb(36, 88, 166)"
+        assert outlined == ["LABEL" if number else "INPUT", "solid", "2px", focus, focus]
+        page.keyboard.press("Tab")
     page.locator("table.tests > thead button").last.focus()
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
@@ -133,10 +152,9 @@ def test_the_keyboard_reaches_a_test_and_opens_it_and_the_focus_can_be_seen(open
     assert style == ["solid", "2px"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_causes_come_first_and_open_their_tests_and_the_chart_of_the_largest(opens, scheme):
+def test_causes_come_first_and_open_their_tests_and_the_chart_of_the_largest(opens):
     grown = [result(explained(), test=test, failure=FAILURE) for test in ("test_a", "test_b[amp-bf16]")]
-    page = opens(session(*grown), color_scheme=scheme)
+    page = opens(session(*grown))
     assert page.locator("main h2").first.inner_text() == "Causes"
     assert page.locator(".cause .chart svg").count() == 0
     page.locator(".cause summary").click()
@@ -196,14 +214,6 @@ def test_what_was_drawn_for_a_narrow_screen_is_drawn_anew_for_a_wide_one(opens):
     assert page.locator(".matrix .textpoint").count() == 2
 
 
-def test_rounds_are_counted_in_whole_numbers(opens):
-    few = Times((Sample((Round(0.5), Round(0.51))),))
-    page = opens(session(result(measured(peak(Outcome.OK), measurement={"times": few}))))
-    page.locator("tbody[data-outcome] th button").click()
-    drawn(page, PANEL)
-    assert page.locator(".rounds .xtick text").all_text_contents() == ["1", "2"]
-
-
 def test_the_command_that_accepts_can_be_copied(opens):
     page = opens(TEXTS_ONLY, permissions=["clipboard-read", "clipboard-write"])
     page.locator("tbody[data-outcome] th button").first.click()
@@ -225,31 +235,6 @@ def test_the_page_is_never_wider_than_the_screen_whatever_is_in_it(opens):
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         # A plot that is cut off would not make the page any wider.
         assert page.evaluate(f"{CUT_OFF}.length") == 0
-
-
-def test_dark_is_dark_in_charts_too_and_follows_the_system(opens):
-    page = opens(SMALL, color_scheme="dark")
-    page.locator("tbody[data-outcome] th button").first.click()
-    drawn(page, PANEL)
-    colors = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color, getComputedStyle(document.querySelector('.legendtext')).fill]"
-    paper, ink, chart_ink = map(brightness, page.evaluate(colors))
-    assert paper < 60
-    assert ink > 200
-    assert chart_ink > 200
-    prefer(page, "light")
-    paper, ink, chart_ink = map(brightness, page.evaluate(colors))
-    assert paper > 240
-    assert max(ink, chart_ink) < 60
-
-
-def test_on_paper_there_is_nothing_to_press(opens):
-    page = opens(TEXTS_ONLY)
-    page.locator("tbody[data-outcome] th button").first.click()
-    page.evaluate(OPEN_DETAILS)
-    page.emulate_media(media="print")
-    assert not page.locator(".filters").is_visible()
-    assert not page.locator("button.copy").is_visible()
-    assert page.locator("pre.failure").is_visible()
 
 
 def test_without_scripts_everything_is_there_but_the_charts(opens):
@@ -336,11 +321,14 @@ def test_no_script_but_those_of_the_package_runs_and_nothing_is_fetched(opens):
 # What a reader looks for.
 
 
-def test_the_memory_chart_has_lines_for_the_baseline_and_a_budget_that_is_near(opens):
+def test_the_memory_chart_has_lines_for_the_baseline_and_a_budget_that_is_near_and_rounds_are_whole(opens):
     far = replace(explained().metrics[0], budget=100 * GB)
-    page = opens(session(result(explained()), result(replace(explained(), metrics=(far,)), test="test_z")))
+    few = measured(peak(Outcome.OK), measurement={"times": Times((Sample((Round(0.5), Round(0.51))),))})
+    drawn_twice = (result(explained()), result(replace(explained(), metrics=(far,)), test="test_z"))
+    page = opens(session(*drawn_twice, result(few, test="test_few")))
     page.evaluate(OPEN_TESTS)
-    assert drawn(page, PANEL) == 4
+    assert drawn(page, PANEL) == 5
+    assert ["1", "2"] in [chart.locator(".xtick text").all_text_contents() for chart in page.locator(".rounds").all()]
     legends = [chart.locator(".legendtext").all_text_contents() for chart in page.locator(f"{PANEL} .over_time").all()]
     assert sorted(legend[2:] for legend in legends) == [["baseline 8.12 GB"], ["baseline 8.12 GB", "budget 12.00 GB"]]
     tops = page.evaluate(
@@ -387,20 +375,6 @@ def test_the_legend_of_the_bars_takes_two_lines_on_a_narrow_screen(opens):
     assert legend.inner_text().split("\n")[:4] == ["now", "baseline", "allowed", "budget"]
     assert len(lines) == 2
     assert legend.bounding_box()["height"] < 48
-
-
-def test_each_filter_shows_that_it_has_the_focus(opens):
-    page = opens(TEXTS_ONLY)
-    page.get_by_label("Search").focus()
-    for number in range(3):
-        outlined = page.evaluate("""(() => {
-            const one = document.activeElement.closest('.chip') || document.activeElement;
-            const { outlineStyle, outlineWidth, outlineColor, borderColor } = getComputedStyle(one);
-            return [one.tagName, outlineStyle, outlineWidth, outlineColor, borderColor];
-        })()""")
-        focus = "rgb(36, 88, 166)"
-        assert outlined == ["LABEL" if number else "INPUT", "solid", "2px", focus, focus]
-        page.keyboard.press("Tab")
 
 
 def test_what_is_allowed_stands_beside_its_bar(opens):
