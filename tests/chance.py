@@ -6,6 +6,7 @@ A plugin. The order of the tests and the examples of property tests are the same
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 
@@ -19,6 +20,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """Fix the seed before pytest-randomly draws one. Workers of pytest-xdist are given theirs."""
     if getattr(config.option, "randomly_seed", None) == "default" and not hasattr(config, "workerinput"):
         config.option.randomly_seed = SEED
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart() -> None:
+    """Have Hypothesis make its generator of random numbers before `tests.heap` hides what will hold it.
+
+    It looks for the holder among the objects that the collector sees, with the first example. From Python 3.14 on a dictionary is
+    one of them also while it holds nothing that is, and so among those that are hidden.
+    """
+    if "hypothesis" in sys.modules:
+        from hypothesis import given
+        from hypothesis.strategies import none
+
+        given(none())(lambda _: None)()
 
 
 def _register_profiles() -> None:

@@ -1,4 +1,4 @@
-"""Stack effects of a function's instructions, in Python 3.10 to 3.13. Pure.
+"""Stack effects of a function's instructions, in Python 3.10 to 3.15. Pure.
 
 One pass without running anything: of loops the body once, of branches both sides. Code needs no positions, which Python 3.10
 does not keep and ``-X no_debug_ranges`` leaves out.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _TAKES_ALL = ("STORE_", "POP_", "DELETE_", "RETURN_VALUE", "RAISE", "LIST_", "SET_", "MAP_", "DICT_", "END_", "JUMP_IF")
 """Prefixes of instructions that put nothing in the place of what they take."""
-LEAVES = ("RETURN_", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD")
+LEAVES = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD")
 """Prefixes of instructions after which the next one is not run."""
 _BELOW_ARGUMENTS = {"CALL_FUNCTION": 1, "CALL_FUNCTION_KW": 2, "CALL_METHOD": 2, "CALL": 2, "CALL_KW": 3}
 """Operands of a call beside its arguments: what is called, a method's object or nothing, names of arguments."""
@@ -117,8 +117,11 @@ def _effect(one: dis.Instruction) -> tuple[int, int]:
         return (one.arg or 0) + _BELOW_ARGUMENTS[name], 1
     if name in ("PRECALL", "KW_NAMES", "RESUME", "NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "COPY_FREE_VARS"):
         return 0, 0
+    if name == "RETURN_VALUE":
+        return 1, 0  # from 3.14 on what it takes counts as put, too: for the caller
     change = dis.stack_effect(one.opcode, one.arg, jump=False)
-    if name in ("LOAD_ATTR", "LOAD_METHOD", "UNPACK_SEQUENCE", "UNPACK_EX"):
+    # From 3.15 on an iterator has a place in what it goes through beside it, or nothing.
+    if name in ("LOAD_ATTR", "LOAD_METHOD", "UNPACK_SEQUENCE", "UNPACK_EX", "GET_ITER"):
         return 1, change + 1
     if name == "STORE_FAST_LOAD_FAST":
         return 1, 1
@@ -135,6 +138,8 @@ def _works(name: str) -> bool:
 def _put(one: dis.Instruction, count: int) -> list[StackCell]:
     """Return new cells for what an instruction puts, with names where it loads."""
     put = [StackCell() for _ in range(count)]
+    if one.opname == "BUILD_SLICE":
+        put[0].constant = slice(None)  # as those are that have a constant of their own: a slice
     if not put or not one.opname.startswith(("LOAD_", "STORE_FAST_LOAD_FAST")):
         return put
     if one.opname == "LOAD_CONST":

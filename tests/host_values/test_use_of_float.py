@@ -104,6 +104,20 @@ def listed_and_counted():
     return [f"{numbers[0]:.2f}"]
 
 
+def one_of_a_list_compared():
+    numbers = [float(one) for one in (IT, IT)]
+    return [1] if numbers[0] > 0.7 else [2]
+
+
+def the_first_of_a_list_asked_whether_there_are_any():
+    numbers = [float(one) for one in (IT, IT)]
+    return [1] if numbers[:1] else [2]
+
+
+def found_by_its_name():
+    return [1] if {"loss": float(IT)}["loss"] else [2]
+
+
 def each_compared():
     numbers = [float(one) for one in (IT, IT)]
     for number in numbers:
@@ -169,6 +183,9 @@ def in_a_try():
         (stored_and_compared, "branch"),
         (stored_and_replaced, "kept"),
         (listed_and_counted, "kept"),
+        (one_of_a_list_compared, "branch"),
+        (the_first_of_a_list_asked_whether_there_are_any, "kept"),
+        (found_by_its_name, "branch"),
         (each_compared, "branch"),
         (appended_and_compared, "branch"),
         (held_and_compared, "branch"),
