@@ -44,7 +44,7 @@ BREAKS_CHECKPOINTING = {
     ),
     "scores-that-are-kept": (
         FUSED,
-        FUSED + "        self.scores = (q @ k.transpose(-2, -1)).detach()\n",
+        FUSED + "        self.scores = (q @ k.transpose(-2, -1)).detach().double()\n",
         "test_checkpointing_saves_memory",
         "> 0.35",
     ),
@@ -98,7 +98,7 @@ GREEN, EXPORTED = (
     output("docs/guide/verdicts.md", "gpumem: 21 gated"),
     output("docs/guide/figures-elsewhere.md", "$ pytest"),
 )
-SOME = ("-k", "needs_less or by_depth[2] or TestGenerate or test_evaluation or test_matrix[fp32-ckpt-blocks")
+SOME = ("-k", "needs_less or TestGenerate or test_evaluation or test_matrix[fp32-ckpt-blocks")
 """Tests of each kind, for runs that need not be of all: these are most of what the suite spends on the project."""
 CHECKPOINTING = ("", ",checkpoint=ops", ",checkpoint=blocks")
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -259,7 +259,7 @@ def all_reversed(gated_in_reverse) -> Run:
 @pytest.mark.parametrize(
     ("run", "gated", "measured"),
     # `make example-cpu` gates all of them, too.
-    [("some_reversed", 6, 7), pytest.param("all_reversed", GATED, MEASURED, marks=pytest.mark.thorough)],
+    [("some_reversed", 5, 6), pytest.param("all_reversed", GATED, MEASURED, marks=pytest.mark.thorough)],
 )
 def test_the_committed_baselines_hold(request, run, gated, measured):
     done = request.getfixturevalue(run)
@@ -284,7 +284,7 @@ def test_recording_writes_what_was_measured(recorded):
 
 @pytest.mark.parametrize(
     ("which", "device", "number"),
-    [("committed", "cpu-", 22), ("recorded", "cpu-", 7), ("committed", "emulated-h100-80gb", 20)],
+    [("committed", "cpu-", 22), ("recorded", "cpu-", 6), ("committed", "emulated-h100-80gb", 20)],
 )
 def test_every_baseline_but_that_of_a_region_keeps_what_its_peak_is_made_of(committed, recorded, which, device, number):
     example = committed if which == "committed" else recorded[0]
@@ -310,21 +310,15 @@ def test_figures_are_the_same_in_the_reversed_order_and_beside_times(recorded, s
     assert some_reversed.printed == expected.printed
 
 
-def test_figures_of_one_test_alone_are_the_same(recorded, tmp_path):
-    first, expected = recorded
-    example = first.copy(tmp_path)
-    run = example.run("--gpumem-baseline", "--no-gpumem-time", "-k", "inference_needs_less")
-    assert run.code == 0, run.output
-    name = "test_inference_needs_less_than_half_of_training"
-    assert run.figures == {name: expected.figures[name]}
-
-
 @pytest.mark.parametrize(
     ("line", "fault", "test", "message"), BREAKS_CHECKPOINTING.values(), ids=BREAKS_CHECKPOINTING.keys()
 )
 def test_a_broken_model_fails_its_relation(committed, tmp_path, line, fault, test, message):
     example = committed.copy(tmp_path)
     example.plant(line, fault)
+    # Without AVX-512, bfloat16 is slow.
+    configs = example.folder / "tests" / "test_gpt_configs.py"
+    configs.write_text(configs.read_text(encoding="utf-8").replace("amp-bf16", "fp32"), encoding="utf-8")
     run = example.run("--no-gpumem-time", tests=f"example_project/tests/test_gpt_configs.py::{test}")
     assert run.code == 1, run.output
     (failure,) = (text for case in run.report.iter("testcase") if (text := _failed(case)))
