@@ -110,21 +110,26 @@ def _rearrange(stack: list[StackCell], one: dis.Instruction) -> None:
         stack.insert(len(stack) - depth, stack.pop())
 
 
+_NOTHING = ("PRECALL", "KW_NAMES", "RESUME", "NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "COPY_FREE_VARS")
+_FIXED = {
+    **dict.fromkeys(_NOTHING, (0, 0)),
+    "RETURN_VALUE": (1, 0),  # from 3.14 on what it takes counts as put, too: for the caller
+    "STORE_FAST_LOAD_FAST": (1, 1),
+}
+"""Cells that instructions take and put, whose effect on the stack's depth says less, or something else."""
+
+
 def _effect(one: dis.Instruction) -> tuple[int, int]:
     """Return how many cells an instruction takes, and how many it puts."""
     name = one.opname
     if name in _BELOW_ARGUMENTS:
         return (one.arg or 0) + _BELOW_ARGUMENTS[name], 1
-    if name in ("PRECALL", "KW_NAMES", "RESUME", "NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "COPY_FREE_VARS"):
-        return 0, 0
-    if name == "RETURN_VALUE":
-        return 1, 0  # from 3.14 on what it takes counts as put, too: for the caller
+    if name in _FIXED:
+        return _FIXED[name]
     change = dis.stack_effect(one.opcode, one.arg, jump=False)
     # From 3.15 on an iterator has a place in what it goes through beside it, or nothing.
     if name in ("LOAD_ATTR", "LOAD_METHOD", "UNPACK_SEQUENCE", "UNPACK_EX", "GET_ITER"):
         return 1, change + 1
-    if name == "STORE_FAST_LOAD_FAST":
-        return 1, 1
     if name.startswith(_TAKES_ALL) or ("JUMP" in name and "_IF_" in name):
         return max(-change, 0), max(change, 0)
     return (0, change) if change > 0 else (1 - change, 1) if _works(name) else (-change, 0)
