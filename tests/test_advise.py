@@ -163,7 +163,7 @@ def test_blocks_that_are_named_are_measured_and_stand_in_the_code(advise, monkey
     def try_config(device, subject, config):
         if config.checkpoint == "blocks":
             return trial.try_config(device, subject, config)
-        return trial.Tried(config, 3_000_000, 1.0)
+        return trial.Tried(config, 4_000_000 if config.precision == "fp32" else 3_000_000, 1.0)
 
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", try_config)
     words = ("advised_models:make_unlisted", "--fits", "2.5 MB")
