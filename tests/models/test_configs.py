@@ -38,7 +38,6 @@ pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.usefixtures("_the_same_weights_and
 DROPOUT = 0.1
 PRECISIONS = ("fp32", "amp-fp16", "amp-bf16", "bf16", "fp16")
 HALF_PRECISIONS = PRECISIONS[1:]
-FLOAT32_WEIGHTS = PRECISIONS[:3]
 CHECKPOINTS = ("blocks", "every:2", "sequential:2", "sqrt", "modules:SOME", "ops")
 
 
@@ -113,7 +112,7 @@ def test_checkpointing_changes_no_bit_of_any_gradient_even_with_dropout(
     gpumem: Gpumem, architecture: Architecture
 ) -> None:
     batch = architecture.batch()
-    for precision, kind in itertools.product(FLOAT32_WEIGHTS, CHECKPOINTS):
+    for precision, kind in [*itertools.product(["amp-bf16"], CHECKPOINTS), ("fp32", "blocks"), ("amp-fp16", "ops")]:
         config = checkpointed(architecture, precision, kind)
         gpumem.assert_same_gradients(architecture.build, batch, config, precision, rtol=0, atol=0)
 
@@ -121,9 +120,8 @@ def test_checkpointing_changes_no_bit_of_any_gradient_even_with_dropout(
 @ON_THE_CPU
 def test_half_precisions_give_the_gradients_of_fp32(gpumem: Gpumem, architecture: Architecture) -> None:
     batch = architecture.batch()
-    for precision in HALF_PRECISIONS:
-        for config in (precision, checkpointed(architecture, precision, "blocks")):
-            gpumem.assert_same_gradients(architecture.build, batch, config, "fp32")
+    for config in (*HALF_PRECISIONS, "bf16,checkpoint=blocks"):
+        gpumem.assert_same_gradients(architecture.build, batch, config, "fp32")
 
 
 @ON_THE_CPU

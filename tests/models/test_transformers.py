@@ -153,5 +153,5 @@ def test_tests_that_share_a_model_measure_the_same_alone_and_in_every_order(proj
     project.write(SHARED)
     expected = {test: project.figures(f"test_it.py::{test}")[test] for test in TESTS}
     assert all(expected.values())
-    for order in (TESTS, TESTS[::-1], ["test_infers", "test_trains", "test_train_step"]):
+    for order in (TESTS, TESTS[::-1]):
         assert project.figures(*(f"test_it.py::{test}" for test in order)) == expected, order
