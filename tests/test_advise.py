@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from pytest_gpumem.advice import trial
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.devices.cpu import CpuDevice
+from pytest_gpumem.emulation.errors import EmulationError
 from tests.models.architectures import NEEDS_TRANSFORMERS
 
 MODELS = """
@@ -318,6 +319,24 @@ def test_an_unknown_device_is_told(advise):
     result = CliRunner().invoke(main, ["advise", "advised_models:make", "--fits", "1GB", "--device", "gpu"])
     assert result.exit_code == 2
     assert "did you mean 'cuda'?" in result.stderr
+
+
+@pytest.mark.parametrize("model", ["advised_models:make", "hf:x"])
+def test_a_gpu_that_cannot_be_emulated_is_a_device_that_cannot_be_used(advise, monkeypatch, model):
+    def fails():
+        raise EmulationError("planted")
+
+    monkeypatch.setattr("pytest_gpumem.cli.advise.prepare", fails)
+    result = CliRunner().invoke(main, ["advise", model, "--device", "emulated:h100"])
+    assert (result.exit_code, result.stderr) == (1, "Error: planted\n")
+
+
+@NEEDS_TRANSFORMERS
+def test_a_module_that_is_called_like_a_source_is_told_of(advise, tmp_path):
+    (tmp_path / "hf.py").write_text("def make(): ...", encoding="utf-8")
+    result = advise("hf:./make", "--fits", "1GB")
+    assert result.exit_code == 2
+    assert "; hf: is a source of models, so import the function into a module of another name\n" in result.stderr
 
 
 def test_configs_that_are_named_are_measured_and_no_others(advise):

@@ -144,7 +144,7 @@ def explain_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig, *, over_tim
         found: Explanation | str = _in_fork(
             _with_any_memory(gpu), lambda: explain_config(make_cuda(), subject, config, over_time=over_time)
         )
-    except (_Ended, NotAStep, TrialFailed) as error:
+    except (_Ended, NotAStep, SubjectError, TrialFailed) as error:
         return f"{NOT_EXPLAINED}: {error}"
     return found
 
