@@ -31,7 +31,6 @@ HERE = Path(__file__).parent
 MODELS = HERE / "models"
 LONGEST = 580
 """Seconds that a model may take."""
-MIB = 2**20
 Config = dict[str, Any]
 
 
@@ -79,8 +78,6 @@ def bert(config: Config) -> int:
     hidden, words = config["hidden_size"], config["vocab_size"]
     embeddings = (words + config["max_position_embeddings"] + config["type_vocab_size"] + 2) * hidden
     layers = config["num_hidden_layers"] * _encoder_layer(hidden, config["intermediate_size"])
-    if config["architectures"] == ["BertForSequenceClassification"]:
-        return embeddings + layers + hidden * hidden + hidden + 2 * hidden + 2
     return embeddings + layers + hidden * hidden + 3 * hidden + words
 
 
@@ -170,14 +167,9 @@ class Case:
     parameters: Callable[[Config], int]
     source: str = "hf"
     fixed: Callable[[Config], int] = lambda _: 0
-    changes: tuple[tuple[str, Any], ...] = ()
-    published: int | None = None
-    """MiB that somebody measured beside a CUDA context and its kernels."""
 
 
 BF16 = "bf16,checkpoint=blocks"
-PUBLISHED = "fp32,clip=1,zero_grad=zero"
-CLASSIFIER = (("architectures", ["BertForSequenceClassification"]), ("attn_implementation", "eager"))
 CASES = {
     "Llama 3 8B": Case("llama_3_8b", "1x4096", BF16, llama),
     "Llama 3 70B": Case("llama_3_70b", "1x4096", BF16, llama),
@@ -189,19 +181,12 @@ CASES = {
     "SDXL's UNet": Case("sdxl_unet", "1", BF16, sdxl_unet, "diffusers"),
     "Mamba 2.8B": Case("mamba_2_8b", "1x64", "bf16", mamba),
     "BERT large": Case("bert_large", "32x512", "amp-bf16", bert),
-    # https://huggingface.co/docs/transformers/v4.21.0/perf_train_gpu_one: 14,949 and 8,681 MB that nvidia-smi shows on a V100,
-    # 1,343 MB of which are there before the model is. Assumed are that release's attention, Trainer's clipping, and gradients
-    # that stay, as before torch 2.0. It has AdamW of its own, and an attention mask; the V100 has no kernels in torch 2.13.
-    "BERT large, 4 samples": Case("bert_large", "4x512", PUBLISHED, bert, changes=CLASSIFIER, published=14949 - 1343),
-    "BERT large, 4 times 1": Case(
-        "bert_large", "4x512", f"{PUBLISHED},accumulate=4", bert, changes=CLASSIFIER, published=8681 - 1343
-    ),
 }
 
 
 def configuration_of(case: Case) -> Config:
     config: Config = json.loads((MODELS / f"{case.file}.json").read_text(encoding="utf-8"))
-    return config | dict(case.changes)
+    return config
 
 
 def measured(word: str) -> dict[str, Any]:
@@ -307,7 +292,6 @@ class Row:
     reserved: int | None
     seconds: float
     resident: int
-    published: int | None
     why_not: str
 
 
@@ -327,7 +311,6 @@ def row_of(name: str, found: dict[str, Any]) -> Row:
         reserved=found["reserved"],
         seconds=found["seconds"],
         resident=found["resident_bytes"],
-        published=case.published,
         why_not=found["why_not"],
     )
 
@@ -344,8 +327,6 @@ def claims_of(rows: list[Row]) -> list[Claim]:
 NOTES = (
     "- Parameters and AdamW's state are bytes. Reserved is of an emulated GPU with more memory than any has, measured on none;",
     "  workspaces of convolutions are not in it where no cuDNN is installed.",
-    "- Published is what nvidia-smi showed on a V100, less what was there before the model; the source and what is assumed",
-    "  stand in `CASES`. An older allocator, another AdamW and an attention mask are not followed, so it may be more.",
     "- Mamba has 64 tokens, as its loop over tokens runs in Python without the kernels of mamba-ssm.",
     "- Seconds are from the start of Python to the figure, beside other work on the machine.",
 )
@@ -358,16 +339,14 @@ HEADER = (
     "AdamW's state",
     "by formula",
     "reserved",
-    "published",
 )
 
 
 def cells_of(row: Row) -> list[str]:
-    published = "" if row.published is None else f"{row.published * MIB / 1e9:.2f} GB"
     reserved = row.why_not if row.reserved is None else f"{row.reserved / 1e9:.2f} GB"
     numbers = (row.parameters, row.formula, row.state, row.state_formula)
     machine = (f"{row.seconds:.0f} s", f"{row.resident / 1e9:.2f} GB")
-    return [row.name, row.batch or "", row.config, *(f"{one:,}" for one in numbers), reserved, published, *machine]
+    return [row.name, row.batch or "", row.config, *(f"{one:,}" for one in numbers), reserved, *machine]
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ class Step:
     """A step to be estimated.
 
     ``kind`` is ``"forward"``, ``"generate"``, ``"train"`` (with AdamW) or ``"LoRA"``, of rank 8 on queries and values.
-    ``length`` counts tokens of a sample, or pixels of an image's side; ``generated`` tokens come on top.
+    ``length`` counts tokens of a sample; ``generated`` tokens come on top.
     """
 
     kind: str
@@ -58,8 +58,6 @@ def hf_mem(config: dict[str, Any], parameters: int, step: Step) -> int | None:
     if step.kind not in ("forward", "generate"):
         return None
     weights = parameters * (2 if step.half else 4)
-    if not any("CausalLM" in name for name in config["architectures"]):
-        return weights
     known = {
         "hidden_size": config.get("hidden_size", config.get("n_embd")),
         "num_attention_heads": config.get("num_attention_heads", config.get("n_head")),
@@ -85,8 +83,7 @@ def kitsune(config: dict[str, Any], _: int, step: Step) -> int | None:
     dtype = torch.bfloat16 if step.half else torch.float32
     with torch.device("meta"):
         model = getattr(transformers, config["architectures"][0])(parsed).to(dtype)
-    images = config.get("num_channels", 3), step.length, step.length
-    shape = images if "image_size" in config else (step.length,)
+    shape = (step.length,)
     if step.kind == "generate":
         return int(estimate_kv_cache(model, step.length + step.generated, step.samples, dtype).total_bytes)
     if step.kind == "LoRA":
@@ -106,7 +103,7 @@ def preflight(config: dict[str, Any], _: int, step: Step) -> int | None:
     from torch_preflight.vram.types import PrecisionMode, RunConfig
 
     shape = shape_from_config(config)
-    if shape is None or "image_size" in config:
+    if shape is None:
         return None
     profile = from_shape(shape)
     run = RunConfig(

@@ -81,6 +81,7 @@ class Trials:
                 raise SubjectError(problem + mend if no_loss else problem) from None
             except TrialFailed as error:
                 if not self.goes_on and not self._tried:
+                    self.say("failed\n")
                     raise
                 one = Tried(config, why_not=str(error))
             self._tried.append(one)
