@@ -116,7 +116,7 @@ def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContai
         lines.append("optimizer = torch.optim.AdamW(model.parameters())")
     if precision is not None and precision.scaled:
         lines.append(f'scaler = torch.amp.GradScaler("{device_type}")')
-    return [*sorted(imports, key=lambda line: line.startswith("from")), "", *lines]
+    return [*sorted(imports, key=lambda line: line.startswith("from ")), "", *lines]
 
 
 def _sharded(
