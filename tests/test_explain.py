@@ -802,7 +802,8 @@ def test_out_of_memory_with_a_debugger_is_not_run_again(project):
     write_model(project, OUT_OF_MEMORY)
     project.write(COUNTED + "from model import Model\n\n\n" + OUT_OF_MEMORY_TESTS["call"])
     (project.path / "quiet.py").write_text(
-        "import pdb\n\n\nclass Quiet(pdb.Pdb):\n    def interaction(self, frame, traceback):\n"
+        "import pdb\n\n\nclass Quiet(pdb.Pdb):\n    def interaction(self, frame, error):\n"
+        "        traceback = getattr(error, '__traceback__', error)  # pytest gives the error itself from Python 3.13 on\n"
         "        while traceback.tb_next is not None:\n            traceback = traceback.tb_next\n"
         "        print('x is', traceback.tb_frame.f_locals['x'].shape)\n",
         encoding="utf-8",

@@ -178,7 +178,9 @@ def _run_file(command: tuple[str, ...]) -> None:
     sys.argv = list(command[1:])
     path = command[1] if Path(command[1]).is_absolute() else f"{Path.cwd()}/{command[1]}"
     main = vars(sys.modules["__main__"])
-    main.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    main.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
+    if sys.version_info < (3, 15):
+        main["__cached__"] = None
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main)  # noqa: S102
 
 

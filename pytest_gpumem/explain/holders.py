@@ -221,11 +221,12 @@ class _Search:
         """Return the places of objects, each with that of an object that refers to it."""
         if not places:  # then all objects would be searched in vain
             return []
-        objects = [self._objects[place] for place in places]
+        # A tuple, which is given as it is: one that Python makes of a list is among the referrers from 3.14 on.
+        objects = tuple(self._objects[place] for place in places)
         wanted = {id(one): place for one, place in zip(objects, places, strict=True)}
         not_holders = {id(self._objects), id(objects), id(ours)}
         holders = [one for one in gc.get_referrers(*objects) if id(one) not in not_holders]
-        objects.clear()
+        del objects
         found = [
             (wanted[number], self.add(holder))
             for holder in holders

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.host_values.mode import HostValues
 
+_kept: list[ExitStack] = []
+"""What is entered, for as long as the process."""
+
 
 def away_in_backward(mode: HostValues) -> None:
     """Run backward without the mode, but for the Python that it calls."""
@@ -52,8 +55,10 @@ def away_in_backward(mode: HostValues) -> None:
             if unknown:
                 mode.forget(leaf.grad for leaf in on_host if leaf.grad is not None)
 
-    # Entered for good, and left while torch is still there.
+    # Entered for good, and left while torch is still there. A process that multiprocessing forks drops what is to be called at the
+    # end (from Python 3.14 on), and what nothing held would be left then.
     entered = ExitStack()
+    _kept.append(entered)
     entered.enter_context(engine_run_within(away))
     atexit.register(entered.close)
     replace_python_of_backward(

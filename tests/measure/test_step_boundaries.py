@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 from pytest_gpumem.measure.step_boundaries import StepBoundaries
 
 
+# torch's CUDA build has a thread from its import on, and from Python 3.15 on this warning can be an error.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_child_that_steps_the_loops_optimizer_ends_no_step_of_the_loop():
     found = []
     boundaries = StepBoundaries(lambda: found.append(os.getpid()))
