@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import OrderedDict, UserDict
 from fractions import Fraction
 from typing import NamedTuple
@@ -280,11 +281,11 @@ def test_a_part_that_leads_back_to_the_batch_stays_as_it_is():
 
 
 def test_a_batch_may_be_nested_deeper_than_python_recurses():
-    batch = ids()
-    for _ in range(zoo.DEPTH):
+    batch, depth = ids(), 10 * sys.getrecursionlimit()
+    for _ in range(depth):
         batch = [batch]
     moved = on_device(batch, META)
-    for _ in range(zoo.DEPTH):
+    for _ in range(depth):
         (moved,) = moved
     assert moved.device == META
     assert describe(batch) == "int64[4, 256]"

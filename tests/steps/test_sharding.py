@@ -103,7 +103,7 @@ def shards(world: int) -> int:
 # What a rank holds
 
 
-@pytest.mark.parametrize("world", [1, 8, 512])
+@pytest.mark.parametrize("world", [1, 512])
 def test_the_state_of_a_rank_shrinks_with_the_number_of_ranks(bench, world):
     partitioned = state(bench, f"fp32,shard=zero1,world={world}")
     assert partitioned.parameters.measured == partitioned.gradients.measured == PARAMETERS
@@ -371,7 +371,7 @@ def test_an_optimizer_with_groups_of_its_own_is_sharded(bench):
             [{"params": one, "weight_decay": decay} for one, decay in zip(groups, (0.1, 0.0), strict=True)]
         )
 
-    for config in ("zero1,world=2", "zero3,world=2", "tp:2", "fsdp+tp:2,world=4"):
+    for config in ("zero1,world=2", "fsdp+tp:2,world=4"):
         own, usual = (state(bench, f"fp32,shard={config}", optimizer=one) for one in (decays, None))
         assert own.optimizer_state == usual.optimizer_state
 
