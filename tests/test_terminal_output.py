@@ -21,7 +21,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 VERDICTS = json.loads(Path("verdicts.json").read_text())
 
