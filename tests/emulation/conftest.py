@@ -56,14 +56,23 @@ def compile_runtime(library: Path, *functions: str) -> None:
     compile_library(library, source, f"-Wl,-soname,{library.name}", f"-Wl,--version-script={script}")
 
 
-@pytest.fixture
-def fake_torch(tmp_path, monkeypatch) -> FakeTorch:
-    torch = FakeTorch(tmp_path / "site")
-    runtime = tmp_path / "libcudart.so.13"
-    compile_runtime(runtime, *TAKES)
-    compile_library(torch.package / "lib" / "libtorch_cuda.so", calling(*TAKES), runtime)
+@pytest.fixture(scope="session")
+def compiled_torch(tmp_path_factory) -> FakeTorch:
+    """One that is copied for each test."""
+    folder = tmp_path_factory.mktemp("torch")
+    torch = FakeTorch(folder / "site")
+    compile_runtime(folder / "libcudart.so.13", *TAKES)
+    compile_library(torch.package / "lib" / "libtorch_cuda.so", calling(*TAKES), folder / "libcudart.so.13")
     (torch.package / "__init__.py").write_text("", encoding="utf-8")
     torch.says("2.13.0+cu130", "13.0")
+    return torch
+
+
+@pytest.fixture
+def fake_torch(compiled_torch, tmp_path, monkeypatch) -> FakeTorch:
+    torch = FakeTorch(
+        shutil.copytree(compiled_torch.site, tmp_path / "site", ignore=shutil.ignore_patterns("__pycache__"))
+    )
     # What is imported already would be found first.
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.syspath_prepend(str(torch.site))

@@ -32,12 +32,12 @@ cuda.gpumem_configure(ctypes.byref(_configuration(emulated_gpu({word!r}))))
 """
 
 
-def run(fake_torch, source: str, word: str = "emulated:h100") -> subprocess.CompletedProcess[str]:
-    """Run Python that has the stand-ins of ``fake_torch`` as ``cuda``."""
-    path = os.pathsep.join([str(fake_torch.site), str(REPOSITORY)])
+def run(torch, source: str, word: str = "emulated:h100") -> subprocess.CompletedProcess[str]:
+    """Run Python that has the stand-ins of this torch as ``cuda``."""
+    path = os.pathsep.join([str(torch.site), str(REPOSITORY)])
     return subprocess.run(
         [sys.executable, "-c", CALLS.format(word=word) + source],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(torch.site.parent / "cache")},
         capture_output=True,
         text=True,
         check=False,
@@ -59,13 +59,13 @@ def test_another_release_of_torch_has_its_own(fake_torch):
     assert stand_ins(installed_torch())[0].parent != first[0].parent
 
 
-def test_what_nobody_wrote_fails_with_its_name_and_once(fake_torch):
-    done = run(fake_torch, "print(cuda.cudaUnheardOf(), cuda.cudaUnheardOf())")
+def test_what_nobody_wrote_fails_with_its_name_and_once(compiled_torch):
+    done = run(compiled_torch, "print(cuda.cudaUnheardOf(), cuda.cudaUnheardOf())")
     assert done.stdout == "801 801\n", done.stderr
     assert done.stderr == "pytest-gpumem: the emulated GPU lacks cudaUnheardOf of libcudart\n"
 
 
-def test_a_function_of_the_driver_that_nobody_wrote_is_named_once_when_it_is_called(fake_torch):
+def test_a_function_of_the_driver_that_nobody_wrote_is_named_once_when_it_is_called(compiled_torch):
     """torch asks for some by name, which it does not call, and takes it for an error where there is none."""
     source = """
 function, status = ctypes.c_void_p(), ctypes.c_int(9)
@@ -74,7 +74,7 @@ for name in (b"cuNeverCalled", b"cuUnheardOf", b"cuOther", b"cuUnheardOf"):
     called = None if name == b"cuNeverCalled" else ctypes.CFUNCTYPE(ctypes.c_int)(function.value)()
     print(said, status.value, called)
 """
-    done = run(fake_torch, source)
+    done = run(compiled_torch, source)
     assert done.stdout == "0 0 None\n0 0 801\n0 0 801\n0 0 801\n"
     lacks = "pytest-gpumem: the emulated GPU lacks"
     assert done.stderr == f"{lacks} cuUnheardOf of libcuda\n{lacks} cuOther of libcuda\n"
@@ -95,7 +95,7 @@ def test_the_driver_has_what_the_installed_triton_calls(fake_torch, monkeypatch)
     assert stand_ins(installed_torch())[0].parent != before, "another Triton has its own"
 
 
-def test_memory_is_given_until_the_gpu_has_no_more_and_is_not_touched(fake_torch):
+def test_memory_is_given_until_the_gpu_has_no_more_and_is_not_touched(compiled_torch):
     source = """
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -106,12 +106,12 @@ while cuda.cudaMalloc(ctypes.byref(at), ctypes.c_size_t(10**9)) == 0:
 print(taken, cuda.cudaGetLastError(), resident() - before < 2**20)
 print(cuda.cudaFree(at), cuda.cudaFree(ctypes.c_void_p(4096)))
 """
-    done = run(fake_torch, source, "emulated:24GB")
+    done = run(compiled_torch, source, "emulated:24GB")
     # 24 GB less the context of 545 MB, in pages of 2 MiB.
     assert done.stdout == "23 2 True\n0 1\n", done.stderr
 
 
-def test_an_event_is_done_when_the_host_has_waited_for_it(fake_torch):
+def test_an_event_is_done_when_the_host_has_waited_for_it(compiled_torch):
     source = """
 stream, other, event, later = (ctypes.c_void_p() for _ in range(4))
 cuda.cudaStreamCreate(ctypes.byref(stream))
@@ -132,10 +132,10 @@ cuda.cudaDeviceSynchronize()
 said.append(cuda.cudaEventQuery(event))
 print(said)
 """
-    assert run(fake_torch, source).stdout == "[0, 600, 600, 0, 0, 0]\n"
+    assert run(compiled_torch, source).stdout == "[0, 600, 600, 0, 0, 0]\n"
 
 
-def test_an_event_is_done_when_the_host_has_asked_for_nothing_else_for_long(fake_torch):
+def test_an_event_is_done_when_the_host_has_asked_for_nothing_else_for_long(compiled_torch):
     """A loop that waits so must end; allocations, which also ask, are beside events that are recorded."""
     source = """
 stream, event, other = (ctypes.c_void_p() for _ in range(3))
@@ -148,7 +148,7 @@ cuda.cudaEventRecord(other, stream)
 said |= {cuda.cudaEventQuery(event) for _ in range(90_000)}
 print(sorted(said), sorted({cuda.cudaEventQuery(event) for _ in range(20_000)}))
 """
-    assert run(fake_torch, source).stdout == "[600] [0, 600]\n"
+    assert run(compiled_torch, source).stdout == "[600] [0, 600]\n"
 
 
 def test_two_that_compile_at_once_get_the_same(fake_torch):

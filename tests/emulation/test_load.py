@@ -21,7 +21,8 @@ from pytest_gpumem.emulation.gpus import emulated_gpu
 
 def test_where_torch_has_been_imported_who_did_it_is_named(project):
     project.write("def test_it(): ...\n")
-    (project.path / "early.py").write_text("import torch\n", encoding="utf-8")
+    as_loaded = "import sys, types\ntorch = sys.modules['torch'] = types.ModuleType('torch')\n"
+    (project.path / "early.py").write_text(as_loaded, encoding="utf-8")
     result = project.run("-p", "early", device="emulated:h100", new=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
