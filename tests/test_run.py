@@ -20,9 +20,6 @@ def main():
     assert __name__ == "__main__"
     print("arguments", sys.argv[1:])
     model = net(96 if "wide" in sys.argv else 64)
-    if "copy" in sys.argv:
-        import copy
-        kept = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
     history = []
     for step in range(10**6):
@@ -106,10 +103,6 @@ def test_a_script_is_gated_against_its_baseline(script, project):
     assert wide.returncode == 1
     assert "parameters" in wide.stdout.partition("what grew")[2]
     assert "parameters 74.21 k, were 33.09 k" in wide.stdout
-
-    copied = script("--gpumem-baseline", "--", "copy")
-    assert copied.returncode == 1
-    assert "1 -> 2 tensors" in copied.stdout
 
 
 @pytest.mark.parametrize(
@@ -205,21 +198,18 @@ def end():
         threading.Event().wait()
     if word == "exec":
         os.execlp("true", "true")
-    if word == "child" and os.fork() == 0:
-        sys.exit(0)
-    if word == "multiprocessing":
+    if word == "harmless":
+        if os.fork() == 0:
+            sys.exit(0)
         import multiprocessing
         child = multiprocessing.get_context("fork").Process(target=int)
         child.start()
         child.join()
         assert child.exitcode == 0
-    if word == "no such program":
         try:
             os.execv("/nowhere", ["nothing"])
         except FileNotFoundError:
-            pass
-    if word == "argv":
-        sys.argv.clear()
+            sys.argv.clear()
     if word == "atexit":
         import atexit
         atexit.register(os._exit, 0)
@@ -244,15 +234,14 @@ def ending(project):
     return run
 
 
-@pytest.mark.parametrize("options", [[], ["--gpumem-baseline"], ["--gpumem-strict"]], ids=["plain", "gate", "strict"])
-def test_a_script_that_ends_its_process_within_the_window_is_red_and_told(ending, project, options):
+def test_a_script_that_ends_its_process_within_the_window_is_red_and_told(ending, project):
     assert ending("clean", "--gpumem-update=new").returncode == 0
-    assert options == ["--gpumem-strict"] or ending("clean", *options).returncode == 0
-    result = ending("os._exit", *options, "--gpumem-report=report.json")
-    assert result.returncode == 1
-    assert "gpumem: 0 gated, 1 did not finish" in result.stdout
-    assert "gpumem: os._exit(0) in train.py::run (call) ended the process before the session's end" in result.stdout
-    assert json.loads((project.path / "report.json").read_text(encoding="utf-8"))["passed"] is False
+    for options in ([], ["--gpumem-baseline"], ["--gpumem-strict"]):
+        result = ending("os._exit", *options, "--gpumem-report=report.json")
+        assert result.returncode == 1, options
+        assert "gpumem: 0 gated, 1 did not finish" in result.stdout
+        assert "gpumem: os._exit(0) in train.py::run (call) ended the process before the session's end" in result.stdout
+        assert json.loads((project.path / "report.json").read_text(encoding="utf-8"))["passed"] is False
 
 
 @pytest.mark.parametrize(
@@ -277,9 +266,8 @@ def test_what_a_conftest_left_for_the_end_of_the_process_does_not_change_the_sta
     assert ending(word).returncode == status
 
 
-@pytest.mark.parametrize("word", ["child", "multiprocessing", "argv", "no such program"])
-def test_a_script_may_fork_children_that_end_and_do_with_sys_argv_as_it_likes(ending, word):
-    result = ending(word)
+def test_a_script_may_fork_children_that_end_and_do_with_sys_argv_as_it_likes(ending):
+    result = ending("harmless")
     assert (result.returncode, result.stdout.count("gpumem: 0 gated, 1 recorded")) == (0, 1), result.stdout
 
 
