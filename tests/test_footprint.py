@@ -80,8 +80,7 @@ def test_after():
     project.run(separate=True).assert_outcomes(passed=3)
 
 
-@pytest.mark.parametrize("marker", ["", "@pytest.mark.gpumem\n"], ids=["unmeasured", "measured"])
-def test_a_collection_that_a_test_asks_for_sees_what_was_there_before_any_measured_one(project, marker):
+def test_a_collection_that_a_test_asks_for_sees_what_was_there_before_any_measured_one(project):
     project.write(
         """
 import gc
@@ -93,7 +92,7 @@ class Node:
         self.itself = self
 
 
-NODES = [Node()]
+NODES = [Node(), Node()]
 
 
 @pytest.mark.gpumem
@@ -101,17 +100,20 @@ def test_measured():
     torch.ones(10)
 
 
-"""
-        + marker
-        + """def test_collects():
+def test_collects():
     node = weakref.ref(NODES.pop())
     torch.ones(10)
     gc.collect()
     assert node() is None
     assert any(one is globals() for one in gc.get_objects())
+
+
+@pytest.mark.gpumem
+def test_collects_and_is_measured():
+    test_collects()
 """
     )
-    project.run(separate=True).assert_outcomes(passed=2)
+    project.run(separate=True).assert_outcomes(passed=3)
 
 
 def test_the_heap_is_as_it_was_when_the_session_ends(project):
