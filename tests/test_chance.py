@@ -37,7 +37,8 @@ def seen(pytester):
     pytester.makepyfile("import pytest\n" + DRAWS)
 
     def run(*args: str) -> dict[str, list[int]]:
-        plugins = ("-p", "tests.chance", "-p", "no:gpumem", "-p", "no:cacheprovider")
+        left_out = ("gpumem", "cacheprovider", "anyio", "benchmark", "memray", "xdist")
+        plugins = ("-ptests.chance", *(f"-pno:{name}" for name in left_out))
         pytester.runpytest_subprocess(*plugins, *args).assert_outcomes(passed=21)
         return json.loads((pytester.path / "seen.json").read_text())
 
