@@ -24,6 +24,7 @@ from textwrap import dedent, indent
 from typing import TYPE_CHECKING
 
 from tests import preloaded
+from tests.heap import hide_what_is_loaded
 
 if TYPE_CHECKING:
     import subprocess
@@ -128,7 +129,7 @@ class Package:
     def run(self, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``-m module`` or ``-c code`` in ``project``."""
         environment = {**os.environ, "PYTHONPATH": str(self.folder)}
-        return preloaded.run("-c", _RUN, *arguments, cwd=project, env=environment)
+        return preloaded.run("-c", _RUN, *arguments, cwd=project, env=environment, before=hide_what_is_loaded)
 
 
 def write_tests(project: Path, code: str) -> None:
