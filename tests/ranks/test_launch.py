@@ -21,7 +21,7 @@ TORCHRUN = {
 }
 
 
-MEASURES = "def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n"
+MEASURES = "import torch\n\ndef test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(1000))\n"
 MEASURES_NOTHING = "def test_it():\n    pass\n"
 
 
@@ -30,7 +30,7 @@ def run(project, monkeypatch):
     """Run a session of one test in an environment; it is wrong usage for a reason that is ``said``."""
 
     def started(test, environ, *arguments, said=None, **more):
-        project.write(test)
+        (project.path / "test_it.py").write_text(test, encoding="utf-8")
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         result = project.run(*arguments, **more)
@@ -110,7 +110,7 @@ def test_a_session_that_measures_nothing_is_no_rank(project, run, launched, argu
             [],
             "WORLD_SIZE is 2, and RANK and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set*",
         ),
-        (TORCHRUN, ["-n", "2"], "this is rank 5 of 8, started by torchrun, and pytest-xdist*leave -n out*"),
+        (TORCHRUN, ["-n", "1"], "this is rank 5 of 8, started by torchrun, and pytest-xdist*leave -n out*"),
         (
             {**TORCHRUN, "MASTER_PORT": "9"},
             ["--gpumem-rank-timeout=1"],

@@ -1,4 +1,4 @@
-"""A training script on several ranks: ``gpumem run`` under torchrun."""
+"""A training script on several ranks: ``gpumem run`` with what torchrun gives each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_script_is_gated_on_each_rank_and_growth_of_one_is_named(project, run_
     clean = run("--gpumem-baseline")
     assert clean.status == 0, clean.output
     assert "gpumem: 1 gated\n" in clean.output
-    red = run("--gpumem-baseline", torchrun=True, MORE="2000")
+    red = run("--gpumem-baseline", MORE="2000")
     assert red.status != 0
     assert "loop rank 1 of 2: Memory regressed: peak" in red.output, red.output
     assert "gpumem: 1 gated, 1 regressed\n" in red.output
