@@ -75,15 +75,22 @@ def test_it(gpumem):
 """
 
 
-@pytest.mark.parametrize(
-    "source",
-    [READS, LIMITED, COSTS, HELPER, MODULE, FIXTURE],
-    ids=["read", "limited", "costs", "by a helper", "by a helper of a module", "by a fixture"],
-)
-def test_times_that_a_test_reads_or_limits_are_taken(recorded, source):
-    recorded.write("def check(measurement):\n    assert measurement.step_time < 60\n", name="helpers.py")
-    recorded.write(source)
-    assert is_timed(recorded)
+READING = {"reads": READS, "limited": LIMITED, "costs": COSTS, "helper": HELPER, "module": MODULE, "fixture": FIXTURE}
+
+
+def test_times_that_a_test_reads_or_limits_are_taken_and_no_others(recorded):
+    for name in READING:
+        recorded.write(STEP.replace("test_it", f"test_{name}"), f"test_{name}.py")
+    assert recorded.run("--gpumem-update=new").ret == 0
+    recorded.write("def check(measurement):\n    assert measurement.step_time < 60\n", "helpers.py")
+    for name, source in READING.items():
+        recorded.write(source.replace("test_it", f"test_{name}"), f"test_{name}.py")
+    assert recorded.run("--gpumem-baseline", "--junitxml=report.xml", timed=True).ret == 0
+    verdicts = {test: one["verdicts"][0]["measurement"]["metrics"] for test, one in recorded.verdicts().items()}
+    assert {test for test, metrics in verdicts.items() if "step_time" in metrics} == {
+        f"test_{name}" for name in READING
+    }
+    assert "test_it" in verdicts
 
 
 def test_a_test_without_a_baseline_is_timed(recorded):
