@@ -55,8 +55,8 @@ def away_in_backward(mode: HostValues) -> None:
             if unknown:
                 mode.forget(leaf.grad for leaf in on_host if leaf.grad is not None)
 
-    # Entered for good, and left while torch is still there. A process that multiprocessing forks drops what is to be called at the
-    # end (from Python 3.14 on), and what nothing held would be left then.
+    # Entered for good, and left while torch is still there. A process that multiprocessing forks drops what it is to call at its
+    # end, from Python 3.14 on, and what nothing held would be left then.
     entered = ExitStack()
     _kept.append(entered)
     entered.enter_context(engine_run_within(away))

@@ -21,6 +21,15 @@ LEAVES = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORW
 _BELOW_ARGUMENTS = {"CALL_FUNCTION": 1, "CALL_FUNCTION_KW": 2, "CALL_METHOD": 2, "CALL": 2, "CALL_KW": 3}
 """Operands of a call beside its arguments: what is called, a method's object or nothing, names of arguments."""
 
+_FIXED = {
+    **dict.fromkeys(
+        ("PRECALL", "KW_NAMES", "RESUME", "NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "COPY_FREE_VARS"), (0, 0)
+    ),
+    "STORE_FAST_LOAD_FAST": (1, 1),
+    "RETURN_VALUE": (1, 0),
+}
+"""Cells that an instruction takes and puts, where `dis` has it otherwise: from 3.14 on a return puts what it takes."""
+
 
 @dataclass(eq=False, slots=True)
 class StackCell:
@@ -115,16 +124,12 @@ def _effect(one: dis.Instruction) -> tuple[int, int]:
     name = one.opname
     if name in _BELOW_ARGUMENTS:
         return (one.arg or 0) + _BELOW_ARGUMENTS[name], 1
-    if name in ("PRECALL", "KW_NAMES", "RESUME", "NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "COPY_FREE_VARS"):
-        return 0, 0
-    if name == "RETURN_VALUE":
-        return 1, 0  # from 3.14 on what it takes counts as put, too: for the caller
+    if name in _FIXED:
+        return _FIXED[name]
     change = dis.stack_effect(one.opcode, one.arg, jump=False)
     # From 3.15 on an iterator has a place in what it goes through beside it, or nothing.
     if name in ("LOAD_ATTR", "LOAD_METHOD", "UNPACK_SEQUENCE", "UNPACK_EX", "GET_ITER"):
         return 1, change + 1
-    if name == "STORE_FAST_LOAD_FAST":
-        return 1, 1
     if name.startswith(_TAKES_ALL) or ("JUMP" in name and "_IF_" in name):
         return max(-change, 0), max(change, 0)
     return (0, change) if change > 0 else (1 - change, 1) if _works(name) else (-change, 0)

@@ -227,10 +227,8 @@ def _kind_of_result(step: Step, name: str, kinds: list[str]) -> str | None:
     if name.startswith("FORMAT"):
         return TEXT if first == NUMBER else PART
     if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and step.instruction.argrepr == "[]"):  # the latter from 3.14 on
-        first = step.taken[0].kind or TEXT
-        if first == LIST:
-            return LIST if isinstance(step.taken[1].constant, slice) else NUMBER
-        return None if first == TEXT else PART
+        of_list = LIST if isinstance(step.taken[1].constant, slice) else NUMBER
+        return {LIST: of_list, TEXT: None, None: None}.get(step.taken[0].kind, PART)
     if name.startswith(("BINARY_", "INPLACE_", "UNARY_")):
         if any(isinstance(cell.constant, str) for cell in step.taken):
             return TEXT  # "%.3f" % number
