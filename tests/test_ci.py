@@ -391,7 +391,8 @@ def test_ci_tests_four_releases_of_torch_of_which_the_nightly_alone_may_fail():
     assert oldest == ".".join(map(str, OLDEST))
     for name in ("test", "emulated"):
         matrix = jobs[name]["strategy"]["matrix"]
-        pinned, newest, floor, nightly = [*matrix["torch"], *(one["torch"] for one in matrix.get("include", []))]
+        releases = dict.fromkeys([*matrix["torch"], *(one["torch"] for one in matrix.get("include", []))])
+        pinned, newest, floor, nightly = releases
         assert (pinned, floor, nightly) == (PINNED, f"{oldest}.0", "nightly")
         assert tuple(map(int, newest.split("."))) > tuple(map(int, pinned.split(".")))
         assert jobs[name]["continue-on-error"] == "${{ matrix.torch == 'nightly' }}"

@@ -21,6 +21,15 @@ LEAVES = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORW
 _BELOW_ARGUMENTS = {"CALL_FUNCTION": 1, "CALL_FUNCTION_KW": 2, "CALL_METHOD": 2, "CALL": 2, "CALL_KW": 3}
 """Operands of a call beside its arguments: what is called, a method's object or nothing, names of arguments."""
 
+_FIXED = {
+    **dict.fromkeys(
+        ("PRECALL", "KW_NAMES", "RESUME", "NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "COPY_FREE_VARS"), (0, 0)
+    ),
+    "STORE_FAST_LOAD_FAST": (1, 1),
+    "RETURN_VALUE": (1, 0),
+}
+"""Cells that an instruction takes and puts, where `dis` has it otherwise: from 3.14 on a return puts what it takes."""
+
 
 @dataclass(eq=False, slots=True)
 class StackCell:
@@ -108,15 +117,6 @@ def _rearrange(stack: list[StackCell], one: dis.Instruction) -> None:
     else:
         depth = {"ROT_TWO": 2, "ROT_THREE": 3, "ROT_FOUR": 4}.get(name, depth)
         stack.insert(len(stack) - depth, stack.pop())
-
-
-_NOTHING = ("PRECALL", "KW_NAMES", "RESUME", "NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "COPY_FREE_VARS")
-_FIXED = {
-    **dict.fromkeys(_NOTHING, (0, 0)),
-    "RETURN_VALUE": (1, 0),  # from 3.14 on what it takes counts as put, too: for the caller
-    "STORE_FAST_LOAD_FAST": (1, 1),
-}
-"""Cells that instructions take and put, whose effect on the stack's depth says less, or something else."""
 
 
 def _effect(one: dis.Instruction) -> tuple[int, int]:
