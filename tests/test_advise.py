@@ -176,6 +176,14 @@ def test_blocks_that_are_named_are_measured_and_stand_in_the_code(advise, monkey
     assert result.exit_code == 0, result.output
     assert "recommended: amp-bf16,checkpoint=blocks,blocks=blocks.?: " in result.stdout
     assert "    for block in model.blocks:" in result.stdout
+    # A config that is named is given them, too, or names them itself.
+    given = advise(words[0], "--config", "fp32,checkpoint=blocks", "--blocks", "blocks.?")
+    own = advise(words[0], "--config", "fp32,checkpoint=blocks,blocks=blocks.?")
+    for named in (given, own):
+        assert configs_in(named.stdout) == ["fp32,checkpoint=blocks,blocks=blocks.?"]
+        assert "recommended: fp32,checkpoint=blocks,blocks=blocks.?: " in named.stdout
+    assert "    for block in model.blocks:" in given.stdout
+    assert 'config="fp32,checkpoint=blocks,blocks=blocks.?"' in own.stdout
 
 
 def interrupted(monkeypatch, peaks):

@@ -125,6 +125,12 @@ def _changed(config: StepConfig, blocks: str | None, **values: Any) -> StepConfi
         return None
 
 
+def with_blocks(config: StepConfig, blocks: str | None) -> StepConfig:
+    """Return a config that was named with the pattern for the model's blocks, if it acts on them and has none itself."""
+    acts = config.checkpointing.kind.on_blocks or _shards_blocks(config)
+    return replace(config, blocks=blocks) if acts and config.blocks is None else config
+
+
 def _shards_blocks(config: StepConfig) -> bool:
     return config.sharding is not None and (config.sharding.fully or config.sharding.staged)
 

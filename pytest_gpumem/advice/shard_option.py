@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.advice.search_order import Tried, with_sharding
+from pytest_gpumem.advice.search_order import Tried, with_blocks, with_sharding
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.step_config.shard_kinds import NONE
@@ -53,9 +53,11 @@ def sharding_of(text: str) -> StepConfig:
 
 
 def named_configs(
-    texts: Sequence[str], sharding: StepConfig | None
+    texts: Sequence[str], sharding: StepConfig | None, blocks: str | None = None
 ) -> tuple[tuple[StepConfig, ...], tuple[Tried, ...]]:
     """Return the configs of texts with a sharding, each once, and rows of those that do not go with it.
+
+    Those that act on the model's blocks have the pattern ``blocks``, if they name none.
 
     Raises:
         ConfigError: A text is no config, or has a sharding of its own beside ``sharding``.
@@ -69,14 +71,14 @@ def named_configs(
             if sharding is None:
                 raise
             # Some words need sharding: mp-bf16.
-            found[StepConfig.parse(f"{text},{sharding}")] = None
+            found[with_blocks(StepConfig.parse(f"{text},{sharding}"), blocks)] = None
             continue
         if sharding is not None and config.sharding is not None:
             raise ConfigError(
                 f"step config {text!r} has a sharding of its own, beside {sharding}; leave one of them out"
             )
         try:
-            found[with_sharding(config, sharding, config.blocks)] = None
+            found[with_blocks(with_sharding(config, sharding, config.blocks), blocks)] = None
         except ConfigError as error:
             refused[config] = Tried(config, why_not=str(error))
     return tuple(found), tuple(refused.values())

@@ -59,7 +59,7 @@ def _is_sharding_shown(config: StepConfig, sharding: Sharding) -> bool:
 
 def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockContainer], task: Task) -> list[str]:
     """Return the code that makes a config, of what the model does; or how it is named, where its code is not known here."""
-    if not is_shown(config):
+    if not is_shown(config) or (config.blocks is not None and not containers):
         return [f'# as in @pytest.mark.gpumem and fixtures: config="{config}"']
     if task.trains:
         return code_snippet(config, device_type, containers, task.lora)

@@ -201,7 +201,7 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
         NotAStep: The subject gives no such step.
         TrialFailed: The first config, whose errors are the model's own. Of a function its traceback has been shown.
     """
-    if config.checkpointing.kind.on_blocks and not subject.containers:
+    if config.checkpointing.kind.on_blocks and config.blocks is None and not subject.containers:
         return Tried(config, why_not=_NO_BLOCKS)
     try:
         metrics = _metrics(device, subject, config)

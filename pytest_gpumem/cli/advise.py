@@ -195,7 +195,7 @@ def advise(
         said = "--infer" if new_tokens is None else "--generate"
         raise click.UsageError(f"--shard is for a training step: no step of inference is sharded, leave {said} out")
     with input_errors(ConfigError):
-        configs, refused = named_configs(words, sharding)
+        configs, refused = named_configs(words, sharding, blocks)
     if words and everything:
         raise click.UsageError("configs are named by --config, or all are measured with --all, not both")
     if largest_batch and longest_sequence:
