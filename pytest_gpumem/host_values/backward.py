@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.host_values.mode import HostValues
 
 _kept: list[ExitStack] = []
-"""What is entered, for as long as the process."""
+"""The contexts that are entered for as long as the process lives."""
 
 
 def away_in_backward(mode: HostValues) -> None:
