@@ -279,13 +279,14 @@ class HostValues(TorchDispatchMode):
         outcome = [tensor for tensor in (*made, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
         # That a token is none of those that end a text follows from what cannot be chosen, and not from what was.
         routing = None if operator.name == "isin" else self._routing_among(call.tensors)
-        constant = self.constants.filled(operator, made) if known else self.constants.result(operator, args)
+        is_filled = known and self._is_filled(operator, outcome)
+        constant = None if is_filled else self._constant_of(call, made, known)
         excluded = None if known and routing is None else self.exclusions.result(operator, args)
         chosen = None if known else self._choose(call, made)
         mask = None if known or self.choosing.routing is None else self.choosing.mask(operator.name, args)
         if constant is None:
             computed = self._compute(call, known, result, outcome, routing)
-            becomes_known = known and (computed or self._is_filled(operator, outcome))
+            becomes_known = known and (computed or is_filled)
         else:
             computed = False
             becomes_known = constant.noted is None and is_small(tensor for tensor in outcome if tensor.is_cuda)
@@ -310,6 +311,9 @@ class HostValues(TorchDispatchMode):
             if constant is not None and is_small((tensor,)):
                 on_the_same_memory(tensor).fill_(constant.value)
         return result
+
+    def _constant_of(self, call: _Call, made: list[torch.Tensor], known: bool) -> Constant | None:
+        return self.constants.filled(call.operator, made) if known else self.constants.result(call.operator, call.args)
 
     def _choose(self, call: _Call, made: list[torch.Tensor]) -> torch.Tensor | None:
         """Write the indices of a choice among uncomputed scores by the assumed routing, and return them, if there is one."""
