@@ -6,7 +6,7 @@ import torch
 
 from pytest_gpumem.emulation.load import current_emulation
 
-LAYERS = 12 if current_emulation() is None else 4
+LAYERS = 12 if current_emulation() is None else 8
 PARAMETERS = 39_385_344 + LAYERS * 7_087_872
 TENSORS = 4 + LAYERS * 12
 """Its parameters are in this many tensors."""
