@@ -1,4 +1,4 @@
-"""What checkpointing saves of a model's activations: a GPT-2 of narrow blocks, on the CPU.
+"""Savings of checkpointing in a model's activations: a GPT-2 of narrow blocks, on the CPU.
 
 Its activations are many times its gradients: what is left of a peak when parameters,
 optimizer state and batch are taken off is activations.

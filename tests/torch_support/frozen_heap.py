@@ -57,7 +57,7 @@ def dropped(node: list[Node]) -> weakref.ref[Node]:
 
 
 def collected(begins, heap, device) -> bool:
-    """Whether an object that was there before ``heap`` was frozen, and is garbage now, is gone after ``begins``."""
+    """Return whether an object that was there before ``heap`` was frozen, and is garbage now, is gone after ``begins``."""
     old = [Node()]
     heap.begin(device)
     gone = dropped(old)
