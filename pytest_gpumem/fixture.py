@@ -234,6 +234,7 @@ class Gpumem:
         batch: Any,
         *,
         config: StepConfig | str | None = None,
+        new_tokens: int | None = None,
         items: float | str | None = None,
         name: str | None = None,
         explain: bool | None = None,
@@ -241,15 +242,18 @@ class Gpumem:
     ) -> Measurement:
         """Measure one forward pass under ``torch.inference_mode``, in evaluation mode. Arguments as for `train_step`.
 
-        With ``cache=on`` in the config: a prompt (the batch without its last token) and the token after it, with a
-        key/value cache; with ``weights=int8``: int8 weights.
+        With ``new_tokens``: a call of the model's own ``generate``, as models of transformers have it, which adds that many
+        tokens to the batch as a prompt. With ``cache=on`` in the config: a prompt (the batch without its last token) and the
+        token after it, with a key/value cache; with ``weights=int8``: int8 weights.
         """
         _check_words("infer_step", unknown)
         run, parsed = self._run, as_config(config)
         with (
             run.alone("infer_step", name),
             self._or_refused(),
-            prepared_infer_step(run.context, model_or_factory, batch, config=parsed, items=items) as prepared,
+            prepared_infer_step(
+                run.context, model_or_factory, batch, config=parsed, items=items, new_tokens=new_tokens
+            ) as prepared,
         ):
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
         del prepared  # what it held is gone when others see the measurement

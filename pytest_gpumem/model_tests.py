@@ -126,7 +126,6 @@ def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> N
     from pytest_gpumem.measure.random_numbers import random_numbers_given_back
     from pytest_gpumem.models.errors import ModelError
     from pytest_gpumem.models.sources import named_model
-    from pytest_gpumem.models.task import Task
     from pytest_gpumem.runtest.hooks import refuse, run_of
     from pytest_gpumem.step_config.errors import ConfigError, NotAStep
     from pytest_gpumem.steps.precision import dtype_of_weights
@@ -134,13 +133,14 @@ def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> N
     run = run_of(item) or refuse(item)
     dtype = dtype_of_weights(step.config.precision)
     try:
-        model = named_model(replace(step.model, base=root), step.batch, Task(step.trains))
+        model = named_model(replace(step.model, base=root), step.batch, step.task)
         with random_numbers_given_back(run.device):
             # Figures of some models depend on values: which experts tokens are sent to.
             torch.manual_seed(0)
-            if step.trains:
+            if step.task.trains:
                 gpumem.train_step(lambda: model.build(dtype), model.batch, config=step.config, loss=model.loss)
             else:
-                gpumem.infer_step(lambda: model.build(dtype), model.batch, config=step.config)
+                new_tokens = step.task.new_tokens
+                gpumem.infer_step(lambda: model.build(dtype), model.batch, config=step.config, new_tokens=new_tokens)
     except (ModelError, ConfigError, NotAStep) as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None

@@ -12,6 +12,7 @@ import pytest
 from pytest_gpumem.config.models import ModelStep
 from pytest_gpumem.model_tests import measure
 from pytest_gpumem.models.name import ModelName
+from pytest_gpumem.models.task import INFERENCE
 from tests.models.architectures import NEEDS_TRANSFORMERS
 from tests.models.test_by_name import CLASSES, written
 
@@ -153,6 +154,60 @@ def test_an_entry_says_what_is_measured_and_what_holds_it(project, models):
     assert [one["location"]["line"] for one in verdicts.values()] == [3, 3, 10]
 
 
+BY_HAND = """
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, GPT2LMHeadModel, GenerationConfig
+
+CONFIG = AutoConfig.from_pretrained("GPT2LMHeadModel")
+TOKENS = {"input_ids": torch.randint(2, (4, 12))}
+
+
+def generating():
+    model = GPT2LMHeadModel(CONFIG)
+    model.generation_config = GenerationConfig(bos_token_id=CONFIG.bos_token_id)
+    return model
+
+
+def test_generation(gpumem):
+    gpumem.infer_step(generating, TOKENS, new_tokens=3, config="fp32")
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's and transformers' own
+def test_adapters(gpumem):
+    batch = {"input_ids": TOKENS["input_ids"], "labels": TOKENS["input_ids"].clone()}
+    gpumem.train_step(lambda: get_peft_model(GPT2LMHeadModel(CONFIG), LoraConfig(r=4)), batch, config="fp32")
+"""
+
+
+def test_generation_and_adapters_by_name_take_what_tests_by_hand_take(project, models):
+    pytest.importorskip("peft")
+    models("GPT2LMHeadModel")
+    project.settings(
+        """
+[[tool.gpumem.models]]
+model = "hf:GPT2LMHeadModel"
+batch = "4x12"
+generate = 3
+
+[[tool.gpumem.models]]
+model = "hf:GPT2LMHeadModel"
+batch = "4x12"
+lora = "r=4"
+"""
+    )
+    project.write(BY_HAND, "test_by_hand.py")
+    project.run("pyproject.toml", "test_by_hand.py", "--junitxml=report.xml").assert_outcomes(passed=4)
+    verdicts = project.verdicts()
+    measured = figures(verdicts)
+    generate, lora = "hf:GPT2LMHeadModel[4x12-generate-3-fp32]", "hf:GPT2LMHeadModel[4x12-lora-r4-fp32]"
+    assert measured[generate] == measured["test_generation"]
+    assert measured[lora] == measured["test_adapters"]
+    steps = [verdicts[test]["verdicts"][0]["measurement"]["workload"]["step"] for test in (generate, lora)]
+    assert steps == ["generate", "train_step"]
+
+
 def test_the_tests_of_the_settings_are_in_a_whole_run_and_in_one_that_names_their_file(project, models):
     models("GPT2LMHeadModel", "BertForMaskedLM")
     all_three = [*GPT2, BERT]
@@ -247,7 +302,7 @@ def test_weights_and_batch_are_the_same_whatever_was_drawn_before_and_leave_the_
 
     models("BertForMaskedLM")
     monkeypatch.setattr("pytest_gpumem.runtest.hooks.run_of", lambda _: SimpleNamespace(device=device))
-    step = ModelStep(ModelName("hf-tiny", "BertForMaskedLM"), trains=False)
+    step = ModelStep(ModelName("hf-tiny", "BertForMaskedLM"), task=INFERENCE)
     made = []
 
     def infer_step(build, batch, **_):

@@ -26,7 +26,9 @@ from pytest_gpumem.config.settings import (
 )
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
+from pytest_gpumem.models.lora import Lora
 from pytest_gpumem.models.name import BatchSize, ModelName
+from pytest_gpumem.models.task import INFERENCE, TRAINING, Task
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.units import ThroughputLimit
 
@@ -57,6 +59,7 @@ def test_every_key_of_a_table_is_taken():
         "routing": "worst",
         "units": "iec",
     }
+    one = ModelName("hf", "one")
     made = settings_from_table(
         {
             **as_they_are,
@@ -67,6 +70,8 @@ def test_every_key_of_a_table_is_taken():
             "models": [
                 {"model": "hf-tiny:org/name", "config": ["fp32", "bf16,clip=1"], "max_gb": 1},
                 {"model": "hf:one", "batch": 4, "train": False},
+                {"model": "hf:one", "generate": 8},
+                {"model": "hf:one", "lora": "r=8,alpha=16"},
             ],
         },
         "here",
@@ -81,9 +86,11 @@ def test_every_key_of_a_table_is_taken():
             PatternBudget("*", Budget({"retained": 1_000_000})),
         ),
         models=(
-            ModelStep(TINY, None, StepConfig("fp32"), True, {"max_gb": 1}, 0, "hf-tiny:org/name", 0),
-            ModelStep(TINY, None, StepConfig("bf16", clip=1), True, {"max_gb": 1}, 0, "hf-tiny:org/name", 1),
-            ModelStep(ModelName("hf", "one"), BatchSize(4), StepConfig("fp32"), False, {}, 1, "hf:one", 0),
+            ModelStep(TINY, None, StepConfig("fp32"), TRAINING, {"max_gb": 1}, 0, "hf-tiny:org/name", 0),
+            ModelStep(TINY, None, StepConfig("bf16", clip=1), TRAINING, {"max_gb": 1}, 0, "hf-tiny:org/name", 1),
+            ModelStep(one, BatchSize(4), StepConfig("fp32"), INFERENCE, {}, 1, "hf:one", 0),
+            ModelStep(one, None, StepConfig("fp32"), Task(trains=False, new_tokens=8), {}, 2, "hf:one", 0),
+            ModelStep(one, None, StepConfig("fp32"), Task(lora=Lora(8, 16)), {}, 3, "hf:one", 0),
         ),
     )
 
@@ -183,13 +190,37 @@ def test_settings_from_a_table_cannot_be_changed():
             "(model = 'hf:a'): step config 'bf16,accumulate=2': accumulate does nothing in gpumem.infer_step",
         ),
         ({"models": [{"model": "hf:a", "train": 1}]}, "(model = 'hf:a'): train is 1, expected true or false"),
+        *(
+            (
+                {"models": [{"model": "hf:a", "generate": n}]},
+                f"(model = 'hf:a'): generate is {n!r}, expected the number",
+            )
+            for n in (0, True, 2.5, "8")
+        ),
+        (
+            {"models": [{"model": "hf:a", "lora": 8}]},
+            "(model = 'hf:a'): lora is 8, expected its settings, like lora = \"r=8\"",
+        ),
+        ({"models": [{"model": "hf:a", "lora": "rank=8"}]}, "(model = 'hf:a'): LoRA has no setting 'rank' here"),
+        (
+            {"models": [{"model": "hf:a", "generate": 8, "train": True}]},
+            "(model = 'hf:a'): generate measures inference; leave train = true out",
+        ),
+        *(
+            ({"models": [{"model": "hf:a", "lora": "r=8", **more}]}, "(model = 'hf:a'): lora is for training; adapters")
+            for more in ({"generate": 8}, {"train": False})
+        ),
+        (
+            {"models": [{"model": "hf:a", "generate": 8, "config": "clip=1"}]},
+            "(model = 'hf:a'): step config 'clip=1': clip does nothing in gpumem.infer_step",
+        ),
         (
             {"models": [{"model": "hf:a", "max_gbs": 1}]},
             "(model = 'hf:a'): unknown key 'max_gbs'; did you mean 'max_gb'?",
         ),
         (
             {"models": [{"model": "hf:a", "infer": 1}]},
-            "unknown key 'infer'; valid: model, batch, config, train, max_gb",
+            "unknown key 'infer'; valid: model, batch, config, train, generate, lora, max_gb",
         ),
         ({"models": [{"model": "hf:a", "max_gb": "1"}]}, "here: models 1 (model = 'hf:a'): max_gb: "),
         (
@@ -247,6 +278,8 @@ MODELS = st.fixed_dictionaries(
         "batch": st.sampled_from(["4x16", "4*16", 4]) | VALUES,
         "config": st.sampled_from(["fp32", "bf16,clip=1", ["fp32", "amp-bf16"]]) | VALUES,
         "train": st.booleans() | VALUES,
+        "generate": st.integers(-1, 2) | VALUES,
+        "lora": st.sampled_from(["r=8", "r=8,alpha=x"]) | VALUES,
     },
 ) | st.dictionaries(LIMITS, SCALARS, max_size=3).map(lambda limits: {"model": "hf:org/name", **limits})
 TABLES = st.fixed_dictionaries(

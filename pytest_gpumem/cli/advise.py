@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from pytest_gpumem.advice.cards import begin, capacity_of, explain_on, subject_in_forks, try_on, with_capacity
 from pytest_gpumem.advice.formats import html, markdown, to_json
@@ -49,7 +48,7 @@ from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.lora import Lora, lora
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.sources import model_name, named_model
-from pytest_gpumem.models.task import Task
+from pytest_gpumem.models.task import TaskWords, task_of
 from pytest_gpumem.reports.formats import format_of
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.private_api import gpu_unseen
@@ -106,7 +105,7 @@ if TYPE_CHECKING:
     help="Measure one rank of a job whose model is sharded: fsdp,world=8. KIND is a word of shard= in step configs.",
 )
 @click.option(
-    "--train/--infer", "trains", default=True, help="Measure a training step (the default), or a step of inference."
+    "--train/--infer", "trains", default=None, help="Measure a training step (the default), or a step of inference."
 )
 @click.option(
     "--generate",
@@ -152,7 +151,7 @@ def advise(
     size: BatchSize | None,
     words: tuple[str, ...],
     sharding: StepConfig | None,
-    trains: bool,
+    trains: bool | None,
     new_tokens: int | None,
     adapters: Lora | None,
     everything: bool,
@@ -190,7 +189,8 @@ def advise(
     page = format_of("advice.html")
     if form == "html" and page is not None and page.lacking():
         raise InputError(f"--format html: {page.lacking()}")
-    task = _task(trains, new_tokens, adapters)
+    with input_errors(ModelError):
+        task = task_of(trains, new_tokens, adapters, TaskWords("--train", "--infer", "--generate", "--lora"))
     if sharding is not None and not task.trains:
         said = "--infer" if new_tokens is None else "--generate"
         raise click.UsageError(f"--shard is for a training step: no step of inference is sharded, leave {said} out")
@@ -222,18 +222,6 @@ def _print(found: Advice, form: str, status: int) -> None:
         click.echo(to_json(found, status), nl=False)
     else:
         click.echo(markdown(found) if form == "markdown" else html(found), nl=False)
-
-
-def _task(trains: bool, new_tokens: int | None, adapters: Lora | None) -> Task:
-    if adapters is not None and (new_tokens is not None or not trains):
-        raise click.UsageError(
-            "--lora is for training; adapters that are merged take nothing: leave --lora out, or --infer and --generate"
-        )
-    if new_tokens is None:
-        return Task(trains, lora=adapters)
-    if click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT and trains:
-        raise click.UsageError("--generate measures inference; leave --train out")
-    return Task(trains=False, new_tokens=new_tokens)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from pytest_gpumem.config.kinds import model_of
 from pytest_gpumem.config.marker import budget_from_arguments
 from pytest_gpumem.config.options import MARKER_ARGUMENTS
 from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.models.lora import lora
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
+from pytest_gpumem.models.task import TRAINING, Task, TaskWords, task_of
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.units import nearest
@@ -21,7 +23,8 @@ from pytest_gpumem.units import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_KEYS = ("model", "batch", "config", "train")
+_KEYS = ("model", "batch", "config", "train", "generate", "lora")
+_WORDS = TaskWords("train = true", "train = false", "generate", "lora")
 _PLAIN = StepConfig("fp32")
 
 
@@ -33,8 +36,7 @@ class ModelStep:
     batch: BatchSize | None = None
     """``None`` is one sample of a usual length."""
     config: StepConfig = _PLAIN
-    trains: bool = True
-    """True if it is a training step, not one of inference."""
+    task: Task = TRAINING
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the marker."""
     entry: int | None = None
@@ -56,7 +58,7 @@ class ModelStep:
 
     @property
     def _size(self) -> list[str]:
-        return [*([] if self.batch is None else [str(self.batch)]), *([] if self.trains else ["infer"])]
+        return [*([] if self.batch is None else [str(self.batch)]), *filter(None, [self.task.id])]
 
     def _named(self, parameters: Sequence[str]) -> str:
         return f"{self.model}[{'-'.join(parameters)}]" if parameters else str(self.model)
@@ -88,29 +90,39 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
     for name in limits:
         if name not in MARKER_ARGUMENTS:
             raise SettingsError(f"{where}: unknown key {name!r}; {nearest(name, [*_KEYS, *MARKER_ARGUMENTS])}")
-    trains = entry.get("train", True)
-    if not isinstance(trains, bool):
-        raise SettingsError(f"{where}: train is {trains!r}, expected true or false, which measures inference")
     try:
         budget_from_arguments(limits)
+        task = _task(entry)
         # A whole number, too: anything else is no size as a text, either.
         size = batch_size(str(entry["batch"])) if "batch" in entry else None
-        configs = _configs(entry["config"], trains=trains) if "config" in entry else [_PLAIN]
+        configs = _configs(entry["config"], task) if "config" in entry else [_PLAIN]
     except (BudgetError, ConfigError, ModelError) as error:
         raise SettingsError(f"{where}: {error}") from None
     return [
-        ModelStep(model, size, config, trains, MappingProxyType(limits), number, text, index)
+        ModelStep(model, size, config, task, MappingProxyType(limits), number, text, index)
         for index, config in enumerate(configs)
     ]
 
 
-def _configs(value: object, *, trains: bool) -> list[StepConfig]:
+def _task(entry: Mapping[str, object]) -> Task:
+    # TOML has no null: what is not there is None.
+    trains, tokens, adapters = (entry.get(key) for key in ("train", "generate", "lora"))
+    if trains is not None and not isinstance(trains, bool):
+        raise ModelError(f"train is {trains!r}, expected true or false, which measures inference")
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+        raise ModelError(f"generate is {tokens!r}, expected the number of tokens to generate, at least 1")
+    if adapters is not None and not isinstance(adapters, str):
+        raise ModelError(f'lora is {adapters!r}, expected its settings, like lora = "r=8"')
+    return task_of(trains, tokens, None if adapters is None else lora(adapters), _WORDS)
+
+
+def _configs(value: object, task: Task) -> list[StepConfig]:
     words = value if isinstance(value, list) else [value]
     if not words:
         raise ConfigError("config is empty, so that there is no test; leave it out for fp32")
     configs = list(dict.fromkeys(map(StepConfig.parse, words)))
     for config in configs:
-        config.only_for("train_step" if trains else "infer_step")
+        config.only_for("train_step" if task.trains else "infer_step")
     return configs
 
 

@@ -33,6 +33,13 @@ class Lora:
             found["target_modules"] = ALL_LINEAR if self.targets == (ALL_LINEAR,) else list(self.targets)
         return found
 
+    @property
+    def id(self) -> str:
+        """Its settings as a part of a test's id: ``"r8-alpha16-q_proj+v_proj"``."""
+        alpha = "" if self.alpha is None else f"-alpha{self.alpha}"
+        targets = f"-{'+'.join(self.targets)}" if self.targets else ""
+        return f"r{self.rank}{alpha}{targets}"
+
     def __str__(self) -> str:
         alpha = "" if self.alpha is None else f",alpha={self.alpha}"
         targets = f",targets={'+'.join(self.targets)}" if self.targets else ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.measure.reading import Phase
-from pytest_gpumem.step_config.errors import ConfigError
+from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import arguments_of
 from pytest_gpumem.steps.precision import autocasting
+from pytest_gpumem.units import whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +29,19 @@ def generation_phases(model: Any, batch: Any, new_tokens: int, config: StepConfi
         device: The device of the model.
 
     Raises:
+        NotAStep: The model has no ``generate``, or this is no number of tokens.
         ConfigError: The config compiles the model, which ``generate`` would not call.
     """
     import torch
 
+    try:
+        whole_number(new_tokens)
+    except ValueError as error:
+        raise NotAStep(f"new_tokens is {new_tokens!r}, {error}") from None
+    if not callable(getattr(model, "generate", None)):
+        raise NotAStep(
+            f"{type(model).__name__} has no generate(), which new_tokens needs; measure its loop with gpumem.measure"
+        )
     if config.compile != "none":
         raise ConfigError(f"step config '{config}': compile does nothing in generate(), which calls the model itself")
     args, named = arguments_of(batch)

@@ -76,7 +76,7 @@ def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any]
     if attribute(attribute(model, "config"), "is_encoder_decoder") is True:
         raise ConfigError(
             f"cache=on cannot cut the batch of {type(model).__name__}, which has an encoder and a decoder: "
-            "measure its generate() with gpumem.measure"
+            "measure its generate() with new_tokens=N of gpumem.infer_step"
         )
     inputs = dict(batch) if issubclass(type(batch), Mapping) else {next(iter(taken)): batch}
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds", next(iter(taken))) if name in inputs), None)

@@ -41,17 +41,22 @@ shards = 4 * sum(math.ceil(one.shape[0] / 8) * math.prod(one.shape[1:]) for one 
 PROGRAM = (
     MODEL
     + """
+if {adapters}:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=8))
+blocks = next(one for one in model.modules() if isinstance(one, torch.nn.ModuleList))
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-for block in model.model.layers if config.model_type == "llama" else model.transformer.h:
+for block in blocks:
     fully_shard(block)
 fully_shard(model)
 model.to_empty(device="cuda")
 optimizer = torch.optim.AdamW(model.parameters())
-batch = {name: torch.randint(1003, (2, 256)).cuda() for name in ("input_ids", "labels")}
+batch = {{name: torch.randint(1003, (2, 256)).cuda() for name in ("input_ids", "labels")}}
 for step in range(4):
     model(**batch).loss.backward()
     optimizer.step()
@@ -108,7 +113,7 @@ def test_a_rank_takes_what_a_program_with_fully_shard_takes_and_holds_its_rows_o
 ):
     plain = advised(processes, "--batch", "2x256", "--config", "fp32", "--shard", "fsdp,world=8")
     assert plain["shard"] == "shard=fsdp,world=8"
-    allocated, reserved = map(int, on_gpu(PROGRAM, timeout=300).split())
+    allocated, reserved = map(int, on_gpu(PROGRAM.format(adapters=False), timeout=300).split())
     assert figures(plain) == [["fp32,shard=fsdp,world=8", allocated, reserved]]
     code = plain["recommended"][0]["code"]
     blocks = {"llama": "model.model.layers", "gpt2": "model.transformer.h"}[model]
@@ -119,3 +124,14 @@ def test_a_rank_takes_what_a_program_with_fully_shard_takes_and_holds_its_rows_o
         assert figures(said) == figures(plain)
     measured, formula = on_gpu(STATE, timeout=300).splitlines()
     assert measured == formula
+
+
+@pytest.mark.parametrize("model", [LLAMA], ids=["llama"], indirect=True)
+def test_a_rank_takes_what_a_program_takes_that_trains_adapters_on_sharded_weights(processes, on_gpu, model):
+    pytest.importorskip("peft")
+    plain = advised(processes, "--batch", "2x256", "--config", "fp32", "--shard", "fsdp,world=8", "--lora", "r=8")
+    taken = [*map(int, on_gpu(PROGRAM.format(adapters=True), timeout=300).split())]
+    assert figures(plain) == [["fp32,shard=fsdp,world=8", *taken]]
+    (state,) = (one for one in plain["recommended"][0]["made_of"] if one["category"] == "optimizer state")
+    # Of the adapters of queries and values in three layers a rank has one of the 8 rows of A, and an eighth of B's, 8 wide.
+    assert state["bytes"] == 2 * 4 * 3 * ((512 + 512) + (512 + 128))
