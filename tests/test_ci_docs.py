@@ -127,34 +127,51 @@ def reader(started: Path, tmp_path: Path) -> Iterator[Reader]:
         yield Reader(tmp_path, github)
 
 
-def test_an_empty_repository_gets_a_gate_that_a_regression_turns_red(reader, tmp_path):
+@pytest.fixture(scope="module")
+def red(started: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reader, list[Any]]:
+    """Return one whose pull request needs more, after its gate, and the comments that it made. Each test has a copy."""
+    folder = tmp_path_factory.mktemp("red")
+    shutil.copytree(started, folder, dirs_exist_ok=True)
+    with fake_github() as github:
+        reader = Reader(folder, github)
+        reader.replace(FUSED, KEEPS_A_COPY)
+        reader.shell(
+            "git add model.py && git commit --quiet --message change && git push --quiet origin HEAD:refs/pull/7/merge"
+        )
+        assert not reader.gates(), reader.runner.log
+        return reader, [*github.comments]
+
+
+def test_an_empty_repository_gets_a_gate(reader):
     assert reader.shell("git status --porcelain --untracked-files=no") == ""
     (baselines,) = (path.relative_to(reader.folder) for path in reader.folder.glob("gpumem-baselines/*/*.toml"))
     files = {"model.py", "test_model.py", "requirements.txt", GATE.title, str(baselines)}
     assert {*reader.shell("git ls-tree -r --name-only origin/main").split()} == files
 
-    assert reader.gates(), reader.runner.log
-    assert "gpumem: 1 gated\n" in reader.runner.log
+
+def test_a_regression_turns_the_gate_red(red):
+    reader, (comment,) = red
+    assert "gpumem: 1 gated, 1 regressed\n" in reader.runner.log
     installed = [words[words.index("install") + 1 :] for words in reader.runner.calls() if "install" in words]
     assert installed == [["-r", "requirements.txt"], ["--no-deps", "torch==2.13.0"], ["-r", "requirements.txt"]]
-    (comment,) = reader.github.comments
-    assert "passed" in comment["body"]
-
-    reader.replace(FUSED, KEEPS_A_COPY)
-    assert not reader.gates()
-    assert "gpumem: 1 gated, 1 regressed\n" in reader.runner.log
     assert re.search(r"^::error file=test_model\.py,line=6,title=", reader.runner.log, flags=re.MULTILINE)
-    assert "test_train_step" in (tmp_path / "summary.md").read_text(encoding="utf-8")
-    (comment,) = reader.github.comments
+    assert "test_train_step" in (reader.folder.parent / "summary.md").read_text(encoding="utf-8")
     assert "regressed" in comment["body"]
     assert "model.py:" in comment["body"]
     made = {path.name for path in (reader.folder / "gpumem-report").iterdir()}
     assert made == {"gpumem.html", "gpumem.json", "gpumem.md"}
 
-    reader.follow(ACCEPT)
-    assert "float32 scores until the fused kernel takes a bias" in reader.follow(HISTORY)
-    assert reader.gates(), reader.runner.log
-    (comment,) = reader.github.comments
+
+def test_what_is_accepted_turns_it_green(red, tmp_path):
+    shutil.copytree(red[0].folder.parent, tmp_path, dirs_exist_ok=True)
+    with fake_github() as github:
+        reader = Reader(tmp_path, github)
+        reader.follow(ACCEPT)
+        assert "float32 scores until the fused kernel takes a bias" in reader.follow(HISTORY)
+        assert reader.gates(), reader.runner.log
+        assert "gpumem: 1 gated\n" in reader.runner.log
+        (comment,) = github.comments
+    assert "passed" in comment["body"]
     assert "regressed" not in comment["body"]
 
 
@@ -173,17 +190,12 @@ esac
 
 
 @pytest.fixture(scope="module")
-def measured(started: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(red: tuple[Reader, list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of one whose pull request needs more and has code wherever it might be run."""
     folder = tmp_path_factory.mktemp("measured")
-    shutil.copytree(started, folder, dirs_exist_ok=True)
+    shutil.copytree(red[0].folder.parent, folder, dirs_exist_ok=True)
     with fake_github() as github:
         reader = Reader(folder, github)
-        reader.replace(FUSED, KEEPS_A_COPY)
-        reader.shell(
-            "git add model.py && git commit --quiet --message change && git push --quiet origin HEAD:refs/pull/7/merge"
-        )
-        assert not reader.gates()
     assert (reader.folder / "gpumem-report" / "gpumem.json").exists(), reader.runner.log
     for name in ("conftest", "a_plugin", "filelock", "fastjsonschema", "json", "pytest_gpumem"):
         (reader.folder / f"{name}.py").write_text("import pathlib; pathlib.Path('evil').touch()\n", encoding="utf-8")
