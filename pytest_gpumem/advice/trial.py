@@ -264,7 +264,8 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
     try:
         # A model that is there before would be no part of the step.
         with _prepared(context, subject, config, keeps_model=False) as (prepared, _):
-            return prepared.explain(prepared.measure())
+            # Nothing is judged that steps may show which come later.
+            return prepared.explain(prepared.measure(further_steps=0))
     except RAISED_BY_A_STEP as error:
         return f"{NOT_EXPLAINED}: {_first_line(error)}"
 

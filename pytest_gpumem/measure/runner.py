@@ -46,11 +46,12 @@ def measure_step(
     time_budget: TimeBudget | None,
     state: Callable[[], object] | None = None,
     compiled: bool = False,
+    further_steps: int = FURTHER_STEPS,
 ) -> StepFigures:
     """Measure the step that ``phases`` make.
 
     Runs it until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
-    optimizer state and autotuning are behind, then `FURTHER_STEPS` more: what happens every second to sixth time is seen.
+    optimizer state and autotuning are behind, then ``further_steps`` more: what happens every second to sixth time is seen.
     ``not_own`` bytes are live that are not the step's own, on each of `Device.everywhere`;
     ``own`` gives the storages that are its own at any moment. A step that changes ``state()`` (graphs that were compiled,
     the gradient scale) is not like the next one, and up to `MOST_UNSTABLE_WARM_UPS` are run until it stays. Without an
@@ -71,7 +72,7 @@ def measure_step(
             if device.consensus.all(have_same_peaks(*seen[-2:]) and not moved):
                 settled_at = len(seen) - 2
         latest = seen[-1]
-        further = [latest, *(run_step() for _ in range(FURTHER_STEPS))]
+        further = [latest, *(run_step() for _ in range(further_steps))]
         seen += further[1:]
         growth = (
             measure_growth(run_step, device)

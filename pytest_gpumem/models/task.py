@@ -33,7 +33,7 @@ class Task:
 
     @property
     def id(self) -> str:
-        """Its part of a test's id: ``"infer"``, ``"generate-64"``, ``"lora-r8-alpha16"``; empty where all weights are trained."""
+        """Its part of a test's id: ``"infer"``, ``"generate-64"``, ``"lora-r8"``; empty where all weights are trained."""
         if self.lora is not None:
             return f"lora-{self.lora.id}"
         if self.trains:

@@ -76,7 +76,7 @@ def frozen():
     heap.thaw()
 
 
-def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigures:
+def measured(device, phases, held: list, *, timed=False, state=None, **more) -> StepFigures:
     """Measure a step to which the tensors in ``held`` belong from the beginning."""
 
     def own():
@@ -92,6 +92,7 @@ def measured(device, phases, held: list, *, timed=False, state=None) -> StepFigu
         not_own=[device.live() - sum(blocks.values())],
         time_budget=TimeBudget() if timed else None,
         state=state,
+        **more,
     )
 
 
@@ -277,6 +278,15 @@ def test_a_step_is_warmed_up_until_two_peaks_agree_and_four_more_are_looked_at(d
     assert len(figures.seen) == warm_ups + FURTHER_STEPS
     assert len(ran) == warm_ups + FURTHER_STEPS + AFTERWARDS
     assert figures.memory.memory_metrics()["peak_allocated"] == sizes[-1]
+
+
+def test_no_further_step_is_looked_at_where_none_is_asked_for(device):
+    run, ran = counting_step([9 * KB, 5 * KB])
+    figures = measured(device, [Phase("step", run)], [], further_steps=0)
+    assert figures.settled
+    assert len(figures.seen) == 3
+    assert len(ran) == 3 + AFTERWARDS
+    assert figures.memory.memory_metrics()["peak_allocated"] == 5 * KB
 
 
 def test_what_is_made_lazily_in_the_first_step_is_measured_in_the_state_that_repeats(device):
