@@ -215,6 +215,24 @@ def test_a_runner_that_this_machine_has_no_baselines_for_is_said(repository):
     assert "--gpumem-update=new --gpumem-device=cuda`" in done.output
 
 
+@pytest.mark.parametrize(
+    ("able", "runner", "recordings"),
+    [
+        (("cpu",), "cpu", [["--no-gpumem-time"]]),
+        (("cpu", "cuda"), "self-hosted", [[]]),
+        (("cpu", "cuda"), "cpu", [[], ["--gpumem-device=cpu", "--no-gpumem-time"]]),
+        (("cpu", "emulated:h100"), "emulated", [[], ["--gpumem-device=emulated:h100"]]),
+    ],
+)
+def test_times_are_recorded_where_the_workflow_takes_some(repository, here, monkeypatch, able, runner, recordings):
+    ran = []
+    monkeypatch.setattr(command, "_run", lambda place, words, environment: (ran.append(list(words)), (0, ()))[1])
+    repository({**FLAT, "conftest.py": "DEVICE = 'cuda'\n"})
+    here(*able)
+    init("--yes", "--runner", runner)
+    assert ran == [["-m", "pytest", "--gpumem-update=new", *options] for options in recordings]
+
+
 @pytest.mark.parametrize("table", ["[tool.gpumem]\n", '[tool.gpumem]\ndevice = "cuda"\n'])
 def test_a_device_of_the_settings_that_is_not_here_is_told_to_be_recorded_where_it_is(repository, table):
     repository({**FLAT, SETTINGS: table})
@@ -232,7 +250,7 @@ def test_after_a_no_it_is_said_what_is_to_be_run_first(repository, monkeypatch):
     monkeypatch.setattr(command, "_has_terminal", lambda: True)
     done = init(input="y\nn\n")
     assert done.exit_code == 0, done.output
-    assert "\n  python -m pytest --gpumem-update=new\n" in done.output
+    assert "\n  python -m pytest --gpumem-update=new --no-gpumem-time\n" in done.output
     assert "\ncommit what was written" not in done.output
     assert not (project.path / "gpumem-baselines").exists()
 

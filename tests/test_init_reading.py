@@ -291,6 +291,59 @@ def test_a_method_of_a_model_that_runs_it_is_followed():
     assert running(source + tests, steps=mixin) == ["test_a"]
 
 
+HOLDER = "import torch\n\n\nclass Net(torch.nn.Module):\n    pass\n\n\nclass Forecaster:\n    @classmethod\n    def from_pretrained(cls, path):\n        return cls(load(path))\n\n    def __init__(self, model: Net):\n        self.model = model\n\n    def predict(self, x):\n        return self.model(x)\n\n    def vocabulary(self):\n        return self.model.words\n"
+
+
+def test_what_is_loaded_with_its_weights_is_followed_to_the_model_that_it_holds():
+    fixture = "from lib import *\n\n\n@pytest.fixture\ndef it():\n    return Forecaster.from_pretrained('x')\n\n\n"
+    tests = "def test_a(it):\n    it.predict(1)\n\n\ndef test_b(it):\n    it.vocabulary()\n\n\ndef test_c():\n    OwnTokenizer.from_pretrained('x')(1)\n"
+    assert running(fixture + tests, lib=HOLDER) == ["test_a"]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        ("nn.Module", ["test_a"]),
+        ("'nn.Module'", ["test_a"]),
+        ("None | nn.Linear", ["test_a"]),
+        ("torch.Tensor", []),
+        ("type[nn.Module]", []),
+        ("'not ('", []),
+    ],
+)
+def test_a_parameter_is_a_model_by_its_annotation(annotation, expected):
+    assert running(f"def step(m: {annotation}):\n    m(1)\n\n\ndef test_a():\n    step(load())\n") == expected
+
+
+@pytest.mark.parametrize(
+    ("annotation", "body"),
+    [
+        ("nn.Module", "m = nn.Linear(8, 8).sampled()\n    m(1)"),
+        ("nn.Module", "with nn.Linear(8, 8).sampled() as m:\n        m(1)"),
+        ("Generator[nn.Module, None, None]", "with nn.Linear(8, 8).sampled() as m:\n        m(1)"),
+        ("Iterator[nn.Module]", "with nn.Linear(8, 8).sampled() as m, other():\n        m(1)"),
+    ],
+)
+def test_a_method_of_a_model_gives_another_by_its_annotation(annotation, body):
+    source = (
+        f"class Net(nn.Module):\n    def sampled(self) -> {annotation}:\n        ...\n\n\ndef test_a():\n    {body}\n"
+    )
+    assert running(source) == ["test_a"]
+    assert running(source.replace(f"-> {annotation}", "-> list[nn.Module]")) == []
+
+
+def test_other_names_of_a_class_of_models_are_known_where_they_are_imported():
+    nets = "import functools\nimport torch\n\n\nWide = functools.partial(torch.nn.Linear, 8)\nlarge = 8\n"
+    tests = "from nets import *\n\n\ndef test_a():\n    Wide(8)(1)\n\n\ndef test_b():\n    large(8)(1)\n"
+    assert running(tests, nets=nets) == ["test_a"]
+
+
+def test_what_is_made_from_a_class_of_models_trains_it_by_fit():
+    fixtures = "@pytest.fixture\ndef cls():\n    return nn.Linear\n\n\n@pytest.fixture\ndef it(kind, cls):\n    return kind(cls, lr=1)\n\n\n"
+    tests = "def test_a(it):\n    it.fit(1)\n\n\ndef test_b(it):\n    it.lr\n\n\ndef test_c():\n    Classifier(nn.Linear).fit(1)\n\n\ndef test_d():\n    Classifier(3).fit(1)\n"
+    assert running(fixtures + tests) == ["test_a", "test_c"]
+
+
 def test_names_that_a_package_gives_on_are_followed():
     files = {
         "src/net/__init__.py": "from .steps import train\nfrom .deep import *\n",

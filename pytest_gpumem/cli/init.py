@@ -311,11 +311,11 @@ def _put_back(path: Path, before: str | None) -> None:
 
 
 def _record(place: _Place, proposed: Proposal, found: FoundTests, environment: Mapping[str, str], *, yes: bool) -> None:
-    """Run the tests once for each device, and show the end of what the session said; then say what is to be done next."""
+    """Run the tests once for each recording, and show the end of what the session said; then say what is to be done next."""
     failed = False
     missing: list[str] = []
     verdicts: list[TestVerdict] = []
-    for command in (_recording(device) for device in proposed.record_on):
+    for command in (_recording(*options) for options in proposed.record_with):
         said = f"python {' '.join(command)}"
         if not yes and not _asked(f"Record the first baselines: {said}?"):
             missing.append(said)
@@ -334,7 +334,7 @@ def _record(place: _Place, proposed: Proposal, found: FoundTests, environment: M
         )
         sys.exit(1)
     if proposed.record_elsewhere is not None:
-        said = f"python {' '.join(_recording(proposed.record_elsewhere))}"
+        said = f"python {' '.join(_recording(f'--gpumem-device={proposed.record_elsewhere}'))}"
         missing.append(f"{said} (on a machine that has {proposed.record_elsewhere})")
     if missing:
         write_lines(["", "the gate needs baselines that are not recorded yet; run first:"])
@@ -410,6 +410,6 @@ def _function(verdict: TestVerdict) -> str:
     return f"{verdict.file}::{verdict.test.partition('[')[0]}"
 
 
-def _recording(device: str | None) -> list[str]:
-    """Return the arguments of Python that record baselines on a device, ``None`` for that of the settings."""
-    return ["-m", "pytest", "--gpumem-update=new", *([] if device is None else [f"--gpumem-device={device}"])]
+def _recording(*options: str) -> list[str]:
+    """Return the arguments of Python that record baselines with options of pytest."""
+    return ["-m", "pytest", "--gpumem-update=new", *options]

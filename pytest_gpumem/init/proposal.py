@@ -16,10 +16,12 @@ from pytest_gpumem.init.workflow import (
     DEVICES,
     PLACEHOLDER,
     REQUIREMENTS,
+    UNTIMED,
     Runner,
     gate_lines,
     has_all,
     installs_from_nowhere,
+    template,
     workflow,
 )
 from pytest_gpumem.units import counted
@@ -137,11 +139,11 @@ def _lines(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The edits, what to say of them, and the devices to record the first baselines on (``None``: the settings')."""
+    """The edits, what to say of them, and pytest's options for each run that records first baselines."""
 
     edits: tuple[Edit, ...]
     notes: tuple[str, ...]
-    record_on: tuple[str | None, ...]
+    record_with: tuple[tuple[str, ...], ...]
     record_elsewhere: str | None = None
     """The workflow's device, where it cannot be measured here."""
     installs_from_nowhere: tuple[str, ...] = ()
@@ -186,10 +188,12 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
     notes += _workflow(project, chosen, why_runner, here, edits)
     gated = DEVICES[chosen]
     taken = {"auto": "cuda" if here.has_gpu else "cpu"}.get(device, device)
-    record: list[str | None] = [None] if here.can_measure(taken) else []
+    # Times take most of a recording, and are of no use to a workflow that takes none.
+    of_gate = (UNTIMED,) if UNTIMED in template(chosen) else ()
+    record = [of_gate if gated == taken else ()] if here.can_measure(taken) else []
     elsewhere = None
     if gated != taken and here.can_measure(gated):
-        record.append(gated)
+        record.append((f"--gpumem-device={gated}", *of_gate))
     elif not here.can_measure(gated):
         elsewhere = gated
         notes.append(

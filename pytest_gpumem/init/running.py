@@ -44,6 +44,8 @@ _NO_MODELS = (
 _BASES = {"LightningModule", "PreTrainedModel", "ModelMixin"}
 _ZOOS = ("transformers.", "diffusers.", "timm.", "torchvision.models.")
 _AUTOGRAD_SETTINGS = {"detect_anomaly", "set_detect_anomaly", "set_grad_enabled", "set_multithreading_enabled"}
+_YIELDING = {"Iterator", "Generator"}
+"""Annotations of functions that yield what their brackets say: fixtures, and context managers."""
 _Assignment = ast.Assign | ast.AnnAssign
 _OWN = ("self.", "cls.", "request.cls.")
 """Objects on which an attribute of a test's class is set."""
@@ -76,8 +78,10 @@ class Models:
             if any(self.makes(base) or base.rpartition(".")[2] in _BASES for base in bases):
                 self._makers.add(name)
         for name, function in file.functions.items():
-            if not name.startswith("test") and returns_module(function, file, self, frozenset()):
+            if not name.startswith("test") and name in returned(name, function, file, self, frozenset()):
                 self._makers.add(name)
+        other_names = modules_in(assignments(file.tree.body), file, self, frozenset())
+        self._makers.update(name.removesuffix(_MAKES) for name in other_names if name.endswith(_MAKES))
 
     def methods(self, name: str) -> Sequence[tuple[Function, SourceFile]]:
         """Return the methods of the project's classes that are called so."""
@@ -98,25 +102,53 @@ def is_of_a_zoo(dotted: str) -> bool:
     return dotted.startswith(_ZOOS) and not any(part.endswith(_NO_MODELS) for part in dotted.split("."))
 
 
-def returns_module(function: Function, file: SourceFile, models: Models, given: frozenset[str]) -> bool:
-    """Return whether a function returns or yields a module, alone or in a tuple; ``given`` are names of modules in it."""
+def returned(name: str, function: Function, file: SourceFile, models: Models, given: frozenset[str]) -> frozenset[str]:
+    """Return what a name is of which a function returns or yields the value, alone or in a tuple.
+
+    The name itself for a module, with `_MAKES` for a class of modules; ``given`` are such names in the function.
+    """
+    if _is_of_models(function.returns, file, models):
+        return frozenset([name])
     values = [
         node.value for node in nodes_in(function) if isinstance(node, ast.Return | ast.Yield) and node.value is not None
     ]
     if not values:
-        return False
+        return frozenset()
     modules = modules_in(function, file, models, given)
     parts = [part for value in values for part in (value.elts if isinstance(value, ast.Tuple) else [value])]
-    return any(is_module(part, file, models, modules) for part in parts)
+    return frozenset(one for part in parts for one in _named([name], part, file, models, modules))
 
 
 def modules_in(within: ast.AST, file: SourceFile, models: Models, given: frozenset[str]) -> frozenset[str]:
     """Return the variables that are modules, ``self.x`` included: of a function, a class or a statement."""
     pairs = [pair for node in nodes_in(within) for pair in _assigned(node)]
-    found = given
+    found = given.union(*(_annotated(node, file, models) for node in nodes_in(within) if isinstance(node, Function)))
     while more := {one for names, value in pairs for one in _named(names, value, file, models, found)} - found:
         found |= more
     return found
+
+
+def _annotated(function: Function, file: SourceFile, models: Models) -> Iterator[str]:
+    """Yield the parameters of a function that are modules by their annotations."""
+    arguments = function.args
+    for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        if _is_of_models(one.annotation, file, models):
+            yield one.arg
+
+
+def _is_of_models(annotation: ast.expr | None, file: SourceFile, models: Models) -> bool:
+    """Return whether an annotation is a class of modules: ``Net``, ``"Net"``, ``Net | None``, ``Iterator[Net]``."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        try:
+            annotation = ast.parse(annotation.value, mode="eval").body
+        except (SyntaxError, ValueError):
+            return False
+    if isinstance(annotation, ast.BinOp):
+        return any(_is_of_models(one, file, models) for one in (annotation.left, annotation.right))
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).rpartition(".")[2] in _YIELDING:
+        yielded = annotation.slice
+        return _is_of_models(yielded.elts[0] if isinstance(yielded, ast.Tuple) else yielded, file, models)
+    return isinstance(annotation, ast.Name | ast.Attribute) and models.makes(file.dotted(annotation) or "")
 
 
 def _named(
@@ -134,6 +166,8 @@ def _assigned(node: ast.AST) -> Iterator[tuple[list[str], ast.expr]]:
     if isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Tuple | ast.List):
         for value in node.iter.elts:
             yield from _pairs(node.target, value)
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        yield list(_names(node.optional_vars)), node.context_expr
     elif isinstance(node, _Assignment) and node.value is not None:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             yield from _pairs(target, node.value)
@@ -162,12 +196,26 @@ def is_module(node: ast.expr, file: SourceFile, models: Models, modules: frozens
         return is_module(node.value, file, models, modules)
     if not isinstance(node, ast.Call):
         return False
-    if isinstance(node.func, ast.Attribute) and node.func.attr in _KEEPS_A_MODULE:
-        if is_module(node.func.value, file, models, modules):
-            return True
-        # torch.compile(model)
-        return node.func.attr == "compile" and bool(node.args) and is_module(node.args[0], file, models, modules)
-    return _makes_modules(node.func, file, models, modules)
+    by_method = isinstance(node.func, ast.Attribute) and _gives_module(node, node.func, file, models, modules)
+    return by_method or _makes_modules(node.func, file, models, modules)
+
+
+def _gives_module(
+    call: ast.Call, method: ast.Attribute, file: SourceFile, models: Models, modules: frozenset[str]
+) -> bool:
+    """Return whether a call of a method gives a module: ``net.eval()``, ``torch.compile(net)``, ``Net.from_pretrained(x)``."""
+    if method.attr == "from_pretrained":
+        return _is_pretrained(method.value, file)
+    if method.attr == "compile" and call.args and is_module(call.args[0], file, models, modules):
+        return True
+    annotated = any(_is_of_models(one.returns, where, models) for one, where in models.methods(method.attr))
+    return (annotated or method.attr in _KEEPS_A_MODULE) and is_module(method.value, file, models, modules)
+
+
+def _is_pretrained(owner: ast.expr, file: SourceFile) -> bool:
+    """Return whether a class with ``from_pretrained`` has weights: not a tokenizer or the like."""
+    name = (file.dotted(owner) or "").rpartition(".")[2]
+    return name[:1].isupper() and not name.endswith(_NO_MODELS)
 
 
 def _makes_modules(node: ast.expr, file: SourceFile, models: Models, modules: frozenset[str]) -> bool:
@@ -234,10 +282,7 @@ class Runs:
     def _does(self, function: Function, file: SourceFile, scope: Scope) -> bool:
         fixtures = scope.fixtures
         taken = [fixtures[name] for name in parameters(function) if name in fixtures]
-        given = frozenset(
-            name for name in parameters(function) if name in fixtures and self._is_module_fixture(fixtures[name], scope)
-        )
-        around = given | scope.modules | self._modules_around(function, file)
+        around = self._given(function, scope) | scope.modules | self._modules_around(function, file)
         modules = modules_in(function, file, self._models, around)
         if any(_runs_itself(node, file, self._models, modules) for node in nodes_in(function)):
             return True
@@ -250,16 +295,16 @@ class Runs:
             if one is not function
         )
 
-    def _is_module_fixture(self, fixture: tuple[Function, SourceFile], scope: Scope, depth: int = 5) -> bool:
-        function, file = fixture
-        fixtures = scope.fixtures
-        given = frozenset(
-            name
-            for name in parameters(function)
-            if depth and name in fixtures and self._is_module_fixture(fixtures[name], scope, depth - 1)
-        )
-        given |= self.parametrized(function.decorator_list, file, Scope({})).modules
-        return returns_module(function, file, self._models, given)
+    def _given(self, function: Function, scope: Scope, depth: int = 5) -> frozenset[str]:
+        """Return the names of modules, and of what makes them, that a function's fixtures are."""
+        found: frozenset[str] = frozenset()
+        for name in parameters(function):
+            if depth and name in scope.fixtures:
+                fixture, file = scope.fixtures[name]
+                given = self.parametrized(fixture.decorator_list, file, Scope({})).modules
+                given |= self._given(fixture, scope, depth - 1)
+                found |= returned(name, fixture, file, self._models, given)
+        return found
 
     def _modules_around(self, function: Function, file: SourceFile) -> frozenset[str]:
         """Return the modules that a function sees beside its own: globals, and attributes that its class or a method sets."""
@@ -273,13 +318,13 @@ class Runs:
         if owner not in self._attributes:
             within = modules_in(owner, file, self._models, frozenset())
             names = {one.removeprefix(own) for one in within for own in _OWN if one.startswith(own)}
-            names |= modules_in(_assignments(owner.body), file, self._models, frozenset())
+            names |= modules_in(assignments(owner.body), file, self._models, frozenset())
             self._attributes[owner] = frozenset(f"{own}{name}" for name in names for own in _OWN)
         return self._attributes[owner]
 
     def _global_modules(self, file: SourceFile) -> frozenset[str]:
         """Return the globals of a file that are modules, those that a function declares and sets included."""
-        found = modules_in(_assignments(file.tree.body), file, self._models, frozenset())
+        found = modules_in(assignments(file.tree.body), file, self._models, frozenset())
         for function in file.functions.values():
             declared = {name for node in nodes_in(function) if isinstance(node, ast.Global) for name in node.names}
             if declared:
@@ -374,7 +419,8 @@ def _given_values(decorator: ast.expr) -> Iterator[tuple[list[str], ast.expr]]:
         yield from (([name], one) for name, one in zip(each, row, strict=False))
 
 
-def _assignments(body: Iterable[ast.stmt]) -> ast.Module:
+def assignments(body: Iterable[ast.stmt]) -> ast.Module:
+    """Return the assignments among statements, as a module of their own."""
     return ast.Module([one for one in body if isinstance(one, _Assignment)], [])
 
 
@@ -397,7 +443,7 @@ def _runs_itself(node: ast.AST, file: SourceFile, models: Models, modules: froze
         return True
     dotted = file.dotted(node.func) or ""
     is_autograd = dotted.startswith("torch.autograd.") and dotted.rpartition(".")[2] not in _AUTOGRAD_SETTINGS
-    return _is_step(node.func) or is_autograd
+    return _is_step(node.func) or is_autograd or _is_fit(node.func, file, models, modules)
 
 
 def _is_step(called: ast.expr) -> bool:
@@ -411,6 +457,15 @@ def _is_step(called: ast.expr) -> bool:
         return True
     owner = ast.unparse(called.value).lower()
     return (called.attr == "step" and "opt" in owner) or (called.attr in _OF_TRAINERS and "trainer" in owner)
+
+
+def _is_fit(called: ast.expr, file: SourceFile, models: Models, modules: frozenset[str]) -> bool:
+    """Return whether what is called is a trainer's method of what was made from a class of models: ``Classifier(Net).fit``."""
+    return (
+        isinstance(called, ast.Attribute)
+        and called.attr in _OF_TRAINERS
+        and _makes_modules(called.value, file, models, modules)
+    )
 
 
 def mentions_gpu(trees: Iterable[ast.AST]) -> bool:

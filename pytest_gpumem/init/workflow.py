@@ -21,6 +21,8 @@ Runner = Literal["emulated", "self-hosted", "cpu"]
 RUNNERS: tuple[Runner, ...] = get_args(Runner)
 DEVICES: dict[Runner, str] = {"emulated": "emulated:h100", "self-hosted": "cuda", "cpu": "cpu"}
 """The device that each measures on."""
+UNTIMED = "--no-gpumem-time"
+"""The option of a workflow whose runners are too different for times."""
 REQUIREMENTS = "requirements.txt"
 """The file that the texts install from."""
 _PLUGIN = "pytest-gpumem"
