@@ -47,6 +47,7 @@ from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.init.found_tests import FoundTests
@@ -311,11 +312,13 @@ def _put_back(path: Path, before: str | None) -> None:
 
 
 def _record(place: _Place, proposed: Proposal, found: FoundTests, environment: Mapping[str, str], *, yes: bool) -> None:
-    """Run the tests once for each recording, and show the end of what the session said; then say what is to be done next."""
+    """Record baselines and gate them at once, and show the end of what the sessions said; then say what is to be done next."""
     failed = False
+    gates: list[list[str]] = []
     missing: list[str] = []
     verdicts: list[TestVerdict] = []
-    for command in (_recording(*options) for options in proposed.record_with):
+    for options in proposed.record_with:
+        command = _recording(*options)
         said = f"python {' '.join(command)}"
         if not yes and not _asked(f"Record the first baselines: {said}?"):
             missing.append(said)
@@ -323,9 +326,18 @@ def _record(place: _Place, proposed: Proposal, found: FoundTests, environment: M
         write_lines(["", f"$ {said}"])
         status, of_session = _run(place, command, environment)
         verdicts += of_session
+        gates.append(["-m", "pytest", "--gpumem-baseline", *options])
         failed = failed or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not of_session
-    left_out = _leave_out(place, proposed, found, verdicts)
-    if failed or any(one.failed_by_itself and one.nodeid not in left_out for one in verdicts):
+    # They may need a network, or weights that are not here: nothing of them can be gated.
+    functions = {_function(one) for one in verdicts if one.failed_by_itself}
+    functions -= {_function(one) for one in verdicts if one.verdicts}
+    if not _leave_out(place, proposed, found, functions):
+        functions = set()
+    else:
+        why = "they failed by themselves (see above) and have no baseline"
+        write_lines(["", f"left out of {MARK_KEY}, as {why}; once they pass, add them:"])
+        write_lines([f"  {one}" for one in sorted(functions)])
+    if failed or any(one.failed_by_itself and _function(one) not in functions for one in verdicts):
         write_lines(
             [
                 "",
@@ -333,6 +345,9 @@ def _record(place: _Place, proposed: Proposal, found: FoundTests, environment: M
             ]
         )
         sys.exit(1)
+    differing = _gate_once(place, gates, verdicts, environment)
+    if differing:
+        _leave_out_differing(place, proposed, found, differing, functions, environment)
     if proposed.record_elsewhere is not None:
         said = f"python {' '.join(_recording(f'--gpumem-device={proposed.record_elsewhere}'))}"
         missing.append(f"{said} (on a machine that has {proposed.record_elsewhere})")
@@ -383,26 +398,51 @@ def _name_of(number: int) -> str:
         return f"signal {number}"
 
 
-def _leave_out(place: _Place, proposed: Proposal, found: FoundTests, verdicts: Sequence[TestVerdict]) -> set[str]:
-    """Take tests that failed by themselves, and so got no baseline, out of the patterns that were written.
+def _gate_once(
+    place: _Place,
+    commands: Sequence[Sequence[str]],
+    verdicts: Sequence[TestVerdict],
+    environment: Mapping[str, str],
+) -> set[str]:
+    """Gate what was just recorded; return the test functions that fail on the same code, as their figures depend on chance."""
+    failed_before = {one.nodeid for one in verdicts if one.failure is not None}
+    found: set[str] = set()
+    for command in commands:
+        write_lines(["", f"$ python {' '.join(command)}"])
+        _, of_session = _run(place, command, environment)
+        found |= {_function(one) for one in of_session if one.failure is not None and one.nodeid not in failed_before}
+    return found
 
-    They may need a network, or weights that are not here: nothing of them can be gated. Returns their node ids.
-    """
-    functions = {_function(one) for one in verdicts if one.failed_by_itself}
-    functions -= {_function(one) for one in verdicts if one.verdicts}
+
+def _leave_out_differing(
+    place: _Place,
+    proposed: Proposal,
+    found: FoundTests,
+    differing: AbstractSet[str],
+    left_out: AbstractSet[str],
+    environment: Mapping[str, str],
+) -> None:
+    """Take tests whose figures depend on chance out of the patterns and the store, beside those that were left out before."""
+    why = "they failed on the code that they were recorded on (see above), so that their figures depend on chance"
+    if _leave_out(place, proposed, found, differing | left_out):
+        write_lines(["", f"left out of {MARK_KEY}, as {why}; once they repeat (by a seed), add them:"])
+        command = ["-m", "pytest_gpumem.cli.main", "prune", *sorted(differing)]
+        subprocess.run(
+            [sys.executable, *command], cwd=place.root, env=dict(environment), capture_output=True, check=False
+        )
+    else:
+        write_lines(["", f"the gate is red until these are taken out of {MARK_KEY}, or repeat (by a seed), as {why}:"])
+    write_lines([f"  {one}" for one in sorted(differing)])
+
+
+def _leave_out(place: _Place, proposed: Proposal, found: FoundTests, functions: AbstractSet[str]) -> bool:
+    """Take test functions out of the patterns that were written; return whether there are some, and others are left."""
     kept = [replace(one, runs_model=False) if one.nodeid in functions else one for one in found.tests]
     edit = next((one for one in proposed.edits if one.path == SETTINGS), None)
     if not functions or edit is None or not patterns_of(kept):
-        return set()
+        return False
     _write(place.root, [with_patterns(edit, patterns_of(found.tests), patterns_of(kept))])
-    write_lines(
-        [
-            "",
-            f"left out of {MARK_KEY}, as they failed by themselves (see above) and have no baseline; once they pass, add them:",
-            *(f"  {one}" for one in sorted(functions)),
-        ]
-    )
-    return {one.nodeid for one in verdicts if one.failed_by_itself and _function(one) in functions}
+    return True
 
 
 def _function(verdict: TestVerdict) -> str:
