@@ -359,6 +359,7 @@ def test_measured(gpumem):
 
 
 def test_work_that_random_numbers_decide_on_repeats_with_them(project):
+    project.settings('[tool.gpumem]\ntime_budget = "0.1 s"\n')
     project.write(
         """
 def test_step(gpumem):

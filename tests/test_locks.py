@@ -121,7 +121,7 @@ with lock.shared(), lock.exclusive():
     note("alone")
     while "opens" not in open("log").read():
         time.sleep(0.05)
-    time.sleep(1)
+    time.sleep(0.5)
 """
 
 

@@ -343,7 +343,8 @@ def test_loop(gpumem):
     result.stdout.fnmatch_lines(["*OutOfMemoryError: CUDA out of memory*"])
 
 
-def test_a_loop_is_timed_and_has_throughput(loops):
+def test_a_loop_is_timed_and_has_throughput(loops, project):
+    project.settings('[tool.gpumem]\ntime_budget = "0.1 s"\n')
     result, _ = loops(
         """
 def test_loop(gpumem):
@@ -430,7 +431,7 @@ def test_a_loop_that_draws_other_batches_is_never_red_and_one_with_a_seed_green(
     # Its longest batch is shorter than most others' is.
     loops(body.replace("SEED", "10"), "--gpumem-update=new")
     outcomes = set()
-    for seed in (10, 0, 1, 12, 16):
+    for seed in (10, 0, 12):
         result, verdicts = loops(body.replace("SEED", str(seed)), "--gpumem-baseline")
         result.assert_outcomes(passed=1)
         found = {one["metric"]: one["outcome"] for one in verdicts["test_it"]["verdicts"][0]["metrics"]}
@@ -512,7 +513,7 @@ def test_lbfgs(gpumem):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=2, line_search_fn="strong_wolfe")
-    x, y = torch.randn(2048, 64), torch.randn(2048, 64)
+    x, y = torch.randn(512, 64), torch.randn(512, 64)
 
     def closure():
         optimizer.zero_grad()
@@ -526,7 +527,7 @@ def test_lbfgs(gpumem):
 """
 
 
-@pytest.mark.parametrize("test", ["test_cycle", "test_lbfgs"])
+@pytest.mark.parametrize("test", ["test_cycle", pytest.param("test_lbfgs", marks=pytest.mark.thorough)])
 def test_what_grew_in_a_loop_whose_steps_differ_is_told_with_its_module_and_line(project, monkeypatch, test):
     project.write(GROWING)
     project.run("--gpumem-update=new", "-k", test).assert_outcomes(passed=1)

@@ -90,7 +90,7 @@ def measured(device, phases, held: list, *, timed=False, state=None, **more) -> 
         device,
         own=own,
         not_own=[device.live() - sum(blocks.values())],
-        time_budget=TimeBudget() if timed else None,
+        time_budget=TimeBudget(0.1) if timed else None,
         state=state,
         **more,
     )
