@@ -51,10 +51,20 @@ class Watched:
 
     def __post_init__(self) -> None:
         self.page.set_default_timeout(MILLISECONDS)
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        self.page.on("request", lambda request: self.requests.append(request.url))
+        self._listeners = {
+            "console": lambda message: self.complaints.append(message.text),
+            "pageerror": lambda error: self.complaints.append(str(error)),
+            "dialog": lambda dialog: (self.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()),
+            "request": lambda request: self.requests.append(request.url),
+        }
+        for event, listener in self._listeners.items():
+            self.page.on(event, listener)
+
+    def end(self) -> None:
+        """Watch it no longer, and leave what it shows: the next test may show another report in it."""
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
+        self.page.goto("about:blank")
 
 
 @pytest.fixture(scope="module")
@@ -70,29 +80,45 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture(scope="module")
+def window(browser: Any) -> Any:
+    """A window for all tests that need nothing special of it: to open one takes as long again as to show a report in it."""
+    return browser.new_context().new_page()
+
+
 @pytest.fixture
-def opens(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Watched]]:
-    """Opens a report, or the file of one, in a window of its own. It must not complain, nor ask for anything but its file."""
-    opened: list[tuple[Watched, str]] = []
+def opens(browser: Any, window: Any, tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+    """Opens a report, or the file of one. It must not complain, nor ask for anything but its file."""
+    opened: list[tuple[Watched, str | None]] = []
 
     def open_it(
-        report: SessionReport | Path, *, width: int = 1400, fragment: str = "", watched: bool = True, **window: Any
+        report: SessionReport | Path,
+        *,
+        width: int = 1400,
+        fragment: str = "",
+        watched: bool = True,
+        color_scheme: str = "light",
+        **options: Any,
     ) -> Any:
         path = tmp_path / "report.html"
         if hasattr(report, "results"):
             path.write_text(html(report), encoding="utf-8")
         else:
             path = report
-        context = browser.new_context(viewport={"width": width, "height": 900}, **window)
-        one = Watched(context.new_page())
-        if watched:
-            opened.append((one, path.as_uri()))
-        one.page.goto(path.as_uri() + fragment)
-        return one.page
+        page = browser.new_context(**options).new_page() if options or opened else window
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(media="null", color_scheme=color_scheme)
+        one = Watched(page)
+        opened.append((one, path.as_uri() if watched else None))
+        page.goto(path.as_uri() + fragment)
+        return page
 
     yield open_it
+    for one, _ in opened:
+        one.end()
+        if one.page is not window:
+            one.page.context.close()
     for one, address in opened:
-        assert one.complaints == []
-        assert {url.partition("#")[0] for url in one.requests} == {address}
-    for context in browser.contexts:
-        context.close()
+        if address is not None:
+            assert one.complaints == []
+            assert {url.partition("#")[0] for url in one.requests} == {address}
