@@ -51,7 +51,7 @@ from models import Distilled
 
 
 def test_it(gpumem):
-    gpumem.train_step(Distilled, torch.ones(2048, 64))
+    gpumem.train_step(Distilled, torch.ones(512, 64))
 """
 MEASURE = """
 from models import Net, Teacher
@@ -59,7 +59,7 @@ from models import Net, Teacher
 
 def test_it(gpumem):
     student, teacher = Net(), Teacher()
-    x = torch.ones(2048, 64)
+    x = torch.ones(512, 64)
 
     def step():
         with torch.set_grad_enabled({on}):
@@ -77,7 +77,7 @@ from models import Net, Teacher
 @pytest.mark.gpumem
 def test_it():
     student, teacher = Net(), Teacher()
-    x = torch.ones(2048, 64)
+    x = torch.ones(512, 64)
     with torch.set_grad_enabled({on}):
         target = teacher(x)
     (student(x) - target).square().mean().backward()
@@ -97,7 +97,7 @@ class Switched(torch.nn.Module):
 
 
 def test_it(gpumem):
-    gpumem.infer_step(Switched, torch.ones(2048, 64))
+    gpumem.infer_step(Switched, torch.ones(512, 64))
 """
 
 
@@ -116,7 +116,14 @@ def hinted(result: pytest.RunResult, hint: str) -> list[str]:
     return [row for row in rows if row.endswith(hint)]
 
 
-@pytest.mark.parametrize("forward", [WITHOUT_GRAD, IN_INFERENCE], ids=["no_grad", "inference_mode"])
+# test_it_is_named_in_inference has the other mode.
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(WITHOUT_GRAD, id="no_grad"),
+        pytest.param(IN_INFERENCE, id="inference_mode", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_forgotten_no_grad_is_named_on_the_rows_that_grew(project, forward):
     write(project, forward)
     project.run(*RECORD)
@@ -151,6 +158,7 @@ def test_it_is_named_in_inference(project):
     hinted(project.run(*COMPARE), "grad mode was off here")
 
 
+@pytest.mark.thorough
 def test_of_models_of_one_kind_it_is_told_how_often(project):
     test = MEASURE.replace("Net, Teacher", "Net").replace("Teacher()", "Net()")
     write(project, test=test, on=False)

@@ -39,6 +39,8 @@ DROPOUT = 0.1
 PRECISIONS = ("fp32", "amp-fp16", "amp-bf16", "bf16", "fp16")
 HALF_PRECISIONS = PRECISIONS[1:]
 CHECKPOINTS = ("blocks", "every:2", "sequential:2", "sqrt", "modules:SOME", "ops")
+EXPLAINED = ("blocks", "ops")
+"""One of modules, as most are, and the one of operators: explaining a step takes longer than to measure it."""
 
 
 def four_blocks(architecture: Architecture) -> Architecture:
@@ -79,32 +81,39 @@ def test_a_model_trains_in_every_precision(gpumem: Gpumem, name: str) -> None:
     architecture = SHALLOW[name].with_dropout(DROPOUT)
     batch = architecture.batch()
     for precision in PRECISIONS:
-        measured = gpumem.train_step(architecture.build, batch, config=precision, explain=True)
+        explain = precision == "amp-fp16"  # has scaled losses and casts
+        measured = gpumem.train_step(architecture.build, batch, config=precision, explain=explain)
         assert measured.workload.config == precision
         assert measured.settled, precision
         assert measured.notes == (), precision
         assert measured.recomputed == 0, precision
         assert measured.retained == 0, precision
-        assert_rows_add_up(measured)
-        assert measured.composition.recomputed == {}, precision
+        if explain:
+            assert_rows_add_up(measured)
+            assert measured.composition.recomputed == {}, precision
 
 
 @ON_THE_CPU
+@pytest.mark.parametrize(
+    "kinds", [EXPLAINED, pytest.param([one for one in CHECKPOINTS if one not in EXPLAINED], marks=pytest.mark.thorough)]
+)
 def test_every_kind_of_checkpointing_saves_in_forward_and_computes_again_in_backward(
-    gpumem: Gpumem, architecture: Architecture
+    gpumem: Gpumem, architecture: Architecture, kinds: Iterable[str]
 ) -> None:
     batch = architecture.batch()
     plain = gpumem.train_step(architecture.build, batch, config="amp-bf16")
-    for kind in CHECKPOINTS:
+    for kind in kinds:
         config = checkpointed(architecture, "amp-bf16", kind)
-        measured = gpumem.train_step(architecture.build, batch, config=config, explain=True)
+        explain = kind in EXPLAINED
+        measured = gpumem.train_step(architecture.build, batch, config=config, explain=explain)
         assert measured.settled, kind
         assert measured.recomputed is not None
         assert measured.recomputed > 0, kind
         assert measured.peak_forward < plain.peak_forward, kind
         assert measured.peak_optimizer == plain.peak_optimizer, kind
-        assert_rows_add_up(measured)
-        assert measured.composition.recomputed, kind
+        if explain:
+            assert_rows_add_up(measured)
+            assert measured.composition.recomputed, kind
 
 
 @ON_THE_CPU
@@ -143,7 +152,7 @@ def test_dropout_is_really_on_in_these_comparisons(gpumem: Gpumem, architecture:
     "config",
     [
         "amp-fp16,checkpoint=sqrt,accumulate=2",
-        "bf16,checkpoint=ops,optimizer=sgd,clip=1,zero_grad=zero",
+        pytest.param("bf16,checkpoint=ops,optimizer=sgd,clip=1,zero_grad=zero", marks=pytest.mark.thorough),
     ],
 )
 def test_a_config_gives_the_same_bytes_again_with_other_weights_and_data(
@@ -198,9 +207,11 @@ def test_a_key_value_cache_costs_its_keys_and_values(
     bytes_a_token = 2 * blocks * samples * key_value_heads * head_size * size
 
     def peak(tokens: torch.Tensor, config: str) -> int:
-        measured = gpumem.infer_step(architecture.build, {"input_ids": tokens}, config=config, explain=True)
+        explain = config == precision
+        measured = gpumem.infer_step(architecture.build, {"input_ids": tokens}, config=config, explain=explain)
         assert measured.retained == 0
-        assert_rows_add_up(measured)
+        if explain:
+            assert_rows_add_up(measured)
         return measured.peak_allocated
 
     by_itself = peak(tokens, precision)
