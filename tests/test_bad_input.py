@@ -196,7 +196,7 @@ def test_a_step_that_cannot_be_made_is_explained(project, call, said):
     [
         pytest.param("--gpumem-baseline", [], id="gate"),
         pytest.param("--gpumem-update=new", [], id="update"),
-        pytest.param("--gpumem-baseline", ["-n1"], id="workers"),
+        pytest.param("--gpumem-baseline", ["-n1"], id="workers", marks=pytest.mark.thorough),
     ],
 )
 def test_a_test_file_outside_of_the_root_directory_is_named_with_what_mends_it(project, option, workers):

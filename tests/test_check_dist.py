@@ -56,12 +56,25 @@ def sdist(folder: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def checked(*arguments: str | Path) -> tuple[int, list[str]]:
-    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
-    return done.returncode, done.stderr.splitlines()
+@pytest.fixture
+def checked(monkeypatch, capsys):
+    """Run the script's ``main`` on archives: its exit status, and what it printed."""
+
+    def check(*arguments: str | Path) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        status = CHECK["main"]()
+        return status, capsys.readouterr().err.splitlines()
+
+    return check
 
 
-def test_a_release_without_faults_passes(tmp_path):
+def test_the_script_ends_with_what_it_found(tmp_path):
+    built = wheel(tmp_path, "[history](history.md)")
+    done = subprocess.run([sys.executable, SCRIPT, built], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
+def test_a_release_without_faults_passes(checked, tmp_path):
     files = {"README.md": CLEAN.encode(), "docs/a.png": b"\x89PNG\xff", "help.md": b"[--repository OWNER/NAME]"}
     # They have the words that they look for.
     files |= {name: (ROOT / name).read_bytes() for name in CHECK["NAMES_THEM"]}
@@ -83,7 +96,7 @@ def test_a_release_without_faults_passes(tmp_path):
         ("<a href='docs/ci.md'>it</a>", "docs/ci.md"),
     ],
 )
-def test_a_link_of_the_wheels_page_that_leads_nowhere_on_the_index_is_found(tmp_path, link, target):
+def test_a_link_of_the_wheels_page_that_leads_nowhere_on_the_index_is_found(checked, tmp_path, link, target):
     built = wheel(tmp_path, f"{CLEAN}\n{link}\n")
     assert checked(built) == (1, [f"{built.name}: the package index would show a link to {target}"])
 
@@ -115,7 +128,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("placeholder", PLANTED.values(), ids=PLANTED)
-def test_a_placeholder_in_any_file_that_is_shipped_is_refused_in_a_release(tmp_path, placeholder):
+def test_a_placeholder_in_any_file_that_is_shipped_is_refused_in_a_release(checked, tmp_path, placeholder):
     for name in CARRIED:
         built = sdist(tmp_path, {"clean.md": CLEAN.encode(), name: f"first\n{placeholder}\n".encode()})
         assert checked(built) == (0, [])

@@ -67,14 +67,14 @@ def test_what_was_measured_before_a_failure_is_in_the_report(project):
     result.stdout.no_fnmatch_line("*gpumem values*")  # which a device tells that does not compute them
 
 
-def test_the_debugger_still_sees_the_locals_of_a_failed_test(project, pytester):
+def test_the_debugger_still_sees_the_locals_of_a_failed_test(project):
     project.write("@pytest.mark.gpumem\ndef test_it():\n    big = torch.ones(3)\n    assert False\n")
-    child = pytester.spawn_pytest("--pdb --gpumem-device=cpu -p no:cacheprovider test_it.py", expect_timeout=120)
-    child.expect("(Pdb)")
-    child.sendline("p big")
-    child.expect(r"tensor\(\[1., 1., 1.\]\)")
-    child.sendline("q")
-    child.wait()
+    project.write(
+        "import pdb\n\n\nclass Typed(pdb.Pdb):\n    def cmdloop(self):\n        self.onecmd('p big')\n", "typed.py"
+    )
+    result = project.run("--pdb", "--pdbcls=typed:Typed", "-s")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["tensor(?1., 1., 1.?)"])
 
 
 def test_an_error_in_set_up_is_accounted_for(project):
@@ -111,7 +111,8 @@ class Controller:
 def test_ctrl_c_keeps_what_was_measured(project, workers):
     project.write(
         GOOD.format(name="first")
-        + "def test_endless():\n    import pathlib, time\n    pathlib.Path('running').touch()\n    time.sleep(600)\n"
+        + "def test_endless():\n    import os, pathlib, time\n"
+        + "    pathlib.Path('pid').write_text(str(os.getpid()))\n    pathlib.Path('pid').rename('running')\n    time.sleep(600)\n"
     )
     (project.path / "conftest.py").write_text(TELLS)
     arguments = ("-m", "pytest", "-p", "no:randomly", "--gpumem-device=cpu", "--gpumem-update=new", *workers)
@@ -119,7 +120,8 @@ def test_ctrl_c_keeps_what_was_measured(project, workers):
     while not (project.path / "running").exists() or not (project.path / "told").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
+    for pid in {int((project.path / "running").read_text()), process.pid}:  # a terminal tells both
+        os.kill(pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     assert "gpumem store: 1 baseline written (new)" in output

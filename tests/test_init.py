@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -135,7 +136,7 @@ def there(project) -> set[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_repository_gets_a_gate_that_is_green_until_something_holds_a_tensor(repository, layout, monkeypatch):
-    if layout == "flat":
+    if layout == "flat":  # once as it is
         monkeypatch.setattr(command, "subprocess", subprocess)
     files, model = LAYOUTS[layout]
     project = repository(files)
@@ -580,7 +581,23 @@ def test_without_a_yes_nothing_is_written(repository, monkeypatch, answer, statu
     assert there(project) == {*FLAT}
 
 
-def test_interrupting_the_question_writes_nothing(repository):
+def test_ctrl_c_at_the_question_writes_nothing(repository, monkeypatch):
+    project = repository(FLAT)
+    monkeypatch.setattr(command, "_has_terminal", lambda: True)
+    asked = []
+
+    class Typed(io.BytesIO):
+        def read1(self, *_):
+            asked.append(True)
+            raise KeyboardInterrupt
+
+    done = init(input=Typed())
+    assert (done.exit_code, asked) == (130, [True]), done.output
+    assert there(project) == {*FLAT}
+
+
+@pytest.mark.thorough
+def test_interrupting_the_question_on_a_terminal_writes_nothing(repository):
     pexpect = pytest.importorskip("pexpect")
     project = repository(FLAT)
     child = pexpect.spawn(

@@ -168,7 +168,15 @@ def test_the_guides_environment_has_all_but_nvidias_libraries(tmp_path):
         assert "No broken requirements found." in said
         assert of_nvidia(loaded) == []
         assert {"torch", "triton", "sympy", "pytest-gpumem", "pytest", "greenlet"} <= {*loaded}
-        # Without the edit its last line loads them.
+
+
+@pytest.mark.thorough
+def test_without_the_edit_the_last_line_of_the_guides_block_loads_them(tmp_path):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    write_wheels(wheels)
+    with index_of(wheels) as (index, loaded):
+        shell(BLOCK, tmp_path, index)
         shell(". emulated/bin/activate && pip install --quiet --no-deps --force-reinstall torch", tmp_path, index)
         shell(f". emulated/bin/activate\n{BLOCK.splitlines()[-1]} --dry-run", tmp_path, index)
         assert {"nvidia-cudnn-cu13", "nvidia-nccl-cu13", "cuda-toolkit", "cuda-bindings"} <= {*of_nvidia(loaded)}

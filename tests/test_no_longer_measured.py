@@ -332,7 +332,7 @@ def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_b
     [
         pytest.param(PLAIN, [], id="runs"),
         pytest.param(SKIPS, [], id="skips"),
-        pytest.param(PLAIN, ["-n1"], id="workers"),
+        pytest.param(PLAIN, ["-n1"], id="workers", marks=pytest.mark.thorough),
     ],
 )
 def test_a_gate_is_red_whose_tests_all_lost_their_markers_on_a_machine_without_their_device(

@@ -21,6 +21,8 @@ class FakeTorch:
     """A folder of site-packages with a ``torch`` that says that it is a CUDA build."""
 
     site: Path
+    compiler: Path
+    """Optimizes nothing, which takes as long again and more."""
 
     @property
     def package(self) -> Path:
@@ -60,7 +62,9 @@ def compile_runtime(library: Path, *functions: str) -> None:
 def compiled_torch(tmp_path_factory) -> FakeTorch:
     """One that is copied for each test."""
     folder = tmp_path_factory.mktemp("torch")
-    torch = FakeTorch(folder / "site")
+    torch = FakeTorch(folder / "site", folder / "cc")
+    torch.compiler.write_text('#!/bin/sh\nexec cc "$@" -O0\n', encoding="utf-8")
+    torch.compiler.chmod(0o755)
     compile_runtime(folder / "libcudart.so.13", *TAKES)
     compile_library(torch.package / "lib" / "libtorch_cuda.so", calling(*TAKES), folder / "libcudart.so.13")
     (torch.package / "__init__.py").write_text("", encoding="utf-8")
@@ -71,10 +75,12 @@ def compiled_torch(tmp_path_factory) -> FakeTorch:
 @pytest.fixture
 def fake_torch(compiled_torch, tmp_path, monkeypatch) -> FakeTorch:
     torch = FakeTorch(
-        shutil.copytree(compiled_torch.site, tmp_path / "site", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(compiled_torch.site, tmp_path / "site", ignore=shutil.ignore_patterns("__pycache__")),
+        compiled_torch.compiler,
     )
     # What is imported already would be found first.
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.syspath_prepend(str(torch.site))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(torch.compiler))
     return torch

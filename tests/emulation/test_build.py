@@ -37,7 +37,12 @@ def run(torch, source: str, word: str = "emulated:h100") -> subprocess.Completed
     path = os.pathsep.join([str(torch.site), str(REPOSITORY)])
     return subprocess.run(
         [sys.executable, "-c", CALLS.format(word=word) + source],
-        env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(torch.site.parent / "cache")},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "XDG_CACHE_HOME": str(torch.site.parent / "cache"),
+            "CC": str(torch.compiler),
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -265,7 +265,9 @@ def test_marked():
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "a worker"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param([], id="alone", marks=pytest.mark.thorough), pytest.param(["-n1"], id="a worker")]
+)
 def test_what_a_package_keeps_is_told_with_it_in_each_way_to_find_a_leak(project, workers):
     project.settings("[[tool.gpumem.budget]]\ntests = '*'\nmax_retained = '1 kB'\n")
     project.write(PACKAGE, "site-packages/holdall.py")
