@@ -260,12 +260,12 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
         config: The config.
         over_time: Whether the explanation shows the whole step, too.
     """
-    context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time)
+    # Nothing is judged that steps may show which come later.
+    context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, further_steps=0)
     try:
         # A model that is there before would be no part of the step.
         with _prepared(context, subject, config, keeps_model=False) as (prepared, _):
-            # Nothing is judged that steps may show which come later.
-            return prepared.explain(prepared.measure(further_steps=0))
+            return prepared.explain(prepared.measure())
     except RAISED_BY_A_STEP as error:
         return f"{NOT_EXPLAINED}: {_first_line(error)}"
 

@@ -11,7 +11,7 @@ from pytest_gpumem.measure.counting import TALLIED, located
 from pytest_gpumem.measure.growth import WINDOW
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.measure.reading import run_phases
-from pytest_gpumem.measure.runner import FURTHER_STEPS, SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
+from pytest_gpumem.measure.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class PreparedStep:
     buckets: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """The copies of gradients that ``DistributedDataParallel`` sends, by their addresses."""
 
-    def measure(self, further_steps: int = FURTHER_STEPS) -> MeasuredStep:
-        """Run the step until it repeats, then measure it, as `measure_step` does."""
+    def measure(self) -> MeasuredStep:
+        """Run the step until it repeats, then measure it."""
         figures = measure_step(
             self.phases,
             self.context.device,
@@ -104,7 +104,7 @@ class PreparedStep:
             time_budget=self.context.time_budget,
             state=self.state,
             compiled=self.compiled,
-            further_steps=further_steps,
+            further_steps=self.context.further_steps,
         )
         recomputed = None if self.recomputed is None else self.recomputed()
         return MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
