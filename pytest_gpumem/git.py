@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+USUAL_BRANCH = "main"
 _SET_BY_HOOKS = frozenset(
     f"GIT_{name}"
     for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "OBJECT_DIRECTORY", "NAMESPACE")
@@ -62,6 +64,19 @@ def commit_of(folder: Path) -> str | None:
         return _answer(folder, ("rev-parse", "--short=9", "HEAD"), seconds=10).decode().strip()
     except GitError:
         return None
+
+
+def default_branch(folder: Path) -> str:
+    """Return the branch that changes go to: the remote ``origin``'s, else ``main`` or ``master``, else what is checked out."""
+    with suppress(GitError):
+        return git(folder, "symbolic-ref", "--short", "refs/remotes/origin/HEAD").strip().partition("/")[2]
+    branches = git(folder, "for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads").split()
+    usual = next((one for one in (USUAL_BRANCH, "master") if one in branches), None)
+    if usual is not None:
+        return usual
+    with suppress(GitError):
+        return git(folder, "symbolic-ref", "--short", "HEAD").strip()
+    return USUAL_BRANCH
 
 
 def contents(folder: Path, objects: Iterable[str]) -> dict[str, bytes]:

@@ -176,3 +176,11 @@ def test_the_account_is_that_of_the_packages_metadata(monkeypatch, urls, expecte
 def test_the_workflow_installs_the_python_that_records_the_baselines(runner):
     assert 'python-version: "3.14"' in workflow(runner, "r.txt", ".", python="3.14")
     assert 'python-version: "3.12"' in workflow(runner, "r.txt", ".")
+
+
+def test_the_workflow_runs_for_the_branch_that_changes_go_to():
+    assert "push: {branches: [main]}" in workflow("emulated", "r.txt", ".")
+    assert 'push: {branches: ["master"]}' in workflow("emulated", "r.txt", ".", branch="master")
+    tests = FoundTests((FoundTest("test_a.py::test_a", True),))
+    made = proposal(Project(settings=PLAIN, branch="dev/2"), tests, Here(can_emulate=True, torch="2.13.0"), "emulated")
+    assert any('push: {branches: ["dev/2"]}' in edit.after for edit in made.edits)

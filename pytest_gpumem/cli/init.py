@@ -22,7 +22,7 @@ from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, rea
 from pytest_gpumem.config.settings import DEFAULT_STORE, settings_of
 from pytest_gpumem.devices.registry import BUILT_IN
 from pytest_gpumem.doctor import looking
-from pytest_gpumem.git import GitError
+from pytest_gpumem.git import USUAL_BRANCH, GitError, default_branch
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.found_tests import Names, find_tests
 from pytest_gpumem.init.installing import REQUIREMENTS_FILES
@@ -227,6 +227,7 @@ def _project(place: _Place) -> Project:
         tests=place.tests,
         store=store.rstrip("/") if isinstance(store, str) and _is_inside(store) else None,
         in_git=place.top is not None,
+        branch=USUAL_BRANCH if place.top is None else default_branch(place.top),
         folder=root.relative_to(top).as_posix() if root.is_relative_to(top) else ".",
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.config.settings import matches_test
+from pytest_gpumem.git import USUAL_BRANCH
 from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
 from pytest_gpumem.init.patterns import patterns_of
 from pytest_gpumem.init.workflow import (
@@ -96,6 +97,8 @@ class Project:
     store: str | None = "gpumem-baselines"
     """The store's path from the project's folder; ``None`` where it lies elsewhere."""
     in_git: bool = True
+    branch: str = USUAL_BRANCH
+    """The branch that its changes go to."""
     folder: str = "."
 
     @property
@@ -331,7 +334,15 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
                 f"pin is not known here. Write it, a line for each: {', '.join(lines)}"
             )
     up = "" if project.folder == "." else "../" * len(project.folder.split("/"))
-    text = workflow(runner, requirements, project.folder, project.tests, account=here.account, python=here.python)
+    text = workflow(
+        runner,
+        requirements,
+        project.folder,
+        project.tests,
+        branch=project.branch,
+        account=here.account,
+        python=here.python,
+    )
     edits.append(Edit(f"{up}{WORKFLOW}", None, text))
     yield f"the workflow is for the runner {runner}: {why} (--runner chooses)"
 

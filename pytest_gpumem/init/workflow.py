@@ -13,6 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from pytest_gpumem import __version__
+from pytest_gpumem.git import USUAL_BRANCH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +61,7 @@ def workflow(
     folder: str,
     tests: str = ".",
     *,
+    branch: str = USUAL_BRANCH,
     account: str = PLACEHOLDER,
     python: str | None = None,
 ) -> str:
@@ -70,10 +72,13 @@ def workflow(
         requirements: The file to install from, as a path from the project's folder.
         folder: The project's folder in the repository, ``"."`` for its top.
         tests: The folder whose tests it runs, as a path from the project's folder, ``"."`` for what pytest takes.
+        branch: The branch that the project's changes go to.
         account: The account on GitHub that this package is from.
         python: The release of Python that it installs, ``"3.13"``; ``None`` for that of docs/ci.md.
     """
     text = _USED.sub(account, template(runner))
+    if branch != USUAL_BRANCH:
+        text = text.replace(f"branches: [{USUAL_BRANCH}]", f"branches: [{json.dumps(branch, ensure_ascii=False)}]")
     if python is not None:
         text = _PYTHON.sub(python, text)
     if tests != ".":
