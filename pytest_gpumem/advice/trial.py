@@ -260,8 +260,7 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
         config: The config.
         over_time: Whether the explanation shows the whole step, too.
     """
-    # Nothing is judged that steps may show which come later.
-    context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, further_steps=0)
+    context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, peak_only=True)
     try:
         # A model that is there before would be no part of the step.
         with _prepared(context, subject, config, keeps_model=False) as (prepared, _):

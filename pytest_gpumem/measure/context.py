@@ -10,7 +10,6 @@ from pytest_gpumem.explain.call_sites import creation_sites
 from pytest_gpumem.explain.over_time import over_time_of
 from pytest_gpumem.explain.recording import explain, explain_out_of_memory
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
-from pytest_gpumem.measure.runner import FURTHER_STEPS
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
@@ -34,8 +33,8 @@ class MeasuringContext:
     """The context in which steps are measured and explained.
 
     ``time_budget`` is ``None`` where no step is timed, ``sites`` where none is explained. ``artifacts`` keep the recordings
-    that explanations are taken from. With ``over_time`` an explanation shows the whole step. So many ``further_steps`` are
-    looked at after two that are alike.
+    that explanations are taken from. With ``over_time`` an explanation shows the whole step. With ``peak_only`` a step
+    is measured until its peak repeats, and neither its growth nor its counts.
     """
 
     device: Device
@@ -43,7 +42,7 @@ class MeasuringContext:
     sites: Sites | None = None
     artifacts: Artifacts | None = None
     over_time: bool = False
-    further_steps: int = FURTHER_STEPS
+    peak_only: bool = False
 
     def begin(self, held: object) -> tuple[int, ...]:
         """Bring memory to rest before anything of a step is made, and return the bytes that are live and not the step's own.

@@ -104,7 +104,7 @@ class PreparedStep:
             time_budget=self.context.time_budget,
             state=self.state,
             compiled=self.compiled,
-            further_steps=self.context.further_steps,
+            peak_only=self.context.peak_only,
         )
         recomputed = None if self.recomputed is None else self.recomputed()
         return MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)

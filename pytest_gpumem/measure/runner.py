@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measure.counting import count_step
+from pytest_gpumem.measure.counting import NOTHING_COUNTED, count_step
 from pytest_gpumem.measure.growth import measure_growth
 from pytest_gpumem.measure.reading import run_one_step, run_phases
 from pytest_gpumem.measure.settling import do_the_same, figures_of_steps, have_same_peaks
@@ -46,17 +46,18 @@ def measure_step(
     time_budget: TimeBudget | None,
     state: Callable[[], object] | None = None,
     compiled: bool = False,
-    further_steps: int = FURTHER_STEPS,
+    peak_only: bool = False,
 ) -> StepFigures:
     """Measure the step that ``phases`` make.
 
     Runs it until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
-    optimizer state and autotuning are behind, then ``further_steps`` more: what happens every second to sixth time is seen.
+    optimizer state and autotuning are behind, then `FURTHER_STEPS` more: what happens every second to sixth time is seen.
     ``not_own`` bytes are live that are not the step's own, on each of `Device.everywhere`;
     ``own`` gives the storages that are its own at any moment. A step that changes ``state()`` (graphs that were compiled,
     the gradient scale) is not like the next one, and up to `MOST_UNSTABLE_WARM_UPS` are run until it stays. Without an
-    ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted. On several ranks all
-    run as many steps, as they decide (`Device.consensus`).
+    ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted. With ``peak_only``
+    no further steps are run, and nothing is counted. On several ranks all run as many steps, as they decide
+    (`Device.consensus`).
     """
     run_step = functools.partial(run_one_step, phases, device, not_own)
     step = functools.partial(run_phases, phases)
@@ -72,7 +73,7 @@ def measure_step(
             if device.consensus.all(have_same_peaks(*seen[-2:]) and not moved):
                 settled_at = len(seen) - 2
         latest = seen[-1]
-        further = [latest, *(run_step() for _ in range(further_steps))]
+        further = [latest, *(run_step() for _ in range(0 if peak_only else FURTHER_STEPS))]
         seen += further[1:]
         growth = (
             measure_growth(run_step, device)
@@ -86,7 +87,7 @@ def measure_step(
             alike = device.consensus.all(
                 settled_at is not None and all(do_the_same(*pair) for pair in pairwise(further))
             )
-            counted = count_step(step, device, compiled=compiled, alike=alike)
+            counted = NOTHING_COUNTED if peak_only else count_step(step, device, compiled=compiled, alike=alike)
         if time_budget is not None:
             with unrecorded_steps(device, earlier, own, run_step):
                 times = time_step(step, phases, device, time_budget)

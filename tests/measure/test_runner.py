@@ -280,12 +280,13 @@ def test_a_step_is_warmed_up_until_two_peaks_agree_and_four_more_are_looked_at(d
     assert figures.memory.memory_metrics()["peak_allocated"] == sizes[-1]
 
 
-def test_no_further_step_is_looked_at_where_none_is_asked_for(device):
+def test_nothing_but_the_peak_is_measured_where_no_more_is_asked_for(device):
     run, ran = counting_step([9 * KB, 5 * KB])
-    figures = measured(device, [Phase("step", run)], [], further_steps=0)
+    figures = measured(device, [Phase("step", run)], [], peak_only=True)
     assert figures.settled
     assert len(figures.seen) == 3
-    assert len(ran) == 3 + AFTERWARDS
+    assert len(ran) == 3
+    assert figures.counted == NOTHING_COUNTED
     assert figures.memory.memory_metrics()["peak_allocated"] == 5 * KB
 
 
