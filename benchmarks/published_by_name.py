@@ -1,8 +1,8 @@
 """Peaks that ``gpumem advise`` gives for models by name, beside those that others have published, and beside peers' formulas.
 
 Each row of ``published/by-name-peaks.csv`` is a figure that somebody measured on a GPU, with its source and what is assumed.
-The same model, batch and step go to ``gpumem advise`` on an emulated A100, from the sizes in ``models/``, and to the formulas
-of ``peers.py``. What is printed as emulated was measured on no GPU.
+The same model, batch and step are tried as ``gpumem advise`` does, on an emulated A100, from the sizes in ``models/``, and go
+to the formulas of ``peers.py``. What is printed as emulated was measured on no GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -32,8 +31,6 @@ GPU = "a100-80gb"
 DEVICE = f"emulated:{GPU}"
 LONGEST = 3600
 """Seconds that a row may take."""
-MEMORY = "1000GB"
-"""More than any row takes: whether it fits into an A100 is not asked."""
 EAGER = (("attn_implementation", "eager"),)
 CLASSIFIER = (("architectures", ["BertForSequenceClassification"]), *EAGER)
 ONE_GELU = (("hidden_act", "gelu_pytorch_tanh"),)
@@ -64,16 +61,17 @@ class Run:
         read: dict[str, Any] = json.loads((HERE / "models" / f"{self.file}.json").read_text(encoding="utf-8"))
         return read | dict(self.changes)
 
-    def options(self, model_type: str) -> list[str]:
-        """Return the options of ``gpumem advise`` for it."""
+    def task(self, model_type: str) -> Any:
+        """Return the task of the model, as options of ``gpumem advise`` say it."""
+        from pytest_gpumem.models.lora import lora
+        from pytest_gpumem.models.task import INFERENCE, TRAINING, Task
+
         step = self.step
-        size = f"{step.samples * step.accumulated}x{step.length}"
-        options = ["--batch", size, "--config", self.config, "--device", DEVICE, "--fits", MEMORY, "--format", "json"]
         if step.kind == "generate":
-            return [*options, "--generate", str(step.generated)]
+            return Task(trains=False, new_tokens=step.generated)
         if step.kind == "LoRA":
-            return [*options, "--lora", f"r={RANK},targets={TARGETS[model_type]}"]
-        return options if step.kind == "train" else [*options, "--infer"]
+            return Task(lora=lora(f"r={RANK},targets={TARGETS[model_type]}"))
+        return TRAINING if step.kind == "train" else INFERENCE
 
 
 def _forward(samples: int, length: int) -> Step:
@@ -139,30 +137,24 @@ class Row:
 HEADER = ("model", "step", "peak", "published", "emulated", "off", *PEERS)
 
 
-def measured(run: Run, metric: str) -> int:
-    """Return the peak that ``gpumem advise`` gives. Raises ``RuntimeError`` with what it wrote when there is none."""
+def advised(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``gpumem advise`` finds of a row's step, in a process on an emulated GPU."""
+    from pytest_gpumem.advice.trial import subject_by_name, try_config
+    from pytest_gpumem.devices.registry import make_cuda
+    from pytest_gpumem.models.name import BatchSize
+    from pytest_gpumem.models.sources import model_name, named_model
+    from pytest_gpumem.step_config.config import StepConfig
+
+    run = RUNS[asked["model"], asked["config"]]
     configuration = run.configuration()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(configuration), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest_gpumem.cli.main", "advise", "hf:config.json"]
-        path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(
-            [*command, *run.options(configuration["model_type"])],
-            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LONGEST,
-        )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
-    (tried,) = json.loads(done.stdout)["devices"][0]["configs"]
-    # What nvidia-smi shows beside the context is what the allocator has taken.
-    peak = tried["peak" if metric == "used" else "peak_allocated"]
-    if peak is None:
-        raise RuntimeError(tried["why_not"])
-    return int(peak)
+        name = model_name(f"hf:{folder}")
+        assert name is not None
+        size = BatchSize(run.step.samples * run.step.accumulated, run.step.length)
+        subject = subject_by_name(named_model(name, size, run.task(configuration["model_type"])))
+        tried = try_config(make_cuda(), subject, StepConfig.parse(run.config))
+    return {"allocated": tried.allocated, "used": tried.peak, "why_not": tried.why_not}
 
 
 def estimated(asked: dict[str, Any]) -> dict[str, int | None]:
@@ -181,12 +173,11 @@ def estimated(asked: dict[str, Any]) -> dict[str, int | None]:
     return {name: estimate(configuration, parameters, run.step) for name, (_, estimate) in PEERS.items()}
 
 
-def estimated_there(model: str, config: str) -> dict[str, int | None]:
-    """Return the same from a process of its own."""
-    asked = {"do": "estimated", "gpu": GPU, "values": False, "model": model, "config": config}
-    found: dict[str, int | None]
-    _, found = run_child(Path(__file__), asked, {**os.environ, "HF_HUB_OFFLINE": "1"}, LONGEST)
-    return found
+def there(do: str, model: str, config: str) -> Any:
+    """Return what a function finds of a row in a process of its own, on an emulated GPU. Raises ``RuntimeError``."""
+    asked = {"do": do, "gpu": GPU, "values": do == "advised", "model": model, "config": config}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return run_child(Path(__file__), asked, environment, LONGEST)[1]
 
 
 def errors(rows: list[Row], name: str | None = None) -> list[float]:
@@ -214,16 +205,20 @@ def main() -> int:
     parser.add_argument("--do", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.do:
-        serve(options.do, {"estimated": estimated})
+        serve(options.do, {"estimated": estimated, "advised": advised})
     if missing := lacking():
         parser.error(f"{', '.join(missing)} not installed; needs {NEEDS}")
     with PUBLISHED.open(encoding="utf-8", newline="") as file:
         published = [row for row in csv.DictReader(file) if options.only in f"{row['model']} {row['config']}"]
     rows = []
     for one in published:
-        run, figure = RUNS[one["model"], one["config"]], Figure.read(one)
-        emulated = measured(run, one["metric"])
-        peers = estimated_there(one["model"], one["config"])
+        figure, of_row = Figure.read(one), (one["model"], one["config"])
+        found = there("advised", *of_row)
+        # What nvidia-smi shows beside the context is what the allocator has taken.
+        emulated = found["used" if one["metric"] == "used" else "allocated"]
+        if emulated is None:
+            raise RuntimeError(f"{', '.join(of_row)}: {found['why_not']}")
+        peers = there("estimated", *of_row)
         rows.append(Row(one["model"], one["config"], one["metric"], figure.bytes, emulated, peers))
         print(
             *Compared(f"{one['model']}, {one['config']}", one["metric"], emulated, figure).cells(), sep="  ", flush=True
