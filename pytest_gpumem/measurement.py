@@ -67,7 +67,7 @@ class Workload:
     """The step that was run. Two measurements with different workloads are not comparable."""
 
     step: str
-    """``call``, ``region``, ``measure``, ``train_step``, ``infer_step``, ``load`` or ``loop``."""
+    """``call``, ``region``, ``measure``, ``train_step``, ``infer_step``, ``generate``, ``load`` or ``loop``."""
     config: str | None = None
     """The step config's text, ``fp32`` for a plain step; ``None`` where the test runs its own code.
 

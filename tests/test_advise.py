@@ -264,8 +264,10 @@ def test_all_measures_every_combination(advise, monkeypatch):
         ),
         (["advised_models:make", "--fits", "1GB", "--generate", "4"], "--generate is for a model by name; advised_"),
         (["hf:x", "--generate", "4", "--train"], "--generate measures inference; leave --train out"),
-        (["hf:x", "--lora", "r=8", "--infer"], "--lora is for training; adapters that are merged take nothing"),
-        (["hf:x", "--lora", "r=8", "--generate", "4"], "--lora is for training; adapters that are merged take nothing"),
+        (["hf:x", "--lora", "r=8", "--infer"], "is that of the plain model: leave --lora or --"),
+        (["hf:x", "--lora", "r=8", "--generate", "4"], "is that of the plain model: leave --lora or --"),
+        (["hf:x", "--lora", "r=8", "--shard", "tp:2"], "--lora cannot be shared out by --shard tp"),
+        (["hf:x", "--infer", "--blocks", "h"], "--blocks is for a training step"),
         (["hf:x", "--lora", "r=0"], "r of LoRA is '0', expected a whole number, 1 or more"),
         (["advised_models:make", "--fits", "1GB", "--lora", "r=8"], "--lora is for a model by name; advised_"),
         (["hf:x", "--generate", "none"], "'none' is not a valid integer"),
@@ -308,6 +310,12 @@ def test_wrong_usage_says_what_would_be_right(advise, args, message):
     result = advise(*args)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_several_gpus_are_refused_for_a_model_that_runs_on_one():
+    result = CliRunner().invoke(main, ["advise", "hf:x", "--device", "emulated:h100x8"])
+    assert result.exit_code == 2
+    assert "name emulated:h100, with --shard fsdp,world=8 for one rank of several" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -406,7 +414,7 @@ def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise
     write_gpt2(tmp_path)
     whole = advise("hf:config.json", "--batch", "2x32", "--config", "fp32")
     assert whole.exit_code == 0, whole.output
-    assert whole.stdout.startswith("hf:config.json: GPT2LMHeadModel, random weights; batch 2x32\n")
+    assert whole.stdout.startswith("hf:config.json: GPT2LMHeadModel, random weights; training, batch 2x32\n")
     monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", trial.explain_config)
     tiny = advise("hf-tiny:config.json", "--batch", "2x32", "--config", "fp32")
     peaks = [re.search(r"recommended: fp32: ([0-9.]+) MB", one.stdout)[1] for one in (whole, tiny)]
@@ -431,7 +439,7 @@ def test_generation_is_measured_by_configs_of_inference_and_shows_its_call(advis
 
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
     told = advise("hf:config.json", "--batch", "2x60", "--generate", "4", "--fits", "600B", "--longest-sequence").stdout
-    assert "GPT2LMHeadModel, random weights; batch 2x60, generates 4 tokens\n" in told
+    assert "GPT2LMHeadModel, random weights; generation of 4 tokens, batch 2x60\n" in told
     assert tried[:2] == [(4, 60, "fp32"), (4, 60, "bf16")]
     assert {number for number, _, _ in tried} == {4}
     call = "        output = model.generate(**batch, max_new_tokens=4, do_sample=False, num_beams=1)\n"

@@ -193,9 +193,9 @@ def test_settings_from_a_table_cannot_be_changed():
         *(
             (
                 {"models": [{"model": "hf:a", "generate": n}]},
-                f"(model = 'hf:a'): generate is {n!r}, expected the number",
+                f"(model = 'hf:a'): generate is {n!r}, expected a whole number",
             )
-            for n in (0, True, 2.5, "8")
+            for n in (0, True, 2.5, "8 tokens")
         ),
         (
             {"models": [{"model": "hf:a", "lora": 8}]},
@@ -207,8 +207,16 @@ def test_settings_from_a_table_cannot_be_changed():
             "(model = 'hf:a'): generate measures inference; leave train = true out",
         ),
         *(
-            ({"models": [{"model": "hf:a", "lora": "r=8", **more}]}, "(model = 'hf:a'): lora is for training; adapters")
-            for more in ({"generate": 8}, {"train": False})
+            ({"models": [{"model": "hf:a", "lora": "r=8", **more}]}, f"the plain model: leave lora or {word} out")
+            for word, more in (("generate", {"generate": 8}), ("train = false", {"train": False}))
+        ),
+        (
+            {"models": [{"model": "timm:a", "generate": 8}]},
+            "(model = 'timm:a'): timm:a generates no tokens; models of hf: and hf-tiny: do",
+        ),
+        (
+            {"models": [{"model": "hf:a", "generate": 8, "config": "cache=on"}]},
+            "(model = 'hf:a'): step config 'cache=on': generate() keeps its cache by itself; leave cache=on out",
         ),
         (
             {"models": [{"model": "hf:a", "generate": 8, "config": "clip=1"}]},

@@ -107,7 +107,9 @@ def _once(config: StepConfig, device_type: str, containers: Sequence[BlockContai
         lines += sharded
     if config.sharding is not None and config.sharding.data is not None and config.sharding.data.shards_optimizer:
         imports.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
-        lines.append("optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)")
+        # It shares all that it is given out by size, weights that are not trained, too.
+        trained = "model.parameters()" if lora is None else "[one for one in model.parameters() if one.requires_grad]"
+        lines.append(f"optimizer = ZeroRedundancyOptimizer({trained}, torch.optim.AdamW)")
     elif config.optimizer.endswith("-8bit"):
         module, name = eight_bit_module(config.optimizer)
         imports.append(f"from {module} import {name}")

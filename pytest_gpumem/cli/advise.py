@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     "size",
     metavar="SIZE",
     callback=parsed(batch_size),
-    help="Of a model by name: samples and tokens (or pixels of a side) of each, 4x4096, or samples alone, 32. Default: one.",
+    help="Of a model by name: samples and tokens of each (or the side of images), 4x4096, or samples alone, 32. Default: one.",
 )
 @click.option(
     "--config",
@@ -194,6 +194,11 @@ def advise(
     if sharding is not None and not task.trains:
         said = "--infer" if new_tokens is None else "--generate"
         raise click.UsageError(f"--shard is for a training step: no step of inference is sharded, leave {said} out")
+    shared = None if sharding is None else sharding.sharding
+    if shared is not None and task.lora is not None and "tp" in dict(shared.parts):
+        raise click.UsageError("--lora cannot be shared out by --shard tp: the model's plan names no adapters")
+    if blocks is not None and not task.trains:
+        raise click.UsageError("--blocks is for a training step: inference recomputes nothing, leave it out")
     with input_errors(ConfigError):
         configs, refused = named_configs(words, sharding, blocks)
     if words and everything:
@@ -292,6 +297,12 @@ def _gpus(names: Sequence[str]) -> list[Gpu]:
     own = own_gpus_around()
     with input_errors(ValueError):
         found = [gpu for name in names for gpu in (known_gpus(own) if name == _EVERY else (emulated_gpu(name, own),))]
+    for gpu in found:
+        if gpu.count > 1:
+            raise InputError(
+                f"{gpu.device}: a model that is not sharded runs on one GPU; name {gpu.device.removesuffix(f'x{gpu.count}')}, "
+                f"with --shard fsdp,world={gpu.count} for one rank of several"
+            )
     return list(dict.fromkeys(found))
 
 

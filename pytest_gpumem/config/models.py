@@ -15,9 +15,11 @@ from pytest_gpumem.config.options import MARKER_ARGUMENTS
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.lora import lora
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
+from pytest_gpumem.models.sources import check_task
 from pytest_gpumem.models.task import TRAINING, Task, TaskWords, task_of
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
+from pytest_gpumem.steps.generation import only_for_generation
 from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
     try:
         budget_from_arguments(limits)
         task = _task(entry)
+        check_task(model, task)
         # A whole number, too: anything else is no size as a text, either.
         size = batch_size(str(entry["batch"])) if "batch" in entry else None
         configs = _configs(entry["config"], task) if "config" in entry else [_PLAIN]
@@ -109,8 +112,6 @@ def _task(entry: Mapping[str, object]) -> Task:
     trains, tokens, adapters = (entry.get(key) for key in ("train", "generate", "lora"))
     if trains is not None and not isinstance(trains, bool):
         raise ModelError(f"train is {trains!r}, expected true or false, which measures inference")
-    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-        raise ModelError(f"generate is {tokens!r}, expected the number of tokens to generate, at least 1")
     if adapters is not None and not isinstance(adapters, str):
         raise ModelError(f'lora is {adapters!r}, expected its settings, like lora = "r=8"')
     return task_of(trains, tokens, None if adapters is None else lora(adapters), _WORDS)
@@ -123,6 +124,8 @@ def _configs(value: object, task: Task) -> list[StepConfig]:
     configs = list(dict.fromkeys(map(StepConfig.parse, words)))
     for config in configs:
         config.only_for("train_step" if task.trains else "infer_step")
+        if task.new_tokens is not None:
+            only_for_generation(config)
     return configs
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.step_config.config import in_an_id
 from pytest_gpumem.units import nearest, whole_number
 
 ALL_LINEAR = "all-linear"
@@ -37,7 +38,7 @@ class Lora:
     def id(self) -> str:
         """Its settings as a part of a test's id: ``"r8-alpha16-q_proj+v_proj"``."""
         alpha = "" if self.alpha is None else f"-alpha{self.alpha}"
-        targets = f"-{'+'.join(self.targets)}" if self.targets else ""
+        targets = f"-{in_an_id('+'.join(self.targets))}" if self.targets else ""
         return f"r{self.rank}{alpha}{targets}"
 
     def __str__(self) -> str:
@@ -64,7 +65,7 @@ def lora(text: str) -> Lora:
         given[key] = value
     if "r" not in given:
         raise ModelError(f"LoRA needs its rank: {_EXAMPLE}")
-    targets = tuple(filter(None, given.get("targets", "").split("+")))
+    targets = tuple(sorted({*filter(None, given.get("targets", "").split("+"))}))
     if "targets" in given and not targets:
         raise ModelError(f"targets of LoRA names no module: {_EXAMPLE}")
     return Lora(_number("r", given["r"]), _number("alpha", given["alpha"]) if "alpha" in given else None, targets)

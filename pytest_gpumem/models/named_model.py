@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.inputs import TARGET
 from pytest_gpumem.models.task import TRAINING
-from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,11 +53,8 @@ class NamedModel:
 
     @property
     def title(self) -> str:
-        """Its name, its class, the size of its batch, and what is done with it, where that is not in the table."""
-        new = self.task.new_tokens
-        generates = "" if new is None else f", generates {counted(new, 'token')}"
-        adapters = "" if self.task.lora is None else f", LoRA {self.task.lora}"
-        return f"{self.name}: {self.class_name}, random weights; batch {self.inputs}{generates}{adapters}"
+        """Its name, its class, its task, and the size of its batch."""
+        return f"{self.name}: {self.class_name}, random weights; {self.task}, batch {self.inputs}"
 
 
 def on_meta(name: ModelName, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:

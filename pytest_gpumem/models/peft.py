@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,8 @@ def with_adapters(model: NamedModel, wanted: Lora) -> NamedModel:
         kind = getattr(getattr(plain, "config", None), "model_type", None)
         if kind is None:
             raise ModelError(
-                f"{model.name}: PEFT knows no modules of {model.class_name} for LoRA; name some, targets=fc"
+                f"{model.name}: PEFT knows no modules of {model.class_name} for LoRA; name some, like "
+                f"targets={'+'.join(_usual_linear_layers(plain))}"
             )
         if kind not in peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
             wanted = replace(wanted, targets=(ALL_LINEAR,))
@@ -46,3 +48,15 @@ def with_adapters(model: NamedModel, wanted: Lora) -> NamedModel:
 
     on_meta(model.name, make)
     return replace(model, make=make, task=replace(model.task, lora=wanted))
+
+
+def _usual_linear_layers(model: torch.nn.Module) -> list[str]:
+    """Return the two names that most of a model's linear layers have."""
+    import torch
+
+    names = Counter(
+        path.rpartition(".")[2]
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and not path.rpartition(".")[2].isdigit()
+    )
+    return [name for name, _ in names.most_common(2)] or ["NAME"]

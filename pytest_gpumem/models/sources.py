@@ -57,6 +57,13 @@ def model_name(text: str) -> ModelName | None:
     return ModelName(source, name)
 
 
+def check_task(name: ModelName, task: Task) -> None:
+    """Raise `ModelError` if no model of a name's source has a task."""
+    if task.new_tokens is not None and not SOURCES[name.source].generates:
+        able = " and ".join(f"{word}:" for word, source in SOURCES.items() if source.generates)
+        raise ModelError(f"{name} generates no tokens; models of {able} do")
+
+
 def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     """Return the model of a name.
 
@@ -68,9 +75,7 @@ def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedMod
     Raises:
         ModelError: There is none, or its library is not installed, or no batch can be made for it, or it has no such task.
     """
-    if task.new_tokens is not None and not SOURCES[name.source].generates:
-        able = " and ".join(f"{word}:" for word, source in SOURCES.items() if source.generates)
-        raise ModelError(f"{name} generates no tokens; models of {able} do")
+    check_task(name, task)
     module = importlib.import_module(f"pytest_gpumem.models.{SOURCES[name.source].file}")
     model: NamedModel = module.model_of(name, size, task)
     model = replace(model, task=task)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.models.errors import ModelError
+from pytest_gpumem.units import counted, whole_number
 
 if TYPE_CHECKING:
     from pytest_gpumem.models.lora import Lora
@@ -31,6 +32,11 @@ class Task:
             return "training"
         return "inference" if self.new_tokens is None else "generation"
 
+    def __str__(self) -> str:
+        if self.lora is not None:
+            return f"{self.kind} of LoRA {self.lora}"
+        return self.kind if self.new_tokens is None else f"{self.kind} of {counted(self.new_tokens, 'token')}"
+
     @property
     def id(self) -> str:
         """Its part of a test's id: ``"infer"``, ``"generate-64"``, ``"lora-r8"``; empty where all weights are trained."""
@@ -55,7 +61,7 @@ TRAINING = Task()
 INFERENCE = Task(trains=False)
 
 
-def task_of(trains: bool | None, new_tokens: int | None, adapters: Lora | None, words: TaskWords) -> Task:
+def task_of(trains: bool | None, new_tokens: object, adapters: Lora | None, words: TaskWords) -> Task:
     """Return the task that is asked for.
 
     Args:
@@ -67,13 +73,17 @@ def task_of(trains: bool | None, new_tokens: int | None, adapters: Lora | None, 
     Raises:
         ModelError: One of them rules out another. The message is a sentence.
     """
-    if adapters is not None and (new_tokens is not None or trains is False):
+    infers = words.generate if new_tokens is not None else words.infers if trains is False else None
+    if adapters is not None and infers is not None:
         raise ModelError(
-            f"{words.lora} is for training; adapters that are merged take nothing: "
-            f"leave {words.lora} out, or {words.infers} and {words.generate}"
+            f"{words.lora} trains adapters, and inference with merged ones is that of the plain model: "
+            f"leave {words.lora} or {infers} out"
         )
     if new_tokens is None:
         return Task(trains is not False, lora=adapters)
     if trains:
         raise ModelError(f"{words.generate} measures inference; leave {words.trains} out")
-    return Task(trains=False, new_tokens=new_tokens)
+    try:
+        return Task(trains=False, new_tokens=whole_number(new_tokens))
+    except ValueError as error:
+        raise ModelError(f"{words.generate} is {new_tokens!r}, {error}") from None

@@ -23,6 +23,8 @@ _MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLA
 """Kinds of transformers' models, of which the first is taken where a configuration names no class."""
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _FEWEST = 2
+_DENSE_FIRST = "first_k_dense_replace"
+"""The number of layers before the first with experts, in configurations that have it."""
 
 
 def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
@@ -111,12 +113,19 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _shrink(config: Any) -> None:
-    """Leave at most two layers of each kind, and as many entries in lists that have one for each."""
+    """Leave two layers, and the first of each further kind, with their entries in lists that have one for each layer."""
+    if getattr(config, _DENSE_FIRST, 0) > 1:
+        setattr(config, _DENSE_FIRST, 1)
     for name in _LAYERS:
         layers = getattr(config, name, None)
         if not isinstance(layers, int) or layers <= _FEWEST:
             continue
-        setattr(config, name, _FEWEST)
-        for key, value in list(vars(config).items()):
-            if isinstance(value, list) and len(value) == layers:
-                setattr(config, key, value[:_FEWEST])
+        of_each = {
+            key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == layers
+        }
+        named = [value for value in of_each.values() if all(isinstance(one, str) for one in value)]
+        kinds = list(zip(*named, strict=True)) or [()] * layers
+        kept = [at for at, kind in enumerate(kinds) if at < _FEWEST or kind not in kinds[:at]]
+        setattr(config, name, len(kept))
+        for key, value in of_each.items():
+            setattr(config, key, [value[at] for at in kept])

@@ -276,8 +276,8 @@ _NOT_IN = {
 }
 _SHORT: dict[str, Callable[[str], str]] = {
     "precision": str,
-    "checkpoint": lambda value: f"ckpt-{_in_an_id(_without_colon(value))}",
-    "blocks": lambda value: f"of-{_in_an_id(value)}",
+    "checkpoint": lambda value: f"ckpt-{in_an_id(_without_colon(value))}",
+    "blocks": lambda value: f"of-{in_an_id(value)}",
     "optimizer": lambda value: "no-optimizer" if value == "none" else value,
     "clip": lambda value: f"clip{value}",
     "zero_grad": lambda _: "zero-grad",
@@ -388,6 +388,6 @@ def _without_colon(checkpoint: str) -> str:
     return checkpoint.replace(":", kind.argument.separator_in_ids) if kind.argument else checkpoint
 
 
-def _in_an_id(text: str) -> str:
+def in_an_id(text: str) -> str:
     """Return the text without characters that are special in node ids, shells or ``-k``."""
     return re.sub(r"[^\w.*+-]+", "-", text).strip("-")

@@ -15,7 +15,13 @@ from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import describe, feed, on_device, work_in
 from pytest_gpumem.steps.compiling import compile_now, compiled
 from pytest_gpumem.steps.dry_run import dry_run_inference
-from pytest_gpumem.steps.generation import generation_phases
+from pytest_gpumem.steps.generation import (
+    generation_phases,
+    generation_work,
+    number_of_tokens,
+    only_for_generation,
+    with_new_tokens,
+)
 from pytest_gpumem.steps.model_step import build_model, given_model, import_quietly, precision_of, workload_of
 from pytest_gpumem.steps.precision import autocasting, batch_in_precision, in_precision
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
@@ -149,6 +155,9 @@ def prepared_infer_step(
     """
     config = config or StepConfig()
     config.only_for("infer_step")
+    if new_tokens is not None:
+        new_tokens = number_of_tokens(new_tokens)
+        only_for_generation(config)
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
@@ -172,12 +181,13 @@ def prepared_infer_step(
         compiles = config.compile != "none"
         run = stack.enter_context(compiled(model, config.compile)) if compiles else model
         phases = phases_of(run)
+        workload = workload_of("infer_step", model, batch, config, precision)
         if compiles:
             compile_now(phases, config.compile)
         yield PreparedStep(
             context=context,
-            workload=workload_of("infer_step" if new_tokens is None else "generate", model, batch, config, precision),
-            work=work_in(batch, items),
+            workload=workload if new_tokens is None else with_new_tokens(workload, new_tokens),
+            work=work_in(batch, items) if new_tokens is None else generation_work(batch, items, new_tokens),
             phases=phases,
             not_own=not_own,
             held=(model, batch),

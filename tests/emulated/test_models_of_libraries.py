@@ -115,11 +115,11 @@ def needs(library: str) -> pytest.MarkDecorator:
 def test_of_timm_a_model_gets_images_of_its_size_and_takes_what_a_program_takes(on_gpu):
     told = json.loads(on_gpu(BEGIN + TIMM))
     assert told["plain"] == [
-        "timm:resnet50: ResNet, random weights; batch 8 of 3x224x224",
+        "timm:resnet50: ResNet, random weights; training, batch 8 of 3x224x224",
         {"x": [8, 3, 224, 224], "target": [8]},
     ]
     assert told["another size"][1]["x"] == [2, 3, 256, 256]
-    assert told["one tag's"][0].endswith("VisionTransformer, random weights; batch 1 of 3x224x224")
+    assert told["one tag's"][0].endswith("VisionTransformer, random weights; training, batch 1 of 3x224x224")
     (unknown,) = told["unknown"]
     assert unknown.startswith("timm:resnet5: timm has no such model; did you mean 'resnet50' or ")
     assert told["nothing like it"] == ["timm:hf-hub:org/name: timm has no such model; timm.list_models() lists them"]
@@ -171,7 +171,7 @@ print(json.dumps({
 def test_of_torchvision_classes_pixels_and_frames_are_labelled_and_detection_is_not_measured(on_gpu):
     told = json.loads(on_gpu(BEGIN + TORCHVISION))
     assert told["plain"] == [
-        "torchvision:resnet50: ResNet, random weights; batch 8 of 3x224x224",
+        "torchvision:resnet50: ResNet, random weights; training, batch 8 of 3x224x224",
         {"x": [8, 3, 224, 224], "target": [8]},
     ]
     assert told["as its weights"][1]["x"] == [1, 3, 518, 518]
@@ -181,7 +181,7 @@ def test_of_torchvision_classes_pixels_and_frames_are_labelled_and_detection_is_
     ]
     assert told["too small"][0].endswith("takes images of 75 pixels a side or more, and the batch has 64")
     assert told["pixels"][1] == {"x": [2, 3, 520, 520], "target": [2, 520, 520]}
-    assert told["frames"][0].endswith("VideoResNet, random weights; batch 2 of 3x16x112x112")
+    assert told["frames"][0].endswith("VideoResNet, random weights; training, batch 2 of 3x16x112x112")
     assert told["boxes"][1] == {"images": [[3, 300, 300]] * 2, "targets": [{"boxes": [7, 4], "labels": [7]}] * 2}
     assert "takes more than boxes of what is in its images; write a function" in told["masks"][0]
     assert "not known here how models for optical flow are trained; write a function" in told["pairs"][0]
@@ -248,7 +248,7 @@ def test_of_diffusers_a_network_gets_what_its_configuration_says_and_sdxls_takes
         (tmp_path / name).write_text(json.dumps(values), encoding="utf-8")
     told = json.loads(on_gpu(BEGIN + DIFFUSERS, HF_HUB_OFFLINE="1"))
     assert told["sdxl"] == [
-        "diffusers:sdxl.json: UNet2DConditionModel, random weights; batch 1 of 4x128x128",
+        "diffusers:sdxl.json: UNet2DConditionModel, random weights; training, batch 1 of 4x128x128",
         {
             "sample": [1, 4, 128, 128],
             "timestep": [1],

@@ -121,21 +121,21 @@ def test_each_new_token_takes_its_keys_and_values_and_those_of_one_that_is_made_
 @pytest.mark.parametrize(
     ("name", "size", "batch", "title"),
     [
-        ("LlamaForCausalLM", None, {"input_ids": (1, 60)}, "1x60, generates 4 tokens"),
-        ("LlamaForCausalLM", BatchSize(2), {"input_ids": (2, 60)}, "2x60, generates 4 tokens"),
-        ("BartForConditionalGeneration", None, {"input_ids": (1, 64)}, "1x64, generates 4 tokens"),
+        ("LlamaForCausalLM", None, {"input_ids": (1, 60)}, "1x60"),
+        ("LlamaForCausalLM", BatchSize(2), {"input_ids": (2, 60)}, "2x60"),
+        ("BartForConditionalGeneration", None, {"input_ids": (1, 64)}, "1x64"),
         (
             "WhisperForConditionalGeneration",
             BatchSize(2),
             {"input_features": (2, 16, 64)},
-            "2 of 16x64, generates 4 tokens",
+            "2 of 16x64",
         ),
     ],
 )
 def test_a_prompt_leaves_room_for_what_follows_it_and_a_decoder_makes_its_own(tmp_path, name, size, batch, title):
     model = generating(written(tmp_path, name, *CLASSES[name]), size, 4)
     assert {one: tuple(tensor.shape) for one, tensor in model.batch().items()} == batch
-    assert model.title.endswith(f": {name}, random weights; batch {title}")
+    assert model.title.endswith(f": {name}, random weights; generation of 4 tokens, batch {title}")
 
 
 def test_what_a_configuration_asks_of_generation_is_left_out(tmp_path):
@@ -182,7 +182,7 @@ def test_adapters_alone_are_trained_on_what_peft_knows_or_on_all_linear_layers(t
     model = named_model(name, BatchSize(2, 16), asked)
     trained = {one: p for one, p in model.build(torch.bfloat16).named_parameters() if p.requires_grad}
     assert sum(p.numel() for p in trained.values()) == SIZES["num_hidden_layers"] * 4 * (128 + 64)
-    assert model.title.endswith("; batch 2x16, LoRA r=4,alpha=8,targets=down_proj")
+    assert model.title.endswith("; training of LoRA r=4,alpha=8,targets=down_proj, batch 2x16")
     # PEFT has no targets for these.
     granite = written(tmp_path, "GraniteForCausalLM", "granite", {**SIZES, **TOKENS})
     model = named_model(granite, BatchSize(2, 16), Task(lora=Lora(4)))
@@ -249,7 +249,7 @@ def test_a_tiny_one_has_two_layers_of_each_kind(tmp_path):
 
 def test_a_batch_is_as_long_as_the_model_has_positions_and_images_as_large_as_it_takes_them(tmp_path):
     model = named_model(written(tmp_path, "LlamaForCausalLM", *CLASSES["LlamaForCausalLM"]), None, TRAINING)
-    assert model.title == f"hf:{tmp_path}: LlamaForCausalLM, random weights; batch 1x64"
+    assert model.title == f"hf:{tmp_path}: LlamaForCausalLM, random weights; training, batch 1x64"
     assert model.batch()["input_ids"].shape == (1, 64)
     model = named_model(written(tmp_path, None, *CLASSES["ViTForImageClassification"]), BatchSize(3), TRAINING)
     assert model.batch()["pixel_values"].shape == (3, 3, 32, 32), "the class is the kind's usual one"
