@@ -101,6 +101,10 @@ class Process:
     def kill(self) -> None:
         self._process.kill()
 
+    def wait(self, timeout: float) -> None:
+        """Wait until it ends, ``timeout`` seconds at most."""
+        self._process.join(timeout)
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait until it ends, and return what it wrote. It is killed if that takes longer than ``timeout`` seconds."""
         self._process.join(timeout)

@@ -1,7 +1,7 @@
 """``gpumem ab`` from end to end: small repositories, real worktrees and processes of pytest.
 
 Measured are tests that say themselves what they took (`TELLING`), so that a planted slowdown is exact and no process has to
-load torch; one test is measured indeed.
+load torch; one test is measured indeed. Where only the comparison is shown, runs are forks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pytest_gpumem.ab.variants import ProvisionedVariant, Variant
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stop
 from tests.ab.values import measured, measurement, run, unmeasured
+from tests.cheap_variants import fork_runs
 
 TELLING = """
 import json
@@ -105,6 +106,12 @@ def repository(tmp_path, monkeypatch):
     return made
 
 
+@pytest.fixture
+def forks(monkeypatch):
+    """Runs that are forks."""
+    fork_runs(monkeypatch)
+
+
 PLAIN = [
     f"-pno:{plugin}" for plugin in ("randomly", "hypothesispytest", "cacheprovider", "benchmark", "memray", "anyio")
 ]
@@ -114,7 +121,7 @@ def ab(*arguments):
     return CliRunner().invoke(main, ["ab", *arguments])
 
 
-def test_a_planted_slowdown_is_found_and_what_changed_otherwise_is_told(repository, monkeypatch, tmp_path):
+def test_a_planted_slowdown_is_found_and_what_changed_otherwise_is_told(repository, forks, monkeypatch, tmp_path):
     repository.commit("before")
     repository.write("tests/test_it.py", TESTS.replace("test_b", "test_c"))
     repository.commit("after", seconds=0.105, peak=12_000_000)
@@ -167,7 +174,7 @@ def test_code_that_workers_import_from_the_checkout_is_seen(repository):
     assert "it imported shipped from" in result.stderr
 
 
-def test_where_nothing_is_measured_one_pair_shows_it(repository):
+def test_where_nothing_is_measured_one_pair_shows_it(repository, forks):
     repository.write("tests/conftest.py", "")
     repository.commit("before")
     result = ab("before", "--", *PLAIN)
@@ -175,7 +182,7 @@ def test_where_nothing_is_measured_one_pair_shows_it(repository):
     assert result.stdout.startswith("gpumem ab: 0 compared; 1 pair of runs, ")
 
 
-def test_setup_runs_in_the_worktree_before_each_run_there(repository):
+def test_setup_runs_in_the_worktree_before_each_run_there(repository, forks):
     repository.write("src/shipped.py", "")
     repository.commit("before")
     # Without the sources in git, only what --setup makes can be imported.
@@ -199,7 +206,7 @@ def test_a_setup_that_fails_ends_it_with_what_it_said(repository):
     assert "--setup ended with exit status 7\n  \n  no compiler\n" in result.stderr
 
 
-def test_tests_that_cannot_be_collected_end_it_with_what_pytest_said(repository):
+def test_tests_that_cannot_be_collected_end_it_with_what_pytest_said(repository, forks):
     repository.commit("before")
     repository.write("tests/test_it.py", "import nothing_of_that_name\n")
     repository.commit("after")
@@ -253,7 +260,7 @@ THIS_COMMAND = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
-def test_worktrees_of_a_killed_comparison_go_with_the_next_one_and_no_others(repository, tmp_path):
+def test_worktrees_of_a_killed_comparison_go_with_the_next_one_and_no_others(repository, forks, tmp_path):
     started = tmp_path / "started"
     waiting = "import os, time\n\n\ndef test_a():\n    with open({file!r}, 'a') as file:\n        print(os.getpid(), file=file, flush=True)\n    time.sleep(600)\n"
     repository.write("tests/test_it.py", waiting.format(file=str(started)))

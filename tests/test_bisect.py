@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import zipfile
 
 import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.bisect.candidates import commits, graph_of
+from tests.cheap_variants import fork_runs, unpack_releases
+from tests.packages_here import make_wheel
 from tests.test_ab import PLAIN
 from tests.test_upgrades import MB, Commits, gpumem
 
@@ -21,6 +25,7 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("PYTEST_ADDOPTS", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
+    fork_runs(monkeypatch)
     made = Commits(tmp_path / "repository")
     monkeypatch.chdir(made.path)
     return made
@@ -103,6 +108,37 @@ def test_the_commit_that_mended_it_is_found_in_a_history_with_branches(repositor
     assert result.exit_code == 0, result.output
     assert f"gpumem bisect: {mender[:9]} shipped.py (Ada, " in result.stdout
     assert f"mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after {merged['last'][:9]}\n" in result.stdout
+
+
+USES = """
+import tinymodels
+
+
+def test_step(gpumem):
+    weight = torch.ones(1000, 100, requires_grad=True)
+    gpumem.measure(lambda: tinymodels.run(weight).sum().backward())
+"""
+
+
+def test_the_release_that_made_a_gate_red_is_searched(project, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(project.path)
+    here, index = tmp_path / "site-packages", tmp_path / "wheels"
+    monkeypatch.syspath_prepend(here)
+    fork_runs(monkeypatch)
+    unpack_releases(monkeypatch, index)
+    for minor, more in enumerate(("", "", ".exp()", ".exp()")):
+        text = f"def run(weight):\n    return (weight * {minor}).exp(){more}\n"
+        make_wheel(index, "tinymodels", f"1.{minor}", {"tinymodels/__init__.py": text})
+    project.write(USES)
+    for minor, mode in ((0, "--gpumem-update=new"), (3, "--gpumem-baseline")):
+        shutil.rmtree(here, ignore_errors=True)
+        zipfile.ZipFile(index / f"tinymodels-1.{minor}-py3-none-any.whl").extractall(here)
+        project.run(mode, "--gpumem-report=report.json")
+    result = gpumem("bisect", "--from", "report.json", "--", *PLAIN, "--gpumem-device=cpu", "--no-gpumem-time")
+    assert result.exit_code == 0, result.output
+    assert "gpumem bisect: tinymodels 1.2 did it: peak allocated " in result.stdout
+    assert ", after 1.1\n" in result.stdout
 
 
 NO_WORKTREES = "--setup ran in worktrees that are gone now: what it installed may have to be installed again\n"

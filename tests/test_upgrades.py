@@ -1,7 +1,7 @@
 """``gpumem ab`` between sets of requirements and ``gpumem bisect`` of packages, with releases that are installed indeed.
 
-The packages are wheels that pip finds in a folder, and what the tests measure is what they tell (`TELLING`), so that no process
-has to load torch; one is measured indeed.
+The packages are wheels that pip finds in a folder, and what the tests measure is what they tell (`TELLING`). The runs are forks
+but for those of two tests, and where only a search is shown, releases are unpacked without pip (`cheap_variants`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pytest_gpumem.bisect.driver import Search
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stopped
 from pytest_gpumem.requirements import installers
+from tests.cheap_variants import fork_runs, unpack_releases
 from tests.packages_here import make_wheel
 from tests.test_ab import PLAIN
 
@@ -66,6 +67,18 @@ def index(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def forks(monkeypatch):
+    """Runs that are forks."""
+    fork_runs(monkeypatch)
+
+
+@pytest.fixture
+def unpacked(index, forks, monkeypatch):
+    """Releases that are unpacked, and runs that are forks: for tests of a search."""
+    unpack_releases(monkeypatch, index)
+
+
 @pytest.fixture(scope="module")
 def kept_for_others(tmp_path_factory):
     """A folder of environments that `releases` adds to, for the next test that has it."""
@@ -73,7 +86,7 @@ def kept_for_others(tmp_path_factory):
 
 
 @pytest.fixture
-def releases(index, kept_for_others, tmp_path):
+def releases(index, unpacked, kept_for_others, tmp_path):
     """Releases 1.0 to 1.2 of two packages, of which tinymodels needs more from 1.1 on.
 
     They are the same in each test that has them, so that environments that another test has made are used again.
@@ -101,7 +114,7 @@ def release(index, version, peak, name="tinymodels", requires=None):
 
 
 def gpumem(*arguments):
-    return CliRunner().invoke(main, [*arguments])
+    return CliRunner().invoke(main, [*arguments], catch_exceptions=False)
 
 
 def environments(tmp_path):
@@ -113,8 +126,8 @@ def kept_runs(tmp_path):
     return sorted((tmp_path / "cache" / "pytest-gpumem" / "bisections").glob("*"))
 
 
-def test_two_releases_are_compared_and_kept_for_the_next_time(project, index, tmp_path):
-    release(index, "1.0", 10 * MB)
+def test_two_releases_are_compared_and_kept_for_the_next_time(project, index, tmp_path, monkeypatch):
+    release(index, "1.0", 10 * MB, requires="pytest")
     release(index, "2.0", 12 * MB)
     command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels==2.0"]
     result = gpumem(*command, "--report", str(tmp_path / "ab.json"), "--", *PLAIN)
@@ -126,7 +139,11 @@ def test_two_releases_are_compared_and_kept_for_the_next_time(project, index, tm
         "1 pair of runs, base tinymodels==1.0, head tinymodels==2.0, slowdown tolerated 1.5 %\n"
     )
     assert json.loads((tmp_path / "ab.json").read_text())["base"] == "tinymodels==1.0"
-    assert len(environments(tmp_path)) == 2
+    held = [json.loads(path.read_text())["packages"] for path in environments(tmp_path)]
+    assert sorted(held, key=str) == [{"tinymodels": "1.0"}, {"tinymodels": "2.0"}], "pytest is used from here"
+    here = subprocess.run([sys.executable, "-c", "import tinymodels"], capture_output=True, check=False)
+    assert here.returncode, "what is installed here is left alone"
+    fork_runs(monkeypatch)
     again = gpumem(*command, "--", *PLAIN)
     assert again.exit_code == 1
     assert "install" not in again.stderr, "both environments are there"
@@ -138,7 +155,7 @@ def test_two_releases_are_compared_and_kept_for_the_next_time(project, index, tm
     assert gpumem("cache").stdout.startswith("gpumem cache: 0 environments, 0 B")
 
 
-def test_uv_installs_the_same_where_it_is_on_the_path(project, index, tmp_path, monkeypatch):
+def test_uv_installs_the_same_where_it_is_on_the_path(project, index, forks, tmp_path, monkeypatch):
     release(index, "1.0", 10 * MB)
     release(index, "2.0", 12 * MB)
     monkeypatch.setattr(installers, "find_uv", uv.find_uv_bin)
@@ -196,8 +213,8 @@ build_editable = build_wheel
 """A build backend that needs nothing: of a project that lies in a folder."""
 
 
-@pytest.mark.parametrize("installer", ["pip", "uv"])
-def test_paths_in_a_file_of_requirements_are_those_of_pip(project, index, monkeypatch, installer):
+@pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.thorough), "uv"])
+def test_paths_in_a_file_of_requirements_are_those_of_pip(project, index, forks, monkeypatch, installer):
     release(index, "1.0", 10 * MB)
     release(project / "reqs" / "wheels", "4.0", 12 * MB)
     release(project / "reqs" / "more", "4.0", 0, "found")
@@ -230,18 +247,7 @@ def test_paths_in_a_file_of_requirements_are_those_of_pip(project, index, monkey
     )
 
 
-def test_a_set_beside_what_is_installed_here_leaves_it_alone(project, index, tmp_path):
-    """What satisfies a requirement is used from here: pytest, which tinymodels requires, is in no environment."""
-    release(index, "1.0", 10 * MB, requires="pytest")
-    result = gpumem("ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels==1.0", "--", *PLAIN)
-    assert result.exit_code == 0, result.output
-    (kept,) = environments(tmp_path)
-    assert json.loads(kept.read_text())["packages"] == {"tinymodels": "1.0"}
-    here = subprocess.run([sys.executable, "-c", "import tinymodels"], capture_output=True, check=False)
-    assert here.returncode
-
-
-def test_a_set_of_no_exact_release_is_installed_anew(project, index):
+def test_a_set_of_no_exact_release_is_installed_anew(project, index, unpacked):
     release(index, "1.0", 10 * MB)
     command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels", "--", *PLAIN]
     assert gpumem(*command).exit_code == 0
@@ -249,7 +255,7 @@ def test_a_set_of_no_exact_release_is_installed_anew(project, index):
     assert gpumem(*command).exit_code == 1
 
 
-def test_a_file_of_requirements_a_constraint_and_a_revision_go_together(project, index, tmp_path):
+def test_a_file_of_requirements_a_constraint_and_a_revision_go_together(project, index, forks, tmp_path):
     release(index, "1.0", 10 * MB)
     release(index, "2.0", 12 * MB)
     (project / "new.txt").write_text("tinymodels\n", encoding="utf-8")
@@ -271,7 +277,7 @@ def test_a_file_of_requirements_a_constraint_and_a_revision_go_together(project,
     ("head", "said"),
     [
         ("tinymodels==9.9", "tinymodels==9.9 cannot be installed: "),
-        ("needs-more==1.0", "needs-more==1.0 cannot be installed: "),
+        pytest.param("needs-more==1.0", "needs-more==1.0 cannot be installed: ", marks=pytest.mark.thorough),
         ("tinymodels=2.0", "'tinymodels=2.0' is no requirement, like 'transformers==4.38.2'"),
         (
             "unused==1.0",
@@ -279,12 +285,15 @@ def test_a_file_of_requirements_a_constraint_and_a_revision_go_together(project,
         ),
     ],
 )
-def test_what_cannot_be_compared_is_told_in_a_sentence_and_nothing_is_left(project, index, tmp_path, head, said):
+def test_what_cannot_be_compared_is_told_in_a_sentence_and_nothing_is_left(
+    project, index, forks, tmp_path, monkeypatch, head, said
+):
     release(index, "1.0", 10 * MB)
     release(index, "1.0", 0, "unused")
     make_wheel(index, "needs_more", "1.0", {"needs_more.py": ""}, requires="tinymodels>=5")
     base = [] if head.startswith("unused") else ["--base-with", "tinymodels==1.0"]
     if not base:
+        unpack_releases(monkeypatch, index)
         (project / "conftest.py").write_text(TELLING.replace("import tinymodels", "class tinymodels:\n    PEAK = 1"))
     result = gpumem("ab", *base, "--head-with", head, "--", *PLAIN)
     assert result.exit_code == 2, result.output
@@ -294,12 +303,17 @@ def test_what_cannot_be_compared_is_told_in_a_sentence_and_nothing_is_left(proje
 
 
 @pytest.mark.parametrize("broken", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_skipped(project, index, tmp_path, broken):
-    for minor in range(6):
+def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_skipped(
+    project, index, tmp_path, monkeypatch, broken
+):
+    """It asks pip for the releases; the thorough one has pip install them, too, and runs each in its own interpreter."""
+    for minor in range(5):
         release(index, f"1.{minor}", 10 * MB if minor < 4 else 12 * MB)
     if broken:
         make_wheel(index, "tinymodels", "1.2", {"tinymodels/__init__.py": "raise ImportError('broken release')\n"})
-    ends = ["--good", "1.0", "--bad", "1.5"]
+        fork_runs(monkeypatch)
+        unpack_releases(monkeypatch, index, listed=False)
+    ends = ["--good", "1.0", "--bad", "1.4"]
     result = gpumem("bisect", "--package", "tinymodels", *ends, "--report", "found.md", "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
     assert (
@@ -307,7 +321,7 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
         in result.stdout
     )
     assert ("skipped  ImportError: broken release" in result.stdout) is broken
-    accepting = f"to accept it, install tinymodels 1.5 first: pytest test_it.py {' '.join(PLAIN)} --gpumem-update=all\n"
+    accepting = f"to accept it, install tinymodels 1.4 first: pytest test_it.py {' '.join(PLAIN)} --gpumem-update=all\n"
     assert result.stdout.endswith(accepting)
     assert "| `1.4` | 12.00 MB | bad |" in (project / "found.md").read_text(encoding="utf-8")
     assert kept_runs(tmp_path) == []
@@ -351,7 +365,7 @@ def test_a_release_that_mended_it_is_named_where_the_bad_one_is_earlier(project,
     assert "to accept it" not in result.stdout
 
 
-def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_much_less(project, index):
+def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_much_less(project, index, unpacked):
     (project / "conftest.py").write_text(
         TELLING.replace("tinymodels.PEAK", "tinymodels.PEAKS[request.node.name]"), encoding="utf-8"
     )
@@ -371,7 +385,7 @@ def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_
         ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.1", "test_it.py"],
     ],
 )
-def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, tmp_path, monkeypatch, command):
+def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, unpacked, tmp_path, monkeypatch, command):
     release(index, "1.0", 10 * MB)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -537,33 +551,48 @@ class Commits:
         (path / "conftest.py").write_text(TELLING.replace("tinymodels", "shipped"), encoding="utf-8")
         (path / "test_it.py").write_text("def test_a(): ...\n", encoding="utf-8")
 
-    def git(self, *words: str) -> str:
+    def git(self, *words: str, given: str | None = None) -> str:
         identity = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "commit.gpgsign=false"]
         return subprocess.run(
-            ["git", *identity, *words], cwd=self.path, check=True, capture_output=True, text=True
+            ["git", *identity, *words], cwd=self.path, check=True, capture_output=True, text=True, input=given
         ).stdout
 
-    def commit(self, number: int, peak: int, *, broken: bool = False) -> None:
-        text = f"PEAK = {peak}  # {number}\n" + ("import nothing_there\n" if broken else "")
-        (self.path / "shipped.py").write_text(text, encoding="utf-8")
+    def commit(self, number: int, peak: int) -> None:
+        (self.path / "shipped.py").write_text(f"PEAK = {peak}  # {number}\n", encoding="utf-8")
         self.git("add", "--all")
         self.git("commit", "--quiet", f"--message=change {number}")
+
+
+def change(number: int, peak: int, *, broken: bool = False) -> str:
+    """A commit as ``git fast-import`` takes it."""
+    text = f"PEAK = {peak}  # {number}\n" + ("import nothing_there\n" if broken else "")
+    message = f"change {number}\n"
+    return (
+        f"commit refs/heads/main\ncommitter Ada <ada@example.org> {1_700_000_000 + number} +0000\n"
+        f"data {len(message)}\n{message}M 100644 inline shipped.py\ndata {len(text)}\n{text}"
+    )
 
 
 @pytest.fixture(scope="module")
 def sixty_four(tmp_path_factory):
     """A repository that `commits` copies, and its branch ``beside``, which leaves it after the second commit."""
     made = Commits(tmp_path_factory.mktemp("commits") / "repository")
-    for number in range(64):
-        made.commit(number, 10 * MB if number < 41 else 12 * MB, broken=number in (31, 40, 42))
-    made.git("checkout", "--quiet", "-b", "beside", "HEAD~62")
-    made.commit(99, 10 * MB)
-    made.git("checkout", "--quiet", "main")
+    made.commit(0, 10 * MB)
+    # With fast-import, in place of two processes a commit.
+    changes = [
+        change(number, 10 * MB if number < 41 else 12 * MB, broken=number in (31, 40, 42)) for number in range(1, 64)
+    ]
+    changes[0] = (
+        changes[0].replace("M 100644", "from refs/heads/main^0\nM 100644").replace("main\n", "main\nmark :1\n", 1)
+    )
+    beside = change(99, 10 * MB).replace("M 100644", "from :1\nM 100644").replace("heads/main", "heads/beside")
+    made.git("fast-import", "--quiet", given="".join([*changes, beside]))
+    made.git("reset", "--quiet", "--hard")
     return made
 
 
 @pytest.fixture
-def commits(sixty_four, tmp_path, index, monkeypatch):
+def commits(sixty_four, tmp_path, index, forks, monkeypatch):
     made = copy.copy(sixty_four)
     made.path = shutil.copytree(sixty_four.path, tmp_path / "repository")
     monkeypatch.chdir(made.path)
@@ -658,7 +687,7 @@ SLOWER = (
 )
 
 
-def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, monkeypatch):
+def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, forks, monkeypatch):
     made = Commits(tmp_path / "repository")
     (made.path / "conftest.py").write_text(SLOWER, encoding="utf-8")
     for number in range(3):
