@@ -20,6 +20,7 @@ from pytest_gpumem.reports.session_report import SessionReport, Terms
 from pytest_gpumem.reports.terminal import terminal_text
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.reports.made_up import GB, regressed, result, verdict_on
+from tests.test_time_gate import Timed
 
 TIMES = Times((Sample((Round(0.5),)),))
 NOTE = "note: no baseline of time yet: --gpumem-update="
@@ -116,24 +117,26 @@ def test_notes_on_what_was_measured_stand_beneath_the_notes_of_a_page_and_not_be
 TWO = """
 @pytest.mark.parametrize("n", [1, 2])
 def test_it(gpumem, n):
-    gpumem.measure(lambda: torch.ones(1000 * n))
+    gpumem.measure(step, name=f"step{n}")
 """
 
 
 @pytest.fixture
-def recorded(project):
-    """A project whose baselines have no times."""
-    project.write(TWO)
-    assert project.run("--gpumem-update=new").ret == 0
-    assert "step_times" not in "".join(project.stored().values())
-    return project
+def recorded(project, monkeypatch):
+    """A project whose baselines have no times, on a device whose clock is a script's."""
+    monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
+    timed = Timed(project)
+    timed.write(TWO)
+    assert timed.run("--gpumem-update=new", timed=False).ret == 0
+    assert "step_times" not in timed.stored()
+    return timed
 
 
 ACCOUNTED = "gpumem: 2 gated, 2 with no baseline of time yet"
 
 
 def test_a_gate_that_is_asked_for_times_is_green_and_says_what_adds_them(recorded):
-    result = recorded.run("--gpumem-baseline", "--gpumem-time", "--gpumem-report=report.json", timed=True)
+    result = recorded.run("--gpumem-baseline", "--gpumem-time", "--gpumem-report=report.json")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["note: no baseline of time yet: --gpumem-update=new adds it (2 times)", ACCOUNTED])
     assert " new" not in result.stdout.str().partition("= gpumem =")[2].replace("=new", "")
@@ -143,17 +146,18 @@ def test_a_gate_that_is_asked_for_times_is_green_and_says_what_adds_them(recorde
 
 
 def test_recording_adds_the_times_that_a_gate_compares_from_then_on(recorded):
-    result = recorded.run("--gpumem-update=new", timed=True)
+    result = recorded.run("--gpumem-update=new")
     assert result.ret == 0
     assert "no baseline of time yet" not in result.stdout.str()
-    if "without its times" in result.stdout.str() or "without their times" in result.stdout.str():
-        pytest.skip("this machine was too busy to record a time")
-    assert "".join(recorded.stored().values()).count("step_times") == 2
-    assert "no baseline of time yet" not in recorded.run("--gpumem-baseline", timed=True).stdout.str()
+    assert recorded.stored().count("step_times") == 2
+    recorded.script(0.02)
+    result = recorded.run("--gpumem-baseline")
+    result.assert_outcomes(failed=2)
+    assert "no baseline of time yet" not in result.stdout.str()
 
 
 def test_a_strict_gate_fails_and_says_that_only_the_time_was_not_compared(recorded):
-    result = recorded.run("--gpumem-baseline", "--gpumem-strict", timed=True)
+    result = recorded.run("--gpumem-baseline", "--gpumem-strict")
     result.assert_outcomes(failed=2)
     why = "new, step time: no baseline of time yet: --gpumem-update=new adds it"
     result.stdout.fnmatch_lines([f"Not compared (required by --gpumem-strict): {why}", "gpumem: 2 gated, 2 new"])

@@ -27,7 +27,8 @@ NOT_TIMED = "*it was not timed, as its baseline has no time: --gpumem-update=new
 
 @pytest.fixture
 def recorded(project):
-    """A project whose baseline has no times."""
+    """A project whose baseline has no times, and whose steps are timed briefly."""
+    project.settings('[tool.gpumem]\ntime_budget = "20 ms"\n')
     project.write(STEP)
     assert project.run("--gpumem-update=new").ret == 0
     return project
