@@ -26,7 +26,7 @@ from pytest_gpumem.ab.variants import ProvisionedVariant, Variant
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stop
 from tests.ab.values import measured, measurement, run, unmeasured
-from tests.cheap_variants import fork_runs
+from tests.forked_runs import fork_runs
 
 TELLING = """
 import json

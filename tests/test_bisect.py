@@ -11,7 +11,7 @@ import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.bisect.candidates import commits, graph_of
-from tests.cheap_variants import fork_runs, unpack_releases
+from tests.forked_runs import fork_runs
 from tests.packages_here import make_wheel
 from tests.test_ab import PLAIN
 from tests.test_upgrades import MB, Commits, gpumem
@@ -126,7 +126,8 @@ def test_the_release_that_made_a_gate_red_is_searched(project, tmp_path, monkeyp
     here, index = tmp_path / "site-packages", tmp_path / "wheels"
     monkeypatch.syspath_prepend(here)
     fork_runs(monkeypatch)
-    unpack_releases(monkeypatch, index)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     for minor, more in enumerate(("", "", ".exp()", ".exp()")):
         text = f"def run(weight):\n    return (weight * {minor}).exp(){more}\n"
         make_wheel(index, "tinymodels", f"1.{minor}", {"tinymodels/__init__.py": text})

@@ -1,7 +1,7 @@
 """``gpumem ab`` between sets of requirements and ``gpumem bisect`` of packages, with releases that are installed indeed.
 
 The packages are wheels that pip finds in a folder, and what the tests measure is what they tell (`TELLING`). The runs are forks
-but for those of two tests, and where only a search is shown, releases are unpacked without pip (`cheap_variants`).
+but for those of two tests, and where only a search is shown, releases are forks without pip (`cheap_variants`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pytest_gpumem.bisect.driver import Search
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stopped
 from pytest_gpumem.requirements import installers
-from tests.cheap_variants import fork_runs, unpack_releases
+from tests.forked_runs import fork_runs
 from tests.packages_here import make_wheel
 from tests.test_ab import PLAIN
 
@@ -73,12 +73,6 @@ def forks(monkeypatch):
     fork_runs(monkeypatch)
 
 
-@pytest.fixture
-def unpacked(index, forks, monkeypatch):
-    """Releases that are unpacked, and runs that are forks: for tests of a search."""
-    unpack_releases(monkeypatch, index)
-
-
 @pytest.fixture(scope="module")
 def kept_for_others(tmp_path_factory):
     """A folder of environments that `releases` adds to, for the next test that has it."""
@@ -86,7 +80,7 @@ def kept_for_others(tmp_path_factory):
 
 
 @pytest.fixture
-def releases(index, unpacked, kept_for_others, tmp_path):
+def releases(index, forks, kept_for_others, tmp_path):
     """Releases 1.0 to 1.2 of two packages, of which tinymodels needs more from 1.1 on.
 
     They are the same in each test that has them, so that environments that another test has made are used again.
@@ -247,7 +241,7 @@ def test_paths_in_a_file_of_requirements_are_those_of_pip(project, index, forks,
     )
 
 
-def test_a_set_of_no_exact_release_is_installed_anew(project, index, unpacked):
+def test_a_set_of_no_exact_release_is_installed_anew(project, index, forks):
     release(index, "1.0", 10 * MB)
     command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels", "--", *PLAIN]
     assert gpumem(*command).exit_code == 0
@@ -293,7 +287,6 @@ def test_what_cannot_be_compared_is_told_in_a_sentence_and_nothing_is_left(
     make_wheel(index, "needs_more", "1.0", {"needs_more.py": ""}, requires="tinymodels>=5")
     base = [] if head.startswith("unused") else ["--base-with", "tinymodels==1.0"]
     if not base:
-        unpack_releases(monkeypatch, index)
         (project / "conftest.py").write_text(TELLING.replace("import tinymodels", "class tinymodels:\n    PEAK = 1"))
     result = gpumem("ab", *base, "--head-with", head, "--", *PLAIN)
     assert result.exit_code == 2, result.output
@@ -306,13 +299,12 @@ def test_what_cannot_be_compared_is_told_in_a_sentence_and_nothing_is_left(
 def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_skipped(
     project, index, tmp_path, monkeypatch, broken
 ):
-    """It asks pip for the releases; the thorough one has pip install them, too, and runs each in its own interpreter."""
+    """The thorough one runs each in its own interpreter."""
     for minor in range(5):
         release(index, f"1.{minor}", 10 * MB if minor < 4 else 12 * MB)
     if broken:
         make_wheel(index, "tinymodels", "1.2", {"tinymodels/__init__.py": "raise ImportError('broken release')\n"})
         fork_runs(monkeypatch)
-        unpack_releases(monkeypatch, index, listed=False)
     ends = ["--good", "1.0", "--bad", "1.4"]
     result = gpumem("bisect", "--package", "tinymodels", *ends, "--report", "found.md", "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
@@ -365,7 +357,7 @@ def test_a_release_that_mended_it_is_named_where_the_bad_one_is_earlier(project,
     assert "to accept it" not in result.stdout
 
 
-def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_much_less(project, index, unpacked):
+def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_much_less(project, index, forks):
     (project / "conftest.py").write_text(
         TELLING.replace("tinymodels.PEAK", "tinymodels.PEAKS[request.node.name]"), encoding="utf-8"
     )
@@ -385,7 +377,7 @@ def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_
         ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.1", "test_it.py"],
     ],
 )
-def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, unpacked, tmp_path, monkeypatch, command):
+def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, forks, tmp_path, monkeypatch, command):
     release(index, "1.0", 10 * MB)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

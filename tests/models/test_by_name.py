@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,7 @@ from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.named_model import NamedModel
 from pytest_gpumem.models.sources import model_name, named_model
 from pytest_gpumem.models.task import INFERENCE, TRAINING, Task
+from pytest_gpumem.models.transformers import _shrink
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.inference import prepared_infer_step
 from tests.models.architectures import NEEDS_TRANSFORMERS, SIZES, TOKENS
@@ -234,7 +236,7 @@ def test_weights_are_made_in_the_dtype_that_is_asked_for(tmp_path):
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_tiny_one_has_two_layers_of_each_kind(tmp_path):
+def test_a_tiny_one_has_two_layers_and_the_first_of_each_further_kind(tmp_path):
     name = written(tmp_path, "BartForConditionalGeneration", "bart", {**OF_BOTH, **TOKENS})
     tiny = named_model(ModelName("hf-tiny", name.name), None, TRAINING)
     config = tiny.build(torch.float32).config
@@ -244,7 +246,26 @@ def test_a_tiny_one_has_two_layers_of_each_kind(tmp_path):
     tiny = named_model(ModelName("hf-tiny", name.name), None, TRAINING)
     built = tiny.build(torch.float32)
     assert (built.config.num_hidden_layers, len(built.config.layer_types)) == (2, 2)
+    several["layer_types"] = ["sliding_attention"] * 3 + ["full_attention"] * 3
+    written(tmp_path, "Gemma2ForCausalLM", "gemma2", {**SIZES, **TOKENS, **several})
+    tiny = named_model(ModelName("hf-tiny", name.name), None, TRAINING)
+    built = tiny.build(torch.float32)
+    assert built.config.layer_types == ["sliding_attention", "sliding_attention", "full_attention"]
+    assert built.config.num_hidden_layers == 3
     assert built(**tiny.batch()).loss > 0
+
+
+def test_a_tiny_one_keeps_experts_behind_dense_layers_and_entries_of_the_layers_that_stay():
+    config = SimpleNamespace(
+        num_hidden_layers=5, first_k_dense_replace=3, window=[1, 2, 3, 4, 5], kind=["a", "a", "b", "a", "b"]
+    )
+    _shrink(config)
+    assert vars(config) == {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "window": [1, 2, 3],
+        "kind": ["a", "a", "b"],
+    }
 
 
 def test_a_batch_is_as_long_as_the_model_has_positions_and_images_as_large_as_it_takes_them(tmp_path):

@@ -1,0 +1,65 @@
+"""Runs of `gpumem ab` and `gpumem bisect` that are forks of a process with pytest loaded, not interpreters of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.processes import POLL_SECONDS, run
+from tests import preloaded
+from tests.heap import hide_what_is_loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import pytest
+
+    from pytest_gpumem.processes import Stop
+
+
+_NO_OTHERS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_gpumem.plugin"}
+"""To look for plugins takes a quarter of a fork's time."""
+
+
+def fork_runs(patch: pytest.MonkeyPatch) -> None:
+    """Have runs of pytest be forks."""
+    preloaded.load()  # not in the threads that start them
+    patch.setattr("pytest_gpumem.ab.runs.run", _run)
+
+
+def _packages(python: Path) -> Path:
+    (found,) = python.parents[1].glob("lib/python*/site-packages")
+    return found
+
+
+def _run(
+    command: Sequence[str] | str,
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    output: Path,
+    stop: Stop,
+    tick: Callable[[], None] = lambda: None,
+) -> int:
+    if isinstance(command, str):
+        return run(command, folder=folder, environment=environment, output=output, stop=stop, tick=tick)
+    python, *arguments = command
+    assert arguments[:2] == ["-m", "pytest"]
+    path = os.pathsep.join([environment["PYTHONPATH"], str(_packages(Path(python)))])
+    process = preloaded.start(
+        *arguments, cwd=folder, env={**environment, **_NO_OTHERS, "PYTHONPATH": path}, before=hide_what_is_loaded
+    )
+    try:
+        while process.poll() is None:
+            stop.check()
+            tick()
+            process.wait(POLL_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        said = process.communicate()
+    with output.open("a", encoding="utf-8") as file:
+        file.writelines(said)
+    assert process.returncode is not None
+    return process.returncode
