@@ -109,8 +109,11 @@ def _without_code(text: str) -> str:
 
 
 def copy_of_the_package(folder: Path, edits: list[Edit]) -> Package:
-    """A copy of the package in ``folder`` with these edits made."""
-    shutil.copytree(ROOT / "pytest_gpumem", folder / "pytest_gpumem", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the package in ``folder`` with these edits made.
+
+    It has the compiled files, too: those of a file that was edited, or that is newer, are not used.
+    """
+    shutil.copytree(ROOT / "pytest_gpumem", folder / "pytest_gpumem")
     for edit in edits:
         edit.apply(folder)
     return Package(folder)

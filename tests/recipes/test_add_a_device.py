@@ -54,6 +54,7 @@ def test_a_device_that_was_added_by_the_recipe_gates(package, tmp_path):
     for count, outcome in ((1_000_000, "2 passed"), (2_000_000, "1 failed, 1 passed")):
         write_tests(tmp_path, TESTS.format(count=count))
         (tmp_path / "conftest.py").write_text(CONFTEST)
+        (tmp_path / "pyproject.toml").write_text('[tool.gpumem]\ntime_budget = "50 ms"\n')
         mode = "--gpumem-update=new" if count == 1_000_000 else "--gpumem-baseline"
         done = package.pytest(tmp_path, "--gpumem-device=xpu", mode)
         assert outcome in done.stdout, done.stdout + done.stderr
