@@ -12,6 +12,7 @@ import pytest
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.bisect.candidates import commits, graph_of
 from tests.forked_runs import fork_runs
+from tests.git_store import Repository
 from tests.packages_here import make_wheel
 from tests.test_ab import PLAIN
 from tests.test_upgrades import MB, Commits, gpumem
@@ -111,35 +112,72 @@ def test_the_commit_that_mended_it_is_found_in_a_history_with_branches(repositor
 
 
 USES = """
-import tinymodels
+from uses import run
 
 
 def test_step(gpumem):
-    weight = torch.ones(1000, 100, requires_grad=True)
-    gpumem.measure(lambda: tinymodels.run(weight).sum().backward())
+    weight = torch.ones(1000, WIDTH, requires_grad=True)
+    gpumem.measure(lambda: run(weight).sum().backward())
 """
+OF_THE_GATE = [*PLAIN, "--gpumem-device=cpu", "--no-gpumem-time", "--gpumem-strict"]
+FROM = ["bisect", "--from", "report.json", "--", *OF_THE_GATE]
 
 
-def test_the_release_that_made_a_gate_red_is_searched(project, tmp_path, monkeypatch):
+@pytest.fixture
+def gate(project, tmp_path, monkeypatch):
+    """A project to be gated in this process, and searched by forks."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(project.path)
+    fork_runs(monkeypatch)
+    return project
+
+
+def test_the_release_that_made_a_gate_red_is_named(gate, tmp_path, monkeypatch):
     here, index = tmp_path / "site-packages", tmp_path / "wheels"
     monkeypatch.syspath_prepend(here)
-    fork_runs(monkeypatch)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     for minor, more in enumerate(("", "", ".exp()", ".exp()")):
         text = f"def run(weight):\n    return (weight * {minor}).exp(){more}\n"
         make_wheel(index, "tinymodels", f"1.{minor}", {"tinymodels/__init__.py": text})
-    project.write(USES)
+    gate.write(USES.replace("uses", "tinymodels").replace("WIDTH", "100"))
     for minor, mode in ((0, "--gpumem-update=new"), (3, "--gpumem-baseline")):
         shutil.rmtree(here, ignore_errors=True)
         zipfile.ZipFile(index / f"tinymodels-1.{minor}-py3-none-any.whl").extractall(here)
-        project.run(mode, "--gpumem-report=report.json")
-    result = gpumem("bisect", "--from", "report.json", "--", *PLAIN, "--gpumem-device=cpu", "--no-gpumem-time")
+        gate.run(mode, "--gpumem-report=report.json")
+    result = gpumem(*FROM)
     assert result.exit_code == 0, result.output
     assert "gpumem bisect: tinymodels 1.2 did it: peak allocated " in result.stdout
     assert ", after 1.1\n" in result.stdout
+
+
+def test_the_commit_since_the_baseline_that_made_a_gate_red_is_named(gate):
+    repository = Repository(gate.path)
+    (gate.path / ".gitignore").write_text("__pycache__\n*.json\n", encoding="utf-8")
+    gate.write("def run(weight):\n    return weight.exp()\n", "uses.py")
+
+    def commit(width: int) -> str:
+        gate.write(USES.replace("WIDTH", str(width)))
+        return repository.commit(f"width {width}")[:9]
+
+    commit(90)
+    commit(100)
+    assert gate.run("--gpumem-update=new").ret == 0
+    accepted, culprit, _ = commit(100), commit(130), commit(131)
+    gate.run("--gpumem-baseline", "--gpumem-report=report.json").assert_outcomes(failed=1)
+    result = gpumem(*FROM)
+    assert result.exit_code == 0, result.output
+    assert f"gpumem bisect: {culprit} width 130 (Ada, " in result.stdout
+    assert f", after {accepted}\n" in result.stdout
+
+    # As actions/checkout leaves it without fetch-depth: 0.
+    repository.git("clone", "--quiet", "--depth=1", f"file://{gate.path}", "../shallow")
+    (gate.path / ".git").rename(gate.path.parent / "whole.git")
+    (gate.path.parent / "shallow" / ".git").rename(gate.path / ".git")
+    result = gpumem(*FROM)
+    assert result.exit_code != 0
+    assert "this clone is shallow, so that it is not known" in result.stderr
+    assert "fetch-depth: 0" in result.stderr
 
 
 NO_WORKTREES = "--setup ran in worktrees that are gone now: what it installed may have to be installed again\n"
