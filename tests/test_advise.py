@@ -429,6 +429,16 @@ def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise
 
 
 @NEEDS_TRANSFORMERS
+def test_adapters_are_told_to_be_in_the_dtype_of_the_config(advise, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    write_gpt2(tmp_path)
+    monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", lambda _, __, config: trial.Tried(config, 100))
+    words = ["hf:config.json", "--batch", "2x8", "--config", "bf16", "--fits", "1GB"]
+    assert "PEFT makes them in float32" in advise(*words, "--lora", "r=4").stdout
+    assert "PEFT" not in advise(*words).stdout
+
+
+@NEEDS_TRANSFORMERS
 def test_generation_is_measured_by_configs_of_inference_and_shows_its_call(advise, tmp_path, monkeypatch):
     write_gpt2(tmp_path)
     tried = []

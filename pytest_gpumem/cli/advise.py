@@ -45,7 +45,7 @@ from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
-from pytest_gpumem.models.lora import Lora, lora
+from pytest_gpumem.models.lora import DTYPE_OF_ADAPTERS, Lora, lora
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size
 from pytest_gpumem.models.sources import model_name, named_model
 from pytest_gpumem.models.task import TaskWords, task_of
@@ -385,7 +385,8 @@ def _advised_on_cards(
 
 
 def _notes(search: Search) -> tuple[str, ...]:
-    return () if search.sharding is None else (PER_RANK,)
+    notes = () if search.sharding is None else (PER_RANK,)
+    return notes if search.task.lora is None else (*notes, DTYPE_OF_ADAPTERS)
 
 
 def _say(text: str) -> None:

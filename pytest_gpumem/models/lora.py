@@ -11,6 +11,10 @@ from pytest_gpumem.units import nearest, whole_number
 
 ALL_LINEAR = "all-linear"
 """The word for all linear layers but the last, which PEFT knows of a model of transformers."""
+DTYPE_OF_ADAPTERS = (
+    "bf16 and fp16 have adapters in that dtype, too; PEFT makes them in float32, and keeps a float32 input of each then"
+)
+"""Said beside figures, since most programs leave adapters as PEFT makes them."""
 _KEYS = ["r", "alpha", "targets"]
 _EXAMPLE = "write it like r=8 or r=8,alpha=16,targets=q_proj+v_proj"
 
