@@ -1,7 +1,7 @@
 """``gpumem ab`` between sets of requirements and ``gpumem bisect`` of packages, with releases that are installed indeed.
 
-The packages are wheels that pip finds in a folder, and what the tests measure is what they tell (`TELLING`). The runs are forks
-but for those of two tests, and where only a search is shown, releases are forks without pip (`cheap_variants`).
+The packages are wheels that pip finds in a folder, and what the tests measure is what they tell (`TELLING`). Runs are forks
+(`tests.forked_runs`), but for those of two tests.
 """
 
 from __future__ import annotations
