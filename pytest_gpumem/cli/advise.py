@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from pytest_gpumem.advice.cards import begin, capacity_of, explain_on, subject_in_forks, try_on, with_capacity
 from pytest_gpumem.advice.formats import html, markdown, to_json
@@ -105,7 +106,7 @@ if TYPE_CHECKING:
     help="Measure one rank of a job whose model is sharded: fsdp,world=8. KIND is a word of shard= in step configs.",
 )
 @click.option(
-    "--train/--infer", "trains", default=None, help="Measure a training step (the default), or a step of inference."
+    "--train/--infer", "trains", default=True, help="Measure a training step (the default), or a step of inference."
 )
 @click.option(
     "--generate",
@@ -151,7 +152,7 @@ def advise(
     size: BatchSize | None,
     words: tuple[str, ...],
     sharding: StepConfig | None,
-    trains: bool | None,
+    trains: bool,
     new_tokens: int | None,
     adapters: Lora | None,
     everything: bool,
@@ -189,8 +190,11 @@ def advise(
     page = format_of("advice.html")
     if form == "html" and page is not None and page.lacking():
         raise InputError(f"--format html: {page.lacking()}")
+    typed = click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT
     with input_errors(ModelError):
-        task = task_of(trains, new_tokens, adapters, TaskWords("--train", "--infer", "--generate", "--lora"))
+        task = task_of(
+            trains if typed else None, new_tokens, adapters, TaskWords("--train", "--infer", "--generate", "--lora")
+        )
     if sharding is not None and not task.trains:
         said = "--infer" if new_tokens is None else "--generate"
         raise click.UsageError(f"--shard is for a training step: no step of inference is sharded, leave {said} out")
