@@ -1,4 +1,4 @@
-"""What git says of a repository."""
+"""The branch that a repository's changes go to: its remote's, a usual one, or the one that is checked out."""
 
 from __future__ import annotations
 
