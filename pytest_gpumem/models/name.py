@@ -24,6 +24,11 @@ class ModelName:
         return self.base / Path(self.name).expanduser()
 
     @property
+    def is_written_as_path(self) -> bool:
+        """True if it can be no name in a library or on the hub: ``/folder``, ``./folder``, ``~/folder``, ``sizes.json``."""
+        return Path(self.name).is_absolute() or self.name.startswith((".", "~")) or self.name.endswith(".json")
+
+    @property
     def is_tiny(self) -> bool:
         """True if it is to have two layers of each kind only."""
         return self.source == "hf-tiny"
@@ -34,7 +39,7 @@ class ModelName:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """A number of samples, and how long each is: tokens of a sequence, pixels of an image's side."""
+    """A number of samples, and how long each is: tokens of a sequence, the side of an image or a latent."""
 
     samples: int
     length: int | None = None
@@ -53,7 +58,7 @@ def batch_size(text: str) -> BatchSize:
     samples, length = (None if one is None else int(one) for one in found.groups()) if found else (0, None)
     if not samples or length == 0:
         raise ModelError(
-            f"{text!r} is no size of a batch: write samples and tokens (or pixels of a side) of each, like 4x4096, "
+            f"{text!r} is no size of a batch: write samples and tokens of each, like 4x4096 (of images and latents, their side), "
             "or samples alone, like 32"
         )
     return BatchSize(samples, length)

@@ -76,6 +76,8 @@ def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedMod
         ModelError: There is none, or its library is not installed, or no batch can be made for it, or it has no such task.
     """
     check_task(name, task)
+    if name.is_written_as_path and not name.path.exists():
+        raise ModelError(f"{name}: there is no such file or folder here")
     module = importlib.import_module(f"pytest_gpumem.models.{SOURCES[name.source].file}")
     model: NamedModel = module.model_of(name, size, task)
     model = replace(model, task=task)

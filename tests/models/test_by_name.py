@@ -342,7 +342,7 @@ def test_sizes_are_read_as_they_are_written(text, size):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(
         ModelError,
-        match=r"is no size of a batch: write samples and tokens \(or pixels of a side\) of each, like 4x4096",
+        match=r"is no size of a batch: write samples and tokens of each, like 4x4096 \(of images and latents, their side\)",
     ):
         batch_size(text)
 
@@ -406,6 +406,14 @@ def test_what_no_model_or_batch_can_be_made_of_is_told_in_a_sentence(tmp_path, c
         named_model(ModelName("hf", str(tmp_path)), size, TRAINING)
     assert told in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("source", ["hf", "hf-tiny", "diffusers"])
+@pytest.mark.parametrize("name", ["/gone/model", "./gone", "../gone/model", "~/gone", "sizes/llama.json", "gone.json"])
+def test_a_path_at_which_nothing_lies_is_not_looked_for_on_the_hub(source, name):
+    with pytest.raises(ModelError) as raised:
+        named_model(ModelName(source, name), None, TRAINING)
+    assert str(raised.value) == f"{source}:{name}: there is no such file or folder here"
 
 
 def test_a_model_that_cannot_be_fetched_is_told_in_a_sentence(monkeypatch):
