@@ -40,7 +40,7 @@ help:
 	@echo "               (example-emulated and example-cpu choose); installs this plugin, torch and pytest. The gate takes 17 seconds on"
 	@echo "               the emulated GPU, and about two minutes on the CPU"
 	@echo "make test      run the suite; installs what its tests use, too: transformers, Lightning, S3, a driver of browsers, ... (2 GB)"
-	@echo "make explore   run the suite for more models, with random examples, ten times as many, and in a random order"
+	@echo "make explore   run the suite for more models, with random examples, 25 times as many, and in a random order"
 	@echo "make emulated  run the tests on an emulated GPU, and gate the example project there (Linux on x86-64, a C compiler)"
 	@echo "make gpu       run the tests that need a GPU, then the table of truth, in the environment that is active (torch with CUDA,"
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"

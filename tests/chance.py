@@ -12,6 +12,8 @@ import pytest
 
 SEED = 1
 """Of the order of tests, and of the random numbers that each begins with, where no ``--randomly-seed`` is given."""
+EXAMPLES = 40
+"""Of a property, the same in every run: more would show again what they showed the last time."""
 EXAMPLES_TO_EXPLORE = 1000
 
 
@@ -45,7 +47,7 @@ def _register_profiles() -> None:
     from hypothesis import HealthCheck, settings
 
     unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("repeatable", unhurried, derandomize=True, database=None)
+    settings.register_profile("repeatable", unhurried, derandomize=True, database=None, max_examples=EXAMPLES)
     settings.register_profile(
         "explore", unhurried, derandomize=False, max_examples=EXAMPLES_TO_EXPLORE, print_blob=True
     )

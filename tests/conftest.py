@@ -136,6 +136,8 @@ class Project:
     def __init__(self, pytester: pytest.Pytester) -> None:
         self._pytester = pytester
         self.path: Path = pytester.path
+        self.plugins: list[str] = []
+        """Modules of other plugins that its tests need, where the run is alone with this one."""
 
     def write(self, source: str, name: str = "test_it.py") -> None:
         """Write a file; ``torch`` and ``pytest`` are imported."""
@@ -162,8 +164,13 @@ class Project:
             return self._pytester.runpytest_subprocess(*command)
         if separate:
             return preloaded.run_pytest(self.path, *command, before=_hiding())
+        loaded = [] if any(one.startswith("-n") for one in args) else self._named_plugins()
         with own_objects_out_of_sight():
-            return self._pytester.runpytest_inprocess(*command)
+            return self._pytester.runpytest_inprocess(*loaded, *command)
+
+    def _named_plugins(self) -> list[str]:
+        """Return the words that load plugins by their names: to look for them takes a third of a session in this process."""
+        return ["--disable-plugin-autoload", *(f"-p{name}" for name in ("pytest_gpumem.plugin", *self.plugins))]
 
     def gpumem(self, *args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run the command, in the project's folder if not in another."""

@@ -371,6 +371,7 @@ REGRESSING = {
 @pytest.fixture
 def kinds(project: Project) -> Project:
     """A project with tests of every kind that have only the marker; all that regress allocate at one line."""
+    project.plugins.append("anyio.pytest_plugin")
     project.write(COUNTED + KINDS)
     project.run(*RECORD)
     calls(project)

@@ -204,6 +204,7 @@ def test_last_failed_runs_what_the_gate_failed(project, pytester):
 
 
 def test_a_rerun_replaces_what_was_measured_before(project):
+    project.plugins.append("pytest_rerunfailures")
     project.write(
         "TRIES = []\n\n\n@pytest.mark.flaky(reruns=1)\n@pytest.mark.gpumem(max_memory='2 MB')\ndef test_flaky():\n"
         "    TRIES.append(1)\n    torch.ones(1_000_000 if len(TRIES) == 1 else 1000)\n"

@@ -137,6 +137,7 @@ PLAIN += "\n\n@pytest.mark.flaky(reruns=1)\ndef test_flaky(tries=[]):\n    tries
 
 @pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "xdist"])
 def test_tests_that_are_not_measured_and_failed_make_the_report_red(project, workers):
+    project.plugins.append("pytest_rerunfailures")
     project.write(MARKED + PLAIN)
     ran = project.run("--gpumem-report=r.json", *workers, separate=bool(workers))
     assert ran.ret == pytest.ExitCode.TESTS_FAILED
