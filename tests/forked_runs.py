@@ -1,4 +1,4 @@
-"""Runs of `gpumem ab` and `gpumem bisect` that are forks of a process with pytest loaded, not interpreters of their own."""
+"""Runs of `gpumem ab`, `bisect` and `init` that are forks of a process with pytest loaded, not interpreters of their own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NO_OTHERS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_g
 """To look for plugins takes a quarter of a fork's time."""
 
 
-def fork_runs(patch: pytest.MonkeyPatch) -> None:
-    """Have runs of pytest be forks."""
+def fork_runs(patch: pytest.MonkeyPatch, of: str = "pytest_gpumem.ab.runs") -> None:
+    """Have what a module runs be forks: pytest, or a command of the package."""
     preloaded.load()  # not in the threads that start them
-    patch.setattr("pytest_gpumem.ab.runs.run", _run)
+    patch.setattr(f"{of}.run", _run)
 
 
 def _packages(python: Path) -> Path:
@@ -44,8 +44,9 @@ def _run(
 ) -> int:
     if isinstance(command, str):
         return run(command, folder=folder, environment=environment, output=output, stop=stop, tick=tick)
+    output.touch()
     python, *arguments = command
-    assert arguments[:2] == ["-m", "pytest"]
+    assert arguments[0] == "-m"
     path = os.pathsep.join([environment["PYTHONPATH"], str(_packages(Path(python)))])
     process = preloaded.start(
         *arguments, cwd=folder, env={**environment, **_NO_OTHERS, "PYTHONPATH": path}, before=hide_what_is_loaded

@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from pytest_gpumem import processes
 from pytest_gpumem.cli import init as command
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.config.settings import KEYS, matches_test
@@ -21,8 +22,7 @@ from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
 from pytest_gpumem.init.workflow import RUNNERS, has_all, template, workflow
-from tests import preloaded
-from tests.heap import hide_what_is_loaded
+from tests.forked_runs import fork_runs
 from tests.test_ci import faults, valid
 from tests.workflows import read_yaml
 
@@ -93,17 +93,11 @@ def here(monkeypatch):
     return set_to
 
 
-def run_preloaded(words, *, cwd, env, **_more):
-    """Be `subprocess.run` for a session of pytest."""
-    done = preloaded.run(*words[1:], cwd=cwd, env=env, before=hide_what_is_loaded)
-    return subprocess.CompletedProcess(words, done.returncode, done.stdout + done.stderr)
-
-
 @pytest.fixture
 def repository(project, here, monkeypatch):
     """Write files into a project that is a git repository, whose first baselines a process with torch loaded records."""
     monkeypatch.chdir(project.path)
-    monkeypatch.setattr(command, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run_preloaded}))
+    fork_runs(monkeypatch, command.__name__)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:randomly --no-gpumem-time")
     (project.path / ".git").mkdir()
@@ -137,7 +131,7 @@ def there(project) -> set[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_repository_gets_a_gate_that_is_green_until_something_holds_a_tensor(repository, layout, monkeypatch):
     if layout == "flat":  # once as it is
-        monkeypatch.setattr(command, "subprocess", subprocess)
+        monkeypatch.setattr(command, "run", processes.run)
     files, model = LAYOUTS[layout]
     project = repository(files)
     done = init("--yes")
@@ -624,10 +618,16 @@ def test_a_test_that_fails_by_itself_is_left_out_and_said(repository):
     gate.stdout.fnmatch_lines(["gpumem: 1 gated*"])
 
 
-def test_a_test_whose_figures_depend_on_chance_is_left_out_and_said(repository):
+@pytest.fixture
+def differing(repository):
+    """A project with a test whose figures are others each time."""
     counted_runs = "import pathlib\nimport torch\n\nRUNS = pathlib.Path(__file__).with_name('runs')\n\n\ndef test_differs():\n    torch.nn.Linear(64, 64)(torch.ones(len(RUNS.read_text()), 64))\n"
     conftest = "import pathlib\n\n\ndef pytest_sessionfinish(session):\n    runs = pathlib.Path(__file__).with_name('runs')\n    runs.write_text(runs.read_text() * 4)\n"
-    project = repository({**FLAT, "test_more.py": counted_runs, "conftest.py": conftest, "runs": "x" * 1024})
+    return repository({**FLAT, "test_more.py": counted_runs, "conftest.py": conftest, "runs": "x" * 1024})
+
+
+def test_a_test_whose_figures_depend_on_chance_is_left_out_and_said(differing):
+    project = differing
     done = init("--yes")
     assert done.exit_code == 0, done.output
     why = "as they failed on the code that they were recorded on (see above), so that their figures depend on chance"
@@ -713,3 +713,52 @@ def test_the_reference_names_the_key_that_is_written():
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     section = page.partition("\n## gpumem init\n")[2].partition("\n## ")[0]
     assert f"for tests that run models, `{MARK_KEY}`," in section
+
+
+def test_baselines_that_cannot_be_taken_out_are_said_with_the_command_that_does(differing, monkeypatch):
+    as_usual = command.run
+
+    def refusing(words, **how):
+        if "prune" not in words:
+            return as_usual(words, **how)
+        how["output"].write_text("Error: gpumem-baselines cannot be written: no space left\n", encoding="utf-8")
+        return 2
+
+    monkeypatch.setattr(command, "run", refusing)
+    done = init("--yes")
+    told = "\nError: gpumem-baselines cannot be written: no space left\ntheir baselines are still in the store; once that is mended: "
+    assert f"{told}gpumem prune test_more.py::test_differs\n" in done.output, done.output
+
+
+def test_progress_is_shown_while_the_tests_run_and_not_again_at_the_end(repository, monkeypatch):
+    repository(FLAT)
+    shown = []
+
+    def running(_words, *, output, tick, **_how):
+        with output.open("ab") as file:
+            for text in (b"test_a.py ..", b"..    [ 50%]\ntest_b.", b"py .   [100%]\n", b"gpumem: 5 recorded, new\n"):
+                file.write(text)
+                file.flush()
+                tick()
+                shown.append(len(written))
+        return 0
+
+    written: list[str] = []
+    monkeypatch.setattr(command, "run", running)
+    monkeypatch.setattr(command, "write_lines", written.extend)
+    assert command._run(command._place(), ["-m", "pytest"], {}) == (0, [])
+    assert written == ["test_a.py ....    [ 50%]", "test_b.py .   [100%]", "gpumem: 5 recorded, new"]
+    assert shown == [0, 1, 2, 2]
+
+
+def test_a_signal_while_baselines_are_recorded_ends_it_with_its_exit_status(repository, monkeypatch):
+    repository(FLAT)
+
+    def interrupted(_words, *, stop, **_how):
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.check()
+
+    monkeypatch.setattr(command, "run", interrupted)
+    done = init("--yes")
+    assert done.exit_code == 128 + signal.SIGTERM
+    assert "interrupted: no baseline of the tests that were running is recorded" in done.output

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shlex
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ import click
 import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
+from pytest_gpumem.ab.compare_variants import SIGNALLED
 from pytest_gpumem.baselines.location import is_url
 from pytest_gpumem.cli.project import check_pyproject, read_config
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, read_report, write_lines
@@ -42,6 +44,7 @@ from pytest_gpumem.init.proposal import (
 )
 from pytest_gpumem.init.sources import sources_of
 from pytest_gpumem.init.workflow import DEVICES, PLACEHOLDER, RUNNERS, account
+from pytest_gpumem.processes import Stopped, noted_signals, run
 from pytest_gpumem.units import counted
 from pytest_gpumem.whole_file import write_whole
 
@@ -66,6 +69,8 @@ _END = 25
 """Lines that are shown of a session that recorded baselines."""
 _SUMMARY = ("gpumem:", "gpumem store:")
 """Beginnings of the lines that are shown of it, wherever they are."""
+_PROGRESS = re.compile(r"\[ *[0-9]+(%|/[0-9]+)\]$")
+"""The end of a line of pytest's progress, as each of its styles has it."""
 
 
 @click.command()
@@ -126,6 +131,9 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted", err=True)
         sys.exit(INTERRUPTED)
+    except Stopped as stopped:
+        click.echo("\ninterrupted: no baseline of the tests that were running is recorded", err=True)
+        sys.exit(SIGNALLED + stopped.signum)
 
 
 def _not_read(sources: Sources, names: Names) -> Iterator[str]:
@@ -368,27 +376,52 @@ def _record(place: _Place, proposed: Proposal, found: FoundTests, environment: M
 
 
 def _run(place: _Place, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, Sequence[TestVerdict]]:
-    """Run the tests, show the end of what the session said, and return its exit status and its verdicts."""
-    with TemporaryDirectory(prefix="gpumem-init-") as folder:
+    """Run the tests, show their progress and the end of what the session said, and return its exit status and its verdicts.
+
+    Raises `Stopped`.
+    """
+    with TemporaryDirectory(prefix="gpumem-init-") as folder, noted_signals() as stop:
         report = Path(folder) / "report.json"
-        done = subprocess.run(
+        said = _Said(Path(folder) / "output.txt")
+        status = run(
             [sys.executable, *command, f"--gpumem-report={report}"],
-            cwd=place.root / place.tests,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            check=False,
+            folder=place.root / place.tests,
+            environment=environment,
+            output=said.output,
+            stop=stop,
+            tick=said.show_progress,
         )
-        lines = done.stdout.splitlines()
-        # Behind the summary, pytest has a line for each test that failed.
-        write_lines([*(line for line in lines[:-_END] if line.startswith(_SUMMARY)), *lines[-_END:]])
-        if done.returncode < 0:
-            write_lines(["", f"the session was ended by {_name_of(-done.returncode)}, and recorded nothing"])
+        said.show_end()
+        if status < 0:
+            write_lines(["", f"the session was ended by {_name_of(-status)}, and recorded nothing"])
         results = read_report(report).results if report.exists() else ()
-    return done.returncode, [one.verdict for one in results]
+    return status, [one.verdict for one in results]
+
+
+class _Said:
+    """The output of a session, in a file."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self._read = 0
+        self._lines: list[str] = []
+
+    def show_progress(self) -> None:
+        """Show the lines of progress that have come."""
+        with self.output.open("rb") as file:
+            file.seek(self._read)
+            found = file.read()
+        found = found[: found.rfind(b"\n") + 1]
+        self._read += len(found)
+        lines = found.decode("utf-8", errors="replace").splitlines()
+        write_lines([line for line in lines if _PROGRESS.search(line)])
+        self._lines += [line for line in lines if not _PROGRESS.search(line)]
+
+    def show_end(self) -> None:
+        """Show the rest: the last lines, and those of its summary before. Of each failed test pytest has one behind that."""
+        self.show_progress()
+        earlier, last = self._lines[:-_END], self._lines[-_END:]
+        write_lines([*(line for line in earlier if line.startswith(_SUMMARY)), *last])
 
 
 def _name_of(number: int) -> str:
@@ -427,13 +460,23 @@ def _leave_out_differing(
     why = "they failed on the code that they were recorded on (see above), so that their figures depend on chance"
     if _leave_out(place, proposed, found, differing | left_out):
         write_lines(["", f"left out of {MARK_KEY}, as {why}; once they repeat (by a seed), add them:"])
-        command = ["-m", "pytest_gpumem.cli.main", "prune", *sorted(differing)]
-        subprocess.run(
-            [sys.executable, *command], cwd=place.root, env=dict(environment), capture_output=True, check=False
-        )
+        write_lines([f"  {one}" for one in sorted(differing)])
+        _prune(place, sorted(differing), environment)
     else:
         write_lines(["", f"the gate is red until these are taken out of {MARK_KEY}, or repeat (by a seed), as {why}:"])
-    write_lines([f"  {one}" for one in sorted(differing)])
+        write_lines([f"  {one}" for one in sorted(differing)])
+
+
+def _prune(place: _Place, functions: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Take the baselines of test functions out of the store, or say how that is done. Raises `Stopped`."""
+    with TemporaryDirectory(prefix="gpumem-init-") as folder, noted_signals() as stop:
+        output = Path(folder) / "output.txt"
+        command = ["-m", "pytest_gpumem.cli.main", "prune", *functions]
+        status = run([sys.executable, *command], folder=place.root, environment=environment, output=output, stop=stop)
+        if status != 0:
+            said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            typed = f"gpumem prune {' '.join(map(shlex.quote, functions))}"
+            write_lines(["", *said, f"their baselines are still in the store; once that is mended: {typed}"])
 
 
 def _leave_out(place: _Place, proposed: Proposal, found: FoundTests, functions: AbstractSet[str]) -> bool:
