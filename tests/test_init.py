@@ -736,7 +736,12 @@ def test_progress_is_shown_while_the_tests_run_and_not_again_at_the_end(reposito
 
     def running(_words, *, output, tick, **_how):
         with output.open("ab") as file:
-            for text in (b"test_a.py ..", b"..    [ 50%]\ntest_b.", b"py .   [100%]\n", b"gpumem: 5 recorded, new\n"):
+            for text in (
+                b"rootdir: /\ntest_a.py ..",
+                b"..    [ 50%]\ntest_b.",
+                b"py .   [100%]\n",
+                b"gpumem: 5 recorded\n",
+            ):
                 file.write(text)
                 file.flush()
                 tick()
@@ -747,7 +752,7 @@ def test_progress_is_shown_while_the_tests_run_and_not_again_at_the_end(reposito
     monkeypatch.setattr(command, "run", running)
     monkeypatch.setattr(command, "write_lines", written.extend)
     assert command._run(command._place(), ["-m", "pytest"], {}) == (0, [])
-    assert written == ["test_a.py ....    [ 50%]", "test_b.py .   [100%]", "gpumem: 5 recorded, new"]
+    assert written == ["test_a.py ....    [ 50%]", "test_b.py .   [100%]", "gpumem: 5 recorded"]
     assert shown == [0, 1, 2, 2]
 
 

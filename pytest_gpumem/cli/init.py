@@ -405,6 +405,8 @@ class _Said:
         self.output = output
         self._read = 0
         self._lines: list[str] = []
+        """Those to be shown at the end: what came before the first test is not, once there was one."""
+        self._began = False
 
     def show_progress(self) -> None:
         """Show the lines of progress that have come."""
@@ -414,8 +416,14 @@ class _Said:
         found = found[: found.rfind(b"\n") + 1]
         self._read += len(found)
         lines = found.decode("utf-8", errors="replace").splitlines()
-        write_lines([line for line in lines if _PROGRESS.search(line)])
-        self._lines += [line for line in lines if not _PROGRESS.search(line)]
+        for line in lines:
+            if not _PROGRESS.search(line):
+                self._lines.append(line)
+                continue
+            write_lines([line])
+            if not self._began:
+                self._began = True
+                self._lines.clear()
 
     def show_end(self) -> None:
         """Show the rest: the last lines, and those of its summary before. Of each failed test pytest has one behind that."""
