@@ -1,15 +1,28 @@
-"""Releases of small packages as wheels in a folder, from which pip installs without an index."""
+"""Releases of small packages as wheels in a folder, from which pip and uv install without an index."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import zipfile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+
+def only_from(folder: Path) -> dict[str, str]:
+    """Return the variables with which pip and uv look in a folder of wheels, and nowhere else."""
+    return {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(folder),
+        "PIP_CONFIG_FILE": os.devnull,
+        "UV_OFFLINE": "1",
+        "UV_NO_INDEX": "1",
+        "UV_FIND_LINKS": str(folder),
+    }
 
 
 def make_wheel(folder: Path, name: str, release: str, files: Mapping[str, str], requires: str | None = None) -> Path:

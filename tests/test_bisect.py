@@ -11,9 +11,10 @@ import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.bisect.candidates import commits, graph_of
+from pytest_gpumem.requirements import installers
 from tests.forked_runs import fork_runs
 from tests.git_store import Repository
-from tests.packages_here import make_wheel
+from tests.packages_here import make_wheel, only_from
 from tests.test_ab import PLAIN
 from tests.test_upgrades import MB, Commits, gpumem
 
@@ -134,9 +135,11 @@ def gate(project, tmp_path, monkeypatch):
 
 def test_the_release_that_made_a_gate_red_is_named(gate, tmp_path, monkeypatch):
     here, index = tmp_path / "site-packages", tmp_path / "wheels"
+    # It installs only what is not here, and what is here for this process is not for the runs.
+    monkeypatch.setattr(installers, "find_uv", lambda: None)
     monkeypatch.syspath_prepend(here)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    for name, value in only_from(index).items():
+        monkeypatch.setenv(name, value)
     for minor, more in enumerate(("", "", ".exp()", ".exp()")):
         text = f"def run(weight):\n    return (weight * {minor}).exp(){more}\n"
         make_wheel(index, "tinymodels", f"1.{minor}", {"tinymodels/__init__.py": text})

@@ -6,7 +6,6 @@ The packages are wheels that pip finds in a folder, and what the test measures i
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ import pytest
 from pytest_gpumem.github.comment import marker
 from tests import preloaded
 from tests.fake_github import FakeGitHub, fake_github
-from tests.packages_here import make_wheel
+from tests.packages_here import make_wheel, only_from
 from tests.test_ab import PLAIN
 from tests.test_ci_docs import TOMORROW, job_of, on_the_cpu
 from tests.test_upgrades import MB, TELLING
@@ -41,16 +40,14 @@ def github() -> Iterator[FakeGitHub]:
 
 
 class Job(Runner):
-    """A runner of a scheduled job, and the folder of wheels in which its pip looks."""
+    """A runner of a scheduled job, and the folder of wheels in which its pip, or its uv, looks."""
 
     def __init__(self, folder: Path, github: FakeGitHub) -> None:
         self.index = folder / "wheels"
         environment = {
             **github.environment(),
             "PYTHONPATH": str(ROOT),
-            "PIP_NO_INDEX": "1",
-            "PIP_FIND_LINKS": str(self.index),
-            "PIP_CONFIG_FILE": os.devnull,
+            **only_from(self.index),
             "XDG_CACHE_HOME": str(folder / "cache"),
             "TMPDIR": str(folder / "temp"),
             "GITHUB_ACTIONS": "true",

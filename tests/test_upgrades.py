@@ -25,7 +25,7 @@ from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stopped
 from pytest_gpumem.requirements import installers
 from tests.forked_runs import fork_runs
-from tests.packages_here import make_wheel
+from tests.packages_here import make_wheel, only_from
 from tests.test_ab import PLAIN
 
 TELLING = """
@@ -51,15 +51,10 @@ MB = 10**6
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """A folder of wheels in which pip looks, and nowhere else. What lies in the caches is this test's."""
+    """A folder of wheels in which pip and uv look, and nowhere else. What lies in the caches is this test's."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    for name, value in {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(folder),
-        "PIP_CONFIG_FILE": os.devnull,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }.items():
+    for name, value in {**only_from(folder), "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
         monkeypatch.setenv(name, value)
     for name in ("PYTEST_ADDOPTS", "PYTHONPATH", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT"):
         monkeypatch.delenv(name, raising=False)
@@ -153,8 +148,6 @@ def test_uv_installs_the_same_where_it_is_on_the_path(project, index, forks, tmp
     release(index, "1.0", 10 * MB)
     release(index, "2.0", 12 * MB)
     monkeypatch.setattr(installers, "find_uv", uv.find_uv_bin)
-    for name, value in {"UV_OFFLINE": "1", "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(index)}.items():
-        monkeypatch.setenv(name, value)
     result = gpumem("ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels==2.0", "--", *PLAIN)
     assert result.exit_code == 1, result.output
     held = {json.loads(path.read_text())["packages"]["tinymodels"] for path in environments(tmp_path)}
@@ -229,8 +222,6 @@ def test_paths_in_a_file_of_requirements_are_those_of_pip(project, index, forks,
     (project / "reqs" / "new.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     if installer == "uv":
         monkeypatch.setattr(installers, "find_uv", uv.find_uv_bin)
-        for name, value in {"UV_OFFLINE": "1", "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(index)}.items():
-            monkeypatch.setenv(name, value)
     command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", "-r reqs/new.txt", "--report", "ab.json"]
     result = gpumem(*command, "--", *PLAIN)
     assert result.exit_code == 1, result.output

@@ -56,4 +56,5 @@ def _path_in(location: str, rest: str) -> Path:
         raise BackendError(
             f"{location}: a folder's URL is whole and has three slashes, like file:///srv/gpumem-baselines"
         )
-    return Path(url2pathname(slash + path))
+    # No part of a path ends it here, as a query or a fragment would from Python 3.14 on.
+    return Path(url2pathname(f"{slash}{path}".replace("?", "%3F").replace("#", "%23")))

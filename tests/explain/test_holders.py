@@ -10,6 +10,7 @@ import threading
 import types
 import weakref
 from contextlib import nullcontext
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -397,4 +398,4 @@ def test_what_torch_caches_is_told_as_torchs():
     module = torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(4, 4))
     with torch.nn.utils.parametrize.cached():
         kept = address(module.weight)
-        assert holders_of({kept}) == (f"torch {torch.__version__}: torch.nn.utils.parametrize._cache[...]",)
+        assert holders_of({kept}) == (f"torch {version('torch')}: torch.nn.utils.parametrize._cache[...]",)

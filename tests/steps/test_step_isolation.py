@@ -184,7 +184,7 @@ def test_gradients_that_are_all_0_prove_nothing(device):
         same(device, Silent, "checkpoint=blocks", "fp32")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is (deprecated|not supported in Python 3.14)")
 def test_a_scripted_model_is_seen_to_autocast(device):
     def build():
         return torch.jit.script(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()))
