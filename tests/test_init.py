@@ -740,7 +740,7 @@ def test_progress_is_shown_while_the_tests_run_and_not_again_at_the_end(reposito
                 b"rootdir: /\ntest_a.py ..",
                 b"..    [ 50%]\ntest_b.",
                 b"py .   [100%]\n",
-                b"gpumem: 5 recorded\n",
+                b"gpumem: 5 recorded",
             ):
                 file.write(text)
                 file.flush()

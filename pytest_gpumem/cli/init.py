@@ -408,12 +408,13 @@ class _Said:
         """Those to be shown at the end: what came before the first test is not, once there was one."""
         self._began = False
 
-    def show_progress(self) -> None:
-        """Show the lines of progress that have come."""
+    def show_progress(self, *, ended: bool = False) -> None:
+        """Show the lines of progress that have come; ``ended`` tells that the last line is whole."""
         with self.output.open("rb") as file:
             file.seek(self._read)
             found = file.read()
-        found = found[: found.rfind(b"\n") + 1]
+        if not ended:
+            found = found[: found.rfind(b"\n") + 1]
         self._read += len(found)
         lines = found.decode("utf-8", errors="replace").splitlines()
         for line in lines:
@@ -427,7 +428,7 @@ class _Said:
 
     def show_end(self) -> None:
         """Show the rest: the last lines, and those of its summary before. Of each failed test pytest has one behind that."""
-        self.show_progress()
+        self.show_progress(ended=True)
         earlier, last = self._lines[:-_END], self._lines[-_END:]
         write_lines([*(line for line in earlier if line.startswith(_SUMMARY)), *last])
 
