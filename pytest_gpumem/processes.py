@@ -102,7 +102,7 @@ def run(
                     tick()
         finally:
             if process.poll() is None:
-                _end(process)
+                _end(process, signal.SIGTERM if stop.signum is None else stop.signum)
 
 
 _PR_SET_PDEATHSIG = 1
@@ -126,14 +126,14 @@ def end_with_parent() -> None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and those that it has started."""
+def _end(process: subprocess.Popen[bytes], signum: int) -> None:
+    """End the process and those that it has started, by a signal: Ctrl-C is theirs, too, and pytest keeps what it has then."""
     if not hasattr(os, "killpg"):
         process.kill()
         process.wait()
         return
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signum)
     until = time.monotonic() + GRACE_SECONDS
     while process.poll() is None and time.monotonic() < until:
         time.sleep(POLL_SECONDS / 4)

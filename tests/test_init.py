@@ -766,4 +766,4 @@ def test_a_signal_while_baselines_are_recorded_ends_it_with_its_exit_status(repo
     monkeypatch.setattr(command, "run", interrupted)
     done = init("--yes")
     assert done.exit_code == 128 + signal.SIGTERM
-    assert "interrupted: no baseline of the tests that were running is recorded" in done.output
+    assert "interrupted: `python -m pytest --gpumem-update=new` records the baselines that are missing" in done.output

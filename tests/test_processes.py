@@ -20,9 +20,11 @@ from tests.ab.values import BASE, measured, measurement, run
 # Tells its own number and its child's; neither ends by itself soon, and the child not when it is asked to.
 FAMILY = """
 import os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, signal.SIG_DFL)
 print(os.getpid(), child.pid, flush=True)
 time.sleep(600)
 """
@@ -75,6 +77,28 @@ def test_when_the_end_is_asked_for_the_command_and_its_children_are_ended(tmp_pa
     while any(map(is_alive, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_alive, pids))
+
+
+KEEPS = """
+import time
+print("began", flush=True)
+try:
+    time.sleep(300)
+except KeyboardInterrupt:
+    print("kept", flush=True)
+"""
+
+
+def test_ctrl_c_is_that_of_the_command_too_which_keeps_what_it_has(tmp_path):
+    stop = Stop()
+
+    def interrupt_when_started():
+        if (tmp_path / "log").read_text():
+            stop.note(signal.SIGINT)
+
+    with pytest.raises(Stopped):
+        start(tmp_path, [sys.executable, "-c", KEEPS], stop, interrupt_when_started)
+    assert (tmp_path / "log").read_text().split() == ["began", "kept"]
 
 
 def test_nothing_is_started_once_the_end_was_asked_for(tmp_path):

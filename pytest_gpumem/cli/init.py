@@ -132,7 +132,8 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
         click.echo("\ninterrupted", err=True)
         sys.exit(INTERRUPTED)
     except Stopped as stopped:
-        click.echo("\ninterrupted: no baseline of the tests that were running is recorded", err=True)
+        more = "`python -m pytest --gpumem-update=new` records the baselines that are missing"
+        click.echo(f"\ninterrupted: {more}", err=True)
         sys.exit(SIGNALLED + stopped.signum)
 
 
