@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,11 +27,13 @@ GRACE_SECONDS = 3.0
 
 
 class Stopped(Exception):
-    """A signal asked for the end: ``signum``."""
+    """A signal asked for the end."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
         self.signum = signum
+        self.exit_status = 128 + signum
+        """The one that shells have for it."""
 
 
 class Stop:
@@ -73,13 +75,15 @@ def run(
     environment: Mapping[str, str],
     output: Path,
     stop: Stop,
+    errors: Path | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> int:
     """Run ``command`` (a text is for the shell) and return its exit status, negative when a signal ended it.
 
-    Its output is added to ``output``; ``tick`` is called a few times a second. Raises `Stopped`.
+    Its output is added to ``output``, and to ``errors``, if that is given, what it writes on standard error; ``tick`` is called
+    a few times a second. Raises `Stopped`.
     """
-    with output.open("ab") as file:
+    with output.open("ab") as file, nullcontext(subprocess.STDOUT) if errors is None else errors.open("ab") as beside:
         stop.check()
         process = subprocess.Popen(
             command,
@@ -87,7 +91,7 @@ def run(
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
-            stderr=subprocess.STDOUT,
+            stderr=beside,
             shell=isinstance(command, str),
             # Ctrl-C in the terminal is for us; what runs is ended by us.
             start_new_session=True,
@@ -102,7 +106,10 @@ def run(
                     tick()
         finally:
             if process.poll() is None:
-                _end(process, signal.SIGTERM if stop.signum is None else stop.signum)
+                if hasattr(os, "killpg"):
+                    end_group(process.pid, stop, partial(_wait, process))
+                process.kill()
+                process.wait()
 
 
 _PR_SET_PDEATHSIG = 1
@@ -126,18 +133,21 @@ def end_with_parent() -> None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end(process: subprocess.Popen[bytes], signum: int) -> None:
-    """End the process and those that it has started, by a signal: Ctrl-C is theirs, too, and pytest keeps what it has then."""
-    if not hasattr(os, "killpg"):
-        process.kill()
-        process.wait()
-        return
+def end_group(leader: int, stop: Stop, wait: Callable[[float], object]) -> None:
+    """End a process and those that it has started, by the signal that asked for the end: pytest keeps what it has then.
+
+    Args:
+        leader: The process's id, which is that of its process group.
+        stop: The signal.
+        wait: Waits for the end of the process, for so many seconds at most.
+    """
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signum)
-    until = time.monotonic() + GRACE_SECONDS
-    while process.poll() is None and time.monotonic() < until:
-        time.sleep(POLL_SECONDS / 4)
+        os.killpg(leader, signal.SIGTERM if stop.signum is None else stop.signum)
+    wait(GRACE_SECONDS)
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)

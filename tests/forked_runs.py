@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.ab import runs
 from pytest_gpumem.processes import POLL_SECONDS, run
 from tests import preloaded
 from tests.heap import hide_what_is_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
     import pytest
 
@@ -22,10 +24,11 @@ _NO_OTHERS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_g
 """To look for plugins takes a quarter of a fork's time."""
 
 
-def fork_runs(patch: pytest.MonkeyPatch, of: str = "pytest_gpumem.ab.runs") -> None:
-    """Have what a module runs be forks: pytest, or a command of the package."""
+def fork_runs(patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Have what modules run be forks, pytest or a command of the package: what `gpumem ab` runs if no module is given."""
     preloaded.load()  # not in the threads that start them
-    patch.setattr(f"{of}.run", _run)
+    for module in modules or (runs,):
+        patch.setattr(module, "run", _run)
 
 
 def _packages(python: Path) -> Path:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
+from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner, Result
 
+from pytest_gpumem.cli.jobs import A_RUN, most_jobs
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.emulated_process.before_torch import PEAKS, STEPS, USAGE
 from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut
@@ -17,6 +21,10 @@ from pytest_gpumem.emulation.gpus import emulated_gpu, known_gpus
 from pytest_gpumem.fit import run
 from pytest_gpumem.fit.outcome import ProgramRun
 from pytest_gpumem.fit.run import run_on, with_expandable_segments
+from pytest_gpumem.processes import Stop, Stopped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 GB = 10**9
 OUT_OF_MEMORY = ProgramRun(1, "", (ProcessUsage(0, 1, (), 1, RanOut(0, GB, 0, 0, "t.py:1 f")),))
@@ -30,15 +38,15 @@ def fitting(reserved: int) -> ProgramRun:
 def ran(monkeypatch):
     """What was run, and by word what comes of it."""
     called: list[tuple] = []
-    comes: dict[str, ProgramRun | BaseException] = {}
+    comes: dict[str, ProgramRun | BaseException | Callable[[], ProgramRun]] = {}
 
-    def run_one(gpu, command, environment, steps):
+    def run_one(gpu, command, environment, stop, steps):
         expandable = "expandable_segments:True" in environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
         called.append((gpu.device.removeprefix("emulated:") + ("+" if expandable else ""), tuple(command), steps))
         one = comes.get(called[-1][0], fitting(GB))
         if isinstance(one, BaseException):
             raise one
-        return one
+        return one() if callable(one) else one
 
     for name in run.SETTINGS:
         monkeypatch.delenv(name, raising=False)
@@ -117,14 +125,91 @@ def test_a_program_without_gpu_memory_is_an_error(ran):
 
 def test_after_ctrl_c_what_was_found_is_told(ran):
     _, comes = ran
-    comes["l4"] = KeyboardInterrupt()
+    comes["l4"] = Stopped(signal.SIGINT)
     result = fit("--device", "h100", "--device", "l4", "train.py")
     assert result.exit_code == 130
     assert "interrupted: 1 of 2 GPUs were tried" in result.stderr
     assert result.stdout.splitlines()[-1] == "needs 1.00 GB reserved (emulated): fits H100 80GB"
-    comes["h100"] = KeyboardInterrupt()
+    comes["h100"] = Stopped(signal.SIGINT)
     result = fit("--device", "h100", "train.py")
     assert (result.exit_code, result.stdout) == (130, "")
+
+
+FOUR = ("--device", "h100", "--device", "l4", "--device", "t4", "--device", "a100")
+
+
+def test_after_the_first_so_many_run_at_a_time_as_jobs_says(ran):
+    called, comes = ran
+    together = threading.Barrier(3)
+
+    def beside_the_others() -> ProgramRun:
+        together.wait(60)
+        return fitting(GB)
+
+    comes |= dict.fromkeys(("l4", "t4", "a100"), beside_the_others)
+    result = fit("--jobs", "3", *FOUR, "train.py")
+    assert result.exit_code == 0, result.output
+    assert called[0][0] == "h100"
+    assert sorted(result.stderr.split("\n")) == sorted(
+        [
+            "",
+            "",
+            "[1/4] H100 80GB (emulated) ... fits, 1.00 GB reserved",
+            "[2/4] L4 (emulated) ... fits, 1.00 GB reserved",
+            "[3/4] T4 (emulated) ... fits, 1.00 GB reserved",
+            "[4/4] A100 80GB (emulated) ... fits, 1.00 GB reserved",
+        ]
+    )
+    comes |= dict.fromkeys(comes, fitting(GB))
+    assert fit(*FOUR, "train.py").stdout == result.stdout
+
+
+def test_what_runs_beside_is_told_in_the_order_of_the_gpus_whichever_ended_first(ran):
+    _, comes = ran
+    later = threading.Event()
+
+    def last() -> ProgramRun:
+        later.wait(60)
+        return OUT_OF_MEMORY
+
+    def first() -> ProgramRun:
+        later.set()
+        return fitting(GB)
+
+    comes |= {"l4": last, "t4": first, "a100": first}
+    plain = json.loads(fit("--jobs", "2", "--format", "json", *FOUR, "train.py").stdout)
+    assert [(gpu["gpu"], gpu["outcome"]) for gpu in plain["gpus"]] == [
+        ("h100", "fits"),
+        ("l4", "out of memory"),
+        ("t4", "fits"),
+        ("a100", "fits"),
+    ]
+
+
+def test_what_ended_before_ctrl_c_is_told_also_of_several_at_a_time(ran):
+    _, comes = ran
+    others_ended = threading.Event()
+
+    def first_of_two() -> ProgramRun:
+        others_ended.wait(60)
+        raise Stopped(signal.SIGINT)
+
+    def second_of_two() -> ProgramRun:
+        others_ended.set()
+        raise Stopped(signal.SIGINT)
+
+    comes |= {"l4": first_of_two, "a10": second_of_two}
+    result = fit("--jobs", "2", *FOUR, "--device", "a10", "train.py")
+    assert result.exit_code == 130
+    assert "interrupted: 3 of 5 GPUs were tried" in result.stderr
+    assert result.stdout.splitlines()[-1] == "needs 1.00 GB reserved (emulated): fits T4, H100 80GB, A100 80GB"
+
+
+def test_no_more_run_at_a_time_than_there_is_memory_for(ran, monkeypatch):
+    monkeypatch.setattr("pytest_gpumem.cli.fit.most_jobs", lambda jobs: most_jobs(jobs, lambda: A_RUN))
+    result = fit("--jobs", "3", *FOUR, "train.py")
+    assert result.exit_code == 0
+    assert "there is memory for 1 run at a time" in result.stderr
 
 
 def test_programs_get_json_alone_on_standard_output(ran):
@@ -197,7 +282,7 @@ sys.exit(3)
 
 
 def test_the_program_finds_the_gpu_and_a_folder_to_leave_its_usage_in():
-    done = run_on(emulated_gpu("l4"), [sys.executable, "-c", SHOW], {**os.environ, PEAKS: "1"}, steps=2)
+    done = run_on(emulated_gpu("l4"), [sys.executable, "-c", SHOW], {**os.environ, PEAKS: "1"}, Stop(), steps=2)
     folder, told = done.output.splitlines()
     assert (done.status, done.processes) == (3, ())
     assert folder.endswith(", '2']") or folder.startswith("['2', ")
@@ -205,6 +290,6 @@ def test_the_program_finds_the_gpu_and_a_folder_to_leave_its_usage_in():
 
 
 def test_what_a_program_says_on_standard_output_is_kept_where_it_says_nothing_else():
-    assert run_on(emulated_gpu("l4"), [sys.executable, "-c", "print('lost')"], os.environ).output == "lost"
+    assert run_on(emulated_gpu("l4"), [sys.executable, "-c", "print('lost')"], os.environ, Stop()).output == "lost"
     with pytest.raises(FileNotFoundError):
-        run_on(emulated_gpu("l4"), ["/nowhere/python"], os.environ)
+        run_on(emulated_gpu("l4"), ["/nowhere/python"], os.environ, Stop())

@@ -14,8 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem import processes
+from pytest_gpumem.cli import edits, first_baselines, shown_session
 from pytest_gpumem.cli import init as command
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.cli.shown_session import run_shown
 from pytest_gpumem.config.settings import KEYS, matches_test
 from pytest_gpumem.doctor import looking
 from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
@@ -97,7 +99,7 @@ def here(monkeypatch):
 def repository(project, here, monkeypatch):
     """Write files into a project that is a git repository, whose first baselines a process with torch loaded records."""
     monkeypatch.chdir(project.path)
-    fork_runs(monkeypatch, command.__name__)
+    fork_runs(monkeypatch, shown_session, first_baselines)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:randomly --no-gpumem-time")
     (project.path / ".git").mkdir()
@@ -131,7 +133,7 @@ def there(project) -> set[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_repository_gets_a_gate_that_is_green_until_something_holds_a_tensor(repository, layout, monkeypatch):
     if layout == "flat":  # once as it is
-        monkeypatch.setattr(command, "run", processes.run)
+        monkeypatch.setattr(shown_session, "run", processes.run)
     files, model = LAYOUTS[layout]
     project = repository(files)
     done = init("--yes")
@@ -221,7 +223,9 @@ def test_a_runner_that_this_machine_has_no_baselines_for_is_said(repository):
 )
 def test_times_are_recorded_where_the_workflow_takes_some(repository, here, monkeypatch, able, runner, recordings):
     ran = []
-    monkeypatch.setattr(command, "_run", lambda place, words, environment: (ran.append(list(words)), (0, ()))[1])
+    monkeypatch.setattr(
+        first_baselines, "run_shown", lambda words, folder, environment: (ran.append(list(words)), (0, ()))[1]
+    )
     repository({**FLAT, "conftest.py": "DEVICE = 'cuda'\n"})
     here(*able)
     init("--yes", "--runner", runner)
@@ -526,7 +530,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence_and_nothing_is_half_wri
 
 def test_a_read_only_folder_is_seen_before_the_first_file_is_written(repository, monkeypatch):
     project = repository(FLAT)
-    monkeypatch.setattr(command.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(edits.os, "access", lambda path, mode: False)
     done = init("--yes")
     assert done.exit_code == 2
     assert "a folder that you may not write to; nothing was written" in done.output
@@ -535,14 +539,14 @@ def test_a_read_only_folder_is_seen_before_the_first_file_is_written(repository,
 
 def test_files_are_put_back_when_one_cannot_be_written(repository, monkeypatch):
     project = repository({**FLAT, SETTINGS: "# mine\n"})
-    write = command.write_whole
+    write = edits.write_whole
 
     def full(path, text, **more):
         if path.name == "gpumem.yml":
             raise OSError(28, "No space left on device")
         write(path, text, **more)
 
-    monkeypatch.setattr(command, "write_whole", full)
+    monkeypatch.setattr(edits, "write_whole", full)
     done = init("--yes")
     assert done.exit_code == 2
     assert "No space left on device; nothing was written" in done.output
@@ -716,15 +720,12 @@ def test_the_reference_names_the_key_that_is_written():
 
 
 def test_baselines_that_cannot_be_taken_out_are_said_with_the_command_that_does(differing, monkeypatch):
-    as_usual = command.run
-
     def refusing(words, **how):
-        if "prune" not in words:
-            return as_usual(words, **how)
+        assert "prune" in words
         how["output"].write_text("Error: gpumem-baselines cannot be written: no space left\n", encoding="utf-8")
         return 2
 
-    monkeypatch.setattr(command, "run", refusing)
+    monkeypatch.setattr(first_baselines, "run", refusing)
     done = init("--yes")
     told = "\nError: gpumem-baselines cannot be written: no space left\ntheir baselines are still in the store; once that is mended: "
     assert f"{told}gpumem prune test_more.py::test_differs\n" in done.output, done.output
@@ -749,9 +750,9 @@ def test_progress_is_shown_while_the_tests_run_and_not_again_at_the_end(reposito
         return 0
 
     written: list[str] = []
-    monkeypatch.setattr(command, "run", running)
-    monkeypatch.setattr(command, "write_lines", written.extend)
-    assert command._run(command._place(), ["-m", "pytest"], {}) == (0, [])
+    monkeypatch.setattr(shown_session, "run", running)
+    monkeypatch.setattr(shown_session, "write_lines", written.extend)
+    assert run_shown(["-m", "pytest"], Path.cwd(), {}) == (0, [])
     assert written == ["test_a.py ....    [ 50%]", "test_b.py .   [100%]", "gpumem: 5 recorded"]
     assert shown == [0, 1, 2, 2]
 
@@ -763,7 +764,7 @@ def test_a_signal_while_baselines_are_recorded_ends_it_with_its_exit_status(repo
         os.kill(os.getpid(), signal.SIGTERM)
         stop.check()
 
-    monkeypatch.setattr(command, "run", interrupted)
+    monkeypatch.setattr(shown_session, "run", interrupted)
     done = init("--yes")
     assert done.exit_code == 128 + signal.SIGTERM
     assert "interrupted: `python -m pytest --gpumem-update=new` records the baselines that are missing" in done.output

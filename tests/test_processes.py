@@ -16,6 +16,7 @@ from pytest_gpumem import processes
 from pytest_gpumem.ab.compare_variants import Progress
 from pytest_gpumem.processes import Stop, Stopped, noted_signals
 from tests.ab.values import BASE, measured, measurement, run
+from tests.alive import is_alive
 
 # Tells its own number and its child's; neither ends by itself soon, and the child not when it is asked to.
 FAMILY = """
@@ -47,16 +48,15 @@ def test_a_command_gives_its_exit_status_and_adds_what_it_prints(tmp_path):
     assert (tmp_path / "log").read_text() == "before\nout\nerr\n"
 
 
+def test_standard_error_is_kept_apart_where_it_has_a_file(tmp_path):
+    log, errors = tmp_path / "log", tmp_path / "errors"
+    command = "echo out; echo err >&2"
+    processes.run(command, folder=tmp_path, environment=dict(os.environ), output=log, errors=errors, stop=Stop())
+    assert (log.read_text(), errors.read_text()) == ("out\n", "err\n")
+
+
 def test_a_command_that_a_signal_ends_gives_its_number(tmp_path):
     assert start(tmp_path, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == -9
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs: one that waits for being reaped has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are looked up in /proc")

@@ -137,10 +137,6 @@ def _is_decided(now: ComparedChange, before: ComparedChange | None, tolerance: f
     return now.outcome is not Outcome.UNCERTAIN and before is not None and now.outcome is before.outcome
 
 
-SIGNALLED = 128
-"""The exit status of a command that a signal ended is this and the signal's number, as shells have it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A comparison that was asked for. ``tolerance`` is the tolerated slowdown, as a ratio."""
@@ -244,7 +240,7 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
     except (RunFailed, NotInstalled, GitError) as failure:
         return Ended(report, settings.units, NOTHING_COMPARED, str(failure))
     except Stopped as stopped:
-        return Ended(report, settings.units, SIGNALLED + stopped.signum, "interrupted")
+        return Ended(report, settings.units, stopped.exit_status, "interrupted")
     finally:
         progress.clear()
     assert report is not None, "it ended after a pair"

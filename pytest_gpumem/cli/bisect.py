@@ -12,7 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.ab.compare_variants import SIGNALLED, set_up
+from pytest_gpumem.ab.compare_variants import set_up
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import AFTER_SETUP, refused, without_baselines
 from pytest_gpumem.baselines.history import events_of, file_changes, texts_of
@@ -22,7 +22,6 @@ from pytest_gpumem.bisect import candidates
 from pytest_gpumem.bisect.candidates import AT, commits, one_release, pins_of, releases
 from pytest_gpumem.bisect.driver import JUDGED, TIMED, NothingFound, Search
 from pytest_gpumem.bisect.journal import Journal
-from pytest_gpumem.bisect.memory import most_jobs
 from pytest_gpumem.bisect.red_report import red_of
 from pytest_gpumem.bisect.report import lines, markdown, nothing_as_json, nothing_as_markdown, to_json
 from pytest_gpumem.bisect.state import state_of
@@ -36,8 +35,9 @@ from pytest_gpumem.cli.ab import (
     told_in,
     write_reports,
 )
+from pytest_gpumem.cli.jobs import jobs_option, most_jobs
 from pytest_gpumem.cli.project import checkout_of, project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
 from pytest_gpumem.git import GitError, Revision, plain_environment
 from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.processes import Stopped, noted_signals
@@ -106,13 +106,7 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
     is_flag=True,
     help="Search in the commits of merged branches, too, not in first parents only.",
 )
-@click.option(
-    "--jobs",
-    type=WholeNumber(min=1),
-    default=1,
-    show_default=True,
-    help="Run so many at a time, as far as memory allows; with --setup one.",
-)
+@jobs_option("with --setup one")
 @max_slowdown_option("How much longer a step may take, with --metric step_time.")
 @click.option(
     "--slug", metavar="SLUG", help="With --packages: the baseline's device, by the name of its folder in the store."
@@ -187,7 +181,7 @@ def bisect(
             raise InputError(*str(failure).splitlines()) from None
         except Stopped as stopped:
             click.echo("interrupted: the same command goes on from here", err=True)
-            context.exit(SIGNALLED + stopped.signum)
+            context.exit(stopped.exit_status)
     write_lines(lines(found, screen()))
     accepted = [*tests, *given] if red is None else [red.nodeid, *options]
     release_mended_it = found.bad.backwards and bool(found.bad.package)
@@ -233,10 +227,7 @@ class _Rows:
         if self.jobs > 1 and self.runner.setup is not None:
             _say("with --setup runs are one at a time: what it installs for one would be there for the others, too")
             return 1
-        jobs = most_jobs(self.jobs)
-        if jobs < self.jobs:
-            _say(f"there is memory for {counted(jobs, 'run')} at a time")
-        return jobs
+        return most_jobs(self.jobs)
 
     def releases(self, package: str, good: str, bad: str, beside: Mapping[str, str] | None = None) -> list[Candidate]:
         """Return the releases of a package that its index has from one to another."""

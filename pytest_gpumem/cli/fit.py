@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.cli.jobs import jobs_option, most_jobs
 from pytest_gpumem.cli.project import own_gpus_around
 from pytest_gpumem.cli.streams import (
-    INTERRUPTED,
     InputError,
     WholeNumber,
     format_option,
@@ -29,6 +30,7 @@ from pytest_gpumem.fit.outcome import NOT_ENOUGH, Fit, FitOutcome, Found, ends_i
 from pytest_gpumem.fit.outcome import found as found_of
 from pytest_gpumem.fit.run import with_expandable_segments
 from pytest_gpumem.fit.summary import conclusion, details, name_of, progress, table, to_json
+from pytest_gpumem.processes import Stopped, noted_signals
 from pytest_gpumem.reports.layout import laid_out
 from pytest_gpumem.values.option_words import EMULATED
 
@@ -50,16 +52,18 @@ if TYPE_CHECKING:
     metavar="N",
     help="End the program when one of its optimizers has made N steps and begins another.",
 )
+@jobs_option("runs at the same time may not write the same files")
 @format_option("json")
 @renamed("--gpu", "--device")
 @renamed("--json", "--format json", is_flag=True)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")
-def fit(*, words: tuple[str, ...], steps: int | None, form: str, command: tuple[str, ...]) -> None:
+def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, command: tuple[str, ...]) -> None:
     """Find the GPUs that a program, as it is, fits into, by running it on emulated ones.
 
-    COMMAND is run once on each GPU, to its end, one after the other. The CUDA build of torch runs as it is, over stand-ins for
-    CUDA's libraries: PyTorch's own allocator runs out of memory, or does not. Where it does, the program is run once more
-    with expandable segments. A COMMAND that begins with a file (train.py) or with -m is run with this Python.
+    COMMAND is run once on each GPU, to its end, one after the other or, after the first, --jobs at a time. The CUDA build of
+    torch runs as it is, over stand-ins for CUDA's libraries: PyTorch's own allocator runs out of memory, or does not. Where it
+    does, the program is run once more with expandable segments. A COMMAND that begins with a file (train.py) or with -m is run
+    with this Python.
 
     \b
     Examples:
@@ -72,14 +76,23 @@ def fit(*, words: tuple[str, ...], steps: int | None, form: str, command: tuple[
     """
     arguments = _with_python(command)
     gpus = _gpus(words)
-    found: list[Fit] = []
-    try:
-        _try_all(found, gpus, arguments, steps, every=bool(words))
-    except KeyboardInterrupt:
-        click.echo(f"interrupted: {len(found)} of {len(gpus)} GPUs were tried", err=True)
+    jobs = most_jobs(jobs)
+    by_gpu: dict[Gpu, Fit] = {}
+    interrupted = None
+    with noted_signals() as stop:
+        try:
+            with closing(ProgramRuns(arguments, os.environ, steps, len(gpus), jobs, stop)) as runs:
+                _try_all(by_gpu, gpus, runs, jobs, every=bool(words))
+        except Stopped as stopped:
+            interrupted = stopped.exit_status
+            click.echo(f"\ninterrupted: {len(by_gpu)} of {len(gpus)} GPUs were tried", err=True)
+        except OSError as error:
+            raise InputError(f"{arguments[0]}: {error.strerror}") from None
+    found = [by_gpu[gpu] for gpu in gpus if gpu in by_gpu]
+    if interrupted is not None:
         if found:
-            _print(found, arguments, INTERRUPTED, as_json=form == "json")
-        sys.exit(INTERRUPTED)
+            _print(found, arguments, interrupted, as_json=form == "json")
+        sys.exit(interrupted)
     if found[0].plain.without_statistics:
         raise InputError(
             "it cannot be told what the program takes: it has an allocator of its own, which keeps no statistics"
@@ -110,28 +123,35 @@ def _gpus(words: Sequence[str]) -> list[Gpu]:
     return list(dict.fromkeys(gpus))
 
 
-def _try_all(found: list[Fit], gpus: Sequence[Gpu], command: Sequence[str], steps: int | None, *, every: bool) -> None:
-    """Append the result of the program on each GPU to ``found``."""
+def _try_all(found: dict[Gpu, Fit], gpus: Sequence[Gpu], runs: ProgramRuns, jobs: int, *, every: bool) -> None:
+    """Add the result of the program on each GPU to ``found``: on the first one, then on ``jobs`` of the others at a time."""
+    expandable = with_expandable_segments(os.environ)
 
     def tried(gpu: Gpu, more: dict[str, str]) -> Found:
         how = " with expandable segments" if more else ""
-        click.echo(f"[{len(found) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){how} ... ", nl=False, err=True)
-        try:
-            run = runs.on(gpu, more)
-        except OSError as error:
-            raise InputError(f"{command[0]}: {error.strerror}") from None
-        one = found_of(run, gpu, CONTEXT_BYTES)
-        click.echo(progress(one, str(Path.cwd())), err=True)
+        begun = f"[{gpus.index(gpu) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){how} ... "
+        # Lines of several that run at the same time would be mixed.
+        if jobs == 1:
+            click.echo(begun, nl=False, err=True)
+        one = found_of(runs.on(gpu, more), gpu, CONTEXT_BYTES)
+        click.echo(("" if jobs == 1 else begun) + progress(one, str(Path.cwd())), err=True)
         return one
 
-    expandable = with_expandable_segments(os.environ)
-    with closing(ProgramRuns(command, os.environ, steps, len(gpus))) as runs:
-        for gpu in gpus:
-            plain = tried(gpu, {})
-            again = plain.outcome in NOT_ENOUGH and not plain.expandable and expandable is not None
-            found.append(Fit(gpu, plain, tried(gpu, expandable or {}) if again else None))
-            if ends_it(found[0], every=every):
-                return
+    def fit_of(gpu: Gpu) -> Fit:
+        plain = tried(gpu, {})
+        again = plain.outcome in NOT_ENOUGH and not plain.expandable and expandable is not None
+        found[gpu] = Fit(gpu, plain, tried(gpu, expandable or {}) if again else None)
+        return found[gpu]
+
+    if ends_it(fit_of(gpus[0]), every=every):
+        return
+    with ThreadPoolExecutor(jobs) as threads:
+        others = [threads.submit(fit_of, gpu) for gpu in gpus[1:]]
+        try:
+            for one in as_completed(others):
+                one.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def _print(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:

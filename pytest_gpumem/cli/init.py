@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import shlex
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import click
-import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
-from pytest_gpumem.ab.compare_variants import SIGNALLED
 from pytest_gpumem.baselines.location import is_url
+from pytest_gpumem.cli.edits import write_edits
+from pytest_gpumem.cli.first_baselines import FirstBaselines
 from pytest_gpumem.cli.project import check_pyproject, read_config
-from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, read_report, write_lines
+from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, write_lines
 from pytest_gpumem.config.settings import DEFAULT_STORE, settings_of
 from pytest_gpumem.devices.registry import BUILT_IN
 from pytest_gpumem.doctor import looking
@@ -28,7 +24,6 @@ from pytest_gpumem.git import USUAL_BRANCH, GitError, default_branch
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.found_tests import Names, find_tests
 from pytest_gpumem.init.installing import REQUIREMENTS_FILES
-from pytest_gpumem.init.patterns import patterns_of
 from pytest_gpumem.init.proposal import (
     ATTRIBUTES,
     GATE_REQUIREMENTS,
@@ -40,21 +35,19 @@ from pytest_gpumem.init.proposal import (
     ProposalError,
     counts,
     proposal,
-    with_patterns,
 )
 from pytest_gpumem.init.sources import sources_of
-from pytest_gpumem.init.workflow import DEVICES, PLACEHOLDER, RUNNERS, account
-from pytest_gpumem.processes import Stopped, noted_signals, run
+from pytest_gpumem.init.workflow import DEVICES, RUNNERS, account
+from pytest_gpumem.processes import Stopped
 from pytest_gpumem.units import counted
-from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Iterator, Mapping
 
-    from pytest_gpumem.gate.verdict import TestVerdict
+    import pytest
+
     from pytest_gpumem.init.found_tests import FoundTests
-    from pytest_gpumem.init.proposal import Edit, Proposal
+    from pytest_gpumem.init.proposal import Proposal
     from pytest_gpumem.init.sources import Sources
     from pytest_gpumem.init.workflow import Runner
 
@@ -65,12 +58,6 @@ _NONE = (
     "nothing is proposed: no test was found that runs a model. Mark those that do with @pytest.mark.gpumem, name them in "
     f"[tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture; then run gpumem init again"
 )
-_END = 25
-"""Lines that are shown of a session that recorded baselines."""
-_SUMMARY = ("gpumem:", "gpumem store:")
-"""Beginnings of the lines that are shown of it, wherever they are."""
-_PROGRESS = re.compile(r"\[ *[0-9]+(%|/[0-9]+)\]$")
-"""The end of a line of pytest's progress, as each of its styles has it."""
 
 
 @click.command()
@@ -115,7 +102,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
         return
     try:
         if proposed.edits and (yes or _asked(f"Write {counted(len(proposed.edits), 'file')}?")):
-            _write(place.root, proposed.edits)
+            write_edits(place.root, proposed.edits)
         elif proposed.edits:
             write_lines(["nothing was written"])
             return
@@ -127,14 +114,15 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
                 [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds those that are missing"]
             )
         else:
-            _record(place, proposed, found, environment, yes=yes)
+            first = FirstBaselines(place.root, place.tests, proposed, found, environment)
+            first.record(lambda question: yes or _asked(question))
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted", err=True)
         sys.exit(INTERRUPTED)
     except Stopped as stopped:
         more = "`python -m pytest --gpumem-update=new` records the baselines that are missing"
         click.echo(f"\ninterrupted: {more}", err=True)
-        sys.exit(SIGNALLED + stopped.signum)
+        sys.exit(stopped.exit_status)
 
 
 def _not_read(sources: Sources, names: Names) -> Iterator[str]:
@@ -278,232 +266,3 @@ def _asked(question: str) -> bool:
             "there is no terminal to ask at: add --yes to write, or --dry-run only to look; nothing was written"
         )
     return click.confirm(question, default=True)
-
-
-def _write(root: Path, edits: Sequence[Edit]) -> None:
-    """Write all files, or none: each is checked before the first is written. Raises `InputError`."""
-    for edit in edits:
-        _check_writable(root / edit.path)
-    written: list[Edit] = []
-    try:
-        for edit in edits:
-            written.append(edit)
-            write_whole(root / edit.path, edit.after, errors="surrogateescape")
-    except OSError as error:
-        for edit in written:
-            _put_back(root / edit.path, edit.before)
-        raise InputError(
-            f"{edits[len(written) - 1].path} cannot be written: {error.strerror}; nothing was written"
-        ) from None
-    write_lines([f"wrote {os.path.normpath(edit.path)}" for edit in edits])
-
-
-def _check_writable(path: Path) -> None:
-    there = next(one for one in (path, *path.parents) if one.exists())
-    what = "a file" if path == there else "a folder"
-    if path != there and not there.is_dir():
-        raise InputError(f"{path} cannot be written: {there} is a file, expected a folder; nothing was written")
-    # A file is replaced, for which its folder is written to.
-    for one in {there, path.parent if path == there else there}:
-        if not os.access(one, os.W_OK):
-            raise InputError(
-                f"{path} cannot be written: {one} is {what} that you may not write to; nothing was written"
-            )
-
-
-def _put_back(path: Path, before: str | None) -> None:
-    try:
-        if before is None:
-            path.unlink(missing_ok=True)
-        else:
-            write_whole(path, before, errors="surrogateescape")
-    except OSError as error:
-        click.echo(f"{path} could not be put back: {error.strerror}", err=True)
-
-
-def _record(place: _Place, proposed: Proposal, found: FoundTests, environment: Mapping[str, str], *, yes: bool) -> None:
-    """Record baselines and gate them at once, and show the end of what the sessions said; then say what is to be done next."""
-    failed = False
-    gates: list[list[str]] = []
-    missing: list[str] = []
-    verdicts: list[TestVerdict] = []
-    for options in proposed.record_with:
-        command = _recording(*options)
-        said = f"python {' '.join(command)}"
-        if not yes and not _asked(f"Record the first baselines: {said}?"):
-            missing.append(said)
-            continue
-        write_lines(["", f"$ {said}"])
-        status, of_session = _run(place, command, environment)
-        verdicts += of_session
-        gates.append(["-m", "pytest", "--gpumem-baseline", *options])
-        failed = failed or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not of_session
-    # They may need a network, or weights that are not here: nothing of them can be gated.
-    functions = {_function(one) for one in verdicts if one.failed_by_itself}
-    functions -= {_function(one) for one in verdicts if one.verdicts}
-    if not _leave_out(place, proposed, found, functions):
-        functions = set()
-    else:
-        why = "they failed by themselves (see above) and have no baseline"
-        write_lines(["", f"left out of {MARK_KEY}, as {why}; once they pass, add them:"])
-        write_lines([f"  {one}" for one in sorted(functions)])
-    if failed or any(one.failed_by_itself and _function(one) not in functions for one in verdicts):
-        write_lines(
-            [
-                "",
-                f"not every test could be recorded (see above): fix it, or take it out of {MARK_KEY}, and run it again",
-            ]
-        )
-        sys.exit(1)
-    differing = _gate_once(place, gates, verdicts, environment)
-    if differing:
-        _leave_out_differing(place, proposed, found, differing, functions, environment)
-    if proposed.record_elsewhere is not None:
-        said = f"python {' '.join(_recording(f'--gpumem-device={proposed.record_elsewhere}'))}"
-        missing.append(f"{said} (on a machine that has {proposed.record_elsewhere})")
-    if missing:
-        write_lines(["", "the gate needs baselines that are not recorded yet; run first:"])
-        write_lines([f"  {said}" for said in missing])
-    done = " and recorded" if missing else ""
-    if not proposed.installs_from_nowhere:
-        said = f"commit what was written{done}; `pytest --gpumem-baseline` is the gate"
-    else:
-        files = " and ".join(map(os.path.normpath, proposed.installs_from_nowhere))
-        said = (
-            f"replace {PLACEHOLDER} in {files}, and commit what was written{done}: before that `pytest --gpumem-baseline` "
-            "gates here, and the workflow cannot install it"
-        )
-    write_lines([f"then {said}"] if missing else ["", said])
-
-
-def _run(place: _Place, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, Sequence[TestVerdict]]:
-    """Run the tests, show their progress and the end of what the session said, and return its exit status and its verdicts.
-
-    Raises `Stopped`.
-    """
-    with TemporaryDirectory(prefix="gpumem-init-") as folder, noted_signals() as stop:
-        report = Path(folder) / "report.json"
-        said = _Said(Path(folder) / "output.txt")
-        status = run(
-            [sys.executable, *command, f"--gpumem-report={report}"],
-            folder=place.root / place.tests,
-            environment=environment,
-            output=said.output,
-            stop=stop,
-            tick=said.show_progress,
-        )
-        said.show_end()
-        if status < 0:
-            write_lines(["", f"the session was ended by {_name_of(-status)}, and recorded nothing"])
-        results = read_report(report).results if report.exists() else ()
-    return status, [one.verdict for one in results]
-
-
-class _Said:
-    """The output of a session, in a file."""
-
-    def __init__(self, output: Path) -> None:
-        self.output = output
-        self._read = 0
-        self._lines: list[str] = []
-        """Those to be shown at the end: what came before the first test is not, once there was one."""
-        self._began = False
-
-    def show_progress(self, *, ended: bool = False) -> None:
-        """Show the lines of progress that have come; ``ended`` tells that the last line is whole."""
-        with self.output.open("rb") as file:
-            file.seek(self._read)
-            found = file.read()
-        if not ended:
-            found = found[: found.rfind(b"\n") + 1]
-        self._read += len(found)
-        lines = found.decode("utf-8", errors="replace").splitlines()
-        for line in lines:
-            if not _PROGRESS.search(line):
-                self._lines.append(line)
-                continue
-            write_lines([line])
-            if not self._began:
-                self._began = True
-                self._lines.clear()
-
-    def show_end(self) -> None:
-        """Show the rest: the last lines, and those of its summary before. Of each failed test pytest has one behind that."""
-        self.show_progress(ended=True)
-        earlier, last = self._lines[:-_END], self._lines[-_END:]
-        write_lines([*(line for line in earlier if line.startswith(_SUMMARY)), *last])
-
-
-def _name_of(number: int) -> str:
-    """Return the name of a signal, or its number where it has none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _gate_once(
-    place: _Place,
-    commands: Sequence[Sequence[str]],
-    verdicts: Sequence[TestVerdict],
-    environment: Mapping[str, str],
-) -> set[str]:
-    """Gate what was just recorded; return the test functions that fail on the same code, as their figures depend on chance."""
-    failed_before = {one.nodeid for one in verdicts if one.failure is not None}
-    found: set[str] = set()
-    for command in commands:
-        write_lines(["", f"$ python {' '.join(command)}"])
-        _, of_session = _run(place, command, environment)
-        found |= {_function(one) for one in of_session if one.failure is not None and one.nodeid not in failed_before}
-    return found
-
-
-def _leave_out_differing(
-    place: _Place,
-    proposed: Proposal,
-    found: FoundTests,
-    differing: AbstractSet[str],
-    left_out: AbstractSet[str],
-    environment: Mapping[str, str],
-) -> None:
-    """Take tests whose figures depend on chance out of the patterns and the store, beside those that were left out before."""
-    why = "they failed on the code that they were recorded on (see above), so that their figures depend on chance"
-    if _leave_out(place, proposed, found, differing | left_out):
-        write_lines(["", f"left out of {MARK_KEY}, as {why}; once they repeat (by a seed), add them:"])
-        write_lines([f"  {one}" for one in sorted(differing)])
-        _prune(place, sorted(differing), environment)
-    else:
-        write_lines(["", f"the gate is red until these are taken out of {MARK_KEY}, or repeat (by a seed), as {why}:"])
-        write_lines([f"  {one}" for one in sorted(differing)])
-
-
-def _prune(place: _Place, functions: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Take the baselines of test functions out of the store, or say how that is done. Raises `Stopped`."""
-    with TemporaryDirectory(prefix="gpumem-init-") as folder, noted_signals() as stop:
-        output = Path(folder) / "output.txt"
-        command = ["-m", "pytest_gpumem.cli.main", "prune", *functions]
-        status = run([sys.executable, *command], folder=place.root, environment=environment, output=output, stop=stop)
-        if status != 0:
-            said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            typed = f"gpumem prune {' '.join(map(shlex.quote, functions))}"
-            write_lines(["", *said, f"their baselines are still in the store; once that is mended: {typed}"])
-
-
-def _leave_out(place: _Place, proposed: Proposal, found: FoundTests, functions: AbstractSet[str]) -> bool:
-    """Take test functions out of the patterns that were written; return whether there are some, and others are left."""
-    kept = [replace(one, runs_model=False) if one.nodeid in functions else one for one in found.tests]
-    edit = next((one for one in proposed.edits if one.path == SETTINGS), None)
-    if not functions or edit is None or not patterns_of(kept):
-        return False
-    _write(place.root, [with_patterns(edit, patterns_of(found.tests), patterns_of(kept))])
-    return True
-
-
-def _function(verdict: TestVerdict) -> str:
-    """Return the node id of a test function, without the parameters of one of its items."""
-    return f"{verdict.file}::{verdict.test.partition('[')[0]}"
-
-
-def _recording(*options: str) -> list[str]:
-    """Return the arguments of Python that record baselines with options of pytest."""
-    return ["-m", "pytest", "--gpumem-update=new", *options]

@@ -24,7 +24,7 @@ from pytest_gpumem.emulated_process.before_torch import record_if_told_to
 from pytest_gpumem.emulation.load import become, current_emulation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pytest_gpumem.emulation.gpus import Gpu
 
@@ -35,9 +35,9 @@ import sys
 if not getattr(sys.flags, "safe_path", False):
     sys.path[0] = sys.argv[1]
 from pytest_gpumem.emulated_process.fork_server import serve
-serve(int(sys.argv[2]))
+serve([int(descriptor) for descriptor in sys.argv[2:]])
 """
-"""Code that a Python is started with to be the server: its arguments are the program's folder and a connection's descriptor."""
+"""Code that a Python is started with to be the server: arguments are the program's folder and descriptors of connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,17 @@ class Fork:
     errors: str
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptors: Sequence[int]) -> None:
     """Import a program's packages, and fork its process as often as is asked; in each of them, be the program.
 
     To the `Program` that it is sent the server answers with the reason why it cannot fork, as a clause, or ``None``; to each
     `Fork` with the process's id, then with its exit status, which is negative where a signal ended it.
+
+    Args:
+        descriptors: Those of connections, each served by a process of its own once packages are imported: the first by this.
     """
-    connection = Connection(descriptor)
+    connections = [Connection(descriptor) for descriptor in descriptors]
+    connection = connections[0]
     program: Program = connection.recv()
     given = os.environ.get(BY_NVML)
     os.environ[BY_NVML] = "1"
@@ -86,27 +90,37 @@ def serve(descriptor: int) -> None:
     else:
         os.environ[BY_NVML] = given
     connection.send(_why_not())
-    # Ctrl-C is for the program.
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = next((other for other in connections[1:] if not _forked()), connection)
+    for other in connections:
+        if other is not connection:
+            other.close()  # whoever holds it would hide that its server has ended
     while True:
         try:
             asked: Fork = connection.recv()
         except EOFError:
             os._exit(0)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with warnings.catch_warnings():
-            # Python's, of threads: those of libraries (OpenBLAS) stop before a fork.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process = os.fork()
+        process = _forked()
         if not process:
             break
         connection.send(process)
         connection.send(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-    signal.signal(signal.SIGINT, interrupt)
     connection.close()
     _begin(asked)
     _run(program.command)
+
+
+def _forked() -> int:
+    """Fork this process, and return the other one's id; 0 in that. It leads a process group, with what it starts itself."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python's, of threads: those of libraries (OpenBLAS) stop before a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = os.fork()
+    # In both: neither can go on before it is so. The other may have ended.
+    with suppress(ProcessLookupError):
+        os.setpgid(process, 0)
+    return process
 
 
 def _why_not() -> str | None:

@@ -6,15 +6,15 @@ process then imports that, too, and each further run is a fork of it: the progra
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from multiprocessing import Pipe
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.emulated_process.before_torch import DESCRIPTION
@@ -24,12 +24,15 @@ from pytest_gpumem.emulation.gpus import described
 from pytest_gpumem.emulation.load import CONTEXT_BYTES
 from pytest_gpumem.fit.outcome import found
 from pytest_gpumem.fit.run import emulating, run_folder, run_on
+from pytest_gpumem.processes import POLL_SECONDS, end_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from multiprocessing.connection import Connection
 
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.fit.outcome import ProgramRun
+    from pytest_gpumem.processes import Stop
 
 
 def can_be_forked(command: Sequence[str], python: str) -> bool:
@@ -59,23 +62,34 @@ def forks_pay(before_cuda: float, whole: float, others: int) -> bool:
 
 
 class ProgramRuns:
-    """Runs of a program on GPUs, one after the other.
+    """Runs of a program on GPUs: the first one alone, and then several at a time, each in a thread.
 
     Args:
         command: The program and its arguments.
         environment: Its environment, but for what concerns the emulated GPU.
         steps: After how many steps of an optimizer to end it; ``None`` for not before it ends.
         gpus: The number of GPUs that it will run on, if nothing ends that earlier.
+        jobs: The number of runs at a time, at most.
+        stop: The signal that asks for the end of all.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], steps: int | None, gpus: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        steps: int | None,
+        gpus: int,
+        jobs: int,
+        stop: Stop,
+    ) -> None:
         self._command, self._environment, self._steps = tuple(command), environment, steps
-        self._others = gpus - 1
+        self._others, self._jobs, self._stop = gpus - 1, jobs, stop
         self._first: tuple[Gpu, ProgramRun] | None = None
         self._began = 0
         self._seconds = 0.0
         self._server: ForkServer | None = None
         self._asked = False
+        self._asking = threading.Lock()
         self._close = ExitStack()
 
     def close(self) -> None:
@@ -91,6 +105,7 @@ class ProgramRuns:
 
         Raises:
             OSError: The program cannot be started.
+            Stopped: The end was asked for.
         """
         if self._first is None:
             self._began = time.monotonic_ns()
@@ -106,7 +121,7 @@ class ProgramRuns:
         return forked
 
     def _in_process(self, gpu: Gpu, more: Mapping[str, str]) -> ProgramRun:
-        return run_on(gpu, self._command, {**self._environment, **more}, self._steps)
+        return run_on(gpu, self._command, {**self._environment, **more}, self._stop, self._steps)
 
     def _server_for(self, gpu: Gpu) -> ForkServer | None:
         """Return the server if a fork of it is what a process is."""
@@ -115,22 +130,26 @@ class ProgramRuns:
         # torch counts GPUs once.
         if gpu.count != first.count:
             return None
-        if not self._asked:
-            self._asked = True
-            if len(run.processes) != 1 or not can_be_forked(self._command, sys.executable):
-                return None
-            (process,) = run.processes
-            if not forks_pay((process.began - self._began) / 1e9, self._seconds, self._others):
-                return None
-            server = self._close.enter_context(
-                closing(ForkServer(gpu, Program(self._command, process.imported), self._environment))
-            )
-            again = server.run(first, {}, self._steps)
-            if again is not None and _outcome(again, first) == _outcome(run, first):
-                self._server = server
-            else:
-                server.close()
-        return self._server
+        with self._asking:
+            if not self._asked:
+                self._asked = True
+                self._server = self._started(gpu, first, run)
+            return self._server
+
+    def _started(self, gpu: Gpu, first: Gpu, run: ProgramRun) -> ForkServer | None:
+        """Start the server, and return it if the first run comes out the same in a fork of it."""
+        if len(run.processes) != 1 or not can_be_forked(self._command, sys.executable):
+            return None
+        (process,) = run.processes
+        if not forks_pay((process.began - self._began) / 1e9, self._seconds, self._others):
+            return None
+        program = Program(self._command, process.imported)
+        server = self._close.enter_context(closing(ForkServer(gpu, program, self._environment, self._jobs, self._stop)))
+        again = server.run(first, {}, self._steps)
+        if again is not None and _outcome(again, first) == _outcome(run, first):
+            return server
+        server.close()
+        return None
 
 
 def _outcome(run: ProgramRun, gpu: Gpu) -> object:
@@ -138,33 +157,64 @@ def _outcome(run: ProgramRun, gpu: Gpu) -> object:
 
 
 class ForkServer:
-    """The process that is forked. It runs until it is closed."""
+    """The process that is forked, and forks of it which serve further runs at the same time. They run until it is closed.
 
-    def __init__(self, gpu: Gpu, program: Program, environment: Mapping[str, str]) -> None:
+    Args:
+        gpu: The GPU that packages find when they are imported.
+        program: The program.
+        environment: Its environment, but for what concerns the emulated GPU.
+        jobs: The number of runs at a time, at most.
+        stop: The signal that asks for the end of all.
+
+    Raises:
+        Stopped: The end was asked for.
+    """
+
+    def __init__(self, gpu: Gpu, program: Program, environment: Mapping[str, str], jobs: int, stop: Stop) -> None:
+        self._stop = stop
         self._close = ExitStack()
         self._said = self._close.enter_context(run_folder())
-        self._connection, theirs = Pipe()
-        self._close.callback(self._connection.close)
-        with theirs, self._said.output.open("wb") as stdout, self._said.errors.open("wb") as stderr:
+        pipes = [Pipe() for _ in range(jobs)]
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        """Connections to processes that serve no run now."""
+        for ours, _ in pipes:
+            self._close.callback(ours.close)
+            self._idle.put(ours)
+        theirs = [their.fileno() for _, their in pipes]
+        with self._said.output.open("wb") as stdout, self._said.errors.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [program.command[0], "-c", CODE, program.folder, str(theirs.fileno())],
+                [program.command[0], "-c", CODE, program.folder, *map(str, theirs)],
                 env=emulating(gpu, environment),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=[theirs.fileno()],
+                pass_fds=theirs,
+                # Ctrl-C in the terminal is for us; what runs is ended by us.
+                start_new_session=True,
             )
+        for _, their in pipes:
+            their.close()
         self._close.callback(self._end)
         self._alive = True
-        self._connection.send(program)
-        self._alive = self._received() is None and self._alive
+        first = pipes[0][0]
+        try:
+            first.send(program)
+            self._alive = self._received(first) is None and self._alive
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End it."""
         self._close.close()
 
     def run(self, gpu: Gpu, more: Mapping[str, str], steps: int | None) -> ProgramRun | None:
-        """Run the program in a fork; ``None`` where there can be none."""
+        """Run the program in a fork; ``None`` where there can be none.
+
+        Raises:
+            Stopped: The end was asked for.
+        """
+        self._stop.check()
         if not self._alive:
             return None
         with run_folder() as folder:
@@ -172,25 +222,34 @@ class ForkServer:
             for said, own in ((self._said.output, folder.output), (self._said.errors, folder.errors)):
                 shutil.copyfile(said, own)
             variables = {**more, **folder.variables(steps), VARIABLE: gpu.device, DESCRIPTION: described(gpu)}
-            status = self._status_of(Fork(gpu, variables, str(folder.output), str(folder.errors)))
+            connection = self._idle.get()
+            status = self._status_of(connection, Fork(gpu, variables, str(folder.output), str(folder.errors)))
+            # Not after an error: what the server sent then is of this run.
+            self._idle.put(connection)
             return None if status is None else folder.run(status)
 
-    def _status_of(self, fork: Fork) -> int | None:
-        self._connection.send(fork)
-        process = self._received()
+    def _status_of(self, connection: Connection, fork: Fork) -> int | None:
+        try:
+            connection.send(fork)
+        except BrokenPipeError:
+            return None
+        process = self._received(connection)
         if process is None:
             return None
         try:
-            status: int | None = self._received()
+            status: int | None = self._received(connection)
         except BaseException:
-            os.kill(process, signal.SIGKILL)
+            with suppress(EOFError, ConnectionResetError):
+                end_group(process, self._stop, connection.poll)
             raise
         return status
 
-    def _received(self) -> Any:
-        """Return what the server sends; ``None`` if it has ended, as an import may have ended it."""
+    def _received(self, connection: Connection) -> Any:
+        """Return what a server sends; ``None`` if it has ended, as an import may have ended it."""
         try:
-            return self._connection.recv()
+            while not connection.poll(POLL_SECONDS):
+                self._stop.check()
+            return connection.recv()
         except (EOFError, ConnectionResetError):
             self._alive = False
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +13,13 @@ from pytest_gpumem.emulated_process.before_torch import PEAKS, STEPS, USAGE
 from pytest_gpumem.emulated_process.start import environment_for
 from pytest_gpumem.emulated_process.usage import read_usages
 from pytest_gpumem.fit.outcome import ProgramRun
+from pytest_gpumem.processes import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.emulation.gpus import Gpu
+    from pytest_gpumem.processes import Stop
 
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables with settings of PyTorch's allocator; the second in newer releases, beside the first."""
@@ -37,29 +38,32 @@ def with_expandable_segments(environment: Mapping[str, str]) -> dict[str, str] |
     }
 
 
-def run_on(gpu: Gpu, command: Sequence[str], environment: Mapping[str, str], steps: int | None = None) -> ProgramRun:
+def run_on(
+    gpu: Gpu, command: Sequence[str], environment: Mapping[str, str], stop: Stop, steps: int | None = None
+) -> ProgramRun:
     """Run ``command`` to its end on an emulated GPU.
 
     Args:
         gpu: The GPU, or several of one.
         command: The program and its arguments.
         environment: Its environment, but for what concerns the emulated GPU.
+        stop: The signal that asks for the end, which is then the program's, too.
         steps: After how many steps of an optimizer to end it; ``None`` for not before it ends.
 
     Raises:
         OSError: The program cannot be started.
+        Stopped: The end was asked for.
     """
     with run_folder() as folder:
-        with folder.output.open("wb") as stdout, folder.errors.open("wb") as stderr:
-            done = subprocess.run(
-                command,
-                env={**emulating(gpu, environment), **folder.variables(steps)},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                check=False,
-            )
-        return folder.run(done.returncode)
+        status = run(
+            command,
+            folder=Path.cwd(),
+            environment={**emulating(gpu, environment), **folder.variables(steps)},
+            output=folder.output,
+            errors=folder.errors,
+            stop=stop,
+        )
+        return folder.run(status)
 
 
 def emulating(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.bisect.memory import A_RUN, available, most_jobs
 from pytest_gpumem.bisect.search import Bounds, Graph, bounds, next_ones
 
 
@@ -148,16 +145,3 @@ def test_what_mended_it_is_found_the_same_way(graph, data):
     mended = data.draw(st.sampled_from([at for at in range(last) if backwards.ancestors[0] >> at & 1]))
     found, _ = searched_in(backwards, mended)
     assert (found.good, found.bad, found.between) == (mended, turned[mended][0], ())
-
-
-def test_no_more_runs_at_a_time_than_there_is_memory_for():
-    assert most_jobs(8, lambda: 5 * A_RUN) == 5
-    assert most_jobs(2, lambda: 5 * A_RUN) == 2
-    assert most_jobs(8, lambda: A_RUN // 2) == 1
-    assert most_jobs(8, lambda: None) == 8
-
-
-@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="reads Linux's /proc/meminfo")
-def test_memory_that_caches_of_files_hold_can_be_used(monkeypatch):
-    monkeypatch.setattr(os, "sysconf", lambda _name: 1)
-    assert available() > 10**6

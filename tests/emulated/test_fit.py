@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.alive import is_alive
+from tests.emulated.processes import REPOSITORY
 from tests.workspaces import KEPT, WORKSPACE
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
 
 MIB = 2**20
@@ -269,18 +274,23 @@ else:
 EACH_CARD = ("h100", "1000mb", "1500mb", "2000mb", "2500mb", "3000mb", "3500mb", "v100", "l4", "b200")
 
 
-def of_each_card(fit, *program: str) -> list[dict[str, Any]]:
-    devices = [word for card in EACH_CARD for word in ("--device", card)]
-    done = fit(OF_EACH_CARD, "--format", "json", "--steps", "3", *devices, program=program, PYTORCH_CUDA_ALLOC_CONF="")
+def of_each_card(fit, *program: str, jobs: int = 1) -> list[dict[str, Any]]:
+    words = [f"--jobs={jobs}", "--format=json", "--steps=3", *(f"--device={card}" for card in EACH_CARD)]
+    done = fit(OF_EACH_CARD, *words, program=program, PYTORCH_CUDA_ALLOC_CONF="")
     assert done.returncode == 1, done.stdout + done.stderr
     return json.loads(done.stdout)["gpus"]
 
 
-def test_each_further_card_is_a_fork_with_an_outcome_of_its_own(fit, tmp_path):
-    gpus = {gpu["gpu"]: gpu for gpu in of_each_card(fit, "program.py")}
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_each_further_card_is_a_fork_with_an_outcome_of_its_own(fit, tmp_path, jobs):
+    gpus = {gpu["gpu"]: gpu for gpu in of_each_card(fit, "program.py", jobs=jobs)}
+    assert tuple(gpus) == EACH_CARD
     began = [tuple(line.split()) for line in (tmp_path / "began.txt").read_text(encoding="utf-8").splitlines()]
     again = [card for card, gpu in gpus.items() for _ in range(1 + (gpu["with_expandable_segments"] is not None))]
-    assert began == [("new", "emulated:h100"), *(("fork", f"emulated:{card}") for card in ("h100", *again[1:]))]
+    first, others = began[:2], began[2:]
+    assert first == [("new", "emulated:h100"), ("fork", "emulated:h100")]
+    in_turn = [("fork", f"emulated:{card}") for card in again[1:]]
+    assert others == in_turn if jobs == 1 else sorted(others) == sorted(in_turn)
     assert {card: gpu["outcome"] for card, gpu in gpus.items()} == {
         "1000mb": "failed by itself",
         "1500mb": "out of memory",
@@ -319,6 +329,37 @@ print(told())
 
 def test_a_process_that_only_counts_gpus_can_be_forked_and_one_that_asks_what_they_are_is_noted(on_gpu):
     assert on_gpu(ASKED).splitlines() == ["False 1 False", "True True True", "True"]
+
+
+# Each card but the first waits to be ended, as does a process that it has started.
+ENDLESS = """
+import os, subprocess, sys, time, torch
+torch.ones(1, device="cuda")
+if torch.cuda.get_device_properties(0).total_memory < 40 * 10**9:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open("began.txt", "a") as file:
+        print(os.getpid(), child.pid, file=file)
+    time.sleep(600)
+"""
+
+
+def test_ctrl_c_ends_all_that_run_at_the_time_and_tells_what_was_found(processes, tmp_path):
+    (tmp_path / "program.py").write_text(ENDLESS, encoding="utf-8")
+    began = tmp_path / "began.txt"
+    cards = [f"--device={card}" for card in ("h100", "a100", "h200", "b200", "l40s", "l4", "t4", "a10")]
+    command = [sys.executable, "-m", "pytest_gpumem.cli.main", "fit", "--jobs=2", *cards, "program.py"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as fit:
+        while not began.exists() or began.read_text(encoding="utf-8").count("\n") < 2:
+            assert fit.poll() is None
+            time.sleep(0.1)
+        fit.send_signal(signal.SIGINT)
+        _, errors = fit.communicate(timeout=60)
+    assert fit.returncode == 130, errors
+    assert "interrupted: 5 of 8 GPUs were tried" in errors
+    pids = [int(pid) for pid in began.read_text(encoding="utf-8").split()]
+    assert len(pids) == 4
+    assert not any(map(is_alive, pids))
 
 
 @pytest.mark.thorough

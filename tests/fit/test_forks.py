@@ -15,6 +15,7 @@ from pytest_gpumem.emulation.gpus import Gpu, emulated_gpu
 from pytest_gpumem.fit import forks
 from pytest_gpumem.fit.forks import ProgramRuns, can_be_forked, forks_pay
 from pytest_gpumem.fit.outcome import ProgramRun
+from pytest_gpumem.processes import Stop
 
 COMMAND = (sys.executable, "train.py")
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -38,12 +39,14 @@ class World:
     fork: ProgramRun | None = field(default_factory=run)
     ran: list[str] = field(default_factory=list)
 
-    def run_on(self, gpu: Gpu, command: object, environment: dict[str, str], steps: int | None) -> ProgramRun:
+    def run_on(
+        self, gpu: Gpu, command: object, environment: dict[str, str], stop: Stop, steps: int | None
+    ) -> ProgramRun:
         self.ran.append(f"process {word_of(gpu)}" + "+" * ("PYTORCH_CUDA_ALLOC_CONF" in environment))
         return self.first
 
     def all_of(self, *more: dict[str, str], command: tuple[str, ...] = COMMAND, cards: tuple[str, ...] = CARDS) -> str:
-        with closing(ProgramRuns(command, {}, None, len(cards))) as runs:
+        with closing(ProgramRuns(command, {}, None, len(cards), 1, Stop())) as runs:
             for word in cards:
                 for settings in more or ({},):
                     runs.on(emulated_gpu(word), settings)
@@ -55,7 +58,7 @@ def world(monkeypatch) -> World:
     found = World()
 
     class Server:
-        def __init__(self, gpu, program, environment):
+        def __init__(self, gpu, program, environment, jobs, stop):
             found.ran.append(f"server {word_of(gpu)} of {program.imported}")
 
         def run(self, gpu, more, steps):

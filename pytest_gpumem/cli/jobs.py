@@ -1,0 +1,56 @@
+"""Option for the number of runs at a time, and its limit by the memory of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from pytest_gpumem.cli.streams import WholeNumber
+from pytest_gpumem.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+A_RUN = 2 * 2**30
+"""Bytes that are taken for a run: torch and a model library are 0.6 to 1 GB resident, the rest is the model's."""
+
+
+def jobs_option(limits: str) -> Callable[[_Function], _Function]:
+    """Return the option ``--jobs``, whose help ends with what else limits it."""
+    return click.option(
+        "--jobs",
+        type=WholeNumber(min=1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help=f"Run so many at a time, as far as memory allows; {limits}.",
+    )
+
+
+def available() -> int | None:
+    """Return the bytes of memory that can be used, with what caches of files give back; ``None`` if the system does not say."""
+    with suppress(OSError):
+        found = re.search(
+            r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE
+        )
+        if found:
+            return int(found.group(1)) * 1024
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def most_jobs(wanted: int, free: Callable[[], int | None] = available) -> int:
+    """Return how many of the ``wanted`` runs at a time there is memory for, at least one, and tell where that is fewer."""
+    memory = free()
+    jobs = wanted if memory is None else max(1, min(wanted, memory // A_RUN))
+    if jobs < wanted:
+        click.echo(f"there is memory for {counted(jobs, 'run')} at a time", err=True)
+    return jobs
