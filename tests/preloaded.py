@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -33,10 +34,16 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _READ_WHEN_LOADED = ("MKL_", "OMP_", "PYTORCH_")
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _PRELOADED = (
+    "_hypothesis_pytestplugin",
     "anyio.pytest_plugin",
+    "hypothesis.internal.observability",  # its plugin loads it at the end of a session
     "jinja2",
+    "platformdirs.pytest_plugin",
     "plotly.offline",
     "pytest",
+    "pytest_benchmark.plugin",
+    "pytest_benchmark.storage.file",
+    "pytest_memray",
     "torch._inductor",  # optimizers load it
     "torch.distributed.fsdp",
     "torch.distributed.optim",
@@ -45,6 +52,17 @@ _PRELOADED = (
     "torch.distributed.tensor.parallel",
 )
 """Beside the package. Not pytest-xdist: what is on the path when it is imported is what its workers get."""
+_REWRITTEN = (
+    "_hypothesis_globals",
+    "_hypothesis_pytestplugin",
+    "anyio",
+    "hypothesis",
+    "platformdirs",
+    "pytest_benchmark",
+    "pytest_gpumem",
+    "pytest_memray",
+)
+"""Packages of plugins among these."""
 _environment: dict[str, str] = {}
 _more: list[str] = []
 
@@ -194,9 +212,13 @@ def _be(
         before()
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]  # the project may have one of that name
-    for name in ("anyio", "pytest_gpumem"):
+    for name in _REWRITTEN:
         if name in sys.modules:  # or pytest warns that it comes too late to rewrite its assertions
             sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"
+    for (
+        finalizer
+    ) in weakref.finalize._registry:  # what was loaded needs none, and torch's operators take a tenth of a run
+        finalizer.atexit = False
     first = {"-m": folder, "-c": ""}.get(arguments[0], str(Path(arguments[0]).resolve().parent))
     sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *path]
     try:

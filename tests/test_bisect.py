@@ -133,6 +133,7 @@ def gate(project, tmp_path, monkeypatch):
     return project
 
 
+@pytest.mark.thorough
 def test_the_release_that_made_a_gate_red_is_named(gate, tmp_path, monkeypatch):
     here, index = tmp_path / "site-packages", tmp_path / "wheels"
     # It installs only what is not here, and what is here for this process is not for the runs.

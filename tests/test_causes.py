@@ -165,6 +165,7 @@ def told_in_one(outlines):
     return texts.keys()
 
 
+@pytest.mark.thorough
 def test_workers_and_shards_in_any_order_give_the_same_cause(red):
     expected = red.causes()
     result = red.gate("--gpumem-report=1.json", "-n1", "-k", "infer or 2")

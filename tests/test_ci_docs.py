@@ -162,6 +162,7 @@ def test_a_regression_turns_the_gate_red(red):
     assert made == {"gpumem.html", "gpumem.json", "gpumem.md"}
 
 
+@pytest.mark.thorough
 def test_what_is_accepted_turns_it_green(red, tmp_path):
     shutil.copytree(red[0].folder.parent, tmp_path, dirs_exist_ok=True)
     with fake_github() as github:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,7 +40,7 @@ def fitting(reserved: int) -> ProgramRun:
 def ran(monkeypatch):
     """What was run, and by word what comes of it."""
     called: list[tuple] = []
-    comes: dict[str, ProgramRun | BaseException | Callable[[], ProgramRun]] = {}
+    comes: dict[str, ProgramRun | BaseException | Callable[[Stop], ProgramRun]] = {}
 
     def run_one(gpu, command, environment, stop, steps):
         expandable = "expandable_segments:True" in environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -46,7 +48,7 @@ def ran(monkeypatch):
         one = comes.get(called[-1][0], fitting(GB))
         if isinstance(one, BaseException):
             raise one
-        return one() if callable(one) else one
+        return one(stop) if callable(one) else one
 
     for name in run.SETTINGS:
         monkeypatch.delenv(name, raising=False)
@@ -142,7 +144,7 @@ def test_after_the_first_so_many_run_at_a_time_as_jobs_says(ran):
     called, comes = ran
     together = threading.Barrier(3)
 
-    def beside_the_others() -> ProgramRun:
+    def beside_the_others(_stop: Stop) -> ProgramRun:
         together.wait(60)
         return fitting(GB)
 
@@ -164,15 +166,66 @@ def test_after_the_first_so_many_run_at_a_time_as_jobs_says(ran):
     assert fit(*FOUR, "train.py").stdout == result.stdout
 
 
+def test_nothing_is_begun_after_ctrl_c(ran):
+    called, comes = ran
+
+    def interrupted(_stop: Stop) -> ProgramRun:
+        signal.raise_signal(signal.SIGINT)
+        raise Stopped(signal.SIGINT)
+
+    comes["h100"] = interrupted
+    result = fit(*FOUR, "train.py")
+    assert result.exit_code == 130
+    assert [word for word, _, _ in called] == ["h100"]
+
+    def runs_out_when_it_is_asked_to_end(stop: Stop) -> ProgramRun:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while stop.signum is None:
+            time.sleep(0.01)
+        return OUT_OF_MEMORY
+
+    comes |= {"h100": fitting(GB), "l4": runs_out_when_it_is_asked_to_end}
+    called.clear()
+    result = fit(*FOUR, "train.py")
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert [word for word, _, _ in called] == ["h100", "l4"]
+    assert "t4" not in result.stderr.lower()
+
+
+def test_an_error_of_one_ends_the_others(ran):
+    called, comes = ran
+    begun = threading.Event()
+    ended_by: set[int | None] = set()
+
+    def fails(_stop: Stop) -> ProgramRun:
+        begun.wait(60)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def runs_until_it_is_ended(stop: Stop) -> ProgramRun:
+        begun.set()
+        until = time.monotonic() + 60
+        while stop.signum is None and time.monotonic() < until:
+            time.sleep(0.01)
+        ended_by.add(stop.signum)
+        raise Stopped(signal.SIGTERM)
+
+    comes |= {"l4": fails, "t4": runs_until_it_is_ended, "a100": runs_until_it_is_ended}
+    result = fit("--jobs", "2", *FOUR, "--device", "a10", "train.py")
+    assert result.exit_code == 2
+    assert f"Error: {sys.executable}: No space left on device" in result.stderr
+    assert ended_by == {signal.SIGTERM}
+    assert "a10" not in [word for word, _, _ in called]
+
+
 def test_what_runs_beside_is_told_in_the_order_of_the_gpus_whichever_ended_first(ran):
     _, comes = ran
     later = threading.Event()
 
-    def last() -> ProgramRun:
+    def last(_stop: Stop) -> ProgramRun:
         later.wait(60)
         return OUT_OF_MEMORY
 
-    def first() -> ProgramRun:
+    def first(_stop: Stop) -> ProgramRun:
         later.set()
         return fitting(GB)
 
@@ -190,11 +243,11 @@ def test_what_ended_before_ctrl_c_is_told_also_of_several_at_a_time(ran):
     _, comes = ran
     others_ended = threading.Event()
 
-    def first_of_two() -> ProgramRun:
+    def first_of_two(_stop: Stop) -> ProgramRun:
         others_ended.wait(60)
         raise Stopped(signal.SIGINT)
 
-    def second_of_two() -> ProgramRun:
+    def second_of_two(_stop: Stop) -> ProgramRun:
         others_ended.set()
         raise Stopped(signal.SIGINT)
 
@@ -206,9 +259,19 @@ def test_what_ended_before_ctrl_c_is_told_also_of_several_at_a_time(ran):
 
 
 def test_no_more_run_at_a_time_than_there_is_memory_for(ran, monkeypatch):
+    _, comes = ran
+    at_work = threading.Lock()
+
+    def alone(_stop: Stop) -> ProgramRun:
+        assert at_work.acquire(blocking=False)
+        time.sleep(0.01)
+        at_work.release()
+        return fitting(GB)
+
+    comes |= dict.fromkeys(("l4", "t4", "a100"), alone)
     monkeypatch.setattr("pytest_gpumem.cli.fit.most_jobs", lambda jobs: most_jobs(jobs, lambda: A_RUN))
-    result = fit("--jobs", "3", *FOUR, "train.py")
-    assert result.exit_code == 0
+    result = fit("--jobs", "5", *FOUR, "train.py")
+    assert result.exit_code == 0, result.output
     assert "there is memory for 1 run at a time" in result.stderr
 
 

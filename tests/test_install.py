@@ -159,6 +159,7 @@ def of_nvidia(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(("nvidia-", "cuda-")) and name != "nvidia-ml-py"]
 
 
+@pytest.mark.thorough
 def test_the_guides_environment_has_all_but_nvidias_libraries(tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()

@@ -168,7 +168,9 @@ def test_a_session_within_a_test_that_is_alone_waits_for_nobody(logged):
     logged.run(timed=True).assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param([], id="alone"), pytest.param(["-n1"], id="workers", marks=pytest.mark.thorough)]
+)
 def test_a_test_that_waits_for_its_device_says_so_at_once_past_the_capture(logged, workers):
     conftest = LOGGED.replace(
         "made = []", "from pytest_gpumem.devices import device_lock\n\ndevice_lock.SECONDS_UNTIL_TOLD = 0.1\nmade = []"

@@ -296,6 +296,7 @@ def test_a_test_that_skips_is_unmeasured_whether_its_marker_went_or_not(project,
     )
 
 
+@pytest.mark.thorough
 def test_workers_say_which_tests_are_not_measured_any_more(two_devices):
     named = MARKED.format("(device='second')", "named")
     two_devices.write("".join(MARKED.format("", name) for name in ("other", "it", "skips")) + named)

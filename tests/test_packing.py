@@ -113,7 +113,9 @@ def test_on_the_cpu_the_option_is_an_error(project):
     )
 
 
-@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param([], id="alone"), pytest.param(["-n1"], id="workers", marks=pytest.mark.thorough)]
+)
 def test_in_the_settings_it_is_for_sessions_on_a_gpu_and_others_say_so(project, workers):
     project.settings("[tool.gpumem]\npack = true\n")
     project.write(SUITE)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from pytest_gpumem import processes
 from pytest_gpumem.ab.compare_variants import Progress
 from pytest_gpumem.processes import Stop, Stopped, noted_signals
 from tests.ab.values import BASE, measured, measurement, run
-from tests.alive import is_alive
+from tests.alive import wait_until_ended
 
 # Tells its own number and its child's; neither ends by itself soon, and the child not when it is asked to.
 FAMILY = """
@@ -73,10 +72,7 @@ def test_when_the_end_is_asked_for_the_command_and_its_children_are_ended(tmp_pa
     assert stopped.value.signum == signal.SIGINT
     pids = [int(pid) for pid in (tmp_path / "log").read_text().split()]
     assert len(pids) == 2
-    until = time.monotonic() + 60
-    while any(map(is_alive, pids)) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not any(map(is_alive, pids))
+    wait_until_ended(pids)
 
 
 KEEPS = """

@@ -135,7 +135,9 @@ PLAIN += "\n\ndef test_torn(broken): ...\n\n\n@pytest.mark.xfail\ndef test_expec
 PLAIN += "\n\n@pytest.mark.flaky(reruns=1)\ndef test_flaky(tries=[]):\n    tries.append(1)\n    assert len(tries) > 1\n"
 
 
-@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param([], id="alone"), pytest.param(["-n1"], id="workers", marks=pytest.mark.thorough)]
+)
 def test_tests_that_are_not_measured_and_failed_make_the_report_red(project, workers):
     project.plugins.append("pytest_rerunfailures")
     project.write(MARKED + PLAIN)

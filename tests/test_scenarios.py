@@ -18,7 +18,7 @@ from tests import preloaded
 from tests.heap import hide_what_is_loaded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 MODEL = """
@@ -560,13 +560,17 @@ class Folder:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Folder:
-    """The project, and its baselines, recorded in one process."""
-    path = tmp_path_factory.mktemp("scenarios")
+    """The project of all scenarios, and its baselines."""
+    return recorded(tmp_path_factory.mktemp("scenarios"), SCENARIOS)
+
+
+def recorded(path: Path, scenarios: Iterable[Scenario]) -> Folder:
+    """Make the project of scenarios, and record its baselines in one process."""
     (path / "ending").mkdir()
     (path / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
     (path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
-    for number, scenario in enumerate(SCENARIOS):
-        (path / f"test_{number}.py").write_text(MODEL + scenario.source, encoding="utf-8")
+    for scenario in scenarios:
+        (path / file_of(scenario)).write_text(MODEL + scenario.source, encoding="utf-8")
     (path / "ending/test_ends.py").write_text(MODEL + ENDING, encoding="utf-8")
     folder = Folder(path)
     assert folder.run("--gpumem-update=new", *UNTIMED) == 0
@@ -580,7 +584,11 @@ def by_file(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def of(report: Mapping[str, Any], scenario: Scenario) -> Mapping[str, Any]:
     """The result of a scenario's test."""
-    return by_file(report)[f"test_{SCENARIOS.index(scenario)}.py"]
+    return by_file(report)[file_of(scenario)]
+
+
+def file_of(scenario: Scenario) -> str:
+    return f"test_{SCENARIOS.index(scenario)}.py"
 
 
 def test_every_clean_twin_is_gated_and_green(folder):
@@ -627,11 +635,11 @@ OTHERWISE_IN_WORKERS = (
 
 # What a failure tells is made by the worker as it is without workers.
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_what_is_planted_is_red_in_workers(folder, every):
+def test_what_is_planted_is_red_in_workers(tmp_path, every):
     chosen = [scenario for scenario in SCENARIOS if every or scenario.name in OTHERWISE_IN_WORKERS]
     assert every or len(chosen) == len(OTHERWISE_IN_WORKERS)
-    files = [f"test_{SCENARIOS.index(scenario)}.py" for scenario in chosen]
-    planted = ("-n", "2", "--gpumem-baseline", "--gpumem-report=workers.json", *UNTIMED, *files, "ending")
+    folder = recorded(tmp_path, chosen)
+    planted = ("-n", "2", "--gpumem-baseline", "--gpumem-report=workers.json", *UNTIMED)
     assert folder.run(*planted, PLANTED="1") == pytest.ExitCode.TESTS_FAILED
     report = folder.report("workers.json")
     assert [scenario.name for scenario in chosen if not of(report, scenario)["failed"]] == []

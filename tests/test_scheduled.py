@@ -340,6 +340,7 @@ def test_the_release_that_made_a_gate_red_is_named(gate):
 # The page
 
 
+@pytest.mark.thorough
 def test_the_recipe_of_the_page_names_the_branch_that_needs_more(job, github, tmp_path):
     python = environment_of(tmp_path / "runner")
     installed(python, job.release("1.0", 10, "transformers"))

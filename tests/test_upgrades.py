@@ -144,6 +144,7 @@ def test_two_releases_are_compared_and_kept_for_the_next_time(project, index, tm
     assert gpumem("cache").stdout.startswith("gpumem cache: 0 environments, 0 B")
 
 
+@pytest.mark.thorough
 def test_uv_installs_the_same_where_it_is_on_the_path(project, index, forks, tmp_path, monkeypatch):
     release(index, "1.0", 10 * MB)
     release(index, "2.0", 12 * MB)
@@ -232,6 +233,7 @@ def test_paths_in_a_file_of_requirements_are_those_of_pip(project, index, forks,
     )
 
 
+@pytest.mark.thorough
 def test_a_set_of_no_exact_release_is_installed_anew(project, index, forks):
     release(index, "1.0", 10 * MB)
     command = ["ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels", "--", *PLAIN]
@@ -400,6 +402,7 @@ def test_runs_of_an_interrupted_bisection_go_with_the_environments(project, tmp_
     assert kept_runs(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_without_git_an_interrupted_bisection_goes_on_if_no_code_was_edited(project, releases, monkeypatch):
     def interrupted(*_arguments):
         raise Stopped(signal.SIGINT)
@@ -650,6 +653,7 @@ def test_the_commit_that_mended_it_is_named_and_what_is_not_committed_is_left_ou
     assert "mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after " in result.stdout
 
 
+@pytest.mark.thorough
 def test_several_commits_at_a_time_find_the_same(commits):
     result = gpumem("bisect", "--jobs", "2", "--good", "HEAD~30", *FIND[3:])
     assert result.exit_code == 0, result.output

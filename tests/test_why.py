@@ -302,6 +302,7 @@ def test_a_session_that_ran_no_measured_test_keeps_the_report_before(gated):
     assert [one["verdict"]["test"] for one in json.loads((project.path / KEPT).read_text())["results"]] == ["test_fine"]
 
 
+@pytest.mark.thorough
 def test_the_whole_run_is_kept_where_workers_ran_it(project):
     project.write(TESTS)
     assert project.run("-n1", *CACHE, "-k", "fine or skipped", separate=True).ret == 0

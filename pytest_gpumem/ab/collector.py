@@ -6,6 +6,7 @@ have none of it. So it needs nothing but pytest.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import site
@@ -104,11 +105,14 @@ def outside_modules(home: str, others: list[str]) -> dict[str, str]:
     installed = [folder for folder in installed if any(_lies_in(folder, other) for other in others)]
     home_folders = (home, *installed, str(Path(__file__).resolve().parent))
     found = {}
+    real_folder = functools.cache(os.path.realpath)  # torch has thousands of modules in few folders
     for name, module in sorted(sys.modules.copy().items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str):
             continue
-        path = os.path.realpath(file)
+        folder, base = os.path.split(file)
+        is_link = os.path.islink(file)  # noqa: PTH114 -- Path's raises where this is no path
+        path = os.path.realpath(file) if is_link else f"{real_folder(folder)}{os.sep}{base}"
         if not any(_lies_in(path, folder) for folder in home_folders) and any(
             _lies_in(path, other) for other in others
         ):

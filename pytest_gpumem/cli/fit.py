@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
@@ -36,6 +37,8 @@ from pytest_gpumem.values.option_words import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pytest_gpumem.processes import Stop
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -72,22 +75,20 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
 
     Exit status: 0 when the program fits into all GPUs that were asked for, or into one where none was, 1 when memory ran out, 2
     for wrong usage, and when it cannot be told: a GPU cannot be emulated here, or the program fails by itself or uses no GPU
-    memory, 130 when interrupted.
+    memory, 130 when interrupted, 143 by SIGTERM.
     """
     arguments = _with_python(command)
     gpus = _gpus(words)
-    jobs = most_jobs(jobs)
+    jobs = most_jobs(min(jobs, max(1, len(gpus) - 1)))
     by_gpu: dict[Gpu, Fit] = {}
     interrupted = None
     with noted_signals() as stop:
         try:
-            with closing(ProgramRuns(arguments, os.environ, steps, len(gpus), jobs, stop)) as runs:
-                _try_all(by_gpu, gpus, runs, jobs, every=bool(words))
+            with closing(ProgramRuns(arguments, os.environ, steps, jobs, stop)) as runs:
+                _try_all(by_gpu, gpus, runs, jobs, stop, arguments[0], every=bool(words))
         except Stopped as stopped:
             interrupted = stopped.exit_status
             click.echo(f"\ninterrupted: {len(by_gpu)} of {len(gpus)} GPUs were tried", err=True)
-        except OSError as error:
-            raise InputError(f"{arguments[0]}: {error.strerror}") from None
     found = [by_gpu[gpu] for gpu in gpus if gpu in by_gpu]
     if interrupted is not None:
         if found:
@@ -123,33 +124,53 @@ def _gpus(words: Sequence[str]) -> list[Gpu]:
     return list(dict.fromkeys(gpus))
 
 
-def _try_all(found: dict[Gpu, Fit], gpus: Sequence[Gpu], runs: ProgramRuns, jobs: int, *, every: bool) -> None:
+def _try_all(
+    found: dict[Gpu, Fit],
+    gpus: Sequence[Gpu],
+    runs: ProgramRuns,
+    jobs: int,
+    stop: Stop,
+    program: str,
+    *,
+    every: bool,
+) -> None:
     """Add the result of the program on each GPU to ``found``: on the first one, then on ``jobs`` of the others at a time."""
     expandable = with_expandable_segments(os.environ)
 
     def tried(gpu: Gpu, more: dict[str, str]) -> Found:
+        stop.check()
         how = " with expandable segments" if more else ""
         begun = f"[{gpus.index(gpu) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){how} ... "
         # Lines of several that run at the same time would be mixed.
         if jobs == 1:
             click.echo(begun, nl=False, err=True)
-        one = found_of(runs.on(gpu, more), gpu, CONTEXT_BYTES)
+        try:
+            run = runs.on(gpu, more)
+        except OSError as error:
+            raise InputError(f"{program}: {error.strerror or error}") from None
+        one = found_of(run, gpu, CONTEXT_BYTES)
         click.echo(("" if jobs == 1 else begun) + progress(one, str(Path.cwd())), err=True)
         return one
 
-    def fit_of(gpu: Gpu) -> Fit:
-        plain = tried(gpu, {})
+    def complete(gpu: Gpu, plain: Found) -> None:
         again = plain.outcome in NOT_ENOUGH and not plain.expandable and expandable is not None
         found[gpu] = Fit(gpu, plain, tried(gpu, expandable or {}) if again else None)
-        return found[gpu]
 
-    if ends_it(fit_of(gpus[0]), every=every):
+    first, *others = gpus
+    plain = tried(first, {})
+    if ends_it(plain, every=every):
+        complete(first, plain)
         return
+    runs.prepare(others)
+    complete(first, plain)
     with ThreadPoolExecutor(jobs) as threads:
-        others = [threads.submit(fit_of, gpu) for gpu in gpus[1:]]
+        left = [threads.submit(lambda gpu: complete(gpu, tried(gpu, {})), gpu) for gpu in others]
         try:
-            for one in as_completed(others):
+            for one in as_completed(left):
                 one.result()
+        except BaseException:
+            stop.note(signal.SIGTERM)  # the others end with it
+            raise
         finally:
             threads.shutdown(cancel_futures=True)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pytest_gpumem.emulated_process.before_torch import record_if_told_to
 from pytest_gpumem.emulation.load import become, current_emulation
+from pytest_gpumem.processes import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,9 +80,23 @@ def serve(descriptors: Sequence[int]) -> None:
     connections = [Connection(descriptor) for descriptor in descriptors]
     connection = connections[0]
     program: Program = connection.recv()
+    _import(program.imported)
+    connection.send(_why_not())
+    connection, servers = _share(connections)
+    asked = _wait_for_work(connection)
+    if asked is None:
+        for server in servers:
+            os.waitpid(server, 0)
+        os._exit(0)
+    connection.close()
+    _begin(asked)
+    _run(program.command)
+
+
+def _import(modules: Sequence[str]) -> None:
     given = os.environ.get(BY_NVML)
     os.environ[BY_NVML] = "1"
-    for name in program.imported:
+    for name in modules:
         # The program may have changed something before that, and imports it by itself then.
         with suppress(Exception):
             importlib.import_module(name)
@@ -89,24 +104,36 @@ def serve(descriptors: Sequence[int]) -> None:
         del os.environ[BY_NVML]
     else:
         os.environ[BY_NVML] = given
-    connection.send(_why_not())
-    connection = next((other for other in connections[1:] if not _forked()), connection)
+
+
+def _share(connections: Sequence[Connection]) -> tuple[Connection, list[int]]:
+    """Fork a server for each connection but the first; return the connection of this one, and the servers that it forked."""
+    own = connections[0]
+    servers: list[int] = []
+    for other in connections[1:]:
+        server = _forked()
+        if not server:
+            own, servers = other, []
+            break
+        servers.append(server)
     for other in connections:
-        if other is not connection:
+        if other is not own:
             other.close()  # whoever holds it would hide that its server has ended
+    return own, servers
+
+
+def _wait_for_work(connection: Connection) -> Fork | None:
+    """Fork a process for each run that is asked for, and return that in it; ``None`` here, when nothing more will be."""
     while True:
         try:
             asked: Fork = connection.recv()
         except EOFError:
-            os._exit(0)
+            return None
         process = _forked()
         if not process:
-            break
+            return asked
         connection.send(process)
         connection.send(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-    connection.close()
-    _begin(asked)
-    _run(program.command)
 
 
 def _forked() -> int:
@@ -117,8 +144,10 @@ def _forked() -> int:
         # Python's, of threads: those of libraries (OpenBLAS) stop before a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
-    # In both: neither can go on before it is so. The other may have ended.
-    with suppress(ProcessLookupError):
+    if not process:
+        end_with_parent()
+    # In both: neither can go on before it is so. The other may have ended, or be another program by now.
+    with suppress(ProcessLookupError, PermissionError):
         os.setpgid(process, 0)
     return process
 

@@ -6,10 +6,12 @@ process then imports that, too, and each further run is a fork of it: the progra
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from multiprocessing import Pipe
@@ -24,7 +26,7 @@ from pytest_gpumem.emulation.gpus import described
 from pytest_gpumem.emulation.load import CONTEXT_BYTES
 from pytest_gpumem.fit.outcome import found
 from pytest_gpumem.fit.run import emulating, run_folder, run_on
-from pytest_gpumem.processes import POLL_SECONDS, end_group
+from pytest_gpumem.processes import GRACE_SECONDS, POLL_SECONDS, end_group, end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,51 +47,49 @@ def can_be_forked(command: Sequence[str], python: str) -> bool:
     there = shutil.which(command[0])
     if there is None or len(command) < 2:
         return False
-    same = Path(there).absolute().parent == Path(python).absolute().parent and Path(there).samefile(python)
+    same = _folder(there) == _folder(python) and all(
+        one.samefile(other) for one, other in ((Path(there), Path(python)), (Path(there).parent, Path(python).parent))
+    )
     module = command[1] == "-m" and len(command) > 2
     return same and (module or (command[1].endswith(".py") and not command[1].startswith("-")))
 
 
-def forks_pay(before_cuda: float, whole: float, others: int) -> bool:
+def _folder(file: str) -> str:
+    return os.path.normpath(Path(file).absolute().parent)
+
+
+def forks_pay(before_cuda: float, whole: float, others: int, jobs: int = 1) -> bool:
     """Return whether forks are faster: what a program imports is imported once more for them, and its first run is repeated.
 
     Args:
         before_cuda: Seconds in which the first run did not use CUDA yet, most of which are imports.
         whole: Its seconds in all.
         others: The number of the other GPUs.
+        jobs: The number of them that are tried at a time.
     """
-    return before_cuda + whole < others * before_cuda
+    return before_cuda + whole < math.ceil(others / jobs) * before_cuda
 
 
 class ProgramRuns:
-    """Runs of a program on GPUs: the first one alone, and then several at a time, each in a thread.
+    """Runs of a program on GPUs: a first one, and then several at a time, by threads.
 
     Args:
         command: The program and its arguments.
         environment: Its environment, but for what concerns the emulated GPU.
         steps: After how many steps of an optimizer to end it; ``None`` for not before it ends.
-        gpus: The number of GPUs that it will run on, if nothing ends that earlier.
         jobs: The number of runs at a time, at most.
         stop: The signal that asks for the end of all.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        steps: int | None,
-        gpus: int,
-        jobs: int,
-        stop: Stop,
+        self, command: Sequence[str], environment: Mapping[str, str], steps: int | None, jobs: int, stop: Stop
     ) -> None:
         self._command, self._environment, self._steps = tuple(command), environment, steps
-        self._others, self._jobs, self._stop = gpus - 1, jobs, stop
+        self._jobs, self._stop = jobs, stop
         self._first: tuple[Gpu, ProgramRun] | None = None
         self._began = 0
         self._seconds = 0.0
         self._server: ForkServer | None = None
-        self._asked = False
-        self._asking = threading.Lock()
         self._close = ExitStack()
 
     def close(self) -> None:
@@ -113,7 +113,8 @@ class ProgramRuns:
             self._seconds = (time.monotonic_ns() - self._began) / 1e9
             self._first = gpu, run
             return run
-        server = self._server_for(gpu)
+        # torch counts GPUs once.
+        server = self._server if gpu.count == self._first[0].count else None
         forked = server.run(gpu, more, self._steps) if server is not None else None
         # torch reads these settings when CUDA is used; a release might when it is loaded.
         if forked is None or (more and any(one.devices and not one.expandable for one in forked.processes)):
@@ -123,33 +124,35 @@ class ProgramRuns:
     def _in_process(self, gpu: Gpu, more: Mapping[str, str]) -> ProgramRun:
         return run_on(gpu, self._command, {**self._environment, **more}, self._stop, self._steps)
 
-    def _server_for(self, gpu: Gpu) -> ForkServer | None:
-        """Return the server if a fork of it is what a process is."""
+    def prepare(self, others: Sequence[Gpu]) -> None:
+        """After the first run, have the runs on the other GPUs be forks, if that is faster, and the same.
+
+        What is forked ends with the thread that calls this.
+
+        Args:
+            others: The other GPUs.
+
+        Raises:
+            OSError: The program cannot be started.
+            Stopped: The end was asked for.
+        """
         assert self._first is not None
         first, run = self._first
-        # torch counts GPUs once.
-        if gpu.count != first.count:
-            return None
-        with self._asking:
-            if not self._asked:
-                self._asked = True
-                self._server = self._started(gpu, first, run)
-            return self._server
-
-    def _started(self, gpu: Gpu, first: Gpu, run: ProgramRun) -> ForkServer | None:
-        """Start the server, and return it if the first run comes out the same in a fork of it."""
-        if len(run.processes) != 1 or not can_be_forked(self._command, sys.executable):
-            return None
+        alike = [gpu for gpu in others if gpu.count == first.count]
+        if not alike or len(run.processes) != 1 or not can_be_forked(self._command, sys.executable):
+            return
         (process,) = run.processes
-        if not forks_pay((process.began - self._began) / 1e9, self._seconds, self._others):
-            return None
+        if not forks_pay((process.began - self._began) / 1e9, self._seconds, len(alike), self._jobs):
+            return
         program = Program(self._command, process.imported)
-        server = self._close.enter_context(closing(ForkServer(gpu, program, self._environment, self._jobs, self._stop)))
+        server = self._close.enter_context(
+            closing(ForkServer(alike[0], program, self._environment, self._jobs, self._stop))
+        )
         again = server.run(first, {}, self._steps)
         if again is not None and _outcome(again, first) == _outcome(run, first):
-            return server
-        server.close()
-        return None
+            self._server = server
+        else:
+            server.close()
 
 
 def _outcome(run: ProgramRun, gpu: Gpu) -> object:
@@ -178,7 +181,6 @@ class ForkServer:
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         """Connections to processes that serve no run now."""
         for ours, _ in pipes:
-            self._close.callback(ours.close)
             self._idle.put(ours)
         theirs = [their.fileno() for _, their in pipes]
         with self._said.output.open("wb") as stdout, self._said.errors.open("wb") as stderr:
@@ -191,15 +193,19 @@ class ForkServer:
                 pass_fds=theirs,
                 # Ctrl-C in the terminal is for us; what runs is ended by us.
                 start_new_session=True,
+                preexec_fn=end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
             )
         for _, their in pipes:
             their.close()
+        # It ends when they are closed.
         self._close.callback(self._end)
+        for ours, _ in pipes:
+            self._close.callback(ours.close)
         self._alive = True
         first = pipes[0][0]
         try:
-            first.send(program)
-            self._alive = self._received(first) is None and self._alive
+            self._send(first, program)
+            self._alive = self._received(first, stoppable=True) is None and self._alive
         except BaseException:
             self.close()
             raise
@@ -223,31 +229,36 @@ class ForkServer:
                 shutil.copyfile(said, own)
             variables = {**more, **folder.variables(steps), VARIABLE: gpu.device, DESCRIPTION: described(gpu)}
             connection = self._idle.get()
-            status = self._status_of(connection, Fork(gpu, variables, str(folder.output), str(folder.errors)))
-            # Not after an error: what the server sent then is of this run.
+            try:
+                status = self._status_of(connection, Fork(gpu, variables, str(folder.output), str(folder.errors)))
+            except BaseException:
+                self._alive = False  # what its server sends next is of this run
+                raise
             self._idle.put(connection)
             return None if status is None else folder.run(status)
 
     def _status_of(self, connection: Connection, fork: Fork) -> int | None:
-        try:
-            connection.send(fork)
-        except BrokenPipeError:
-            return None
-        process = self._received(connection)
+        self._send(connection, fork)
+        # The server answers at once: a process whose id is not known could not be ended.
+        process = self._received(connection, stoppable=False)
         if process is None:
             return None
         try:
-            status: int | None = self._received(connection)
+            status: int | None = self._received(connection, stoppable=True)
         except BaseException:
             with suppress(EOFError, ConnectionResetError):
                 end_group(process, self._stop, connection.poll)
             raise
         return status
 
-    def _received(self, connection: Connection) -> Any:
+    def _send(self, connection: Connection, what: Program | Fork) -> None:
+        with suppress(BrokenPipeError):  # that it has ended is seen by what it does not answer
+            connection.send(what)
+
+    def _received(self, connection: Connection, *, stoppable: bool) -> Any:
         """Return what a server sends; ``None`` if it has ended, as an import may have ended it."""
         try:
-            while not connection.poll(POLL_SECONDS):
+            while stoppable and not connection.poll(POLL_SECONDS):
                 self._stop.check()
             return connection.recv()
         except (EOFError, ConnectionResetError):
@@ -255,5 +266,9 @@ class ForkServer:
             return None
 
     def _end(self) -> None:
-        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_SECONDS)
+        # With what imports have started.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -194,9 +194,9 @@ def exit_status(fits: Sequence[Fit], *, every: bool) -> int:
     return 1 if any(one.plain.outcome in NOT_ENOUGH for one in fits) else 2
 
 
-def ends_it(first: Fit, *, every: bool) -> bool:
+def ends_it(first: Found, *, every: bool) -> bool:
     """Return whether no other GPU needs to be tried after the first: the program uses none, or does not run at all.
 
     Where GPUs were asked for (``every``), a program that fails on one may run on the others.
     """
-    return first.plain.outcome is FitOutcome.UNUSED or (first.plain.outcome is FitOutcome.FAILED and not every)
+    return first.outcome is FitOutcome.UNUSED or (first.outcome is FitOutcome.FAILED and not every)

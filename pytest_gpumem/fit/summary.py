@@ -113,7 +113,7 @@ def conclusion(fits: Sequence[Fit]) -> str:
 
 
 def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
-    """Return everything as JSON: bytes, in the order of the runs."""
+    """Return everything as JSON: bytes, in the order of the GPUs."""
     plain = {
         "format": 1,
         "emulated": True,

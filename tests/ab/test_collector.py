@@ -133,4 +133,10 @@ def test_a_link_into_the_checkout_is_seen_through(tmp_path, loaded):
     (tmp_path / "checkout").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "checkout")
     loaded("gpumem_ab_theirs", tmp_path / "link" / "theirs.py")
-    assert list(outside_modules(str(tmp_path / "home"), [str(tmp_path / "checkout")])) == ["gpumem_ab_theirs"]
+    (tmp_path / "checkout" / "linked.py").touch()
+    (tmp_path / "linked.py").symlink_to(tmp_path / "checkout" / "linked.py")
+    loaded("gpumem_ab_linked", tmp_path / "linked.py")
+    assert outside_modules(str(tmp_path / "home"), [str(tmp_path / "checkout")]) == {
+        "gpumem_ab_linked": str(tmp_path / "checkout" / "linked.py"),
+        "gpumem_ab_theirs": str(tmp_path / "checkout" / "theirs.py"),
+    }

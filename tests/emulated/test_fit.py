@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.alive import is_alive
+from tests.alive import wait_until_ended
 from tests.emulated.processes import REPOSITORY
 from tests.workspaces import KEPT, WORKSPACE
 
@@ -333,17 +333,20 @@ def test_a_process_that_only_counts_gpus_can_be_forked_and_one_that_asks_what_th
 
 # Each card but the first waits to be ended, as does a process that it has started.
 ENDLESS = """
-import os, subprocess, sys, time, torch
+import os, subprocess, sys, time
+is_fork = "torch" in sys.modules
+import torch
 torch.ones(1, device="cuda")
 if torch.cuda.get_device_properties(0).total_memory < 40 * 10**9:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open("began.txt", "a") as file:
-        print(os.getpid(), child.pid, file=file)
+        print(os.getpid(), child.pid, is_fork, file=file)
     time.sleep(600)
 """
 
 
-def test_ctrl_c_ends_all_that_run_at_the_time_and_tells_what_was_found(processes, tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_all_that_run_at_the_time_and_what_was_found_is_told(tmp_path, signum):
     (tmp_path / "program.py").write_text(ENDLESS, encoding="utf-8")
     began = tmp_path / "began.txt"
     cards = [f"--device={card}" for card in ("h100", "a100", "h200", "b200", "l40s", "l4", "t4", "a10")]
@@ -353,13 +356,20 @@ def test_ctrl_c_ends_all_that_run_at_the_time_and_tells_what_was_found(processes
         while not began.exists() or began.read_text(encoding="utf-8").count("\n") < 2:
             assert fit.poll() is None
             time.sleep(0.1)
-        fit.send_signal(signal.SIGINT)
+        fit.send_signal(signum)
         _, errors = fit.communicate(timeout=60)
-    assert fit.returncode == 130, errors
+    processes = [line.split() for line in began.read_text(encoding="utf-8").splitlines()]
+    assert [is_fork for *_, is_fork in processes] == ["True", "True"]
+    own, started = ([int(process[at]) for process in processes] for at in (0, 1))
+    if signum == signal.SIGKILL:
+        # Nobody is left to end what they have started.
+        wait_until_ended(own)
+        for pid in started:
+            os.kill(pid, signal.SIGKILL)
+        return
+    assert fit.returncode == 128 + signum, errors
     assert "interrupted: 5 of 8 GPUs were tried" in errors
-    pids = [int(pid) for pid in began.read_text(encoding="utf-8").split()]
-    assert len(pids) == 4
-    assert not any(map(is_alive, pids))
+    wait_until_ended([*own, *started])
 
 
 @pytest.mark.thorough

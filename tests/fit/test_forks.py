@@ -46,10 +46,15 @@ class World:
         return self.first
 
     def all_of(self, *more: dict[str, str], command: tuple[str, ...] = COMMAND, cards: tuple[str, ...] = CARDS) -> str:
-        with closing(ProgramRuns(command, {}, None, len(cards), 1, Stop())) as runs:
-            for word in cards:
+        first, *others = map(emulated_gpu, cards)
+        with closing(ProgramRuns(command, {}, None, 1, Stop())) as runs:
+            runs.on(first, {})
+            runs.prepare(others)
+            for settings in more[1:]:
+                runs.on(first, settings)
+            for gpu in others:
                 for settings in more or ({},):
-                    runs.on(emulated_gpu(word), settings)
+                    runs.on(gpu, settings)
         return ", ".join(self.ran)
 
 
@@ -110,11 +115,19 @@ def test_a_program_of_several_processes_or_another_command_is_not_forked(world, 
 
 
 @pytest.mark.parametrize(
-    ("before_cuda", "whole", "others", "pay"),
-    [(8, 9, 3, True), (8, 9, 2, False), (8, 600, 15, False), (8, 60, 15, True), (8, 9, 0, False)],
+    ("before_cuda", "whole", "others", "jobs", "pay"),
+    [
+        (8, 9, 3, 1, True),
+        (8, 9, 2, 1, False),
+        (8, 600, 15, 1, False),
+        (8, 60, 15, 1, True),
+        (8, 9, 0, 1, False),
+        (8, 9, 5, 2, True),
+        (8, 9, 4, 2, False),
+    ],
 )
-def test_forks_pay_where_imports_are_most_of_many_runs(before_cuda, whole, others, pay):
-    assert forks_pay(before_cuda, whole, others) == pay
+def test_forks_pay_where_imports_are_most_of_many_runs(before_cuda, whole, others, jobs, pay):
+    assert forks_pay(before_cuda, whole, others, jobs) == pay
 
 
 def test_only_this_python_with_a_file_or_a_module_can_be_forked(tmp_path):
@@ -126,7 +139,14 @@ def test_only_this_python_with_a_file_or_a_module_can_be_forked(tmp_path):
         link.symlink_to(python)
     assert can_be_forked((str(python), "train.py"), str(python))
     assert can_be_forked((str(beside), "-m", "train", "--batch"), str(python))
+    assert can_be_forked((str(tmp_path / "bin" / ".." / "bin" / "python"), "train.py"), str(python))
     assert not can_be_forked((str(other), "train.py"), str(python)), "of another environment"
+    (tmp_path / "lib").symlink_to(tmp_path / "elsewhere" / "lib")
+    elsewhere = tmp_path / "elsewhere" / "bin" / "python"
+    for folder in (elsewhere.parent, tmp_path / "elsewhere" / "lib"):
+        folder.mkdir(parents=True)
+    elsewhere.symlink_to(python)
+    assert not can_be_forked((str(tmp_path / "lib" / ".." / "bin" / "python"), "train.py"), str(python)), "elsewhere's"
     for command in (("-u", "train.py"), ("-c", "pass"), ("-m",), (), ("train",)):
         assert not can_be_forked((str(python), *command), str(python))
     assert not can_be_forked((shutil.which("env") or "", str(python), "train.py"), str(python))

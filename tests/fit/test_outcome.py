@@ -155,7 +155,11 @@ def test_what_fits_with_expandable_segments_only_does_not_fit_as_it_is():
 
 
 def test_what_does_not_run_on_the_first_of_all_gpus_ends_it():
-    ends = {(outcome, every): ends_it(*fits(outcome), every=every) for outcome in FitOutcome for every in (True, False)}
+    ends = {
+        (outcome, every): ends_it(fits(outcome)[0].plain, every=every)
+        for outcome in FitOutcome
+        for every in (True, False)
+    }
     assert {case for case, ended in ends.items() if ended} == {
         (FitOutcome.UNUSED, True),
         (FitOutcome.UNUSED, False),

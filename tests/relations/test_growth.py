@@ -266,7 +266,7 @@ def test_marked():
 
 
 @pytest.mark.parametrize(
-    "workers", [pytest.param([], id="alone", marks=pytest.mark.thorough), pytest.param(["-n1"], id="a worker")]
+    "workers", [pytest.param([], id="alone"), pytest.param(["-n1"], id="a worker", marks=pytest.mark.thorough)]
 )
 def test_what_a_package_keeps_is_told_with_it_in_each_way_to_find_a_leak(project, workers):
     project.settings("[[tool.gpumem.budget]]\ntests = '*'\nmax_retained = '1 kB'\n")

@@ -38,6 +38,7 @@ def gradient(word: str) -> torch.Tensor:
     return model.linear.weight.grad
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 def test_the_default_mode_compiles_for_the_cpu_and_gives_the_same_gradients():
     model = Model()
