@@ -162,15 +162,15 @@ class Project:
             command.append(f"--gpumem-device={device}")
         if new:
             return self._pytester.runpytest_subprocess(*command)
+        loaded = (
+            []
+            if any(one.startswith("-n") for one in args)
+            else [*preloaded.ALONE_WORDS, *(f"-p{name}" for name in self.plugins)]
+        )
         if separate:
-            return preloaded.run_pytest(self.path, *command, before=_hiding())
-        loaded = [] if any(one.startswith("-n") for one in args) else self._named_plugins()
+            return preloaded.run_pytest(self.path, *loaded, *command, before=_hiding())
         with own_objects_out_of_sight():
             return self._pytester.runpytest_inprocess(*loaded, *command)
-
-    def _named_plugins(self) -> list[str]:
-        """Return the words that load plugins by their names: to look for them takes a third of a session in this process."""
-        return ["--disable-plugin-autoload", *(f"-p{name}" for name in ("pytest_gpumem.plugin", *self.plugins))]
 
     def gpumem(self, *args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run the command, in the project's folder if not in another."""

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.processes import Stop
 
 
-_NO_OTHERS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_gpumem.plugin"}
-"""To look for plugins takes a quarter of a fork's time."""
-
-
 def fork_runs(patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     """Have what modules run be forks, pytest or a command of the package: what `gpumem ab` runs if no module is given."""
     preloaded.load()  # not in the threads that start them
@@ -52,7 +48,7 @@ def _run(
     assert arguments[0] == "-m"
     path = os.pathsep.join([environment["PYTHONPATH"], str(_packages(Path(python)))])
     process = preloaded.start(
-        *arguments, cwd=folder, env={**environment, **_NO_OTHERS, "PYTHONPATH": path}, before=hide_what_is_loaded
+        *arguments, cwd=folder, env={**environment, **preloaded.ALONE, "PYTHONPATH": path}, before=hide_what_is_loaded
     )
     try:
         while process.poll() is None:

@@ -63,6 +63,10 @@ _REWRITTEN = (
     "pytest_memray",
 )
 """Packages of plugins among these."""
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_gpumem.plugin"}
+"""Variables with which a session has this plugin and no other: to look for them takes a quarter of a short one."""
+ALONE_WORDS = ("--disable-plugin-autoload", "-ppytest_gpumem.plugin")
+"""Words of a command line that do the same."""
 _environment: dict[str, str] = {}
 _more: list[str] = []
 

@@ -270,6 +270,7 @@ def test_the_committed_baselines_hold(request, run, gated, measured):
     assert len(done.printed) == measured
 
 
+@pytest.mark.thorough
 def test_recording_writes_what_was_measured(recorded):
     example, run = recorded
     assert run.code == 0, run.output

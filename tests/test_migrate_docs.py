@@ -64,11 +64,9 @@ def pytest_without_this(folder: Path, arguments: list[str], **variables: str) ->
     return preloaded.run("-m", "pytest", *arguments, cwd=folder, env=environment)
 
 
-@pytest.mark.parametrize(
-    "page",
-    # test_golden_numbers_that_were_too_small_are_red_until_they_are_updated runs the same.
-    [pytest.param(page, marks=[pytest.mark.thorough] if "golden" in page else []) for page in PAGES],
-)
+# None of it is this project's: what comes after is what its pages are about.
+@pytest.mark.thorough
+@pytest.mark.parametrize("page", PAGES)
 def test_what_was_there_before_runs_without_the_plugin_and_lets_a_small_growth_pass(page, tmp_path):
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])

@@ -547,8 +547,9 @@ class Folder:
     path: Path
 
     def run(self, *arguments: str, **environment: str) -> int:
-        command = ["-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
-        command += ["--gpumem-device=cpu", *arguments]
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--gpumem-device=cpu"]
+        command += ["-p", "no:randomly"] if "-n" in arguments else preloaded.ALONE_WORDS
+        command += arguments
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PLANTED"))}
         return preloaded.run(
             *command, cwd=self.path, env={**outside, **environment}, before=hide_what_is_loaded

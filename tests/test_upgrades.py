@@ -492,6 +492,7 @@ def test_packages_that_differ_in_their_build_only_are_one_release(project, index
     )
 
 
+@pytest.mark.thorough
 def test_of_packages_that_differ_those_of_another_release_are_searched(project, releases):
     locks = lock_files(project, tinymodels=("1.0", "1.1+local"), another=("1.0+cpu", "1.0+cu126"))
     result = gpumem("bisect", *locks, "test_it.py", "--", *PLAIN)

@@ -37,6 +37,7 @@ def package(tmp_path_factory):
     return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
 
 
+@pytest.mark.thorough
 def test_the_new_kind_recomputes_saves_memory_and_learns_the_same(package, tmp_path):
     write_tests(
         tmp_path,

@@ -25,6 +25,7 @@ def package(tmp_path_factory):
     return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
 
 
+@pytest.mark.thorough
 def test_it_acts_typed_and_as_a_key_and_what_is_typed_wins(package, tmp_path):
     write_tests(tmp_path, TESTS)
     assert package.pytest(tmp_path, "--gpumem-update=new").returncode == 0
