@@ -37,8 +37,10 @@ def fitting(reserved: int) -> ProgramRun:
 
 
 @pytest.fixture
-def ran(monkeypatch):
+def ran(monkeypatch, tmp_path):
     """What was run, and by word what comes of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     called: list[tuple] = []
     comes: dict[str, ProgramRun | BaseException | Callable[[Stop], ProgramRun]] = {}
 
@@ -307,6 +309,12 @@ def test_a_program_that_there_is_not_is_named(ran):
     result = fit("--device", "l4", "--", "/nowhere/python")
     assert result.exit_code == 2
     assert "Error: /nowhere/python: No such file or directory" in result.stderr
+
+
+def test_a_file_that_there_is_not_is_told_once_and_run_nowhere(ran):
+    called, _ = ran
+    result = fit("gone.py", "--batch", "8")
+    assert (result.exit_code, result.stderr, called) == (2, "Error: there is no file gone.py\n", [])
 
 
 def test_a_gpu_that_cannot_be_emulated_here_is_told(monkeypatch):

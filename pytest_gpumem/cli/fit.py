@@ -77,8 +77,8 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     for wrong usage, and when it cannot be told: a GPU cannot be emulated here, or the program fails by itself or uses no GPU
     memory, 130 when interrupted, 143 by SIGTERM.
     """
-    arguments = _with_python(command)
     gpus = _gpus(words)
+    arguments = _with_python(command)
     jobs = most_jobs(min(jobs, max(1, len(gpus) - 1)))
     by_gpu: dict[Gpu, Fit] = {}
     interrupted = None
@@ -107,11 +107,12 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
 
 def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
     first = command[0]
-    if first == "-m" or (first.endswith(".py") and not first.startswith("-")):
-        return (sys.executable, *command)
-    if first.startswith("-"):
+    if first != "-m" and first.startswith("-"):
         raise click.UsageError(f"no such option: {first}")
-    return command
+    is_file = first.endswith(".py")
+    if is_file and not Path(first).exists():
+        raise InputError(f"there is no file {first}")
+    return (sys.executable, *command) if is_file or first == "-m" else command
 
 
 def _gpus(words: Sequence[str]) -> list[Gpu]:
