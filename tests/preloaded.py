@@ -60,9 +60,10 @@ _REWRITTEN = (
     "platformdirs",
     "pytest_benchmark",
     "pytest_gpumem",
+    "pytest_gpumem.plugin",
     "pytest_memray",
 )
-"""Packages of plugins among these."""
+"""Packages and modules of plugins among these."""
 ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_gpumem.plugin"}
 """Variables with which a session has this plugin and no other: to look for them takes a quarter of a short one."""
 ALONE_WORDS = ("--disable-plugin-autoload", "-ppytest_gpumem.plugin")
