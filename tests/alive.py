@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs: one that waits for being reaped has ended."""
+    """Return whether a process runs: one that waits for being reaped has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

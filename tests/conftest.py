@@ -162,11 +162,8 @@ class Project:
             command.append(f"--gpumem-device={device}")
         if new:
             return self._pytester.runpytest_subprocess(*command)
-        loaded = (
-            []
-            if any(one.startswith("-n") for one in args)
-            else [*preloaded.ALONE_WORDS, *(f"-p{name}" for name in self.plugins)]
-        )
+        alone = [*preloaded.ALONE_WORDS, *(f"-p{name}" for name in self.plugins)]
+        loaded = [] if any(one.startswith("-n") for one in args) else alone
         if separate:
             return preloaded.run_pytest(self.path, *loaded, *command, before=_hiding())
         with own_objects_out_of_sight():

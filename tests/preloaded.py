@@ -220,9 +220,8 @@ def _be(
     for name in _REWRITTEN:
         if name in sys.modules:  # or pytest warns that it comes too late to rewrite its assertions
             sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"
-    for (
-        finalizer
-    ) in weakref.finalize._registry:  # what was loaded needs none, and torch's operators take a tenth of a run
+    # What was loaded needs none at the end: torch's, one for each library of operators, take a tenth of a short run.
+    for finalizer in weakref.finalize._registry:
         finalizer.atexit = False
     first = {"-m": folder, "-c": ""}.get(arguments[0], str(Path(arguments[0]).resolve().parent))
     sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *path]
