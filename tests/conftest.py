@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-import pytest_gpumem
+import pytest_gpumem.plugin
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.torch_support import garbage_collector
 from tests import preloaded
@@ -155,19 +155,23 @@ class Project:
 
         Steps are ``timed`` only where a test says so: what the suite's machine does meanwhile would be in every verdict.
         """
-        command = [*_LEFT_OUT, *args]
+        command = [*_LEFT_OUT, *(f"-p{name}" for name in self.plugins), *args]
         if not timed:
             command.append("--no-gpumem-time")
         if device is not None:
             command.append(f"--gpumem-device={device}")
         if new:
             return self._pytester.runpytest_subprocess(*command)
-        alone = [*preloaded.ALONE_WORDS, *(f"-p{name}" for name in self.plugins)]
-        loaded = [] if any(one.startswith("-n") for one in args) else alone
+        is_alone = not any(one.startswith("-n") for one in args)
         if separate:
-            return preloaded.run_pytest(self.path, *loaded, *command, before=_hiding())
+            variables = preloaded.ALONE if is_alone else {}
+            return preloaded.run_pytest(self.path, *command, env={**os.environ, **variables}, before=_hiding())
         with own_objects_out_of_sight():
-            return self._pytester.runpytest_inprocess(*loaded, *command)
+            if not is_alone:
+                return self._pytester.runpytest_inprocess(*command)
+            return self._pytester.runpytest_inprocess(
+                "--disable-plugin-autoload", *command, plugins=[pytest_gpumem.plugin]
+            )
 
     def gpumem(self, *args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run the command, in the project's folder if not in another."""

@@ -66,8 +66,6 @@ _REWRITTEN = (
 """Packages and modules of plugins among these."""
 ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_gpumem.plugin"}
 """Variables with which a session has this plugin and no other: to look for them takes a quarter of a short one."""
-ALONE_WORDS = ("--disable-plugin-autoload", "-ppytest_gpumem.plugin")
-"""Words of a command line that do the same."""
 _environment: dict[str, str] = {}
 _more: list[str] = []
 
@@ -172,10 +170,15 @@ def run(
     return subprocess.CompletedProcess(list(arguments), process.returncode, out, err)
 
 
-def run_pytest(folder: Path, *arguments: str, before: Callable[[], None] | None = None) -> pytest.RunResult:
+def run_pytest(
+    folder: Path,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> pytest.RunResult:
     """Run pytest in a folder until it ends, as `pytest.Pytester.runpytest_subprocess` does in its own."""
     began = time.monotonic()
-    done = run("-m", "pytest", *arguments, cwd=folder, before=before)
+    done = run("-m", "pytest", *arguments, cwd=folder, env=env, before=before)
     sys.stdout.write(done.stdout)  # shown where the test fails
     sys.stderr.write(done.stderr)
     return pytest.RunResult(

@@ -548,9 +548,10 @@ class Folder:
 
     def run(self, *arguments: str, **environment: str) -> int:
         command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--gpumem-device=cpu"]
-        command += ["-p", "no:randomly"] if "-n" in arguments else preloaded.ALONE_WORDS
+        command += ["-p", "no:randomly"] if "-n" in arguments else []
         command += arguments
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PLANTED"))}
+        outside |= {} if "-n" in arguments else preloaded.ALONE
         return preloaded.run(
             *command, cwd=self.path, env={**outside, **environment}, before=hide_what_is_loaded
         ).returncode

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.devices import proc
@@ -74,22 +75,38 @@ def highest(first: Peak | None, second: Peak) -> Peak:
 
 @dataclass(slots=True)
 class Window:
-    """The time between `Device.open_window` and `Device.close_window`, and the highest peak in it so far."""
+    """The time between `Device.open_window` and `Device.close_window`, in parts that `Device.split` makes."""
 
-    peak: Peak | None = None
+    seen: list[Peak | None] = field(default_factory=lambda: [None])
+    """The highest peak so far in each part; ``None`` where there is none yet."""
     of_others: tuple[Window, ...] = ()
     """The same region on each of `Device.others`."""
+
+    def see(self, peak: Peak) -> None:
+        """Take a peak into the last part."""
+        self.seen[-1] = highest(self.seen[-1], peak)
+
+    @property
+    def parts(self) -> tuple[Peak, ...]:
+        """The highest peak in each part, after the window has been closed."""
+        peaks = tuple(peak for peak in self.seen if peak is not None)
+        assert len(peaks) == len(self.seen), "a part sees a peak at the latest when it ends"
+        return peaks
 
     @property
     def highest(self) -> Peak:
         """The highest peak, after the window has been closed."""
-        assert self.peak is not None, "a window sees a peak at the latest when it is closed"
-        return self.peak
+        return functools.reduce(highest, self.parts)
 
     @property
     def everywhere(self) -> tuple[Peak, ...]:
         """The highest peak on each of `Device.everywhere`, after the window has been closed."""
         return (self.highest, *(window.highest for window in self.of_others))
+
+    @property
+    def parts_everywhere(self) -> list[tuple[Peak, ...]]:
+        """The highest peak in each part on each of `Device.everywhere`, after the window has been closed."""
+        return list(zip(self.parts, *(window.parts for window in self.of_others), strict=True))
 
 
 class Device(ABC):
@@ -314,7 +331,7 @@ class Device(ABC):
         self.reset_peak()
         self._kept = None
         for window in self._windows:
-            window.peak = highest(window.peak, peak)
+            window.see(peak)
         return peak
 
     def keep_peak(self) -> None:
@@ -336,6 +353,13 @@ class Device(ABC):
         window = Window(of_others=tuple(other.open_window() for other in self.others))
         self._windows = (*self._windows, window)
         return window
+
+    def split(self, window: Window) -> None:
+        """End a part of ``window`` and begin the next, by one reading."""
+        self.pop_peak()
+        window.seen.append(None)
+        for other, its_window in zip(self.others, window.of_others, strict=True):
+            other.split(its_window)
 
     def close_window(self, window: Window) -> Peak:
         """Return the highest peak since ``window`` was opened."""

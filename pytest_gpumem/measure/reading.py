@@ -256,14 +256,16 @@ def run_one_step(
     """
     device.consensus.rest()
     reading = Reading(device, not_own)
-    peaks: dict[str, list[Peak]] = {}
-    with device.transient_workspaces() as transient, device.window() as whole:
-        for phase in phases:
-            with device.window() as window:
-                phase.run()
-            before = peaks.get(phase.name, [None] * len(device.everywhere))
-            peaks[phase.name] = [highest(*pair) for pair in zip(before, window.everywhere, strict=True)]
+    with device.transient_workspaces() as transient, device.window() as window:
+        for n, phase in enumerate(phases):
+            if n:
+                device.split(window)
+            phase.run()
     reading.ended()
+    peaks: dict[str, Sequence[Peak]] = {}
+    for phase, of_phase in zip(phases, window.parts_everywhere, strict=True):
+        before = peaks.get(phase.name, [None] * len(device.everywhere))
+        peaks[phase.name] = [highest(*pair) for pair in zip(before, of_phase, strict=True)]
     return reading.figures(
-        whole.everywhere, rest(device, reading.live_before), peaks if len(peaks) > 1 else {}, transient=transient
+        window.everywhere, rest(device, reading.live_before), peaks if len(peaks) > 1 else {}, transient=transient
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.contract import Device, Peak, highest
+from pytest_gpumem.devices.contract import Device, Peak, Window, highest
 from pytest_gpumem.measurement import MeasuringError
 
 if TYPE_CHECKING:
@@ -69,7 +69,21 @@ def test_a_closed_window_is_told_nothing_more(memory):
     assert memory.close_window(window) == Peak(10, 20)
     memory.spike(50)
     memory.close_window(memory.open_window())
-    assert window.peak == Peak(10, 20)
+    assert window.highest == Peak(10, 20)
+
+
+def test_a_window_in_parts_knows_the_peak_of_each_and_the_highest_of_all(memory):
+    outer = memory.open_window()
+    parted = memory.open_window()
+    memory.spike(10)
+    memory.split(parted)
+    memory.change(5)
+    memory.split(parted)
+    memory.spike(30)
+    memory.pop_peak()
+    memory.spike(20)
+    assert memory.close_window(parted) == memory.close_window(outer) == Peak(35, 70)
+    assert (parted.parts, outer.parts) == ((Peak(10, 20), Peak(5, 10), Peak(35, 70)), (Peak(35, 70),))
 
 
 def test_popping_the_peak_hides_it_from_no_window(memory):
@@ -112,7 +126,7 @@ def test_an_error_within_is_raised_where_the_peak_cannot_be_read(memory, stretch
     seen = 50 if stretch == "window" else 30
     assert memory.close_window(outer) == Peak(seen, 2 * seen)
     memory.spike(70)
-    assert outer.peak == Peak(seen, 2 * seen)
+    assert outer.highest == Peak(seen, 2 * seen)
 
 
 def test_the_higher_of_two_peaks_is_so_field_by_field_and_lacks_what_one_of_them_does():
@@ -122,20 +136,30 @@ def test_the_higher_of_two_peaks_is_so_field_by_field_and_lacks_what_one_of_them
 
 
 @unhurried
-@given(st.lists(st.sampled_from(["open", "close"]) | st.integers(-50, 50), max_size=30))
+@given(st.lists(st.sampled_from(["open", "close", "split"]) | st.integers(-50, 50), max_size=30))
 def test_every_window_sees_what_one_would_see_who_watched_all_the_time(actions):
     memory = Memory()
-    watched: list[tuple[object, list[int]]] = []
+    watched: list[tuple[Window, list[list[int]]]] = []
+
+    def close() -> None:
+        window, seen = watched.pop()
+        assert memory.close_window(window).allocated == max(map(max, seen))
+        assert [part.allocated for part in window.parts] == [max(part) for part in seen]
+
     for action in actions:
         if action == "open":
-            watched.append((memory.open_window(), [memory.live()]))
+            watched.append((memory.open_window(), [[memory.live()]]))
+        elif action == "split":
+            if watched:
+                window, seen = watched[0]
+                memory.split(window)
+                seen.append([memory.live()])
         elif action == "close":
             if watched:
-                window, seen = watched.pop()
-                assert memory.close_window(window).allocated == max(seen)
+                close()
         else:
             memory.change(max(action, -memory.live()))
             for _, seen in watched:
-                seen.append(memory.live())
-    for window, seen in reversed(watched):
-        assert memory.close_window(window).allocated == max(seen)
+                seen[-1].append(memory.live())
+    while watched:
+        close()
