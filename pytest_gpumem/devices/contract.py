@@ -270,6 +270,10 @@ class Device(ABC):
         if undo is not None:
             undo.close()
 
+    def one_moment(self) -> AbstractContextManager[object]:
+        """Return a context whose readings may all be those of its first one: nothing is allocated or freed within."""
+        return nullcontext()
+
     def synchronize(self) -> None:
         """Wait until the device has done its work."""
 

@@ -6,6 +6,7 @@ Not the process's RSS: that counts pages, the interpreter and everybody's caches
 from __future__ import annotations
 
 import functools
+import gc
 import platform
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -86,6 +87,8 @@ class CpuDevice(Device):
         self._live_blocks = LiveBlocks()
         self._free_callbacks = FreeCallbacks()
         self._profiler: Profile | None = None
+        self._is_read: bool | None = None
+        """Whether `one_moment` has had its reading; ``None`` outside of it."""
         self._reference_workload: ReferenceWorkload | None = None
 
     @property
@@ -134,6 +137,18 @@ class CpuDevice(Device):
             raise DeviceUnavailable(
                 f"torch {torch.__version__} does not report host allocations to a profiler here ({error})"
             ) from None
+
+    @contextmanager
+    def one_moment(self) -> Iterator[None]:
+        self._is_read = False
+        try:
+            yield
+        finally:
+            self._is_read = None
+
+    def settle(self) -> None:
+        if gc.collect() and self._is_read:
+            self._is_read = False
 
     def live(self) -> int:
         self._flush()
@@ -284,8 +299,12 @@ class CpuDevice(Device):
             raise
 
     def _flush(self) -> None:
+        if self._is_read:
+            return
         try:
             self._live_blocks.apply(self._stop(allocation_events))
         finally:
             if self._undo is not None and self._profiler is None:
                 self._start()
+        if self._is_read is not None:
+            self._is_read = True

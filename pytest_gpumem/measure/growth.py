@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measure.reading import live_at_rest, live_of_program, live_when_settled, on_each
+from pytest_gpumem.measure.reading import live_of_program, on_each
+from pytest_gpumem.torch_support.garbage_collector import collect_everything
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_gpumem.devices.contract import Device
-    from pytest_gpumem.measure.reading import ByDevice, Figures, Rest
+    from pytest_gpumem.measure.reading import ByDevice, Figures
 
 
 SETTLING_STEPS = 6
@@ -50,23 +52,30 @@ def _is_higher_later(live: Sequence[int]) -> bool:
     return min(late) > min(early) and max(late) > max(early)
 
 
-def measure_growth(run_step: Callable[[Rest], ByDevice], device: Device) -> dict[str, int]:
+def measure_growth(run_step: Callable[..., ByDevice], device: Device) -> dict[str, int]:
     """Run more steps to distinguish a leak from a cache that fills, and return the bytes that each keeps, by device.
+
+    ``run_step`` is `run_one_step` of the step, with its ``older_garbage`` left to choose.
 
     Garbage among all objects is collected once, at the end: there can only have been less before, so that what does not grow
     with it does not grow without it. Only if there is some is it collected after each step.
     """
-    growth = _growth_over(run_step, live_when_settled, device)
-    live = live_of_program(device)
-    if not device.consensus.any(any(growth.values()) and live_at_rest(device, [0] * len(live)) != live):
+    growth = _growth_over(partial(run_step, older_garbage=False), device)
+    if not device.consensus.any(any(growth.values()) and _has_older_garbage(device)):
         return growth
-    return _growth_over(run_step, live_at_rest, device)
+    return _growth_over(run_step, device)
 
 
-def _growth_over(run_step: Callable[[Rest], ByDevice], rest: Rest, device: Device) -> dict[str, int]:
-    window = [run_step(rest) for _ in range(SETTLING_STEPS + WINDOW)][SETTLING_STEPS:]
+def _has_older_garbage(device: Device) -> bool:
+    live = live_of_program(device)
+    collect_everything()
+    return live_of_program(device) != live
+
+
+def _growth_over(run_step: Callable[[], ByDevice], device: Device) -> dict[str, int]:
+    window = [run_step() for _ in range(SETTLING_STEPS + WINDOW)][SETTLING_STEPS:]
     if device.consensus.any(keeps_now_and_then(window)):
-        window += [run_step(rest) for _ in range(WINDOW)]
+        window += [run_step() for _ in range(WINDOW)]
     return growth_by_device(window)
 
 

@@ -13,7 +13,7 @@ from pytest_gpumem.measure.counting import NOTHING_COUNTED, count_step
 from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_by_device, keeps_now_and_then
 from pytest_gpumem.measure.loop import LoopEnded
 from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
-from pytest_gpumem.measure.reading import Reading, live_of_program, live_when_settled, run_one_step
+from pytest_gpumem.measure.reading import Reading, live_of_program, run_one_step
 from pytest_gpumem.measure.runner import FURTHER_STEPS, unrecorded_steps
 from pytest_gpumem.measure.settling import figures_of_steps, have_same_peaks
 from pytest_gpumem.measurement import MeasuringError
@@ -108,7 +108,7 @@ class PreparedLoop(PreparedStep):
         """Yield the figures of so many further steps, or of those that there are before the loop ends."""
         try:
             for _ in range(number):
-                yield run_one_step(self.phases, self.context.device, self.not_own, live_when_settled)
+                yield run_one_step(self.phases, self.context.device, self.not_own, older_garbage=False)
         except LoopEnded:
             return
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,9 +11,9 @@ from pytest_gpumem.devices.contract import highest
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pytest_gpumem.devices.contract import Device, Peak
+    from pytest_gpumem.devices.contract import Device, Peak, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,27 +125,22 @@ def live_of_program(device: Device) -> list[int]:
     return [live - kept for live, kept in zip(live_everywhere(device), device.workspaces(), strict=True)]
 
 
-Rest = Callable[["Device", "Sequence[int]"], "list[int]"]
-"""Returns the bytes that are live on each of `Device.everywhere` at rest, without workspaces; so many are expected."""
-
-
-def live_when_settled(device: Device, _expected: Sequence[int]) -> list[int]:
-    """Return the bytes that are live when garbage among young objects has been collected."""
+def live_when_settled(device: Device) -> list[int]:
+    """Return the bytes that are live, without workspaces, when garbage among young objects has been collected."""
     device.settle()
     return live_of_program(device)
 
 
-def live_at_rest(device: Device, expected: Sequence[int]) -> list[int]:
-    """Return the bytes that are live without garbage, which is collected among all objects unless they are as ``expected``."""
-    live = live_when_settled(device, expected)
-    if live != list(expected):
-        collect_everything()
-        live = live_of_program(device)
-    return live
+def without_older_garbage(device: Device, live: list[int], expected: Sequence[int]) -> list[int]:
+    """Return the bytes that are live when garbage among all objects is collected, or ``live`` where that is as ``expected``."""
+    if live == list(expected):
+        return live
+    collect_everything()
+    return live_of_program(device)
 
 
 class Reading:
-    """Readings of one region of code on each of `Device.everywhere`, from just before it to its end.
+    """Readings of one region of code on each of `Device.everywhere`, from just before it to its end; see `read`.
 
     Args:
         device: Where it runs, garbage collected.
@@ -169,6 +164,10 @@ class Reading:
         ]
         self._device.empty_cache()
         self._live_run = live_everywhere(self._device)
+
+    def settled(self) -> None:
+        """Read what is live when garbage among young objects has been collected: `live_settled`, without workspaces."""
+        self.live_settled = live_when_settled(self._device)
 
     def figures(
         self,
@@ -214,6 +213,29 @@ class Reading:
 
 
 @contextmanager
+def read(
+    device: Device, not_own: Sequence[int], live_before: Sequence[int] | None = None
+) -> Iterator[tuple[Reading, Window, Sequence[int]]]:
+    """Read what runs within. Yields its readings, its window, and the bytes of `Device.transient_workspaces` at the end.
+
+    Args:
+        device: Where it runs, garbage collected.
+        not_own: The bytes that are not its own, on each of `Device.everywhere`.
+        live_before: The bytes that are live before it, on each device, without workspaces; read here by default.
+    """
+    with ExitStack() as within:
+        with device.one_moment():
+            reading = Reading(device, not_own, live_before)
+            transient = within.enter_context(device.transient_workspaces())
+            window = within.enter_context(device.window())
+        yield reading, window, transient
+        with device.one_moment():
+            within.close()
+            reading.ended()
+            reading.settled()
+
+
+@contextmanager
 def read_once(
     device: Device,
     not_own: Sequence[int],
@@ -229,14 +251,13 @@ def read_once(
         before: What ``held`` gave and what is live without workspaces, before it; read here by default.
     """
     held_before, live_before = (held(), None) if before is None else before
-    reading = Reading(device, not_own, live_before)
     ended: list[ByDevice] = []
     with cyclic_collector_off():
-        with device.transient_workspaces() as transient, device.window() as window:
+        with read(device, not_own, live_before) as (reading, window, transient):
             yield lambda: ended[0]
-        reading.ended()
         held_change = [now - then for now, then in zip(held(), held_before, strict=True)]
-        live_after = live_at_rest(device, [sum(pair) for pair in zip(reading.live_before, held_change, strict=True)])
+        expected = [sum(pair) for pair in zip(reading.live_before, held_change, strict=True)]
+        live_after = without_older_garbage(device, reading.live_settled, expected)
     ended.append(reading.figures(window.everywhere, live_after, {}, held_change, transient))
 
 
@@ -244,7 +265,8 @@ def run_one_step(
     phases: Sequence[Phase],
     device: Device,
     not_own: Sequence[int],
-    rest: Rest = live_at_rest,
+    *,
+    older_garbage: bool = True,
 ) -> ByDevice:
     """Run a step once, and return its figures on each device.
 
@@ -252,20 +274,19 @@ def run_one_step(
         phases: The parts of the step, in order.
         device: Where it runs.
         not_own: The bytes that are not its own, on each of `Device.everywhere`.
-        rest: Reads what is live when it has ended.
+        older_garbage: Whether garbage among all objects is collected where it keeps bytes, and not only among young ones.
     """
     device.consensus.rest()
-    reading = Reading(device, not_own)
-    with device.transient_workspaces() as transient, device.window() as window:
+    with read(device, not_own) as (reading, window, transient):
         for n, phase in enumerate(phases):
             if n:
                 device.split(window)
             phase.run()
-    reading.ended()
+    live_after = reading.live_settled
+    if older_garbage:
+        live_after = without_older_garbage(device, live_after, reading.live_before)
     peaks: dict[str, Sequence[Peak]] = {}
     for phase, of_phase in zip(phases, window.parts_everywhere, strict=True):
         before = peaks.get(phase.name, [None] * len(device.everywhere))
         peaks[phase.name] = [highest(*pair) for pair in zip(before, of_phase, strict=True)]
-    return reading.figures(
-        window.everywhere, rest(device, reading.live_before), peaks if len(peaks) > 1 else {}, transient=transient
-    )
+    return reading.figures(window.everywhere, live_after, peaks if len(peaks) > 1 else {}, transient=transient)

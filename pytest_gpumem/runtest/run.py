@@ -99,9 +99,11 @@ class TestRun:
         self.device.quiesce()
         self._random = RandomNumbers.now(self.device)
         own = self._held()
-        self.device.register_existing(self._ownership.storages(self.item))
-        self._at_call = own, live_everywhere(self.device)
-        self._known_at_call = self.device.known()
+        existing = self._ownership.storages(self.item)
+        with self.device.one_moment():
+            self.device.register_existing(existing)
+            self._at_call = own, live_everywhere(self.device)
+            self._known_at_call = self.device.known()
         self._attributes = frozenset(self._instance_dict())
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -49,6 +50,24 @@ def test_a_known_pattern_of_allocations_has_a_known_peak(device):
     del third
     assert device.pop_peak() == Peak(20 * KB)
     assert device.pop_peak() == Peak(0)
+
+
+def test_readings_of_one_moment_are_those_of_its_first_until_garbage_is_found(device):
+    kept = [tensor(10 * KB)]
+    with device.one_moment():
+        assert (device.live(), device.pop_peak()) == (10 * KB, Peak(10 * KB))
+        kept.append(tensor(KB))
+        device.settle()
+        assert (device.live(), len(device.known())) == (10 * KB, 1)
+        kept.append(kept)
+        del kept
+        device.settle()
+        assert device.live() == 0
+    with suppress(KeyboardInterrupt), device.one_moment():
+        device.live()
+        raise KeyboardInterrupt
+    after = tensor(KB)
+    assert device.live() == after.numel()
 
 
 def test_readings_take_no_memory(device):

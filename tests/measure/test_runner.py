@@ -15,7 +15,7 @@ from pytest_gpumem.devices.contract import Device, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.measure.counting import MORE_COUNTED, NOTHING_COUNTED
-from pytest_gpumem.measure.reading import Figures, Phase, live_at_rest, run_one_step
+from pytest_gpumem.measure.reading import Figures, Phase, live_when_settled, run_one_step, without_older_garbage
 from pytest_gpumem.measure.runner import (
     FURTHER_STEPS,
     MOST_UNSTABLE_WARM_UPS,
@@ -477,9 +477,10 @@ def test_a_step_in_rest_costs_no_second_collection(device, monkeypatch):
     collections = []
     monkeypatch.setattr("pytest_gpumem.measure.reading.collect_everything", lambda: collections.append(True))
     kept = tensor(KB)
-    assert live_at_rest(device, [device.live()]) == [kept.numel()]
+    live = live_when_settled(device)
+    assert without_older_garbage(device, live, [kept.numel()]) == live == [kept.numel()]
     assert collections == []
-    assert live_at_rest(device, [0]) == [kept.numel()]
+    assert without_older_garbage(device, live, [0]) == [kept.numel()]
     assert collections == [True]
 
 
