@@ -14,8 +14,10 @@ from pytest_gpumem.advice import trial
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.emulation.errors import EmulationError
+from tests import preloaded
 from tests.models.architectures import NEEDS_TRANSFORMERS
 
+preloaded.load_as_well("tests.with_transformers")
 MODELS = """
 import torch
 

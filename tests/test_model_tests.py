@@ -13,10 +13,12 @@ from pytest_gpumem.config.models import ModelStep
 from pytest_gpumem.model_tests import measure
 from pytest_gpumem.models.name import ModelName
 from pytest_gpumem.models.task import INFERENCE
+from tests import preloaded
 from tests.models.architectures import NEEDS_TRANSFORMERS
 from tests.models.test_by_name import CLASSES, written
 
 pytestmark = NEEDS_TRANSFORMERS
+preloaded.load_as_well("tests.with_transformers")
 TEN = [
     "BartForConditionalGeneration",
     "BertForMaskedLM",

@@ -11,6 +11,7 @@ import pytest
 from pytest_gpumem.emulated_process.before_torch import PEAKS
 from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
 from pytest_gpumem.emulation.load import current_emulation
+from tests import preloaded
 from tests.emulated.processes import Processes
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 PLANTED_PROJECT = Path(__file__).parent / "planted_project"
 collect_ignore = [PLANTED_PROJECT.name]
+if current_emulation() is not None:
+    preloaded.load_as_well("tests.with_transformers")
 WITHOUT_VALUES = """
 import sys, types
 nothing = types.ModuleType("pytest_gpumem.host_values.scope")

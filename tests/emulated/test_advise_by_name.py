@@ -8,11 +8,8 @@ import pytest
 
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.units import format_bytes
-from tests import preloaded
 from tests.emulated.processes import REPOSITORY
 
-pytest.importorskip("transformers")
-preloaded.load_as_well("tests.emulated.with_transformers")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -26,6 +23,8 @@ CONFIG = {
 }
 PROGRAM = """
 import transformers
+
+pytestmark = needs.package("transformers")
 
 config = transformers.AutoConfig.from_pretrained("model")
 config.use_cache = False

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+from tests import needs
+
+pytestmark = needs.package("transformers")
+
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 PARTS = {
     "d_model": 256,

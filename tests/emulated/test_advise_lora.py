@@ -6,7 +6,10 @@ import json
 
 import pytest
 
-pytest.importorskip("peft")
+from tests import needs
+
+pytestmark = needs.package("peft")
+
 GPT2 = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 2048, "n_positions": 256}
 LLAMA = {
     "hidden_size": 256,

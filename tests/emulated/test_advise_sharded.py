@@ -6,7 +6,10 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers")
+from tests import needs
+
+pytestmark = needs.package("transformers")
+
 # 1003 and 515 rows are no multiples of 8.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -6,9 +6,6 @@ import json
 
 import pytest
 
-from tests import preloaded
-
-preloaded.load_as_well("tests.emulated.with_transformers")
 MODELS = """
 import torch
 import transformers

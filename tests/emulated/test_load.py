@@ -7,9 +7,6 @@ import re
 
 import pytest
 
-from tests import preloaded
-
-preloaded.load_as_well("tests.emulated.with_transformers")
 HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 LOADED = "path, device_map='cuda')" if HAS_ACCELERATE else "path).to('cuda')"
 """Installed accelerate, which transformers needs to load onto a GPU itself."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import preloaded
 from tests.workspaces import KEPT, RELEASE
 
-preloaded.load_as_well("tests.emulated.with_transformers")
 GPT2 = """
 import os
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests import preloaded
+from tests import needs
 from tests.models.test_by_name import CLASSES, written
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-preloaded.load_as_well("tests.emulated.with_transformers")
+pytestmark = [needs.package("transformers"), needs.package("peft")]
+
 ENTRIES = """
 [[tool.gpumem.models]]
 model = "hf-tiny:{0}"

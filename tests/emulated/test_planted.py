@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import preloaded
 from tests.emulated.conftest import PLANTED_PROJECT
 from tests.emulated.processes import Processes
 
 if TYPE_CHECKING:
     import subprocess
 
-preloaded.load_as_well("tests.emulated.with_transformers")
 FIRST_REASONS = 3
 
 

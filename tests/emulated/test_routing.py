@@ -7,9 +7,6 @@ import re
 
 import pytest
 
-from tests import preloaded
-
-preloaded.load_as_well("tests.emulated.with_transformers")
 MODELS = """
 import itertools, json, sys, transformers
 from pytest_gpumem.host_values.scope import current

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.torch_support.private_api import compiles_within_modes
-from tests import preloaded
 from tests.emulated.conftest import WITHOUT_VALUES
 
-preloaded.load_as_well("tests.emulated.with_transformers")
 SEEN = """
 from pytest_gpumem.host_values.scope import current
 seen = current().reads.take_trouble

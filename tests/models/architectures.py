@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests import needs
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_gpumem.measurement import Measurement
 
-# Not importorskip: loading transformers takes seconds, and collecting the suite need not wait for them.
-NEEDS_TRANSFORMERS = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None,
-    reason="needs transformers: these are tests against its models",
-)
+NEEDS_TRANSFORMERS = needs.package("transformers")
 ON_THE_CPU = pytest.mark.gpumem(device="cpu")
 
 SCALARS = 64
