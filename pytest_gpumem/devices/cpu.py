@@ -88,7 +88,7 @@ class CpuDevice(Device):
         self._free_callbacks = FreeCallbacks()
         self._profiler: Profile | None = None
         self._is_read: bool | None = None
-        """Whether `one_moment` has had its reading; ``None`` outside of it."""
+        """True once `one_moment` has had its reading, False before; ``None`` outside of it."""
         self._reference_workload: ReferenceWorkload | None = None
 
     @property
