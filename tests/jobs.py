@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,7 @@ def run_job(
     ranks: int,
     *arguments: str,
     torchrun: bool = False,
+    ends_others: bool = False,
     device: str = "cpu",
     before: Callable[[], None] = hide_what_is_loaded,
     program: tuple[str, ...] = ("pytest", *_LEFT_OUT),
@@ -48,8 +50,8 @@ def run_job(
 ) -> Job:
     """Run a ``program``, a module and its first arguments, on some ranks in a folder, and return what became of it.
 
-    Each rank begins with torch loaded, then calls ``before``, and has the variables and the store that torchrun gives it. What
-    torchrun does when a rank fails, and how it looks as a whole, needs ``torchrun`` itself.
+    Each rank begins with torch loaded, then calls ``before``, and has the variables and the store that torchrun gives it. If it
+    ``ends_others``, those are ended, as torchrun does it, once a rank has. How a job looks as a whole needs ``torchrun`` itself.
     """
     mark = uuid.uuid4().hex
     # Locks on devices of its own: other tests may be timing.
@@ -59,7 +61,7 @@ def run_job(
         if torchrun:
             status, output = _by_torchrun(folder, ranks, words, environment)
         else:
-            status, output = _side_by_side(folder, ranks, words, environment, before)
+            status, output = _side_by_side(folder, ranks, words, environment, before, ends_others=ends_others)
         return Job(status, output, processes_of(mark, folder))
 
 
@@ -79,7 +81,13 @@ def _by_torchrun(folder: Path, ranks: int, words: Sequence[str], environment: Ma
 
 
 def _side_by_side(
-    folder: Path, ranks: int, words: Sequence[str], environment: Mapping[str, str], before: Callable[[], None]
+    folder: Path,
+    ranks: int,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    before: Callable[[], None],
+    *,
+    ends_others: bool,
 ) -> tuple[int, str]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
@@ -94,6 +102,11 @@ def _side_by_side(
     each = [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     started = [preloaded.start(*words, cwd=folder, env=one, before=before) for one in each]
     try:
+        while ends_others and all(one.poll() is None for one in started):
+            time.sleep(0.1)
+        for one in started:
+            if ends_others and one.poll() is None:
+                os.kill(one.pid, signal.SIGTERM)
         said = ["".join(one.communicate(MOST_SECONDS)) for one in started]
     finally:
         for one in started:

@@ -25,6 +25,7 @@ from pytest_gpumem.ab.runs import Runner, Taken
 from pytest_gpumem.ab.variants import ProvisionedVariant, Variant
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stop
+from tests import preloaded
 from tests.ab.values import measured, measurement, run, unmeasured
 from tests.forked_runs import fork_runs
 
@@ -235,28 +236,19 @@ def test_interrupted_even_twice_it_leaves_no_worktree_and_no_process(repository,
     started = tmp_path / "started"
     repository.write("tests/test_it.py", INTERRUPTED_WHILE.format(file=str(started)))
     repository.commit("before")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest_gpumem.cli.main", "ab", "before", "--", *PLAIN],
-        cwd=repository.path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = preloaded.start("-m", "pytest_gpumem.cli.main", "ab", "before", "--", *PLAIN, cwd=repository.path)
     until = time.monotonic() + 60
     while not started.exists() and time.monotonic() < until:
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    process.send_signal(signum)
-    process.send_signal(signum)
+    os.kill(process.pid, signum)
+    os.kill(process.pid, signum)
     _, said = process.communicate(timeout=60)
     assert process.returncode == status
     assert said.endswith("interrupted\n")
     assert "Traceback" not in said
     assert repository.is_untouched()
     assert not [command for command in commands_that_run() if os.environ["TMPDIR"] in command]
-
-
-THIS_COMMAND = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from pytest_gpumem.cli.main import main; main()"
-"""``gpumem`` of this checkout, wherever the environment has been installed from."""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
@@ -272,11 +264,7 @@ def test_worktrees_of_a_killed_comparison_go_with_the_next_one_and_no_others(rep
     repository.commit("after")
 
     def begun(number):
-        process = subprocess.Popen(
-            [sys.executable, "-c", THIS_COMMAND, "ab", "waiting", "--", *PLAIN],
-            cwd=repository.path,
-            stderr=subprocess.DEVNULL,
-        )
+        process = preloaded.start("-m", "pytest_gpumem.cli.main", "ab", "waiting", "--", *PLAIN, cwd=repository.path)
         until = time.monotonic() + 60
         while not (started.exists() and started.read_text().count("\n") == number):
             assert process.poll() is None
@@ -287,7 +275,7 @@ def test_worktrees_of_a_killed_comparison_go_with_the_next_one_and_no_others(rep
     killed, running = begun(1), begun(2)
     try:
         killed.kill()
-        killed.wait()
+        killed.communicate(60)
         assert len(repository.git("worktree", "list").splitlines()) == 5
         result = ab("before", "after", "--", *PLAIN)
         assert result.exit_code == 0
@@ -295,8 +283,8 @@ def test_worktrees_of_a_killed_comparison_go_with_the_next_one_and_no_others(rep
         assert len(repository.git("worktree", "list").splitlines()) == 3
         assert running.poll() is None
     finally:
-        running.terminate()
-        running.wait()
+        os.kill(running.pid, signal.SIGTERM)
+        running.communicate(60)
         orphan, *_ = started.read_text().split()
         with suppress(ProcessLookupError):  # on Linux it has ended with the command that started it
             os.kill(int(orphan), signal.SIGKILL)
@@ -436,7 +424,7 @@ def pytest_gpumem_devices(config):
 """
 
 
-def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(repository):
+def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(repository, forks):
     repository.write("tests/conftest.py", MEASURED)
     repository.write(
         "tests/test_it.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -135,8 +136,10 @@ def test_a_killed_worker_loses_only_the_test_that_it_was_running(project):
         + "@pytest.mark.gpumem\ndef test_killed():\n    import os\n    os.kill(os.getpid(), 9)\n\n\n"
         + GOOD.format(name="last")
     )
-    result = project.run("--gpumem-update=new", "-n", "1", separate=True)
+    result = project.run("--gpumem-update=new", "--gpumem-report=report.json", "-n", "1", separate=True)
     result.assert_outcomes(passed=2, failed=1)
+    report = json.loads((project.path / "report.json").read_text(encoding="utf-8"))
+    assert (report["not_run"], report["passed"]) == ([["test_it.py", "test_killed"]], False)
     result.stdout.fnmatch_lines(["gpumem: 2 recorded, new; 1 did not finish"])
     (text,) = project.stored().values()
     assert "tests.test_first.call" in text

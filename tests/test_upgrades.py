@@ -1,32 +1,40 @@
 """``gpumem ab`` between sets of requirements and ``gpumem bisect`` of packages, with releases that are installed indeed.
 
 The packages are wheels that pip finds in a folder, and what the tests measure is what they tell (`TELLING`). Runs are forks
-(`tests.forked_runs`), but for those of two tests.
+(`tests.forked_runs`), but for those of two tests and of those that have `at_once`.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import uv
 from click.testing import CliRunner
 
+from pytest_gpumem.ab.errors import RunFailed
+from pytest_gpumem.ab.runs import Runner, Taken, run_of
 from pytest_gpumem.bisect.driver import Search
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stopped
 from pytest_gpumem.requirements import installers
+from pytest_gpumem.values.plain import to_plain
+from tests.ab.values import measured, measurement
 from tests.forked_runs import fork_runs
 from tests.packages_here import make_wheel, only_from
 from tests.test_ab import PLAIN
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TELLING = """
 import json
@@ -68,6 +76,12 @@ def forks(monkeypatch):
     fork_runs(monkeypatch)
 
 
+@pytest.fixture
+def by_uv(monkeypatch):
+    """Releases that uv installs, which takes a tenth of pip's time."""
+    monkeypatch.setattr(installers, "find_uv", uv.find_uv_bin)
+
+
 @pytest.fixture(scope="module")
 def kept_for_others(tmp_path_factory):
     """A folder of environments that `releases` adds to, for the next test that has it."""
@@ -75,7 +89,7 @@ def kept_for_others(tmp_path_factory):
 
 
 @pytest.fixture
-def releases(index, forks, kept_for_others, tmp_path):
+def releases(index, forks, by_uv, kept_for_others, tmp_path):
     """Releases 1.0 to 1.2 of two packages, of which tinymodels needs more from 1.1 on.
 
     They are the same in each test that has them, so that environments that another test has made are used again.
@@ -145,10 +159,9 @@ def test_two_releases_are_compared_and_kept_for_the_next_time(project, index, tm
 
 
 @pytest.mark.thorough
-def test_uv_installs_the_same_where_it_is_on_the_path(project, index, forks, tmp_path, monkeypatch):
+def test_uv_installs_the_same_where_it_is_on_the_path(project, index, forks, by_uv, tmp_path):
     release(index, "1.0", 10 * MB)
     release(index, "2.0", 12 * MB)
-    monkeypatch.setattr(installers, "find_uv", uv.find_uv_bin)
     result = gpumem("ab", "--base-with", "tinymodels==1.0", "--head-with", "tinymodels==2.0", "--", *PLAIN)
     assert result.exit_code == 1, result.output
     held = {json.loads(path.read_text())["packages"]["tinymodels"] for path in environments(tmp_path)}
@@ -290,7 +303,7 @@ def test_what_cannot_be_compared_is_told_in_a_sentence_and_nothing_is_left(
 
 @pytest.mark.parametrize("broken", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_skipped(
-    project, index, tmp_path, monkeypatch, broken
+    project, index, by_uv, tmp_path, monkeypatch, broken
 ):
     """The thorough one runs each in its own interpreter."""
     for minor in range(5):
@@ -315,11 +328,6 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
 @pytest.mark.parametrize(
     ("good", "bad", "said"),
     [
-        (
-            "1.1",
-            "1.2",
-            "1.2 is no worse than 1.1 (peak allocated 12.00 MB and 12.00 MB): both ends are good, or both are bad",
-        ),
         (
             "1.2",
             "1.0",
@@ -350,7 +358,10 @@ def test_a_release_that_mended_it_is_named_where_the_bad_one_is_earlier(project,
     assert "to accept it" not in result.stdout
 
 
-def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_much_less(project, index, forks):
+def test_of_a_release_that_is_installed_here_the_test_is_told_that_needs_more_and_not_one_that_needs_much_less(
+    project, index, forks, by_uv, monkeypatch
+):
+    monkeypatch.setattr("pytest_gpumem.cli.bisect.versions", lambda names: dict.fromkeys(names, "1.1+local"))
     (project / "conftest.py").write_text(
         TELLING.replace("tinymodels.PEAK", "tinymodels.PEAKS[request.node.name]"), encoding="utf-8"
     )
@@ -361,20 +372,14 @@ def test_the_result_is_told_of_a_test_that_needs_more_and_not_of_one_that_needs_
     ends = ["--good", "1.0", "--bad", "1.1"]
     result = gpumem("bisect", "--package", "tinymodels", *ends, "test_it.py", "--", *PLAIN)
     assert "tinymodels 1.1 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.0\n" in result.stdout
+    assert "to accept it: pytest test_it.py" in result.stdout, "as it is"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["ab", "--head-with", "tinymodels==1.0"],
-        ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.1", "test_it.py"],
-    ],
-)
-def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, forks, tmp_path, monkeypatch, command):
+def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, tmp_path, monkeypatch):
     release(index, "1.0", 10 * MB)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    result = gpumem(*command, "--", *PLAIN)
+    result = gpumem("ab", "--head-with", "tinymodels==1.0", "--", *PLAIN)
     assert result.exit_code == 2, result.output
     folder = tmp_path / "file" / "pytest-gpumem" / "environments"
     assert f"tinymodels==1.0 cannot be installed: {folder} cannot be written: Not a directory\n" in result.stderr
@@ -454,13 +459,6 @@ def test_a_wrong_report_to_search_from_is_told_in_a_sentence(project, index, wor
     assert said in result.stderr
 
 
-def test_a_test_that_one_end_does_not_have_is_told(project, releases):
-    ends = ["--package", "tinymodels", "--good", "1.0", "--bad", "1.1"]
-    result = gpumem("bisect", *ends, "test_it.py::test_gone", "--", *PLAIN)
-    assert result.exit_code == 2
-    assert "Error: 1.0 cannot be measured: not found: test_it.py::test_gone\n" in result.stderr
-
-
 def test_of_several_packages_the_one_that_did_it_is_found_and_then_its_release(project, releases):
     names = ("another", "tinymodels")
     for file, version in (("old.txt", "1.0"), ("new.txt", "1.2")):
@@ -501,13 +499,6 @@ def test_of_packages_that_differ_those_of_another_release_are_searched(project, 
     assert "these differ: tinymodels 1.1+local, was 1.0\n" in result.stderr
     assert "gpumem bisect: tinymodels 1.1 did it: " in result.stdout
     assert "to accept it, install what new.txt pins first: pytest test_it.py" in result.stdout
-
-
-def test_a_release_that_is_installed_here_is_accepted_as_it_is(project, releases, monkeypatch):
-    monkeypatch.setattr("pytest_gpumem.cli.bisect.versions", lambda names: dict.fromkeys(names, "1.1+local"))
-    ends = ["--package", "tinymodels", "--good", "1.0", "--bad", "1.1"]
-    result = gpumem("bisect", *ends, "test_it.py", "--", *PLAIN)
-    assert "to accept it: pytest test_it.py" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -579,7 +570,7 @@ def sixty_four(tmp_path_factory):
 
 
 @pytest.fixture
-def commits(sixty_four, tmp_path, index, forks, monkeypatch):
+def commits(sixty_four, tmp_path, index, monkeypatch):
     made = copy.copy(sixty_four)
     made.path = shutil.copytree(sixty_four.path, tmp_path / "repository")
     monkeypatch.chdir(made.path)
@@ -588,52 +579,62 @@ def commits(sixty_four, tmp_path, index, forks, monkeypatch):
     return made
 
 
-def left_of(folder: Path) -> list[str]:
-    """The command lines of processes that run in a worktree or with a file of this folder."""
-    found = (
-        path.read_bytes().replace(b"\0", b" ").decode()
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if path.exists()
-    )
-    return [line for line in found if str(folder / "gpumem-ab-") in line]
+@pytest.fixture
+def at_once(monkeypatch):
+    """Runs that start nothing: they are as if pytest had told what ``shipped.py`` says in the worktree."""
+
+    def take(self, provided, tick=None, *, explained=False):
+        try:
+            shipped = runpy.run_path(str(provided.top / "shipped.py"))
+        except ImportError as error:
+            raise RunFailed(str(error)) from None
+        one = measurement(peak=shipped.get("PEAK", MB), seconds=shipped.get("SECONDS"))
+        verdict = json.dumps(to_plain(measured("test_a", one)))
+        report = {"nodeid": "test_it.py::test_a", "when": "call", "outcome": "passed", "xfail": False, "why": ""}
+        end = {"status": 0, "root": ".", "outside_modules": {}, "imported": []}
+        taken = Taken((json.dumps({**report, "verdict": verdict}), json.dumps(end)), 0)
+        return taken, run_of(*taken)
+
+    monkeypatch.setattr(Runner, "take", take)
 
 
 FIND = ["bisect", "--good", "HEAD~63", "--bad", "main", "test_it.py::test_a", "--", *PLAIN]
 
 
-def test_of_64_commits_at_most_eight_are_measured_and_one_killed_in_the_middle_goes_on(commits, tmp_path):
-    command = [sys.executable, "-m", "pytest_gpumem.cli.main", *FIND]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    killed = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    told = []
-    while len(told) < 3:
-        line = killed.stderr.readline()
-        assert line, "it ended early"
-        told += [line] if "1 measured in" in line else []
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    killed.stderr.close()
-    until = time.monotonic() + 30
-    while running := left_of(tmp_path):
-        assert time.monotonic() < until, f"processes are left behind: {running}"
-        time.sleep(0.2)
+def killed_before_a_fifth_run():
+    take, left = Runner.take, iter(range(4))
+
+    def taken(*arguments, **named):
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take(*arguments, **named)
+
+    Runner.take = taken
+    gpumem(*FIND)
+
+
+def test_of_64_commits_at_most_eight_are_measured_and_one_killed_in_the_middle_goes_on(commits, at_once, tmp_path):
+    killed = multiprocessing.get_context("fork").Process(target=killed_before_a_fifth_run)
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     result = gpumem(*FIND)
     assert result.exit_code == 0, result.output
+    # Of four, one could not be imported.
     assert "going on with 3 runs of an earlier start\n" in result.stderr
-    measured = told + [line for line in result.stderr.splitlines() if "1 measured in" in line]
-    assert len(measured) <= 8
+    assert 3 + result.stderr.count("1 measured in") <= 8
     # The commit before it cannot be imported, and neither can the one after it.
     first, second = (commits.git("rev-parse", f"HEAD~{63 - number}")[:9] for number in (40, 41))
     assert (
         f"gpumem bisect: one of {first}, {second} did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %)"
         in result.stdout
     )
-    assert "skipped  ModuleNotFoundError: No module named 'nothing_there'" in result.stdout
+    assert "skipped  No module named 'nothing_there'" in result.stdout
     assert len(commits.git("worktree", "list").splitlines()) == 1
     assert list(tmp_path.glob("gpumem-ab-*")) == []
 
 
-def test_the_tolerance_is_that_of_the_bad_commit(commits):
+def test_the_tolerance_is_that_of_the_bad_commit(commits, at_once):
     settings = '[tool.gpumem.tolerance]\npeak_allocated = "50 %"\n'
     (commits.path / "pyproject.toml").write_text(settings, encoding="utf-8")
     commits.commit(64, 12 * MB)
@@ -643,7 +644,7 @@ def test_the_tolerance_is_that_of_the_bad_commit(commits):
     assert "(peak allocated 10.00 MB and 12.00 MB): both ends are good, or both are bad" in found.stderr
 
 
-def test_the_commit_that_mended_it_is_named_and_what_is_not_committed_is_left_out(commits):
+def test_the_commit_that_mended_it_is_named_and_what_is_not_committed_is_left_out(commits, at_once):
     commits.commit(64, 10 * MB)
     (commits.path / "shipped.py").write_text(f"PEAK = {12 * MB}\n", encoding="utf-8")
     result = gpumem("bisect", "--good", "main", "--bad", "HEAD~10", *FIND[5:])
@@ -655,29 +656,20 @@ def test_the_commit_that_mended_it_is_named_and_what_is_not_committed_is_left_ou
 
 
 @pytest.mark.thorough
-def test_several_commits_at_a_time_find_the_same(commits):
+def test_several_commits_at_a_time_find_the_same(commits, forks):
     result = gpumem("bisect", "--jobs", "2", "--good", "HEAD~30", *FIND[3:])
     assert result.exit_code == 0, result.output
     assert "did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %)" in result.stdout
 
 
-SLOWER = (
-    TELLING.replace("import tinymodels", "import shipped")
-    .replace(
-        '{"peak_allocated": tinymodels.PEAK})',
-        '{"peak_allocated": 10, "step_time": shipped.SECONDS}, times=Times((Sample(rounds),)))',
-    )
-    .replace(
-        "    measurement = ",
-        "    rounds = tuple(Round(shipped.SECONDS * factor) for factor in (1.0, 1.001, 0.999, 1.002, 0.998, 1.0))\n    measurement = ",
-    )
-    .replace("@pytest.fixture", "from pytest_gpumem.values.times import Round, Sample, Times\n\n\n@pytest.fixture", 1)
-)
+def test_a_test_that_one_end_does_not_have_is_told(commits, forks):
+    result = gpumem("bisect", "--good", "HEAD~1", "test_it.py::test_gone", "--", *PLAIN)
+    assert result.exit_code == 2
+    assert " cannot be measured: not found: test_it.py::test_gone\n" in result.stderr
 
 
-def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, forks, monkeypatch):
+def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, at_once, monkeypatch):
     made = Commits(tmp_path / "repository")
-    (made.path / "conftest.py").write_text(SLOWER, encoding="utf-8")
     for number in range(3):
         (made.path / "shipped.py").write_text(f"SECONDS = {0.11 if number else 0.1}  # {number}\n", encoding="utf-8")
         made.git("add", "--all")
@@ -695,8 +687,10 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, forks, monkeypatch
     ("words", "said"),
     [
         (["--good", "main", "--bad", "main"], "are the same commit"),
-        (["--good", "main", "--bad", "HEAD~5"], "both ends are good, or both are bad"),
-        (["--good", "HEAD~63", "--bad", "beside"], "(peak allocated 10.00 MB and 10.00 MB)"),
+        (
+            ["--good", "HEAD~63", "--bad", "beside"],
+            "(peak allocated 10.00 MB and 10.00 MB): both ends are good, or both are bad",
+        ),
         (["--good", "main", "--bad", "beside"], "is no ancestor of beside"),
         (["--good", "HEAD~63", "--bad", "beside", "--metric", "flops"], "no test has FLOPs on both sides"),
         (["--good", "nowhere"], "there is no revision 'nowhere'"),
@@ -705,7 +699,7 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, forks, monkeypatch
         (["--package", "a", "--packages"], "exclude each other"),
     ],
 )
-def test_commits_that_hold_nothing_to_find_are_told_in_a_sentence(commits, words, said):
+def test_commits_that_hold_nothing_to_find_are_told_in_a_sentence(commits, at_once, words, said):
     result = gpumem("bisect", *words, *FIND[5:])
     assert result.exit_code == 2, result.output
     assert said in result.stderr

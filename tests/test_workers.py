@@ -100,4 +100,4 @@ def test_a_project_that_says_nothing_of_gpumem_keeps_all_its_gpus(project, monke
     source = "import os\n\n\ndef test_it():\n    assert os.environ['CUDA_VISIBLE_DEVICES'] == '5,7'\n"
     (project.path / "test_it.py").write_text(source)
     # Without any option of the plugin's.
-    project.run("-n2", device=None, separate=True, timed=True).assert_outcomes(passed=1)
+    project.run("-n1", device=None, separate=True, timed=True).assert_outcomes(passed=1)

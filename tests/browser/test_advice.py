@@ -15,7 +15,7 @@ FP32 = StepConfig.parse("fp32")
 FITS = Tried(FP32, 10**9)
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 375), ("dark", 1400)])
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 375), pytest.param("light", 1400, marks=pytest.mark.thorough)])
 def test_the_memory_over_the_step_is_drawn_and_the_page_is_not_wider_than_the_screen(opens, tmp_path, scheme, width):
     text = "x" * 300
     cards = tuple(DeviceTrials(f"{text}{number}", 8 * 10**9, (FITS,), FITS) for number in range(3))

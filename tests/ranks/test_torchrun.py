@@ -1,4 +1,4 @@
-"""Real ranks: gloo on the CPU, by torchrun. Each rank is measured, the worst one decides, and a lost one is named."""
+"""Real ranks: gloo on the CPU, as torchrun starts them. Each rank is measured, the worst one decides, and a lost one is named."""
 
 from __future__ import annotations
 
@@ -184,8 +184,9 @@ def recorded(tmp_path_factory, run_ranks):
     return folder
 
 
+KILLED = "rank 1 of 2 ended without a word: killed, or crashed"
 LOST = {
-    "killed": "rank 1 of 2 ended without a word: killed, or crashed",
+    "killed": KILLED,
     "sleeps": f"rank 1 of 2 did not come further within {TIMEOUT} s (--gpumem-rank-timeout), and the others wait for it",
     "raises": "rank 1 of 2 failed by itself in its call: LookupError: no batch for this rank",
 }
@@ -195,7 +196,7 @@ LOST = {
 def lost(recorded, run_ranks):
     """The folders and jobs of the ways in which a rank is lost, side by side: they wait for most of their time.
 
-    Only a rank that is killed needs torchrun, which tells the others. It would also end those that others leave behind.
+    Only of a rank that is killed the others are told by what started them: they might leave others behind.
     """
 
     def run(how: str) -> tuple[Path, Job]:
@@ -203,7 +204,7 @@ def lost(recorded, run_ranks):
         shutil.copytree(recorded, folder)
         seconds = TIMEOUT if how == "sleeps" else 60
         options = ["--gpumem-update=all", "--gpumem-report=report.json", f"--gpumem-rank-timeout={seconds}"]
-        return folder, run_ranks(folder, 2, *options, torchrun=how == "killed", LOST=how)
+        return folder, run_ranks(folder, 2, *options, ends_others=how == "killed", LOST=how)
 
     with ThreadPoolExecutor(len(LOST)) as jobs:
         return dict(zip(LOST, jobs.map(run, LOST), strict=True))
@@ -229,6 +230,16 @@ def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(recorded
         # Where both were, and the line at which the lost one is.
         assert "rank 0: in test_it.py::test_step (call), at test_it.py:" in job.output
         assert re.search(r"within (_engine_run_backward|_pre_forward)", job.output)
+
+
+# tests/emulated/test_ranks.py has torchrun itself, and the test above does to the others as it does.
+@pytest.mark.thorough
+def test_torchrun_ends_the_others_of_a_rank_that_is_killed_and_they_name_it(recorded, tmp_path, run_ranks):
+    folder = shutil.copytree(recorded, tmp_path / "copied")
+    job = run_ranks(folder, 2, "--gpumem-update=all", torchrun=True, LOST="killed")
+    assert job.status != 0
+    assert f"gpumem: {KILLED}" in job.output, job.output
+    assert job.left == ()
 
 
 def stored(folder: Path) -> dict[str, str]:
