@@ -570,7 +570,7 @@ class Model(Model):
 
 
 def step(gpumem, **more):
-    return gpumem.train_step(Model, torch.ones(2048, 128), **more)
+    return gpumem.train_step(Model, torch.ones(256, 128), **more)
 
 
 def activations(measurement):
@@ -587,11 +587,11 @@ def test_reads(gpumem):
 
 
 def test_reads_in_a_helper(gpumem):
-    assert activations(step(gpumem)) > 4_000_000
+    assert activations(step(gpumem)) > 500_000
 
 
 def test_asks(gpumem):
-    assert hidden(step(gpumem, explain=True)).total > 8_000_000
+    assert hidden(step(gpumem, explain=True)).total > 1_000_000
 
 
 def test_does_not(gpumem):
