@@ -12,6 +12,8 @@ import pytest
 from pytest_gpumem.baselines.format import parse
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pytest_gpumem.gate.baseline import Baseline
     from tests.conftest import Project
 
@@ -103,12 +105,22 @@ def called(name):
 """
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the store that the first test records, which others copy."""
+    return tmp_path_factory.mktemp("kept") / "store"
+
+
 @pytest.fixture
-def recorded(project: Project) -> Project:
+def recorded(project: Project, kept: Path) -> Project:
     """A project with a baseline of a step of the model."""
     write_model(project)
     project.write(STEP)
-    project.run(*RECORD)
+    if kept.exists():
+        shutil.copytree(kept, project.store)
+    else:
+        project.run(*RECORD)
+        shutil.copytree(project.store, kept)
     return project
 
 
