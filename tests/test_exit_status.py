@@ -128,8 +128,11 @@ def test_a_regression_ends_red_whatever_a_conftest_does_to_its_report(grown, att
 )
 def test_a_regression_ends_red_under_workers_whatever_a_conftest_does(grown, attack):
     conftest(grown, ATTACKS[attack])
-    assert gated(grown, "-n1", separate=True).ret == pytest.ExitCode.TESTS_FAILED
+    result = gated(grown, "-n1", separate=True)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert reported(grown)["passed"] is False
+    if attack == "properties dropped":
+        result.stdout.fnmatch_lines(["gpumem: nothing was gated: *"])
 
 
 def test_a_failure_that_was_reported_as_passed_is_told_and_never_written(grown):

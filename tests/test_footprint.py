@@ -35,16 +35,9 @@ def test_a_gate_without_measured_tests_loads_no_torch_either(project):
     project.run("-p", "no:anyio", "--gpumem-baseline", device=None, new=True).assert_outcomes(passed=1)
 
 
-def test_settings_that_measure_no_test_of_the_run_load_no_torch_either(project):
-    project.settings("[tool.gpumem]\nmark = ['models/**']\n")
-    (project.path / "test_it.py").write_text(WATCH)
-    result = project.run("-p", "no:anyio", device=None, new=True, timed=True)
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["gpumem: mark = 'models/[*][*]' marks nothing: *"])
-
-
-def test_models_that_are_not_selected_load_no_library(project):
-    project.settings("[[tool.gpumem.models]]\nmodel = 'hf-tiny:org/name'\nconfig = ['fp32', 'amp-bf16']\n")
+def test_settings_that_measure_no_test_and_models_that_are_not_selected_load_nothing_either(project):
+    models = "[[tool.gpumem.models]]\nmodel = 'hf-tiny:org/name'\nconfig = ['fp32', 'amp-bf16']\n"
+    project.settings(f"[tool.gpumem]\nmark = ['models/**']\n\n{models}")
     (project.path / "test_it.py").write_text(WATCH)
     result = project.run("-p", "no:anyio", "-k", "nothing_heavy", device=None, new=True, timed=True)
     result.assert_outcomes(passed=1, deselected=2)

@@ -139,10 +139,10 @@ def test_a_repository_gets_a_gate_that_is_green_until_something_holds_a_tensor(r
     done = init("--yes")
     assert done.exit_code == 0, done.output
     assert "baselines written (new)" in done.output or "baseline written (new)" in done.output
-    gate = project.run("--gpumem-baseline", "--gpumem-strict", device=None, separate=True)
+    gate = project.run("--gpumem-baseline", "--gpumem-strict", device=None)
     assert gate.ret == 0
     (project.path / model).write_text(HOLDS_A_TENSOR)
-    gate = project.run("--gpumem-baseline", "--gpumem-strict", device=None, separate=True)
+    gate = project.run("--gpumem-baseline", "--gpumem-strict", device=None)
     assert gate.ret == 1
     gate.stdout.fnmatch_lines(["gpumem: * gated, * regressed"])
 

@@ -431,7 +431,7 @@ def test_a_loop_that_draws_other_batches_is_never_red_and_one_with_a_seed_green(
     # Its longest batch is shorter than most others' is.
     loops(body.replace("SEED", "10"), "--gpumem-update=new")
     outcomes = set()
-    for seed in (10, 0, 12):
+    for seed in (10, 0):
         result, verdicts = loops(body.replace("SEED", str(seed)), "--gpumem-baseline")
         result.assert_outcomes(passed=1)
         found = {one["metric"]: one["outcome"] for one in verdicts["test_it"]["verdicts"][0]["metrics"]}

@@ -37,10 +37,9 @@ def test_without_a_gpu_a_fixture_skips_and_a_marked_test_runs_unmeasured(project
     )
 
 
-@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "workers"])
-def test_a_gate_that_gated_nothing_ends_red_with_one_sentence(project, workers):
+def test_a_gate_that_gated_nothing_ends_red_with_one_sentence(project):
     project.write(BOTH)
-    result = project.run("--gpumem-baseline", *workers, device=None, separate=HIDING or bool(workers))
+    result = project.run("--gpumem-baseline", device=None, separate=HIDING)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["gpumem: nothing was gated: 2 tests unmeasured, no CUDA device: *"])

@@ -245,17 +245,17 @@ def test_shares_add_up_to_each_growth_no_test_is_lost_and_order_is_nothing(parts
 
 
 @pytest.mark.parametrize("lines", [1, 1000])
-def test_two_thousand_tests_have_their_causes(lines):
+def test_a_thousand_tests_have_their_causes(lines):
     rows = [replace(SCORES, site=f"model.py:{n}", module=f"part{n}") for n in range(lines)]
     chance = random.Random(1)
     tests = [
         regressed(f"test_{n}", (rows[n % lines], (n + 1) * MB), *((row, 1000) for row in chance.choices(rows, k=5)))
-        for n in range(2000)
+        for n in range(1000)
     ]
     found = causes_of(tests)
     assert len(found.causes) == lines
     assert not found.unexplained
     shares = {(share.growth.test, cause.lines[0]): share.amount for cause in found.causes for share in cause.shares}
-    for number in range(2000):
+    for number in range(1000):
         share = shares[f"test_it.py::test_{number}", f"model.py:{number % lines}"]
         assert share >= ENOUGH * (number + 1) * MB

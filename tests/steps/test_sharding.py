@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import statistics
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -16,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure import runner
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.counting import NOTHING_COUNTED
+from pytest_gpumem.measure.reading import run_one_step
+from pytest_gpumem.ranks.consensus import Alone, Consensus
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.state import state_of
 from pytest_gpumem.step_config.config import StepConfig
@@ -28,6 +30,8 @@ from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
 from pytest_gpumem.torch_support.private_api import FAKE, store_of_nobody
+from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
+from pytest_gpumem.torch_support.static_access import parts_of
 from tests import preloaded
 from tests.heap import own_objects_out_of_sight
 from tests.workspaces import RELEASE
@@ -236,32 +240,19 @@ def test_micro_batches_are_reduced_once(bench, monkeypatch):
 
 # Alone and together
 
-RANK = """
-import gc, json, os, statistics, sys
-import torch
-sys.path.insert(0, {repository!r})
-from pytest_gpumem.devices.cpu import CpuDevice
-from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.ranks.consensus import Alone, Consensus
-from pytest_gpumem.measure.reading import run_one_step
-from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
-from pytest_gpumem.torch_support.static_access import parts_of
-from tests.steps.test_sharding import prepared
+
 class Resting(Alone):
     rest = Consensus.rest
-gc.collect()
-gc.freeze()  # as a session does, or each collection of a step goes through all of torch
-device = CpuDevice(other_ranks=tuple if "RANK" in os.environ else None)  # a session asks for the others' processes
-device.open()
 
 
-def held_by(config, samples):
-    held, bench = {{}}, MeasuringContext(device, time_budget=None)
+def held_by(device, config, samples):
+    """Bytes that a rank holds before its optimizer's step, by what they are, and the peak of most steps."""
+    held, bench = {}, MeasuringContext(device, time_budget=None)
     with prepared(bench, config, samples=samples) as step:
         model = step.model
 
         def look():
-            parts = {{"parameters": model.parameters(), "gradients": (one.grad for one in model.parameters())}}
+            parts = {"parameters": model.parameters(), "gradients": (one.grad for one in model.parameters())}
             for name, tensors in parts.items():
                 held[name] = sum(blocks_of(part for one in tensors for part in parts_of(one)).values())
             state = reachable_tensors([list(step.optimizer.state.values())])
@@ -279,41 +270,49 @@ def held_by(config, samples):
     return held
 
 
-print(json.dumps([held_by(config, samples) for config, samples in json.loads(sys.argv[1])]), flush=True)
+RANK = """
+import gc, json, sys
+sys.path.insert(0, {repository!r})
+from pytest_gpumem.devices.cpu import CpuDevice
+from tests.steps.test_sharding import held_by
+gc.collect()
+gc.freeze()  # as a session does, or each collection of a step goes through all of torch
+device = CpuDevice(other_ranks=tuple)  # a session asks for the others' processes
+device.open()
+print(json.dumps([held_by(device, *one) for one in json.loads(sys.argv[1])]), flush=True)
 device.close()
 """
 
 
-def test_a_rank_alone_holds_what_it_holds_beside_the_other():
+def test_a_rank_alone_holds_what_it_holds_beside_the_other(device):
     # With the other one there a rank talks by gloo, a thread of which frees what it holds longer than its rank unseen. Where a
     # block or two of parameters, or an activation of tp's, is small beside the peak, and in most steps, it shows what else differs.
     samples = {"zero1": 4096, "zero3": 4096, "tp:2": 4}
-    if CpuDevice().lacks("fully_shard") is not None:
+    if device.lacks("fully_shard") is not None:
         del samples["zero3"]
     source = RANK.format(repository=str(Path(__file__).parents[2]))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    usual = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-
-    def rank(number: int, *, alone: bool) -> preloaded.Process:
-        more = f",world=2,rank={number}" if alone else ""
-        asked = [(f"fp32,shard={kind}{more}", size) for kind, size in samples.items()]
-        environment = usual if alone else {**usual, **job, "RANK": str(number)}
-        return preloaded.start("-c", source, json.dumps(asked), env=environment)
-
-    started = [rank(number, alone=alone) for alone in (False, True) for number in range(2)]
+    asked = json.dumps([(f"fp32,shard={kind}", size) for kind, size in samples.items()])
+    ranks = [
+        preloaded.start("-c", source, asked, env={**os.environ, **job, "RANK": str(number)}) for number in range(2)
+    ]
     try:
-        said = [process.communicate(timeout=200) for process in started]
+        alone = [
+            [held_by(device, f"fp32,shard={kind},world=2,rank={number}", size) for kind, size in samples.items()]
+            for number in range(2)
+        ]
+        said = [process.communicate(timeout=200) for process in ranks]
     finally:
-        for process in started:
+        for process in ranks:
             process.kill()
-    assert [process.returncode for process in started] == [0] * 4, said
-    for kind, *held in zip(samples, *(json.loads(out) for out, _ in said), strict=True):
-        peaks = [one.pop("peak") for one in held]
-        assert held[:2] == held[2:], kind
-        assert peaks[2:] == pytest.approx(peaks[:2], rel=0.01), kind
+    assert [process.returncode for process in ranks] == [0, 0], said
+    for number, (out, _) in enumerate(said):
+        for kind, by_itself, beside in zip(samples, alone[number], json.loads(out), strict=True):
+            assert by_itself.pop("peak") == pytest.approx(beside.pop("peak"), rel=0.01), (kind, number)
+            assert by_itself == beside, (kind, number)
 
 
 # What is left behind
