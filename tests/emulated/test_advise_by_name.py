@@ -8,7 +8,10 @@ import pytest
 
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.units import format_bytes
+from tests import needs
 from tests.emulated.processes import REPOSITORY
+
+pytestmark = needs.package("transformers")
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -23,8 +26,6 @@ CONFIG = {
 }
 PROGRAM = """
 import transformers
-
-pytestmark = needs.package("transformers")
 
 config = transformers.AutoConfig.from_pretrained("model")
 config.use_cache = False
