@@ -167,6 +167,7 @@ def test_a_level_tells_how_closely_a_step_is_watched(recorder, level):
     assert kinds == expected[level]
     assert paths_of(done, "phase") == ["step"]
     assert paths_of(done, "rest") == ["workspaces", "garbage"]
+    assert done.timeline.recomputed == {}
 
 
 # Marks nest, whatever happens
