@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
+
+from tests.alive import is_alive, wait_until_ended
 
 MODELS = """
 import os
@@ -121,13 +122,10 @@ def test_no_process_stays_when_the_command_is_ended(processes, tmp_path):
             assert command.poll() is None
             assert time.monotonic() < until
             time.sleep(0.1)
-        fork = Path("/proc", (tmp_path / "pid").read_text())
-        assert fork.exists()
+        fork = int((tmp_path / "pid").read_text())
+        assert is_alive(fork)
         os.kill(command.pid, signal.SIGTERM)
         command.communicate(timeout=60)
-        until = time.monotonic() + 20
-        while fork.exists() and "zombie" not in (fork / "status").read_text():
-            assert time.monotonic() < until, "it goes on"
-            time.sleep(0.1)
+        wait_until_ended([fork])
     finally:
         command.kill()
