@@ -149,6 +149,7 @@ def test_it(gpumem, number):
 
 TIMEOUT = 8
 """Seconds in which a rank that was forked comes from one point to the next, also beside a suite."""
+SHORTER_AFTER_A_FAILURE = f"from pytest_gpumem.ranks import watch\n\nwatch._SECONDS_AFTER_A_FAILURE = {TIMEOUT}\n"
 TWO = f"""
 {TESTS}
 
@@ -202,6 +203,7 @@ def lost(recorded, run_ranks):
     def run(how: str) -> tuple[Path, Job]:
         folder = recorded.with_name(f"lost-{how}")
         shutil.copytree(recorded, folder)
+        (folder / "conftest.py").write_text(SHORTER_AFTER_A_FAILURE, encoding="utf-8")
         seconds = TIMEOUT if how == "sleeps" else 60
         options = ["--gpumem-update=all", "--gpumem-report=report.json", f"--gpumem-rank-timeout={seconds}"]
         return folder, run_ranks(folder, 2, *options, ends_others=how == "killed", LOST=how)
@@ -230,6 +232,9 @@ def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(recorded
         # Where both were, and the line at which the lost one is.
         assert "rank 0: in test_it.py::test_step (call), at test_it.py:" in job.output
         assert re.search(r"within (_engine_run_backward|_pre_forward)", job.output)
+    if how == "raises":
+        # That it failed is known: it is not waited for as long as a rank may take.
+        assert f"and no rank came further within {TIMEOUT} s" in job.output
 
 
 # tests/emulated/test_ranks.py has torchrun itself, and the test above does to the others as it does.
