@@ -271,7 +271,7 @@ class Device(ABC):
             undo.close()
 
     def one_moment(self) -> AbstractContextManager[object]:
-        """Return a context whose readings may all be those of its first one: nothing is allocated or freed within."""
+        """Return a context whose readings may all be those of its beginning: nothing is allocated or freed within."""
         return nullcontext()
 
     def synchronize(self) -> None:

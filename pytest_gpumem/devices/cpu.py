@@ -6,7 +6,6 @@ Not the process's RSS: that counts pages, the interpreter and everybody's caches
 from __future__ import annotations
 
 import functools
-import gc
 import platform
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -87,8 +86,7 @@ class CpuDevice(Device):
         self._live_blocks = LiveBlocks()
         self._free_callbacks = FreeCallbacks()
         self._profiler: Profile | None = None
-        self._is_read: bool | None = None
-        """True once `one_moment` has had its reading, False before; ``None`` outside of it."""
+        self._in_one_moment = False
         self._reference_workload: ReferenceWorkload | None = None
 
     @property
@@ -140,15 +138,12 @@ class CpuDevice(Device):
 
     @contextmanager
     def one_moment(self) -> Iterator[None]:
-        self._is_read = False
+        self._flush()
+        self._in_one_moment = True
         try:
             yield
         finally:
-            self._is_read = None
-
-    def settle(self) -> None:
-        if gc.collect() and self._is_read:
-            self._is_read = False
+            self._in_one_moment = False
 
     def live(self) -> int:
         self._flush()
@@ -299,12 +294,10 @@ class CpuDevice(Device):
             raise
 
     def _flush(self) -> None:
-        if self._is_read:
+        if self._in_one_moment:
             return
         try:
             self._live_blocks.apply(self._stop(allocation_events))
         finally:
             if self._undo is not None and self._profiler is None:
                 self._start()
-        if self._is_read is not None:
-            self._is_read = True

@@ -55,7 +55,7 @@ def _is_higher_later(live: Sequence[int]) -> bool:
 def measure_growth(run_step: Callable[..., ByDevice], device: Device) -> dict[str, int]:
     """Run more steps to distinguish a leak from a cache that fills, and return the bytes that each keeps, by device.
 
-    ``run_step`` is `run_one_step` of the step, with its ``older_garbage`` left to choose.
+    ``run_step`` is `run_one_step` of the step, called with ``older_garbage`` alone.
 
     Garbage among all objects is collected once, at the end: there can only have been less before, so that what does not grow
     with it does not grow without it. Only if there is some is it collected after each step.

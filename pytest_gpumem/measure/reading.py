@@ -132,7 +132,7 @@ def live_when_settled(device: Device) -> list[int]:
 
 
 def without_older_garbage(device: Device, live: list[int], expected: Sequence[int]) -> list[int]:
-    """Return the bytes that are live when garbage among all objects is collected, or ``live`` where that is as ``expected``."""
+    """Collect garbage among all objects where ``live`` is not as ``expected``, and return the bytes that are live."""
     if live == list(expected):
         return live
     collect_everything()
@@ -216,12 +216,15 @@ class Reading:
 def read(
     device: Device, not_own: Sequence[int], live_before: Sequence[int] | None = None
 ) -> Iterator[tuple[Reading, Window, Sequence[int]]]:
-    """Read what runs within. Yields its readings, its window, and the bytes of `Device.transient_workspaces` at the end.
+    """Read what runs within the block.
 
     Args:
         device: Where it runs, garbage collected.
         not_own: The bytes that are not its own, on each of `Device.everywhere`.
         live_before: The bytes that are live before it, on each device, without workspaces; read here by default.
+
+    Yields:
+        The readings, which are complete when the block has ended, its window, and the bytes of `Device.transient_workspaces`.
     """
     with ExitStack() as within:
         with device.one_moment():
@@ -232,7 +235,8 @@ def read(
         with device.one_moment():
             within.close()
             reading.ended()
-            reading.settled()
+        # Not of that moment: a collection may free memory though it finds nothing, by a finalizer or another's callback.
+        reading.settled()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pytest_gpumem.devices.contract import Device, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.measure.counting import MORE_COUNTED, NOTHING_COUNTED
-from pytest_gpumem.measure.reading import Figures, Phase, live_when_settled, run_one_step, without_older_garbage
+from pytest_gpumem.measure.reading import Figures, Phase, run_one_step
 from pytest_gpumem.measure.runner import (
     FURTHER_STEPS,
     MOST_UNSTABLE_WARM_UPS,
@@ -473,15 +473,46 @@ def test_garbage_of_objects_that_were_there_before_is_found(frozen):
     assert metrics == {"peak_allocated": 10 * KB, "retained": 0, "cyclic_garbage": 10 * KB}
 
 
-def test_a_step_in_rest_costs_no_second_collection(device, monkeypatch):
-    collections = []
+class Pooled:
+    """An object that goes back to its pool when it has become garbage, without its tensor."""
+
+    def __init__(self, pool: list[Pooled], nbytes: int) -> None:
+        self.pool, self.tensor, self.itself = pool, tensor(nbytes), self
+
+    def __del__(self) -> None:
+        self.tensor = None
+        self.pool.append(self)
+
+
+def test_what_a_collection_frees_by_a_finalizer_or_a_callback_is_garbage_although_it_finds_none(device):
+    def garbage(step) -> dict[str, int]:
+        metrics = run_one_step([Phase("call", step)], device, [0], older_garbage=False)["cpu"].memory_metrics()
+        return {name: metrics[name] for name in ("retained", "cyclic_garbage")}
+
+    pool: list[Pooled] = []
+    cached: list[torch.Tensor] = []
+    assert garbage(lambda: Pooled(pool, 10 * KB) and None) == {"retained": 0, "cyclic_garbage": 10 * KB}
+    assert len(pool) == 1
+    gc.callbacks.append(lambda *_: cached.clear())
+    try:
+        assert garbage(lambda: cached.append(tensor(10 * KB))) == {"retained": 0, "cyclic_garbage": 10 * KB}
+    finally:
+        gc.callbacks.pop()
+
+
+def test_all_objects_are_collected_where_a_step_keeps_bytes_and_is_not_one_of_many(device, monkeypatch):
+    collections: list[bool] = []
     monkeypatch.setattr("pytest_gpumem.measure.reading.collect_everything", lambda: collections.append(True))
-    kept = tensor(KB)
-    live = live_when_settled(device)
-    assert without_older_garbage(device, live, [kept.numel()]) == live == [kept.numel()]
-    assert collections == []
-    assert without_older_garbage(device, live, [0]) == [kept.numel()]
-    assert collections == [True]
+    kept: list[torch.Tensor] = []
+
+    def collected(step, **how: bool) -> int:
+        collections.clear()
+        run_one_step([Phase("call", step)], device, [0], **how)
+        return len(collections)
+
+    assert collected(lambda: tensor(KB)) == 0
+    assert collected(lambda: kept.append(tensor(KB))) == 1
+    assert collected(lambda: kept.append(tensor(KB)), older_garbage=False) == 0
 
 
 def test_collecting_everything_leaves_frozen_what_was_frozen(frozen):
