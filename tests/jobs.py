@@ -50,8 +50,8 @@ def run_job(
 ) -> Job:
     """Run a ``program``, a module and its first arguments, on some ranks in a folder, and return what became of it.
 
-    Each rank begins with torch loaded, then calls ``before``, and has the variables and the store that torchrun gives it. If it
-    ``ends_others``, those are ended, as torchrun does it, once a rank has. How a job looks as a whole needs ``torchrun`` itself.
+    Each rank begins with torch loaded, then calls ``before``, and has the variables and the store that torchrun gives it. With
+    ``ends_others`` the other ranks are ended once one has ended, as torchrun does. A job as a whole needs ``torchrun`` itself.
     """
     mark = uuid.uuid4().hex
     # Locks on devices of its own: other tests may be timing.
@@ -102,7 +102,9 @@ def _side_by_side(
     each = [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     started = [preloaded.start(*words, cwd=folder, env=one, before=before) for one in each]
     try:
+        until = time.monotonic() + MOST_SECONDS
         while ends_others and all(one.poll() is None for one in started):
+            assert time.monotonic() < until, "no rank has ended"
             time.sleep(0.1)
         for one in started:
             if ends_others and one.poll() is None:

@@ -71,7 +71,7 @@ _more: list[str] = []
 
 
 def load_as_well(module: str) -> None:
-    """Have the forkserver import this module, too, for a file whose processes would need seconds for it."""
+    """Have the forkserver import this module, too, where a file is collected whose processes would need seconds for it."""
     if module not in _more:
         _more.append(module)
 

@@ -426,7 +426,10 @@ def pytest_gpumem_devices(config):
 """
 
 
-def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(repository, forks):
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(repository, monkeypatch, forked):
+    if forked:
+        fork_runs(monkeypatch)
     repository.write("tests/conftest.py", MEASURED)
     repository.write(
         "tests/test_it.py",

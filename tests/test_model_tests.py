@@ -100,16 +100,17 @@ def test_workers_have_the_same_figures_of_ten_models(project, models):
 def test_a_change_in_the_code_of_the_library_is_red_with_its_line(project, models, monkeypatch):
     from transformers.models.gpt2 import modeling_gpt2
 
-    models("GPT2LMHeadModel")
-    project.run(*typed("GPT2LMHeadModel"), "--gpumem-update=new").assert_outcomes(passed=1)
+    models("GPT2LMHeadModel", "LlamaForCausalLM")
+    both = typed("GPT2LMHeadModel", "LlamaForCausalLM")
+    project.run(*both, "--gpumem-update=new").assert_outcomes(passed=2)
     lines = Path(modeling_gpt2.__file__).read_text(encoding="utf-8").splitlines()
     number = next(n for n, line in enumerate(lines) if "self.ln_2(hidden_states)" in line)
     lines[number] += f"\n        {PLANTED}"
     changed = {"__name__": modeling_gpt2.__name__, "__package__": modeling_gpt2.__package__}
     exec(compile("\n".join(lines), modeling_gpt2.__file__, "exec"), changed)
     monkeypatch.setattr(modeling_gpt2.GPT2Block, "forward", changed["GPT2Block"].forward)
-    result = project.run(*typed("GPT2LMHeadModel"), "--gpumem-baseline")
-    result.assert_outcomes(failed=1)
+    result = project.run(*both, "--gpumem-baseline")
+    result.assert_outcomes(passed=1, failed=1)
     text = result.stdout.str()
     assert "FAILED pyproject.toml::hf-tiny:GPT2LMHeadModel[fp32]" in text
     assert re.search(rf"transformers [\d.]+: models/gpt2/modeling_gpt2\.py:{number + 2}\b", text), text
@@ -252,9 +253,9 @@ def test_workers_collect_what_is_run_without_them(project, models):
     (project.path / "tests" / "test_one.py").write_text("def test_one(): ...\n", encoding="utf-8")
     project.settings(f"[tool.pytest.ini_options]\ntestpaths = ['tests']\n{ENTRIES}")
     (project.path / "conftest.py").write_text("def pytest_runtest_protocol(): return True\n")
-    # One that is typed, of which the settings have two configs, and the test; without the option it would be four.
-    result = project.run("-n1", "-v", "--gpumem-model=hf:GPT2LMHeadModel", ".", separate=True)
-    result.stdout.fnmatch_lines(["1 worker [[]3 items]"])
+    # One has two configs in the settings, and there is a test of `testpaths`.
+    for words, items in {(): "4 items", ("--gpumem-model=hf:BertForMaskedLM",): "1 item"}.items():
+        project.run("-n1", "-v", *words, separate=True).stdout.fnmatch_lines([f"1 worker [[]{items}]"])
 
 
 def test_what_no_step_can_be_made_of_fails_its_own_test_with_a_sentence(project, models, monkeypatch):

@@ -1,6 +1,6 @@
 """The action in a scheduled job: the suite against another release of a dependency, and what did it, told in an issue.
 
-The packages are wheels that pip finds in a folder, and what the test measures is what the package says (`TELLING`).
+The packages are wheels that uv finds in a folder, and what the test measures is what the package says (`TELLING`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``gpumem ab`` between sets of requirements and ``gpumem bisect`` of packages, with releases that are installed indeed.
 
-The packages are wheels that pip finds in a folder, and what the tests measure is what they tell (`TELLING`). Runs are forks
-(`tests.forked_runs`), but for those of two tests and of those that have `at_once`.
+The packages are wheels that pip or uv finds in a folder, and what the tests measure is what they tell (`TELLING`). Runs are forks
+(`tests.forked_runs`), but for those of two tests. Tests that have `at_once` are of the search alone: pytest runs in none of its
+steps, and tests/test_bisect.py has one in which it does.
 """
 
 from __future__ import annotations
@@ -358,7 +359,7 @@ def test_a_release_that_mended_it_is_named_where_the_bad_one_is_earlier(project,
     assert "to accept it" not in result.stdout
 
 
-def test_of_a_release_that_is_installed_here_the_test_is_told_that_needs_more_and_not_one_that_needs_much_less(
+def test_the_test_that_needs_more_is_searched_for_and_accepted_where_its_release_is_installed_here(
     project, index, forks, by_uv, monkeypatch
 ):
     monkeypatch.setattr("pytest_gpumem.cli.bisect.versions", lambda names: dict.fromkeys(names, "1.1+local"))

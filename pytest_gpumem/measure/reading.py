@@ -131,7 +131,7 @@ def live_when_settled(device: Device) -> list[int]:
     return live_of_program(device)
 
 
-def without_older_garbage(device: Device, live: list[int], expected: Sequence[int]) -> list[int]:
+def live_without_older_garbage(device: Device, live: list[int], expected: Sequence[int]) -> list[int]:
     """Collect garbage among all objects where ``live`` is not as ``expected``, and return the bytes that are live."""
     if live == list(expected):
         return live
@@ -261,7 +261,7 @@ def read_once(
             yield lambda: ended[0]
         held_change = [now - then for now, then in zip(held(), held_before, strict=True)]
         expected = [sum(pair) for pair in zip(reading.live_before, held_change, strict=True)]
-        live_after = without_older_garbage(device, reading.live_settled, expected)
+        live_after = live_without_older_garbage(device, reading.live_settled, expected)
     ended.append(reading.figures(window.everywhere, live_after, {}, held_change, transient))
 
 
@@ -288,7 +288,7 @@ def run_one_step(
             phase.run()
     live_after = reading.live_settled
     if older_garbage:
-        live_after = without_older_garbage(device, live_after, reading.live_before)
+        live_after = live_without_older_garbage(device, live_after, reading.live_before)
     peaks: dict[str, Sequence[Peak]] = {}
     for phase, of_phase in zip(phases, window.parts_everywhere, strict=True):
         before = peaks.get(phase.name, [None] * len(device.everywhere))

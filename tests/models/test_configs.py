@@ -42,7 +42,7 @@ CHECKPOINTS = ("blocks", "every:2", "sequential:2", "sqrt", "modules:SOME", "ops
 IN_SHORT = ("blocks", "ops")
 """One of modules, as most are, and the one of operators."""
 EXPLAINED = "ops"
-"""The others are of modules, as the one below that is explained twice: explaining a step takes longer than to measure it."""
+"""The kind whose steps are explained here, which takes longer than to measure them; a test below explains one of modules."""
 
 
 def four_blocks(architecture: Architecture) -> Architecture:

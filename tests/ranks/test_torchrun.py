@@ -197,7 +197,7 @@ LOST = {
 def lost(recorded, run_ranks):
     """The folders and jobs of the ways in which a rank is lost, side by side: they wait for most of their time.
 
-    Only of a rank that is killed the others are told by what started them: they might leave others behind.
+    Where a rank is killed its launcher ends the others; in the other cases they have to end by themselves.
     """
 
     def run(how: str) -> tuple[Path, Job]:
@@ -237,7 +237,7 @@ def test_a_rank_that_is_lost_within_a_step_is_named_and_nothing_is_left(recorded
         assert f"and no rank came further within {TIMEOUT} s" in job.output
 
 
-# tests/emulated/test_ranks.py has torchrun itself, and the test above does to the others as it does.
+# In default mode torchrun itself starts ranks of which one raises, in tests/emulated/test_ranks.py; the test above has its signals.
 @pytest.mark.thorough
 def test_torchrun_ends_the_others_of_a_rank_that_is_killed_and_they_name_it(recorded, tmp_path, run_ranks):
     folder = shutil.copytree(recorded, tmp_path / "copied")
