@@ -121,7 +121,7 @@ def test_every_order_gives_the_same_bytes_which_are_those_that_the_code_asks_for
             assert project.figures("--no-gpumem-time", f"test_it.py::{name}") == {name: forward[name]}
     (project.path / "conftest.py").write_text(REVERSED)
     assert project.figures("--no-gpumem-time", separate=True) == forward
-    # The optimizer, which is made first here, loads TorchDynamo in a worker. Other processes of the suite's have loaded it.
+    # A worker loads TorchDynamo when it makes the first optimizer; processes of the forkserver have it loaded.
     of_a_worker = project.figures("--no-gpumem-time", "-n", "1", separate=True)
     of_the_first_optimizer = of_a_worker["test_optimizer"]
     # TorchDynamo of torch 2.6 makes tensors of 36 bytes while it is loaded.

@@ -582,7 +582,7 @@ def commits(sixty_four, tmp_path, index, monkeypatch):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Runs that start nothing: they are as if pytest had told what ``shipped.py`` says in the worktree."""
+    """Make runs start no process: their figures are those of ``shipped.py`` in the worktree."""
 
     def take(self, provided, tick=None, *, explained=False):
         try:
@@ -621,7 +621,7 @@ def test_of_64_commits_at_most_eight_are_measured_and_one_killed_in_the_middle_g
     assert killed.exitcode == -signal.SIGKILL
     result = gpumem(*FIND)
     assert result.exit_code == 0, result.output
-    # Of four, one could not be imported.
+    # Four were begun, and one of them could not be imported.
     assert "going on with 3 runs of an earlier start\n" in result.stderr
     assert 3 + result.stderr.count("1 measured in") <= 8
     # The commit before it cannot be imported, and neither can the one after it.

@@ -1,4 +1,4 @@
-"""transformers, as loaded before any GPU is used: by the forkserver, for files that ask it to (`preloaded.load_as_well`)."""
+"""transformers, as loaded before any GPU is used: by the forkserver (`preloaded.load_as_well`)."""
 
 from __future__ import annotations
 

@@ -10,9 +10,15 @@ from pytest_gpumem.torch_support.garbage_collector import collect_everything
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import Protocol
 
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.measure.reading import ByDevice, Figures
+
+    class RunStep(Protocol):
+        """Runs a step once, as `run_one_step` does."""
+
+        def __call__(self, *, older_garbage: bool = True) -> ByDevice: ...
 
 
 SETTLING_STEPS = 6
@@ -52,10 +58,12 @@ def _is_higher_later(live: Sequence[int]) -> bool:
     return min(late) > min(early) and max(late) > max(early)
 
 
-def measure_growth(run_step: Callable[..., ByDevice], device: Device) -> dict[str, int]:
+def measure_growth(run_step: RunStep, device: Device) -> dict[str, int]:
     """Run more steps to distinguish a leak from a cache that fills, and return the bytes that each keeps, by device.
 
-    ``run_step`` is `run_one_step` of the step, called with ``older_garbage`` alone.
+    Args:
+        run_step: Runs the step.
+        device: Where it runs.
 
     Garbage among all objects is collected once, at the end: there can only have been less before, so that what does not grow
     with it does not grow without it. Only if there is some is it collected after each step.

@@ -166,7 +166,7 @@ class Reading:
         self._live_run = live_everywhere(self._device)
 
     def settled(self) -> None:
-        """Read what is live when garbage among young objects has been collected: `live_settled`, without workspaces."""
+        """Collect garbage among young objects, and read what is live then, without workspaces, into `live_settled`."""
         self.live_settled = live_when_settled(self._device)
 
     def figures(
@@ -188,7 +188,7 @@ class Reading:
         """
         devices = self._device.everywhere
         workspaces = self._device.workspaces()
-        read = (
+        of_each = (
             Figures(
                 self._not_own[n],
                 self.live_before[n],
@@ -207,7 +207,7 @@ class Reading:
         )
         return {
             str(one.torch_device): figures
-            for one, figures in zip(devices, read, strict=True)
+            for one, figures in zip(devices, of_each, strict=True)
             if one is devices[0] or one.is_used
         }
 
@@ -216,7 +216,7 @@ class Reading:
 def read(
     device: Device, not_own: Sequence[int], live_before: Sequence[int] | None = None
 ) -> Iterator[tuple[Reading, Window, Sequence[int]]]:
-    """Read what runs within the block.
+    """Measure the block, in a window of its own.
 
     Args:
         device: Where it runs, garbage collected.
@@ -278,7 +278,8 @@ def run_one_step(
         phases: The parts of the step, in order.
         device: Where it runs.
         not_own: The bytes that are not its own, on each of `Device.everywhere`.
-        older_garbage: Whether garbage among all objects is collected where it keeps bytes, and not only among young ones.
+        older_garbage: Whether garbage among all objects is collected, and not only among young ones, where other bytes are live
+            after it than before.
     """
     device.consensus.rest()
     with read(device, not_own) as (reading, window, transient):

@@ -40,7 +40,7 @@ PRECISIONS = ("fp32", "amp-fp16", "amp-bf16", "bf16", "fp16")
 HALF_PRECISIONS = PRECISIONS[1:]
 CHECKPOINTS = ("blocks", "every:2", "sequential:2", "sqrt", "modules:SOME", "ops")
 IN_SHORT = ("blocks", "ops")
-"""One of modules, as most are, and the one of operators."""
+"""One that checkpoints modules, as most do, and the one that checkpoints operators."""
 EXPLAINED = "ops"
 """The kind whose steps are explained here, which takes longer than to measure them; a test below explains one of modules."""
 
