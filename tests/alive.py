@@ -25,4 +25,4 @@ def wait_until_ended(pids: Iterable[int], seconds: float = 60) -> None:
     while left and time.monotonic() < until:
         left = [pid for pid in left if is_alive(pid)]
         time.sleep(0.02)
-    assert not left
+    assert not left, f"processes that still run: {left}"

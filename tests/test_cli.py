@@ -26,16 +26,18 @@ def rows() -> dict[str, list[str]]:
     }
 
 
-def test_the_reference_has_the_exit_codes_of_every_command():
+def test_the_reference_has_a_section_and_the_exit_codes_of_every_command():
     assert sorted(rows()) == COMMANDS
+    sections = re.findall(r"^## gpumem (\w+)$", REFERENCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(sections) == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_help_says_what_for_how_and_with_which_exit_status(command):
     result = CliRunner().invoke(main, [command, "--help"])
     assert result.exit_code == 0
-    # The line of usage, then what it is for; and at least one line that can be typed.
-    assert f"\n      gpumem {command} " in result.output or f"\n    gpumem {command} " in result.output
+    # Beside the line of usage.
+    assert re.search(rf"^ {{4,}}gpumem {command}( |$)", result.output, flags=re.MULTILINE), "no line that can be typed"
     said = " ".join(result.output.partition("Exit status:")[2].partition("Options:")[0].split())
     told = {code for code in ("0", "1", "130") if re.search(rf"(^|, ){code} ", said)}
     documented = {code for code, cell in zip(("0", "1", "2", "130"), rows()[command], strict=True) if cell}

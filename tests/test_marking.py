@@ -88,10 +88,12 @@ def test_tests_are_selected_by_markers_that_a_conftest_added(project, option, se
     )
 
 
-def test_a_wrong_marker_of_a_conftest_is_a_usage_error_also_for_a_deselected_test(project):
+# One that marks last is given those tests that are selected.
+@pytest.mark.parametrize(("marking", "selected"), [("last", "small"), ("first", "nobody")])
+def test_a_wrong_marker_of_a_conftest_is_a_usage_error_also_for_a_deselected_test(project, marking, selected):
     (project.path / "test_it.py").write_text(EMPTY)
-    conftest(project, MARKING["last"].replace("max_memory", "max_memry"))
-    result = project.run("-k", "small")
+    conftest(project, MARKING[marking].replace("max_memory", "max_memry"))
+    result = project.run("-k", selected)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["ERROR: test_it.py::test_small: unknown argument 'max_memry'; did you mean 'max_memory'?"]

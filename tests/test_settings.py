@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.models import ModelStep
+from pytest_gpumem.config.own_gpus import own_gpus
 from pytest_gpumem.config.settings import (
     DEFAULT_TOLERANCES,
+    KEYS,
     PatternBudget,
     Settings,
     check_device,
@@ -60,23 +62,24 @@ def test_every_key_of_a_table_is_taken():
         "units": "iec",
     }
     one = ModelName("hf", "one")
-    made = settings_from_table(
-        {
-            **as_they_are,
-            "report": ["gpumem.html", "gpumem.json"],
-            "time_budget": "500 ms",
-            "tolerance": {"peak_allocated": "2 %", "retained": "0 %"},
-            "budget": [{"tests": "tests/test_gpt.py", "max_gb": 6.5}, {"tests": "*", "max_retained": "1 MB"}],
-            "models": [
-                {"model": "hf-tiny:org/name", "config": ["fp32", "bf16,clip=1"], "max_gb": 1},
-                {"model": "hf:one", "batch": 4, "train": False},
-                {"model": "hf:one", "generate": 8},
-                {"model": "hf:one", "lora": "r=8,alpha=16"},
-            ],
-        },
-        "here",
-    )
-    assert made == Settings(
+    table = {
+        **as_they_are,
+        "report": ["gpumem.html", "gpumem.json"],
+        "time_budget": "500 ms",
+        "tolerance": {"peak_allocated": "2 %", "retained": "0 %"},
+        "budget": [{"tests": "tests/test_gpt.py", "max_gb": 6.5}, {"tests": "*", "max_retained": "1 MB"}],
+        "models": [
+            {"model": "hf-tiny:org/name", "config": ["fp32", "bf16,clip=1"], "max_gb": 1},
+            {"model": "hf:one", "batch": 4, "train": False},
+            {"model": "hf:one", "generate": 8},
+            {"model": "hf:one", "lora": "r=8,alpha=16"},
+        ],
+        "rank_timeout": "2 min",
+        "mark": ["*"],
+        "gpus": {"mine": {"memory": "20GB", "capability": "8.9"}},
+    }
+    assert table.keys() == KEYS.keys()
+    assert settings_from_table(table, "here") == Settings(
         **as_they_are,
         report=("gpumem.html", "gpumem.json"),
         time_budget=0.5,
@@ -92,6 +95,9 @@ def test_every_key_of_a_table_is_taken():
             ModelStep(one, None, StepConfig("fp32"), Task(trains=False, new_tokens=8), {}, 2, "hf:one", 0),
             ModelStep(one, None, StepConfig("fp32"), Task(lora=Lora(8, 16)), {}, 3, "hf:one", 0),
         ),
+        rank_timeout=120,
+        mark=("*",),
+        gpus=own_gpus(table["gpus"], "here"),
     )
 
 

@@ -9,12 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.measure.counting import MORE_COUNTED
 from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_per_step
 from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.measure.runner import MOST_WARM_UPS, measure_step
-from pytest_gpumem.torch_support.garbage_collector import FrozenHeap
 from pytest_gpumem.torch_support.reachability import storages_of
 
 KB = 1000
@@ -116,32 +114,6 @@ def test_a_leak_beside_a_list_that_is_emptied_now_and_then_is_exact(device):
             emptied.clear()
 
     assert measured(device, run).memory_metrics()["growth"] == 8 * KB
-
-
-def test_garbage_that_only_a_collection_of_all_objects_finds_is_no_growth():
-    class Old:
-        def __init__(self):
-            self.me = self
-            self.held = None
-
-    old = [Old() for _ in range(100)]
-    heap, device = FrozenHeap(), CpuDevice()
-    heap.freeze()
-    device.open()
-
-    filling: list[torch.Tensor] = []
-
-    def run():
-        if len(filling) < MOST_WARM_UPS + SETTLING_STEPS:
-            filling.append(tensor(12 * KB))
-        # A cycle of before, which is garbage now.
-        old.pop().held = tensor(12 * KB)
-
-    try:
-        assert measured(device, run).memory_metrics()["growth"] == 0
-    finally:
-        device.close()
-        heap.thaw()
 
 
 def test_a_step_that_repeats_runs_no_more_often_for_it(device):

@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,7 @@ from pytest_gpumem.devices.contract import Device, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.measure.counting import MORE_COUNTED, NOTHING_COUNTED
+from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, measure_growth
 from pytest_gpumem.measure.reading import Figures, Phase, run_one_step
 from pytest_gpumem.measure.runner import (
     FURTHER_STEPS,
@@ -513,6 +515,48 @@ def test_all_objects_are_collected_where_a_step_keeps_bytes_and_is_not_one_of_ma
     assert collected(lambda: tensor(KB)) == 0
     assert collected(lambda: kept.append(tensor(KB))) == 1
     assert collected(lambda: kept.append(tensor(KB)), older_garbage=False) == 0
+
+
+def test_a_step_is_read_before_it_at_each_boundary_and_once_more_when_garbage_is_collected(device, monkeypatch):
+    stops: list[bool] = []
+    stop = CpuDevice._stop
+    monkeypatch.setattr(CpuDevice, "_stop", lambda *arguments: stops.append(True) or stop(*arguments))
+    for phases in (1, 3):
+        stops.clear()
+        run_one_step([Phase(f"part {number}", lambda: tensor(KB)) for number in range(phases)], device, [0])
+        assert len(stops) == 2 + phases
+
+
+def grown(device, step, monkeypatch) -> tuple[dict[str, int], int]:
+    """Return the growth of a step, and how often all objects were collected for it."""
+    collections: list[bool] = []
+    for module in ("growth", "reading"):
+        monkeypatch.setattr(
+            f"pytest_gpumem.measure.{module}.collect_everything",
+            lambda: collections.append(True) or collect_everything(),
+        )
+    with cyclic_collector_off():
+        growth = measure_growth(partial(run_one_step, [Phase("call", step)], device, [0]), device)
+    return growth, len(collections)
+
+
+def test_growth_is_told_from_garbage_of_older_objects(frozen, monkeypatch):
+    frozen.thaw()
+    device = CpuDevice()
+    device.open()
+    cycles: list[list] = [[] for _ in range(2 * (SETTLING_STEPS + WINDOW))]
+    for cycle in cycles:
+        cycle.append(cycle)
+    frozen.freeze()
+    growth, _ = grown(device, lambda: cycles.pop().append(tensor(10 * KB)), monkeypatch)
+    device.close()
+    assert growth == {"cpu": 0}
+    assert cycles == [], "those of both passes"
+
+
+def test_for_growth_all_objects_are_collected_once_where_none_of_them_is_garbage(device, monkeypatch):
+    kept: list[torch.Tensor] = []
+    assert grown(device, lambda: kept.append(tensor(10 * KB)), monkeypatch) == ({"cpu": 10 * KB}, 1)
 
 
 def test_collecting_everything_leaves_frozen_what_was_frozen(frozen):
