@@ -2,7 +2,7 @@
 
 The packages are wheels that pip or uv finds in a folder, and what the tests measure is what they tell (`TELLING`). Runs are forks
 (`tests.forked_runs`), but for those of two tests. Tests that have `at_once` are of the search alone: pytest runs in none of its
-steps, and tests/test_bisect.py has one in which it does.
+steps. Searches of commits in which it does are in tests/test_bisect.py.
 """
 
 from __future__ import annotations
