@@ -359,7 +359,7 @@ def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement
 def failing_outcomes(
     verdict: TestVerdict, *, strict: bool, compares: bool, accepts: frozenset[Outcome]
 ) -> frozenset[Outcome]:
-    """Return the outcomes for which a test must fail.
+    """Return the outcomes for which the gate must fail a test: none if it has failed by itself.
 
     Args:
         verdict: The verdict on the test.
@@ -367,6 +367,8 @@ def failing_outcomes(
         compares: Whether a regression is a failure (``--gpumem-baseline``); an update compares only to know what to write.
         accepts: The outcomes that this session writes into the store, and so are no failures.
     """
+    if verdict.failed_by_itself:
+        return frozenset()
     seen = {metric.outcome for one in verdict.verdicts for metric in one.metrics}
     if verdict.unmeasured:
         seen.add(Outcome.UNMEASURED)
