@@ -51,15 +51,18 @@ class TestResult:
     """The part of its run in which it failed first; ``None`` where it did not."""
     failed_by_gate: bool = False
     """True if the gate failed it, and nothing else did: all of its phases would have passed otherwise."""
+    unwritten: bool = False
+    """True if the store could not be written, for example on a full disk, and lacks what the update accepts of this test."""
 
     def is_recorded_by(self, update: UpdateMode | None) -> bool:
         """Return whether a session with this update writes what was measured as its first baselines."""
-        return self.passed and self.verdict.outcome in ACCEPTS[update] & _FIRST
+        return self.passed and not self.unwritten and self.verdict.outcome in ACCEPTS[update] & _FIRST
 
     def is_accepted_by(self, update: UpdateMode | None) -> bool:
         """Return whether a session with this update replaces the baseline by what it was compared with."""
         # Nothing is written for a test that measured nothing, and nothing removed.
-        return self.passed and bool(self.verdict.verdicts) and self.verdict.outcome in ACCEPTS[update] - _FIRST
+        is_measured = bool(self.verdict.verdicts)
+        return self.passed and not self.unwritten and is_measured and self.verdict.outcome in ACCEPTS[update] - _FIRST
 
 
 @dataclass
