@@ -229,7 +229,8 @@ def _judge_metric(
         if why_not is None or (metric.unit == "bytes" and grew):
             return compared
     if tolerance is not None and why_not is not None:
-        return MetricVerdict(metric.name, why_not, value, budget=limit)
+        # The baseline of another workload is shown beside the value, though neither is judged by the other.
+        return MetricVerdict(metric.name, why_not, value, earlier, budget=limit)
     outcome = Outcome.RECORDED if limit is None else Outcome.OK
     return MetricVerdict(metric.name, outcome, value, earlier, budget=limit)
 

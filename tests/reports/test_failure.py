@@ -233,13 +233,13 @@ def test_a_new_test_under_strict():
 
 
 def test_a_stale_test_under_strict():
-    earlier = stored(workload=Workload("train_step", "fp32", 1000, "int64[4, 1024]"), peak_allocated=GB)
+    earlier = stored(workload=Workload("train_step", "fp32", 1000, "int64[4, 1024]"), peak_allocated=2.2 * GB)
     assert text_of((measured(peak_allocated=GB), Budget(), earlier), strict=True) == literal(
         """
         Not compared (required by --gpumem-strict): stale, batch int64[8, 1024], was int64[4, 1024]
 
-          metric              now
-          peak allocated  1.00 GB  stale
+          metric          baseline      now   change
+          peak allocated   2.20 GB  1.00 GB  -54.5 %  stale
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
@@ -258,7 +258,7 @@ def test_a_larger_workload_is_the_first_reason_for_what_grew():
     assert table[:3] == [
         "  metric          baseline      now    change  allowed",
         "  peak allocated   1.00 GB  2.00 GB  +100.0 %   +0.5 %  regressed",
-        "  operators                       9                     stale",
+        "  operators              5        9   +80.0 %           stale",
     ]
 
 
