@@ -353,7 +353,9 @@ def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement
     here, there = measurement.environment.details, baseline.environment.details
     for detail in details:
         if detail in here and detail in there and here[detail] != there[detail]:
-            return f"{detail} was {there[detail]}, now {here[detail]}, which moves {metric.title} by itself"
+            # One reason for every metric of its kind, so reports tell it once.
+            figures = {"bytes": "bytes", "count": "counts"}.get(metric.unit, "times")
+            return f"{detail} was {there[detail]}, now {here[detail]}, which moves {figures} by itself"
     return None
 
 

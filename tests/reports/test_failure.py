@@ -313,7 +313,7 @@ def test_an_uncertain_regression_under_strict():
           metric          baseline      now   change  allowed
           peak allocated   1.00 GB  1.20 GB  +20.0 %   +0.5 %  uncertain
 
-          note: peak allocated: cpu_capability was AVX2, now AVX512, which moves peak allocated by itself
+          note: peak allocated: cpu_capability was AVX2, now AVX512, which moves bytes by itself
 
           baseline: 2026-11-02, CPU (x86_64), torch 2.11.0, commit abc1234
 
@@ -535,3 +535,27 @@ def test_what_was_measured_before_a_test_failed_by_itself():
         peak allocated  checkpointed    1.02 kB
         """
     )
+
+
+def test_a_reason_that_several_metrics_share_is_told_once():
+    note = "the step's peaks went up and down: 1.00 GB, 1.20 GB"
+    figures = {"peak_allocated": 12 * GB // 10, "peak_reserved": 12 * GB // 10, "operators": 6, "launches": 6}
+    newer = replace(H100, details={**H100.details, "torch": "2.13.0"})
+    now = measured(environment=newer, settled=False, notes=(note,), **figures)
+    text = text_of((now, Budget(), stored(peak_allocated=GB, peak_reserved=GB, operators=5, launches=5)), strict=True)
+    assert [line for line in text.splitlines() if "note: " in line] == [
+        f"  note: peak allocated, peak reserved: the step's peak did not settle: {note}",
+        "  note: operators, kernel launches: torch was 2.11.0, now 2.13.0, which moves counts by itself",
+    ]
+
+
+@pytest.mark.parametrize("budget", [Budget({"peak_allocated": GB}), Budget()], ids=["over budget", "regressed"])
+def test_a_failed_region_says_why_it_is_not_explained_and_what_explains_it(budget):
+    region = replace(measured("region", peak_allocated=2 * GB), workload=Workload("region"))
+    earlier = stored(workload=Workload("region"), peak_allocated=GB)
+    told = (
+        "gpumem.track() runs once and is not recorded, so no line and tensor of it is known; to see them, move its code"
+    )
+    assert told in text_of((region, budget, earlier))
+    step = replace(region, workload=Workload("measure"))
+    assert told not in text_of((step, budget, stored(workload=Workload("measure"), peak_allocated=GB)))
