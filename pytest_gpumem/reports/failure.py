@@ -131,8 +131,11 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     explained = [*failing_metrics(verdict, failing), *failing_metrics(verdict, failing, "work")]
     for block in (_metric_table(verdict, failing, units), *explanation_blocks(verdict, explained, units)):
         lines += ["", *(f"  {line}" for line in block)]
-    reasons = _reasons(verdict, _failed_by(verdict, failing))
-    notes = [*reasons, *(note for note in verdict.measurement.notes if not any(note in reason for reason in reasons))]
+    reasons = _reasons(verdict, _failed_by(verdict, failing), lines[0])
+    notes = [
+        *reasons,
+        *(note for note in verdict.measurement.notes if not any(note in line for line in (lines[0], *reasons))),
+    ]
     if verdict.measurement.workload.step == "region" and verdict.measurement.explanation is None and explained:
         notes.append(_REGION)
     by_device = peaks_by_device(verdict.measurement, units)
@@ -144,11 +147,14 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     return "\n".join(map(Screen().legible, lines))
 
 
-def _reasons(verdict: Verdict, failed_by: Collection[Kind]) -> list[str]:
-    """Return each reason of the metrics that bear on a failure once: ``"peak allocated, peak reserved: it did not settle"``."""
+def _reasons(verdict: Verdict, failed_by: Collection[Kind], headline: str) -> list[str]:
+    """Return each reason of the metrics that bear on a failure, unless the headline has it.
+
+    A reason of several metrics comes once: ``"peak allocated, peak reserved: the step's peak did not settle"``.
+    """
     titles: dict[str, list[str]] = {}
     for metric in verdict.metrics:
-        if metric.reason and _bears_on(metric, failed_by):
+        if metric.reason and metric.reason not in headline and _bears_on(metric, failed_by):
             titles.setdefault(metric.reason, []).append(METRICS[metric.metric].title)
     return [f"{', '.join(metrics)}: {reason}" for reason, metrics in titles.items()]
 

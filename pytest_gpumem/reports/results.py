@@ -308,12 +308,17 @@ _MOST_NOTES = 3
 
 
 def recording_notes(results: Iterable[TestResult]) -> list[str]:
-    """Return the notes on recordings, without repetition, each with the first test that has it."""
+    """Return the notes on recordings, without repetition, each with the first test that has it.
+
+    A note in the failure of its test is left out.
+    """
     first: dict[str, str] = {}
     for result in results:
         for one in result.verdict.verdicts:
             explanation = one.measurement.explanation
             for note in explanation.peak.notes if explanation is not None else ():
+                if result.verdict.failure is not None and note in result.verdict.failure:
+                    continue
                 first.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
     found = list(first.values())
     more = len(found) - _MOST_NOTES
