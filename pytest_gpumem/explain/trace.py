@@ -27,7 +27,7 @@ _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contigu
 
 _CAST = "aten::_to_copy"
 AUTOCAST = "autocast's cached cast"
-"""The name of the operator that makes a weight's copy in lower precision, which the profiler shows within the first user's."""
+"""The operator name for a weight's copy in lower precision. The profiler shows the copy within the weight's first user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Mark:
     grad: bool = True
     """True if autograd recorded when a module's call began."""
     casts: frozenset[int] = frozenset()
-    """The bytes of the copies in lower precision that autocast may make of weights in a call, and keep until it ends."""
+    """Sizes in bytes: autocast may copy weights in a call to lower precision, and keep the copies until it ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,10 +143,11 @@ class Tracker:
         return result
 
     def _casts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
-        """Return the bytes of the copies that autocast may make and cache of the weights among a call's arguments.
+        """Return the sizes in bytes of weights' copies: autocast may make and cache them in a call with these arguments.
 
-        autocast caches a copy of a float32 leaf that needs a gradient, so that a weight used twice is cast once. A size that
-        another argument's copy has, too, is left out, because nothing tells the two copies apart.
+        For example 1 MiB for a float32[1024, 512] under bfloat16. autocast caches copies of float32 leaves with a gradient, so
+        a weight used twice is cast once. A size is left out if another argument's copy has it, because nothing tells the two
+        copies apart.
         """
         import torch
 

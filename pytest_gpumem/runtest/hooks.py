@@ -210,7 +210,7 @@ class Measuring:
         return result
 
     def _judge_call(self, run: TestRun) -> None:
-        """Judge a test that came to the end of its call, and fail it if it must fail."""
+        """Judge a test whose call has ended without an error, and fail it if it must fail."""
         item, judging = run.item, run.judging
         fail_again(item)
         if run.has_failed_subtest and not run.judged:
@@ -225,7 +225,7 @@ class Measuring:
         judging.conclude(run.verdict(), run.device.memory_title)
 
     def _call_has_failed(self, run: TestRun, error: BaseException, *later_errors: BaseException) -> None:
-        """Report with a failed call what it measured, and record that ``error`` ended it."""
+        """Add a failed call's measurements to its report, and record ``error`` as its end."""
         item = run.item
         run.failed(error, *later_errors)
         run.explain_call_out_of_memory(error)
@@ -252,7 +252,7 @@ class Measuring:
         measured = self.measured.get(item)
         run = item.stash.get(_RUN, None)
         if run is not None and run.is_called:
-            # The report of a subtest. Its error is let go, since the test goes on and may measure.
+            # A subtest's report. Its error is let go, because the test goes on and may measure.
             run.has_failed_subtest |= report.failed
         elif measured is not None:
             complete_report(item, measured, call, report)

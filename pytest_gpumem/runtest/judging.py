@@ -84,9 +84,9 @@ def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -
 
 
 def errors_kept_by(item: pytest.Item) -> list[BaseException]:
-    """Return the errors and skips of a ``unittest.TestCase`` test: unittest hands them to the item and raises nothing.
+    """Return errors and skips in a ``unittest.TestCase`` test: unittest hands them to the item and raises nothing.
 
-    pytest puts one of them into each report of the test, in this order.
+    pytest puts one error into each report, in this order: the call's first, then the tear-down's.
     """
     return [excinfo.value for excinfo in getattr(item, "_excinfo", None) or ()]
 

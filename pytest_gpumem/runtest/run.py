@@ -60,11 +60,11 @@ class TestRun:
     lost: str | None = None
     """The reason why its figures are not valid, as a clause."""
     is_called: bool = False
-    """True from the beginning of the test's call to its end."""
+    """True while pytest calls the test."""
     has_failed_subtest: bool = False
     """True if a subtest failed, so that the test may have left out measurements."""
     _errors: list[BaseException] = field(default_factory=list)
-    """Errors of the test, whose tracebacks keep its tensors alive until `release`."""
+    """The test's errors. Their tracebacks keep its tensors alive until `release`."""
     _at_call: tuple[list[int], list[int]] | None = None
     """The test's own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
     _random: RandomNumbers | None = None
@@ -423,7 +423,7 @@ class TestRun:
         return instance_dict(getattr(self.item, "instance", None)) or {}
 
     def failed(self, *errors: BaseException) -> None:
-        """Note ``errors`` of the test, whose tracebacks keep its tensors alive until `release`."""
+        """Note ``errors``: their tracebacks keep the test's tensors alive until `release`."""
         self._errors += errors
 
     def release(self) -> None:
