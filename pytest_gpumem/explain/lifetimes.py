@@ -276,7 +276,7 @@ class _Reader:
             event.nbytes,
             moment,
             phase=_phase(around),
-            operator=around.operator,
+            operator=around.operator_of(event.nbytes),
             node=around.node.name if around.node is not None else "",
             in_optimizer=around.in_optimizer,
             recomputed=around.recomputed,

@@ -178,7 +178,11 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
     assert closest is not None, "an error of the last level is raised"
     explanation = _explained(closest)
     if closest.peak != expected.peak:
-        note = f"the recorded run needed {closest.peak} bytes, the measured one {expected.peak}"
+        change = closest.peak - expected.peak
+        note = (
+            f"the recorded run needed {format_bytes(closest.peak)}, {format_bytes(abs(change))} "
+            f"{'more' if change > 0 else 'less'} than the measured one"
+        )
         if expected.steps > 1:
             note = (
                 f"this is a step that needed {format_bytes(closest.peak)}: the one that needed {format_bytes(expected.peak)} "

@@ -25,6 +25,11 @@ WHOLE_STEP = "step"
 _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
 
 
+_CAST = "aten::_to_copy"
+AUTOCAST = "autocast's cached cast"
+"""The operator name for a weight's copy in lower precision. The profiler shows the copy within the weight's first user."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A span of Python code: a phase, a module's call, a torch function's call, an optimizer's step.
@@ -39,6 +44,8 @@ class Mark:
     library: str = ""
     grad: bool = True
     """True if autograd recorded when a module's call began."""
+    casts: frozenset[int] = frozenset()
+    """Sizes in bytes: autocast may copy weights in a call to lower precision, and keep the copies until it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +146,25 @@ class SpanStack:
     within_node: bool = False
     recomputed: bool = False
     mark: Mark | None = None
+    is_cast_within: bool = False
+    """True within a cast that another operator runs, as ``linear`` under autocast casts its weight."""
 
     def operator_begins(self, opened: int, span: Open) -> None:
         if self.outermost_operator < 0:
             self.outermost_operator = opened
+        self.is_cast_within |= span.name == _CAST and not _FACTORY.match(self.operator or _CAST)
         if not self.operator or not _FACTORY.match(span.name):
             self.operator = span.name
+
+    def operator_of(self, nbytes: int) -> str:
+        """Return the name of the operator that allocates so many bytes."""
+        is_weight = self.is_cast_within and self.mark is not None and nbytes in self.mark.casts
+        return AUTOCAST if is_weight else self.operator
 
     def node_begins(self, opened: int, span: Open) -> None:
         self.node, self.call, self.module, self.mark = span, opened, -1, None
         self.within_node, self.recomputed = True, False
-        self.operator, self.outermost_operator = "", -1
+        self.operator, self.outermost_operator, self.is_cast_within = "", -1, False
 
     def mark_begins(self, opened: int, mark: Mark) -> None:
         if mark.kind == "phase":
@@ -157,7 +172,7 @@ class SpanStack:
         elif mark.kind == "optimizer":
             self.in_optimizer = True
         elif mark.kind in ("call", "module"):
-            self.operator, self.outermost_operator = "", -1
+            self.operator, self.outermost_operator, self.is_cast_within = "", -1, False
             self.mark = mark
             if mark.kind == "module":
                 self.module, self.call = opened, -1

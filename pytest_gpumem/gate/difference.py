@@ -451,8 +451,8 @@ def _how_often(calls: Calls) -> str:
 
 
 def _became(old: Row, new: Row) -> str:
-    if old.category != new.category and new.category == "activation":
-        return "no longer freed before backward"
+    if old.category == "temporary" and new.category == "activation":
+        return "was temporary, now kept"
     if old.tensor and new.tensor and old.shape == new.shape and old.dtype != new.dtype:
         wider = item_bits(new.dtype) > item_bits(old.dtype)
         return f"was {old.dtype}, now {new.dtype}" if wider else f"now {new.dtype}"

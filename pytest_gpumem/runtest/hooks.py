@@ -13,6 +13,7 @@ import pytest
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.gate.verdict import WHY_FAILED
 from pytest_gpumem.hookspecs import HookError, environment_of
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measurement import MeasuringError, Workload
@@ -22,6 +23,7 @@ from pytest_gpumem.runtest.explaining import ExplainPolicy
 from pytest_gpumem.runtest.judging import (
     Judging,
     complete_report,
+    errors_kept_by,
     fail_again,
     failure_of,
     forget_verdict,
@@ -196,22 +198,41 @@ class Measuring:
             else:
                 result = yield from _call_measured(run)
         except BaseException as error:
-            run.failed(error)
-            run.explain_call_out_of_memory(error)
-            _report_missing_values(item, run, error)
-            if run.judged:
-                item.add_report_section("call", PROPERTY, measured_section(run.measurements, self.settings.units))
-            _record_end(item, measured, run, error, "call")
+            self._call_has_failed(run, error)
             raise
+        finally:
+            run.is_called = False
+        errors = errors_kept_by(item)
+        if errors:
+            self._call_has_failed(run, *errors)
+        else:
+            self._judge_call(run)
+        return result
+
+    def _judge_call(self, run: TestRun) -> None:
+        """Judge a test whose call has ended without an error, and fail it if it must fail."""
+        item, judging = run.item, run.judging
         fail_again(item)
+        if run.has_failed_subtest and not run.judged:
+            judging.conclude(judging.measured.not_measured(WHY_FAILED["subtest"], failed_by_itself=True))
+            return
         if run.lost is None:
             run.lost = run.device.lost() or self.fixtures.shared.lost(item)
         if run.lost is None and not run.judged and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
         if run.lost is None:
             run.explain_call()
-        run.judging.conclude(run.verdict(), run.device.memory_title)
-        return result
+        judging.conclude(run.verdict(), run.device.memory_title)
+
+    def _call_has_failed(self, run: TestRun, error: BaseException, *later_errors: BaseException) -> None:
+        """Add a failed call's measurements to its report, and record ``error`` as its end."""
+        item = run.item
+        run.failed(error, *later_errors)
+        run.explain_call_out_of_memory(error)
+        _report_missing_values(item, run, error)
+        if run.judged:
+            item.add_report_section("call", PROPERTY, measured_section(run.measurements, self.settings.units))
+        _record_end(item, run.judging.measured, run, error, "call")
 
     def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
@@ -229,7 +250,11 @@ class Measuring:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         measured = self.measured.get(item)
-        if measured is not None:
+        run = item.stash.get(_RUN, None)
+        if run is not None and run.is_called:
+            # A subtest's report. Its error is let go, because the test goes on and may measure.
+            run.has_failed_subtest |= report.failed
+        elif measured is not None:
             complete_report(item, measured, call, report)
         return report
 
@@ -284,7 +309,7 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
         with run.tracked(whole_call=True) as figures:
             result = yield
             ended = True
-        if not run.measures_itself:
+        if not run.measures_itself and not run.has_failed_subtest and not errors_kept_by(run.item):
             run.keep(run.judge_figures(Workload("call"), figures()))
     except MeasuringError as error:
         if not ended:

@@ -59,7 +59,12 @@ class TestRun:
     """The number of relations that the test asserted with the fixture, and that held."""
     lost: str | None = None
     """The reason why its figures are not valid, as a clause."""
-    _failure: BaseException | None = None
+    is_called: bool = False
+    """True while pytest calls the test."""
+    has_failed_subtest: bool = False
+    """True if a subtest failed, so that the test may have left out measurements."""
+    _errors: list[BaseException] = field(default_factory=list)
+    """The test's errors. Their tracebacks keep its tensors alive until `release`."""
     _at_call: tuple[list[int], list[int]] | None = None
     """The test's own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
     _random: RandomNumbers | None = None
@@ -87,7 +92,8 @@ class TestRun:
             verdict, judged = self.judging.measured.not_measured(self.lost), []
         else:
             verdict, judged = self.judging.verdict(self.judged, self.relations), self.judged
-        return replace(verdict, missing=self.judging.missing(judged, self._environment.slug))
+        missing = () if self.has_failed_subtest else self.judging.missing(judged, self._environment.slug)
+        return replace(verdict, missing=missing)
 
     def refused(self, why: str) -> TestVerdict:
         """Return the verdict on the test, which cannot be measured as the clause ``why`` says."""
@@ -96,6 +102,7 @@ class TestRun:
 
     def begin_call(self) -> None:
         """Prepare for the call: what is allocated from here on is the test's."""
+        self.is_called = True
         self.device.quiesce()
         self._random = RandomNumbers.now(self.device)
         own = self._held()
@@ -415,15 +422,15 @@ class TestRun:
     def _instance_dict(self) -> dict[str, object]:
         return instance_dict(getattr(self.item, "instance", None)) or {}
 
-    def failed(self, error: BaseException) -> None:
-        """Note the ``error`` of the test, whose traceback keeps its tensors alive until `release`."""
-        self._failure = error
+    def failed(self, *errors: BaseException) -> None:
+        """Note ``errors``: their tracebacks keep the test's tensors alive until `release`."""
+        self._errors += errors
 
     def release(self) -> None:
-        """Release everything that the test's failure and this run hold."""
-        if self._failure is not None:
-            clear_frames(self._failure)
-        self._failure = None
+        """Release everything that the test's errors and this run hold."""
+        for error in self._errors:
+            clear_frames(error)
+        self._errors.clear()
         self._at_call = None
         self.device.close()
 

@@ -144,8 +144,10 @@ class Controller:
         if self._settings.gates:
             self._check_selected(session, results)
         if self._settings.update is not None:
-            with self._or_error("baselines were not written: "):
-                self._closing += self._store.write(results, self._settings.update)
+            written = self._store.write(results, self._settings.update)
+            results = written.results
+            self._closing += written.said
+            self._errors += [] if written.error is None else [written.error]
         self._note_too_low(results)
         if self._packed:
             self._closing.append(reduce(Packed.merged, (packed() for packed in self._packed)).line())
@@ -169,12 +171,12 @@ class Controller:
             session.testsfailed += 1
 
     @contextmanager
-    def _or_error(self, what: str = "") -> Iterator[None]:
-        """Make the session red where the store cannot be read or written."""
+    def _or_error(self) -> Iterator[None]:
+        """Make the session red where the store cannot be read."""
         try:
             yield
         except (StoreError, BackendError) as error:
-            self._errors.append(f"{what}{error}")
+            self._errors.append(str(error))
 
     def lost(self, verdict: TestVerdict | None, why: str) -> None:
         """Report, in place of the end of the session, that it cannot come to its end. Nothing is written into the store.

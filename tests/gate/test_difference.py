@@ -219,9 +219,14 @@ def test_another_shape_is_told():
     assert change.reason == "was float32[4, 64, 64], now float32[4, 128, 128]"
 
 
-def test_what_is_kept_that_was_freed_is_told():
+def test_what_is_kept_that_was_freed_is_told_whether_or_not_a_backward_follows():
     freed = row(category="temporary", count=1)
-    assert first(made_of(freed), made_of(row(count=4))).reason == "no longer freed before backward"
+    assert first(made_of(freed), made_of(row(count=4))).reason == "was temporary, now kept"
+
+
+def test_what_was_another_category_is_not_told_as_freed_before():
+    parameter = row(category="parameter", count=1)
+    assert first(made_of(parameter), made_of(row(count=4))).reason == "1 -> 4 tensors"
 
 
 def test_more_of_the_same_is_told():

@@ -229,10 +229,10 @@ def test_a_peak_that_grew_is_explained_by_what_grew():
 
 
 def test_notes_on_a_recording_are_told_with_it():
-    now = composition(WEIGHTS, ATTENTION, notes=("the recorded run needed 5 bytes",))
+    now = composition(WEIGHTS, ATTENTION, notes=("the recorded run needed 5 B",))
     for then in (composition(WEIGHTS), None):
         (block,) = explanation_blocks(verdict_of(now, then), ["peak_allocated"], "si")
-        assert "note: the recorded run needed 5 bytes" in block
+        assert "note: the recorded run needed 5 B" in block
 
 
 def test_a_baseline_without_a_composition_is_said_to_have_none_and_how_it_gets_one():
