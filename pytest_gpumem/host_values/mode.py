@@ -40,7 +40,14 @@ from pytest_gpumem.host_values.lent_memory import LentMemory
 from pytest_gpumem.host_values.reads import Reads
 from pytest_gpumem.host_values.routing import CHOOSING, MAKE_ZEROS, Choosing
 from pytest_gpumem.host_values.unknown_float import UNKNOWN, is_unknown_number
-from pytest_gpumem.torch_support.private_api import never_compiled, run_kernel
+from pytest_gpumem.torch_support.private_api import (
+    beneath_modes,
+    is_tracing,
+    never_compiled,
+    run_kernel,
+    untraced,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -178,6 +185,9 @@ class HostValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_tracing():
+            with untraced():  # this call is in the trace already
+                return self.__torch_dispatch__(func, types, args, kwargs)
         named = kwargs or {}
         for kind in types:
             if not is_ordinary(kind):
@@ -186,6 +196,9 @@ class HostValues(TorchDispatchMode):
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = operator_of(func)
+        if any(isinstance(args[at], (int, float, complex)) for at in operator.only_tensors if at < len(args)):
+            # A script's constant: torch gives a mode the number that the tensor was made of.
+            args = tuple(torch.as_tensor(one) if at in operator.only_tensors else one for at, one in enumerate(args))
         if (self._in_kernel or torch.is_inference_mode_enabled()) and (operator.view or operator.reads):
             # These leave operators whole that are made of others, and what those read would not be seen.
             self._read_by(operator, args, named)
@@ -269,9 +282,11 @@ class HostValues(TorchDispatchMode):
         self.running = operator.name
         result = self._run_kernel(call, "cuda")
         self.running = ""
-        if room is not None and args[0].untyped_storage().nbytes() == room:
-            return result  # another shape on the same bytes
         made = tensors_among((result,))
+        is_reshaped = room is not None and args[0].untyped_storage().nbytes() == room  # on the same bytes
+        # `torch.export` makes tensors without memory beneath this mode.
+        if is_reshaped or not all(is_ordinary(type(tensor)) for tensor in made):
+            return result
         if not made and not operator.written and not operator.written_names:
             # What takes less memory is not assumed of a mask that is not known.
             return result and known if operator.calls_readers else result
@@ -492,6 +507,9 @@ class HostValues(TorchDispatchMode):
         if tensor.numel() == 0 or tensor.device.type not in ("cpu", "cuda"):
             return False
         if not has_storage(tensor):
+            within = unwrapped(tensor)
+            if within is not tensor:
+                return is_ordinary(type(within)) and self.is_unknown(within)
             return tensor.is_cuda
         where = tensor.untyped_storage().data_ptr()
         if tensor.is_cuda:
@@ -598,4 +616,5 @@ def _contains_unknown(tensor: torch.Tensor) -> bool:
     """Return whether a new tensor was made of numbers among which are uncomputed ones."""
     if not tensor.is_floating_point() or not is_small((tensor,)):
         return False
-    return bool((on_host(tensor) == UNKNOWN).any())
+    with beneath_modes():  # a program's mode may trace what is done here
+        return bool((on_host(tensor) == UNKNOWN).any())

@@ -215,6 +215,91 @@ def test_a_value_that_is_not_computed_is_told_with_the_line_that_reads_it(on_gpu
         assert ("(prediction == target).float().mean().item()" in told) == (said == "a value is read")
 
 
+READING = """
+import copy, io, warnings
+import numpy
+warnings.simplefilter("ignore")
+reading = {
+    "bool": lambda x: x * 2 if (x > 0).any() else x,
+    "item": lambda x: x + x.sum().item(),
+    "float": lambda x: x + float(x.sum()),
+    "int": lambda x: x + int((x > 0).sum()),
+    "index": lambda x: x[: (x > 0).sum() + 1],
+    "complex": lambda x: x + complex(x.sum()).real,
+    "tolist": lambda x: x + sum(x[0, :3].tolist()),
+    "numpy": lambda x: x + float(x.cpu().numpy().sum()),
+    "to": lambda x: x.cpu().to("cuda") + 1,
+    "text": lambda x: x + len(f"{x.sum():.3f}") + len(repr(x)),
+    "mask": lambda x: x[x > 0.5].sum() + x,
+    "nonzero": lambda x: x + (x > 0).nonzero().shape[0],
+    "is_nonzero": lambda x: x * 2 if torch.is_nonzero(x.sum()) else x,
+    "tensor": lambda x: x + torch.tensor([x.sum(), 1.0], device="cuda").sum(),
+    "as_tensor": lambda x: x + torch.as_tensor(x.sum()),
+    "new_tensor": lambda x: x + x.new_tensor([1.0, 2.0]).sum(),
+    "tensor_split": lambda x: torch.tensor_split(x, torch.tensor([1, 2]))[0],
+    "data_ptr": lambda x: x + x.data_ptr() % 2,
+    "deepcopy": lambda x: copy.deepcopy(x) + x,
+    "sparse": lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1], [0, 1]], device="cuda"), x[0, :2]).to_dense(),
+    "equal": lambda x: x if torch.equal(x, x) else x + 1,
+    "contains": lambda x: x if 1.0 in x else x + 1,
+    "iterate": lambda x: sum(list(x)[:2]),
+    "apply": lambda x: x + x.cpu().apply_(abs).cuda(),
+    "sizes": lambda x: x.view(x.shape[0] * x.shape[1]) + torch.zeros(x.numel(), device=x.device),
+    "dlpack": lambda x: torch.from_dlpack(x) + x,
+    "unique": lambda x: torch.unique((x * 3).long()).sum() + x,
+    "from_numpy": lambda x: x + torch.from_numpy(numpy.ones(3, "float32")).cuda().sum(),
+    "save": lambda x: (torch.save(x, io.BytesIO()), x + 1)[1],
+}
+x = torch.rand(300, 300, device="cuda")
+"""
+
+
+def test_no_read_calls_itself_while_a_program_is_traced(on_gpu):
+    source = """
+for name, read in reading.items():
+    try:
+        script = torch.jit.trace(read, x, check_trace=False)
+        if str(script.graph).count("aten::numel") > (name == "sizes"):
+            print(name, "is traced with an operator of ours")
+        script(x)
+    except Exception as error:
+        print(name, type(error), error)
+print(len(reading), seen())
+"""
+    told = on_gpu(SEEN + READING + source)
+    assert told.startswith("29 a value is read that an emulated GPU does not compute"), told
+
+
+def test_reads_under_transformations_and_export_end_as_they_do_on_the_cpu(on_gpu):
+    source = """
+from torch.fx.experimental.proxy_tensor import make_fx
+class Reader(torch.nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+    def forward(self, x):
+        return self.read(x)
+del reading["sparse"], reading["save"]  # parts and storages: a GPU has other operators for them than the CPU
+for name, read in reading.items():
+    for run in (
+        lambda: torch.func.jvp(read, (x,), (x,)),
+        lambda: torch.func.grad(lambda y: read(y).sum())(x),
+        lambda: torch.vmap(read)(x[None]),
+        lambda: make_fx(read)(x),
+        lambda: torch.export.export(Reader(read), (x,), strict=False),
+    ):
+        try:
+            run()
+            print(name, "ends")
+        except Exception as error:
+            print(name, type(error).__name__)
+"""
+    on_cpu = (READING + source).replace('"cuda"', '"cpu"').replace(".cuda()", "")
+    cpu, gpu = on_gpu(on_cpu).splitlines(), on_gpu(READING + source).splitlines()
+    assert len(cpu) == 27 * 5
+    assert [pair for pair in zip(cpu, gpu, strict=True) if pair[0] != pair[1]] == []
+
+
 def test_random_integers_repeat_with_the_seed_and_leave_the_hosts_numbers_alone(on_gpu):
     source = """
 def drawn():
