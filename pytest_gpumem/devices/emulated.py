@@ -51,7 +51,7 @@ class EmulatedDevice(CudaDevice):
 
     def lacks(self, feature: str) -> str | None:
         if feature == "values":
-            return "an emulated GPU does not compute the values of tensors, but of small ones"
+            return "an emulated GPU computes the values of small tensors only"
         if feature.startswith("max-autotune"):
             return f"compile={feature} takes the kernels that are fastest, and an emulated GPU does not know which"
         return super().lacks(feature)
