@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,6 +44,7 @@ from pytest_gpumem.host_values.routing import CHOOSING, MAKE_ZEROS, Choosing
 from pytest_gpumem.host_values.unknown_float import UNKNOWN, is_unknown_number
 from pytest_gpumem.torch_support.private_api import (
     beneath_modes,
+    is_higher_order,
     is_tracing,
     never_compiled,
     run_kernel,
@@ -50,7 +53,7 @@ from pytest_gpumem.torch_support.private_api import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pytest_gpumem.values.option_words import Routing
 
@@ -171,6 +174,9 @@ class HostValues(TorchDispatchMode):
         self._made_of_unknown = False
         """True if `torch.tensor` is making a tensor of others, which are not all known."""
 
+    supports_higher_order_operators = True
+    """Asks torch to pass operators that take functions to this mode, as `torch.cond`. Without it torch raises."""
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch.compile run compiled code beneath this mode."""
@@ -193,6 +199,8 @@ class HostValues(TorchDispatchMode):
             if not is_ordinary(kind):
                 # One without memory has nothing to compute; what others are made of comes here again.
                 return func(*args, **named) if kind.__name__ == "FakeTensor" else NotImplemented
+        if is_higher_order(func):
+            return self._run_functions(func, args, named)
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = operator_of(func)
@@ -230,6 +238,23 @@ class HostValues(TorchDispatchMode):
         if is_hosts:
             return self._run_on_host(call, known)
         return self._communicate(call) if operator.collective else self._run(call, known)
+
+    def _run_functions(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run an operator that takes functions (`torch.cond`) beneath this mode, and its functions within."""
+
+        def within(function: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(function)
+            def run(*given: Any, **more: Any) -> Any:
+                with self:
+                    return function(*given, **more)
+
+            return run
+
+        result = func(*(within(one) if isfunction(one) else one for one in args), **named)
+        for tensor in tensors_among((result,)):
+            if is_ordinary(type(tensor)) and self.is_unknown(tensor):
+                self.note_unknown(tensor)
+        return result
 
     def _read_number(self, call: _Call, known: bool) -> Any:
         noted = self.constants.noted_as(call.args[0])
@@ -506,6 +531,8 @@ class HostValues(TorchDispatchMode):
         """Return whether a tensor's values were not computed."""
         if tensor.numel() == 0 or tensor.device.type not in ("cpu", "cuda"):
             return False
+        if type(tensor).__name__ == "FakeTensor":
+            return False  # it has no values
         if not has_storage(tensor):
             within = unwrapped(tensor)
             if within is not tensor:

@@ -57,6 +57,7 @@ def watch_methods(mode: HostValues) -> None:
         (comm, "broadcast_coalesced", _broadcast),
         (comm, "reduce_add", _add),
         (plateau, "step", _step),
+        (torch.cuda.Event, "elapsed_time", _elapse),  # `torch.Event`'s cannot be replaced
     ):
         setattr(owner, name, _watched(mode, getattr(owner, name), watching))
 
@@ -374,6 +375,15 @@ def _step(
     if is_unknown_number(metrics) or _is_unknown(mode, metrics):
         mode.reads.of_float("branch")
     return original(scheduler, metrics, *args, **named)
+
+
+def _elapse(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Call ``elapsed_time`` of an event, and note a decision that the program takes by it: no time passes here."""
+    value, caller = original(*args, **named), _caller()
+    is_programs = caller is not None and not caller.f_code.co_filename.startswith(_OURS_AND_TORCHS)
+    if is_programs and use_of_conversion(caller) != "kept":
+        mode.reads.of_float("branch")
+    return value
 
 
 def _caller() -> FrameType | None:

@@ -169,6 +169,13 @@ def run_kernel(operator: Any, device_type: str, args: tuple[Any, ...], kwargs: d
     )
 
 
+def is_higher_order(operator: object) -> bool:
+    """Return whether an operator takes functions: `torch.cond`, ``while_loop`` and ``flex_attention`` do."""
+    from torch._ops import HigherOrderOperator
+
+    return isinstance(operator, HigherOrderOperator)
+
+
 def compiled_graphs() -> int:
     """Return how many graphs torch.compile has compiled in this process, recompiled ones included."""
     if "torch._dynamo" not in sys.modules:

@@ -300,6 +300,54 @@ for name, read in reading.items():
     assert [pair for pair in zip(cpu, gpu, strict=True) if pair[0] != pair[1]] == []
 
 
+def test_operators_that_take_functions_run_and_what_they_read_is_told(on_gpu):
+    source = """
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+import warnings
+warnings.simplefilter("ignore")
+def run(device):
+    x, q = torch.ones(300, 300, device=device), torch.ones(1, 2, 128, 64, device=device, requires_grad=device == "cuda")
+    yes, at = torch.ones((), dtype=torch.bool, device=device), torch.zeros((), dtype=torch.long, device=device)
+    twice = torch.cond(yes, lambda x: torch.cat([x, x]), lambda x: x + 1, (x,))
+    end, powers = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (at, x))
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device=device)
+    attended = flex_attention(q, q, q, block_mask=mask)
+    if device == "cuda":
+        attended.sum().backward()
+        assert q.grad.shape == q.shape
+    rows = map_rows(lambda row: row[:7] * 2, x)
+    last, sums = scan(lambda carry, row: (carry + row, carry * row), torch.zeros(300, device=device), x)
+    return [int(end), *(one.shape for one in (twice, powers, attended, rows, last, sums))]
+assert run("cuda") == run("cpu"), (run("cuda"), run("cpu"))
+print(seen())
+x = torch.rand(300, 300, device="cuda")
+torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x + 1, (x,))
+print(seen())
+"""
+    # The compiler, which `torch.cond` asks, looks names up in the main module.
+    known, unknown = on_gpu(SEEN + source, before="import os\n").splitlines()
+    assert known == "None"
+    assert unknown.startswith("a value is read that an emulated GPU does not compute")
+
+
+def test_a_decision_by_the_time_between_events_is_noted(on_gpu):
+    source = """
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+begin.record()
+end.record()
+torch.cuda.synchronize()
+milliseconds = begin.elapsed_time(end)
+print(f"{milliseconds:.1f} ms", current().reads.take_others().notes())
+if begin.elapsed_time(end) > 5:
+    print("slow")
+print(len(current().reads.take_others().decided), seen())
+"""
+    assert on_gpu(SEEN + source) == "1.0 ms ()\n1 None\n"
+
+
 def test_random_integers_repeat_with_the_seed_and_leave_the_hosts_numbers_alone(on_gpu):
     source = """
 def drawn():
