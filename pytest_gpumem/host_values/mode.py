@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
-from inspect import isfunction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -243,14 +241,14 @@ class HostValues(TorchDispatchMode):
         """Run an operator that takes functions (`torch.cond`) beneath this mode, and its functions within."""
 
         def within(function: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(function)
             def run(*given: Any, **more: Any) -> Any:
                 with self:
                     return function(*given, **more)
 
             return run
 
-        result = func(*(within(one) if isfunction(one) else one for one in args), **named)
+        # A function may be a module: the compiler makes one of it.
+        result = func(*(within(argument) if callable(argument) else argument for argument in args), **named)
         for tensor in tensors_among((result,)):
             if is_ordinary(type(tensor)) and self.is_unknown(tensor):
                 self.note_unknown(tensor)
