@@ -255,6 +255,39 @@ def test_an_engine_that_cannot_be_planned_is_passed_over(on_gpu, fake_cudnn, con
     assert told == "4096 9.20.0 1 None\n"
 
 
+def test_the_library_is_in_a_process_of_its_own_which_is_no_child(on_gpu, fake_cudnn):
+    source = (
+        CONVOLUTIONS
+        + """
+import os
+x, w = operands(torch.float32, torch.contiguous_format)
+def taken():
+    return beside(lambda: [conv2d(x, w, padding=1)])
+print(taken(), "fake.so" in open("/proc/self/maps").read())
+try:
+    os.wait()
+except ChildProcessError:
+    print("no child")
+x = torch.cat([x, x])
+child = os.fork()
+if not child:
+    os._exit(taken() // 4096)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), taken())
+"""
+    )
+    assert on_gpu(fake_cudnn + source, before="import os\n").split("\n")[:-1] == ["4096 False", "no child", "1 4096"]
+
+
+def test_a_planner_that_crashes_fails_its_convolution_and_ends_no_session(session, tmp_path):
+    done = session(fake(tmp_path, "-DCRASHES"))
+    assert done.returncode == 1
+    assert (
+        "RuntimeError: the real cuDNN, which plans convolutions for the emulated GPU in a process of its own, ended"
+        in (done.stdout)
+    )
+    assert "1 failed, 1 passed" in done.stdout.splitlines()[-1]
+
+
 def test_attention_is_not_asked_of_it(on_gpu, fake_cudnn):
     told = on_gpu(fake_cudnn + ATTENTION)
     assert on_gpu(NOTHING + ATTENTION) == told

@@ -11,7 +11,7 @@
 enum { NOT_SUPPORTED = 3000 };
 
 /* Bytes of a cudnnBackendAttributeType_t; those that are not listed are enumerations. */
-static size_t width(int type) {
+size_t gpumem_cudnn_width(int type) {
     switch (type) {
     case HANDLE: case INT64: case 5: case 6: case DESCRIPTOR: return 8; /* 5: double, 6: pointer */
     case 2: case CHARACTER: return 1;                                   /* 2: boolean */
@@ -141,7 +141,7 @@ static void made_of(Descriptor *descriptor, const Descriptor *part) {
 
 /* The attribute is kept for as long as the descriptor, and so is what it refers to. */
 int cudnnBackendSetAttribute(Descriptor *descriptor, int name, int type, int64_t count, const void *values) {
-    size_t bytes = (size_t)count * width(type);
+    size_t bytes = (size_t)count * gpumem_cudnn_width(type);
     Attribute *kept = attribute_of(descriptor, name);
     if (!kept) {
         Attribute **end = &descriptor->attributes;
@@ -191,7 +191,7 @@ int cudnnBackendGetAttribute(Descriptor *descriptor, int name, int type, int64_t
     const Attribute *kept = attribute_of(descriptor, name);
     if (kept) {
         *found = kept->count;
-        if (values) memcpy(values, kept->values, (size_t)(wanted < kept->count ? wanted : kept->count) * width(type));
+        if (values) memcpy(values, kept->values, (size_t)(wanted < kept->count ? wanted : kept->count) * gpumem_cudnn_width(type));
         return 0;
     }
     if (is == ENGINE && type == INT64 && wanted) *(int64_t *)values = 0;
