@@ -62,6 +62,8 @@ class Peak:
     allocated: int
     reserved: int | None = None
     """``None`` where the device has no such thing."""
+    reaching: int | None = None
+    """The same as ``allocated`` with the most that unplanned workspaces take; ``None`` if the device plans all workspaces."""
 
 
 def highest(first: Peak | None, second: Peak) -> Peak:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.measure.counting import NOTHING_COUNTED, Counted
-from pytest_gpumem.measure.reading import largest_of, on_each
+from pytest_gpumem.measure.reading import largest_of, notes_on_missing, on_each
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.step_peaks import StepPeaks, spread
@@ -100,7 +100,9 @@ class StepFigures:
 
     def notes(self) -> tuple[str, ...]:
         """Return notes on the figures, as clauses."""
-        return (*filter(None, (self._differing_note(), self._left_out_note())), *self.counted.notes())
+        own = filter(None, (self._differing_note(), self._left_out_note()))
+        missing = notes_on_missing(one.memory for one in self.devices.values())
+        return (*own, *missing, *self.counted.notes())
 
     def _differing_note(self) -> str | None:
         """Return a clause that says how the steps' peaks differ, if they do."""

@@ -132,6 +132,7 @@ class Measuring:
             run = item.stash.get(_RUN, None)
             if run is not None:
                 run.failed(error)
+                self._report_missing_values(item, run.device, error, "setup")
             _record_end(item, measured, run, error, "setup")
             raise
 
@@ -217,7 +218,7 @@ class Measuring:
             judging.conclude(judging.measured.not_measured(WHY_FAILED["subtest"], failed_by_itself=True))
             return
         if run.lost is None:
-            run.lost = run.device.lost() or self.fixtures.shared.lost(item)
+            run.lost = self._lost(item, run.device)
         if run.lost is None and not run.judged and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
         if run.lost is None:
@@ -229,10 +230,28 @@ class Measuring:
         item = run.item
         run.failed(error, *later_errors)
         run.explain_call_out_of_memory(error)
-        _report_missing_values(item, run, error)
+        self._report_missing_values(item, run.device, error, "call")
         if run.judged:
             item.add_report_section("call", PROPERTY, measured_section(run.measurements, self.settings.units))
         _record_end(item, run.judging.measured, run, error, "call")
+
+    def _lost(self, item: pytest.Item, device: Device) -> str | None:
+        """Return why the test's figures are not valid because of what ran since it began, as a clause."""
+        return device.lost() or self.fixtures.shared.lost(item)
+
+    def _report_missing_values(self, item: pytest.Item, device: Device, error: BaseException, when: FailedIn) -> None:
+        """Report beside an error which uncomputed values the test read: the error may follow from them."""
+        no_values = device.lacks("values")
+        if no_values is None or not isinstance(error, (Exception, pytest.fail.Exception)):
+            return
+        lost, reads = self._lost(item, device), self.fixtures.shared.reads(item, device).notes()
+        clauses = [*([lost] if lost else []), *reads]
+        if clauses:
+            text = f"before this error: {'; '.join(clauses)}. The error may come from these reads and not from the code"
+            item.add_report_section(when, "gpumem values", text)
+        elif isinstance(error, AssertionError):
+            text = f"{no_values}: an assertion on larger ones says nothing here"
+            item.add_report_section(when, "gpumem values", text)
 
     def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
@@ -293,13 +312,6 @@ def _record_end(
     recorded = type(error) is pytest.skip.Exception and _VERDICT_RECORDED in vars(error)
     if run is not None and not recorded and error is not failure_of(item):
         record_verdict(item, not_measured(measured, error, when))
-
-
-def _report_missing_values(item: pytest.Item, run: TestRun, error: BaseException) -> None:
-    """Report with a failed assertion that its values may not have been computed."""
-    no_values = run.device.lacks("values")
-    if no_values is not None and isinstance(error, AssertionError):
-        item.add_report_section("call", "gpumem values", f"{no_values}: an assertion on others says nothing here")
 
 
 def _call_measured(run: TestRun) -> Generator[None, object, object]:

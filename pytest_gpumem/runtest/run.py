@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
-from pytest_gpumem.measure.reading import largest_of, live_everywhere, read_once
+from pytest_gpumem.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
 from pytest_gpumem.measurement import HELD_NOTHING, Measurement, MeasuringError, check_name
 from pytest_gpumem.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.runtest.explaining import call_again
@@ -243,6 +243,7 @@ class TestRun:
             workspaces=max(one.workspaces for one in figures.values()),
             unused_before=max(one.unused_before for one in figures.values()),
             by_device=self._by_device(metrics),
+            notes=notes_on_missing(figures.values()),
         )
         return self.judging.judge(measurement)
 

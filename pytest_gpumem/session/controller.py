@@ -31,7 +31,7 @@ from pytest_gpumem.session.packing import Packed
 from pytest_gpumem.session.store_at_end import StoreAtEnd
 from pytest_gpumem.session.told_once import tell_causes_once
 from pytest_gpumem.units import counted
-from pytest_gpumem.values.option_words import NO_CUDNN
+from pytest_gpumem.values.option_words import LACKS_WORKSPACES
 from pytest_gpumem.values.plain import from_plain
 from pytest_gpumem.values.selection import Selection
 
@@ -250,9 +250,9 @@ class Controller:
 
     def _note_too_low(self, results: list[TestResult]) -> None:
         """Note how many measurements have peaks without what convolutions and recurrent layers take on a GPU."""
-        details = [one.measurement.environment.details for result in results for one in result.verdict.verdicts]
-        convolutions = sum(one.get("emulated_cudnn") == NO_CUDNN for one in details)
-        recurrent = sum("emulated_rnn" in one for one in details)
+        measurements = [one.measurement for result in results for one in result.verdict.verdicts]
+        convolutions = sum(any(note.startswith(LACKS_WORKSPACES) for note in one.notes) for one in measurements)
+        recurrent = sum("emulated_rnn" in one.environment.details for one in measurements)
         if not convolutions and not recurrent:
             return
         from pytest_gpumem.emulation.cudnn import WHY_RECURRENT
@@ -263,7 +263,7 @@ class Controller:
             return
         cudnn = emulation.cudnn
         for title, without, why in (
-            ("convolutions", convolutions, cudnn.lacking_of_convolutions() or cudnn.why_zero()),
+            ("convolutions", convolutions, cudnn.why_zero()),
             ("recurrent layers", recurrent, cudnn.lacking_of_recurrent() or WHY_RECURRENT),
         ):
             if without:
