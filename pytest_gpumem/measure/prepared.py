@@ -151,9 +151,9 @@ class PreparedStep:
             memory.memory_metrics()["peak_allocated"],
             memory.turnover if one.turnover() and alike else None,
             memory.own if grows else None,
-            keeps=grows,
-            # Of a leak at least as many as growth is told by.
-            steps=1 if alike else max(len(figures.seen), WINDOW if grows else 0),
+            on_it.growth if grows else 0,
+            # If not every step keeps bytes, as many steps as growth is measured in.
+            steps=max(1 if alike else len(figures.seen), WINDOW if grows and not on_it.always_keeps else 0),
         )
         return self.context.explain(self.subject(one), expected, one)
 
