@@ -75,12 +75,15 @@ def survivors_of(timeline: Timeline, growth: int = 0) -> Survivors:
     Args:
         timeline: The recorded step and the following steps.
         growth: The measured bytes kept by each step; 0 for a step that runs once. If this is more than 0 and the first
-            step keeps nothing, a following step is used.
+            step keeps nothing, or its survivors are ambiguous, a following step is used.
     """
     steps = (timeline, *timeline.following)
     numbers = range(max(1, len(steps) - 1)) if growth else (0,)
-    candidates = (_survivors_of_step(replace(steps[n], following=steps[n + 1 :]), growth, n) for n in numbers)
-    return next((survivors for survivors in candidates if survivors.nbytes), Survivors())
+    by_step = [_survivors_of_step(replace(steps[n], following=steps[n + 1 :]), growth, n) for n in numbers]
+    keeping = [survivors for survivors in by_step if survivors.nbytes] or [Survivors()]
+    # A step that replaces a target network every fifth time is ambiguous, and the steps in between are not.
+    certain = (survivors for survivors in keeping if not survivors.ambiguous and survivors.nbytes >= growth)
+    return next(certain, keeping[0])
 
 
 def _survivors_of_step(timeline: Timeline, growth: int, number: int) -> Survivors:

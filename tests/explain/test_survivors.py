@@ -154,6 +154,17 @@ def test_a_gradient_that_lives_for_some_steps_replaces_the_one_before():
     assert lines(read(step, {1000: 40})) == {"train.py:4": 40}
 
 
+def test_a_step_that_replaces_no_tensor_of_the_size_tells_what_each_step_keeps():
+    def step(stream: Stream, number: int) -> None:
+        make(stream, 2000 + number, line=4)
+        if not number:
+            stream.free(1000)
+            make(stream, 1001, line=3)
+
+    assert lines(read(step, {1000: 40})) == {"train.py:4": 40}
+    assert survivors_of(read(step, {1000: 40}), 40).step == 1
+
+
 def test_a_leak_of_every_second_step_is_told_from_the_next_that_keeps_bytes():
     def step(stream: Stream, number: int) -> None:
         if number % 2:
