@@ -31,7 +31,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
     """Call ``step`` ``steps`` times. Raises ``AssertionError`` when memory still grows in the second half of them.
 
     Raises `MeasuringError` when the steps held nothing on the device. If memory grows, ``step`` is called once more: tensors
-    replaced by this call, such as a batch, are not kept. One of several ranks does not make this call, as the others may not.
+    replaced by this call, such as a batch, are not kept. With several ranks this call is left out: others may not make it.
     """
     if steps < 2:
         raise ValueError(f"steps={steps}: growth is seen over two steps or more")
@@ -58,15 +58,15 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
         # Only of tensors that live: an id is used again.
         old = {id(reference()) for reference in before}
         fresh = [weakref.ref(tensor) for number, tensor in _tensors(device).items() if number not in old]
-        kept: list[torch.Tensor] = []
+        survivors: list[torch.Tensor] = []
         if not device.consensus.several:
             with suppress(Exception):
                 step()
             device.quiesce()
-            kept = [tensor for reference in fresh if (tensor := reference()) is not None]
-        kept = kept or _of_more_kinds(device, old, kinds_before)
-        holders = holders_of(blocks_of(kept))
-    raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), kept, holders))
+            survivors = [tensor for reference in fresh if (tensor := reference()) is not None]
+        survivors = survivors or _of_more_kinds(device, old, kinds_before)
+        holders = holders_of(blocks_of(survivors))
+    raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), survivors, holders))
 
 
 def _of_more_kinds(device: Device, old: Collection[int], kinds_before: Mapping[str, int]) -> list[torch.Tensor]:

@@ -96,7 +96,7 @@ class PartTable:
 
 def composition_table(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> PartTable:
     """Return the largest rows of a composition."""
-    # Blocks of others that were freed meanwhile are missing from the total: a row of less than nothing helps nobody.
+    # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
     rows = [row for row in composition.rows if row.operator != REST and row.nbytes > 0][:most]
     largest = max((row.nbytes for row in rows), default=0)
     rest = max(0, composition.total - sum(row.nbytes for row in rows))
