@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.values.events import Close, Open
 from pytest_gpumem.values.layers import folded
 from pytest_gpumem.values.module_calls import ModuleCalls, counted
 
@@ -13,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from pytest_gpumem.values.events import Open, Seen, Token
+    from pytest_gpumem.values.events import Seen, Token
 
 
-MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest"]
+MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest", "next"]
 
 WHOLE_STEP = "step"
 """The only phase of a step that has no others."""
@@ -35,6 +37,7 @@ class Mark:
     """A span of Python code: a phase, a module's call, a torch function's call, an optimizer's step.
 
     ``snapshot`` is a moment at which blocks were labelled; ``rest`` is what comes after the step (``workspaces``, ``garbage``).
+    ``next`` is the span of one of the steps that run after it.
     """
 
     kind: MarkKind
@@ -71,6 +74,27 @@ class Trace:
     own: frozenset[int] = frozenset()
     results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
     """The tensors that each call returned, by the index of its mark: operators have only those that they take."""
+    following: tuple[tuple[Token, ...], ...] = ()
+    """The tokens of each step that ran after it, with those of its ``rest``."""
+
+    def apart(self, steps: int) -> Trace:
+        """Return the trace with its later tokens in `following`, for the first ``steps`` steps after the recorded step."""
+        begins = [n for n, token in enumerate(self.tokens) if self._is_next(token)]
+        if not begins:
+            return self
+        ends = [*begins[1:], len(self.tokens)]
+        following = (self._within(self.tokens[begin:end]) for begin, end in zip(begins, ends, strict=True))
+        return replace(self, tokens=self.tokens[: begins[0]], following=tuple(following)[:steps])
+
+    def _is_next(self, token: Token) -> bool:
+        return isinstance(token, Open) and token.kind == "mark" and self.marks[token.mark].kind == "next"
+
+    @staticmethod
+    def _within(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+        """Return ``tokens``, which begin with the opening of a span, without that and the span's end."""
+        depths = accumulate(isinstance(token, Open) - isinstance(token, Close) for token in tokens)
+        end = next((n for n, depth in enumerate(depths) if depth == 0), len(tokens))
+        return tokens[1:end] + tokens[end + 1 :]
 
 
 class GraphCalls:

@@ -45,6 +45,11 @@ class DeviceFigures:
         return next((one for one in reversed(self._counting) if one.own_peak == peak and one.keeps), self.memory)
 
     @property
+    def always_keeps(self) -> bool:
+        """True if each step kept bytes."""
+        return all(step.keeps for step in self._counting)
+
+    @property
     def step_peaks(self) -> StepPeaks:
         """The peaks of the steps."""
         return _step_peaks([[one] for one in self.seen], self.left_out)

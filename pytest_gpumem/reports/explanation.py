@@ -96,9 +96,10 @@ class PartTable:
 
 def composition_table(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> PartTable:
     """Return the largest rows of a composition."""
-    rows = [row for row in composition.rows if row.operator != REST][:most]
+    # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
+    rows = [row for row in composition.rows if row.operator != REST and row.nbytes > 0][:most]
     largest = max((row.nbytes for row in rows), default=0)
-    rest = composition.total - sum(row.nbytes for row in rows)
+    rest = max(0, composition.total - sum(row.nbytes for row in rows))
     parts = (
         Part(
             _category_of(row),
@@ -260,9 +261,10 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     explanation = verdict.measurement.explanation or Explanation(Composition(0, ()))
     where = explained_on(verdict)
     found = []
-    if {"growth", "retained"}.intersection(metrics) and explanation.retained.rows:
-        table = composition_table(retained_title(verdict) + where, explanation.retained, units)
-        found.append(Explained(table, tuple(f"kept in: {holder}" for holder in explanation.holders)))
+    retained = explanation.retained
+    if {"growth", "retained"}.intersection(metrics) and (retained.rows or retained.notes):
+        table = composition_table(retained_title(verdict) + where, retained, units)
+        found.append(Explained(table, tuple(f"kept in: {holder}" for holder in explanation.holders), retained.notes))
     if any(METRICS[name].peak for name in metrics):
         found += _of_the_peak(verdict, units)
     if "cyclic_garbage" in metrics and explanation.garbage.rows:

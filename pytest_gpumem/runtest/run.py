@@ -195,28 +195,46 @@ class TestRun:
     def judge(
         self, prepared: PreparedStep, step: MeasuredStep, name: str | None, *, explain: bool | None = None
     ) -> Judged:
-        """Judge a step that was measured, with more samples of its time if needed; then explain it.
+        """Judge a step that was measured, explain it if its memory or counts ask for that, and judge it with its times.
 
         ``explain`` says whether it is explained; ``None`` where the verdict and the settings decide.
         """
-        consensus = self.device.consensus
+        consensus, sites = self.device.consensus, self.context.sites
         judged = self.judging.judge(self._measurement_of(step, name))
+        explanation = None
+        if sites is not None:
+            sites.packages.clear()
+            step, explanation = self._explain_step(prepared, step, judged, explain)
+        if self.context.time_budget is not None and consensus.all(step.may_be_timed):
+            step = prepared.time(step)
+            judged = self.judging.judge(self._measurement_of(step, name))
         while consensus.all(step.may_be_timed_again) and consensus.any(self._should_time_again(judged)):
             step = prepared.time_again(step)
             judged = self.judging.judge(self._measurement_of(step, name))
-        policy = self._policy
-        sites = self.context.sites
         if sites is None:
             return judged
-        sites.packages.clear()
-        if explain is not False and consensus.any(policy.should_locate_counts(judged)):
-            by_operator = prepared.locate(step).figures.counted.by_operator
+        by_operator = step.figures.counted.by_operator
+        if by_operator != judged.measurement.by_operator:
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
-        if consensus.any(policy.should_explain(judged) if explain is None else explain):
-            judged = self._explained(judged, prepared.explain(step, policy.device_to_explain(judged)), explain)
+        if explanation is not None:
+            judged = self._explained(judged, explanation, explain)
         judged = self._with_packages(judged, sites)
         consensus.release()  # what the step holds is freed next
         return judged
+
+    def _explain_step(
+        self, prepared: PreparedStep, step: MeasuredStep, judged: Judged, asked: bool | None
+    ) -> tuple[MeasuredStep, Explanation | str | None]:
+        """Return a step with the lines of its counts, and its explanation, if its memory and counts ask for these.
+
+        Its times do not decide, because they are taken later.
+        """
+        consensus, policy = self.device.consensus, self._policy
+        if asked is not False and consensus.any(policy.should_locate_counts(judged)):
+            step = prepared.locate(step)
+        if not consensus.any(policy.should_explain(judged) if asked is None else asked):
+            return step, None
+        return step, prepared.explain(step, policy.device_to_explain(judged))
 
     def _should_time_again(self, judged: Judged) -> bool:
         time_budget = self.context.time_budget
