@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.cli.main import main
+from tests.pages import follows
+from tests.pages import output as block_of
 
 MODEL = """\
 class Attention(torch.nn.Module):
@@ -40,6 +42,7 @@ from model import Model
 def test_it(gpumem, samples):
     gpumem.train_step(Model, torch.ones(samples, 512, 32), loss=lambda out, _: out.sum())
 """
+IN_THE_GUIDE = block_of("docs/guide/read-a-failure.md", "  one of these 2 rows")
 TO_V, PLANTED = "model.py:14", "model.py:16"
 FIRST, SECOND = "test_it.py::test_it[3]", "test_it.py::test_it[4]"
 
@@ -111,6 +114,7 @@ def test_every_output_says_that_it_is_one_of_two_rows(red, project):
     assert plain["causes"] == []
     for sarif in json.loads((project.path / "report.sarif").read_text("utf-8"))["runs"][0]["results"]:
         assert sarif["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "test_it.py"
+    assert follows(IN_THE_GUIDE, output.splitlines())
     assert "not explained" not in output
     note = f"not certain: {TO_V} or {PLANTED}: peak allocated +458.75 kB in 2 tests: {FIRST} and 1 other"
     assert note in output.splitlines()
