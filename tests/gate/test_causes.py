@@ -14,6 +14,7 @@ from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.growths import ENOUGH
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.reports.causes import CausesOf, cause_notes
 from pytest_gpumem.values.composition import REST, Composition, Explanation, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
@@ -231,6 +232,22 @@ def test_rows_of_one_line_are_a_cause_whichever_of_them_grew():
     found = causes_of([one_of("test_a", other, SCORES)])
     assert told(found) == [(("model.py:38",), 1, 6 * MB)]
     assert found.unproven == ()
+
+
+def test_a_growth_that_is_partly_open_is_not_explained_by_its_remaining_bytes():
+    """Of 60 MB 12 MB are at one of two lines, and nothing is known of the others."""
+    test = one_of("test_a", MLP, SCORES, nbytes=12 * MB, others=((replace(NORM, site="", module=""), 48 * MB),))
+    (measured,) = test.verdicts
+    changes = tuple(
+        one if one.alternatives else one._replace(after=replace(OTHERS, category="gradient", nbytes=48 * MB))
+        for one in measured.difference.changes
+    )
+    measured = replace(measured, difference=replace(measured.difference, changes=changes))
+    tests = [replace(test, verdicts=(measured,)), one_of("test_b", MLP, SCORES)]
+    assert cause_notes(CausesOf(causes_of(tests), 2), "si") == [
+        "not explained: peak allocated +48.00 MB in 1 test: test_it.py::test_a",
+        "not certain: model.py:38 or model.py:60: peak allocated +18.00 MB in 2 tests: test_it.py::test_a and 1 other",
+    ]
 
 
 def test_rows_of_one_line_in_several_modules_are_a_cause_without_a_module():

@@ -69,7 +69,7 @@ def test_a_tie_that_the_baseline_lists_leaves_one_row():
     assert difference(ATTENTION.kept(), made_of(*ATTENTION.rows, LAST_HIDDEN)).changes == (Change(None, LAST_HIDDEN),)
 
 
-def test_layers_that_a_smaller_row_is_in_as_well_are_told_unless_another_row_has_their_size():
+def test_more_layers_of_a_smaller_row_are_named_unless_another_row_has_its_size():
     some = replace(TO_V, nbytes=50 * MB, count=8, layers=((0, 1),))
     every = replace(some, nbytes=100 * MB, count=16, layers=())
     wide = row("wide", 110 * MB)
