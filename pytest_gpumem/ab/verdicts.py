@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.changed_code.marks import with_changed_code
 from pytest_gpumem.gate.baseline import Budget, Key, baseline_of
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.speed import OUTCOMES
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.ab.runs import Run
+    from pytest_gpumem.changed_code.marks import ChangedCode
     from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.git import Revision
     from pytest_gpumem.measurement import Measurement
@@ -95,6 +97,15 @@ def _why_not(
     if len(reasons) == 2 and reasons["base"] == reasons["head"]:
         return f"{reasons['head']}, in base and in head"
     return "; ".join(f"{reason}, in {side}" for side, reason in reasons.items()) or None
+
+
+def with_marked_lines(report: Compared, changed: ChangedCode) -> Compared:
+    """Return a comparison whose explanations say which lines have changed, and name these first."""
+    rows = (
+        row if row.verdict is None else replace(row, verdict=with_changed_code(row.verdict, changed))
+        for row in report.rows
+    )
+    return replace(report, rows=tuple(rows))
 
 
 _MOST_OF_A_MESSAGE = 400

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.explain.trace import Label, Mark
 from pytest_gpumem.values.composition import Composition, Row, joined, merged
+from pytest_gpumem.values.source_lines import all_chains
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -116,6 +117,7 @@ def _row(block: Lifetime, timeline: Timeline) -> Row:
         library=mark.library,
         operator=block.node or block.operator.removeprefix("aten::"),
         tensor=label.tensor or block.tensor,
+        callers=all_chains([mark.callers]),
     )
 
 
