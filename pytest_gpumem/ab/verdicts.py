@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,8 @@ from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of
 from pytest_gpumem.reports.values import shown
-from pytest_gpumem.timing.comparison import compare_pairs
+from pytest_gpumem.timing.comparison import compare_pairs, typical_seconds
+from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -187,8 +187,10 @@ def _speed(taken: _Taken, tolerance: float) -> ComparedChange | None:
     if not samples:
         return None
     found = compare_pairs(samples, tolerance)
-    base, head = (statistics.median(sample.median for sample in side) for side in zip(*samples, strict=True))
+    base, head = typical_seconds(samples)
     reason = found.reason if found.outcome == "uncertain" else None
+    if found.outcome == "not slower" and found.high > 1 + tolerance:
+        reason = f"a slowdown of up to {format_ratio(found.high - 1).lstrip('+')} would not have been seen"
     return ComparedChange("step_time", base, head, OUTCOMES[found.outcome], tolerance * base, reason, found.seconds)
 
 
