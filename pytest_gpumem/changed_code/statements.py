@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_TESTS_OWN = "@pytest."
-"""Beginning of a decorator that changes which tests there are, and not what the code in them does."""
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_TESTS_OWN = "pytest."
+"""Beginning of a decorator that selects tests, and does not change the code in them."""
 
 
 class _Block(NamedTuple):
-    """Lines that run under a ``with`` or a decorator: the first and the last line of its head, and of what is within."""
+    """Lines that run under a changed ``with`` or changed decorators: the line to name, and the first and last line within."""
 
-    first: int
-    last: int
+    named: int
     begin: int
     end: int
 
@@ -54,19 +53,16 @@ class TwoVersions:
         around = [(first, last) for first, last in self._statements if first <= number <= last]
         if self._differs(*max(around, default=(number, number))):
             return number
-        inner = (block for block in self._around(number) if self._differs(block.first, block.last))
-        return next((block.first for block in inner), None)
+        within = max((_first(node) for node in self._functions.values() if _contains(node, number)), default=0)
+        blocks = [one for one in self._blocks if one.begin <= number <= one.end and one.named >= within]
+        return max((block.named for block in blocks), default=None)
 
     def _differs(self, first: int, last: int) -> bool:
         return any(line not in self.kept for line in range(first, last + 1))
 
     @cached_property
     def _nodes(self) -> list[ast.stmt]:
-        try:
-            tree = ast.parse("\n".join(self.new))
-        except (SyntaxError, ValueError, RecursionError):
-            return []
-        return [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+        return [node for node in ast.walk(_parsed(self.new)) if isinstance(node, ast.stmt)]
 
     @cached_property
     def _statements(self) -> list[tuple[int, int]]:
@@ -78,30 +74,53 @@ class TwoVersions:
         return found
 
     @cached_property
-    def _functions(self) -> list[tuple[int, int]]:
-        nodes = [node for node in self._nodes if isinstance(node, _FUNCTIONS)]
-        return [(_first(node), node.end_lineno or node.lineno) for node in nodes]
+    def _functions(self) -> dict[str, _Function]:
+        return dict(_functions(_parsed(self.new)))
 
     @cached_property
     def _blocks(self) -> list[_Block]:
-        found = []
-        for node in self._nodes:
-            end = node.end_lineno or node.lineno
-            if isinstance(node, (ast.With, ast.AsyncWith)):
-                found.append(_Block(node.lineno, _first(node.body[0]) - 1, node.lineno, end))
-            elif isinstance(node, _FUNCTIONS):
-                found += [
-                    _Block(one.lineno, one.end_lineno or one.lineno, node.lineno, end)
-                    for one in node.decorator_list
-                    if not self.new[one.lineno - 1].strip().startswith(_TESTS_OWN)
-                ]
+        """The blocks whose head has changed."""
+        found = [
+            _Block(node.lineno, node.lineno, node.end_lineno or node.lineno)
+            for node in self._nodes
+            if isinstance(node, ast.With | ast.AsyncWith) and self._differs(node.lineno, _first(node.body[0]) - 1)
+        ]
+        before = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
+        # A decorator that is gone leaves no line, so the function's first line stands for it.
+        found += [
+            _Block(_first(node), node.lineno, node.end_lineno or node.lineno)
+            for name, node in self._functions.items()
+            if before.get(name, _decorators(node)) != _decorators(node)
+        ]
         return found
 
-    def _around(self, number: int) -> Iterator[_Block]:
-        """Yield what the code at a line runs under in its function, the innermost first."""
-        within = max((first for first, last in self._functions if first <= number <= last), default=0)
-        blocks = (one for one in self._blocks if one.begin <= number <= one.end and one.first >= within)
-        return iter(sorted(blocks, reverse=True))
+
+def _parsed(lines: Sequence[str]) -> ast.Module:
+    """Return the tree of a file; an empty one if its code is of no Python that runs here."""
+    try:
+        return ast.parse("\n".join(lines))
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
+
+
+def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Function]]:
+    """Yield the functions in a tree, each with its qualified name: ``Net.forward``."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, _Function | ast.ClassDef):
+            name = f"{prefix}{child.name}."
+            if isinstance(child, _Function):
+                yield name, child
+        yield from _functions(child, name)
+
+
+def _decorators(node: _Function) -> list[str]:
+    texts = map(ast.unparse, node.decorator_list)
+    return [text for text in texts if not text.startswith(_TESTS_OWN)]
+
+
+def _contains(node: _Function, number: int) -> bool:
+    return _first(node) <= number <= (node.end_lineno or node.lineno)
 
 
 def _first(node: ast.stmt) -> int:
