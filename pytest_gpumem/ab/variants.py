@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 AS_IT_IS = "what is here"
 """The name of the checkout as it is with the packages that are installed."""
 _PATH = re.compile(r"(?<![\w:/.~])(?:(?:git\+)?file://)?(/[^\s,;\[\]]+)")
-"""An absolute path in the name of a set of requirements, also in a file's URL."""
+"""An absolute path in a requirement, or in a file's URL."""
 _MOST_TOLD = 8
 """Packages of a new environment that are told one by one."""
 
@@ -44,7 +44,7 @@ class Variant:
     revision: Revision | None = None
     requirements: RequirementSet | None = None
     requirements_name: str = ""
-    """The name of the requirements in reports; empty for that of the set."""
+    """Name for the requirements in reports; empty to use the set's own."""
 
     @property
     def short(self) -> str:
@@ -66,10 +66,10 @@ class Variant:
 
 
 def without_folders(variants: Sequence[Variant]) -> list[Variant]:
-    """Return variants in whose names absolute paths are as short as tells them apart.
+    """Return variants with shortened absolute paths in their names. Different paths stay different.
 
-    Example: ``/home/ada/old/gpt`` and ``/home/ada/new/gpt`` become ``old/gpt`` and ``new/gpt``. Reports are read on other
-    machines, where the rest of a path says nothing.
+    Example: ``/home/ada/old/gpt`` and ``/home/ada/new/gpt`` become ``old/gpt`` and ``new/gpt``. People read reports on other
+    machines, and the rest of a path says nothing there.
     """
     names = [str(one.requirements or "") for one in variants]
     paths = {PurePosixPath(path) for name in names for path in _PATH.findall(name)}

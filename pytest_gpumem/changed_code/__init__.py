@@ -1,1 +1,1 @@
-"""Code of two versions: which lines have changed, and what that says of a difference."""
+"""Two versions of the code: the changed lines, and verdicts that name them first."""

@@ -1,4 +1,4 @@
-"""Lines that are not the same in two versions of the code, and verdicts that say so. What has not changed is a consequence."""
+"""Changed lines between two versions of the code, and verdicts that name them first."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.source_lines import Chain
 
 _MOVED_SHARE = 0.5
-"""The share of lines that a file has to have in common with one that is gone, to be that file under another name."""
+"""A new file that shares at least this part of its lines with a removed file is the removed file under another name."""
 _MOST_COMPARED = 300
-"""The most files that are gone and are compared with a new one."""
+"""The most removed files that one new file is compared with."""
 
 
 class Place(Protocol):
-    """A row, or the place of operators."""
+    """A row, or an operator site."""
 
     @property
     def site(self) -> str: ...
@@ -43,37 +43,38 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class ChangedCode:
-    """Lines of ``new`` that are not in ``old``."""
+    """The lines in ``new`` that ``old`` lacks."""
 
     old: Source
     new: Source
     packages: AbstractSet[str] = frozenset()
-    """The packages that the two versions hold different releases of, by normalized name.
+    """Normalized names of the packages whose releases differ.
 
     The empty name stands for the project's own code.
     """
     _files: dict[str, TwoVersions | None] = field(default_factory=dict)
 
     def with_packages(self, names: Iterable[str]) -> ChangedCode:
-        """Return these lines for versions that hold different releases of the packages with these names."""
+        """Return a copy for versions in which the releases of the named packages differ."""
         return replace(self, packages=frozenset(canonicalize_name(name) for name in names))
 
     def has(self, place: Place) -> bool:
-        """Return whether the code at a line, the user's or the library's, or at one of its callers has changed."""
+        """Return whether the code at a place, or at one of its callers, has changed."""
         return bool(self.lines(place))
 
     def is_own(self, place: Place) -> bool:
-        """Return whether the code at the line itself has changed, the user's or the library's."""
+        """Return whether the user's line or the library's line itself has changed."""
         return any(self._changed(line) == line for line in (place.library, place.site) if line)
 
     def lines(self, place: Place) -> tuple[str, ...]:
-        """Return the innermost line that has changed, of each way that leads to a place."""
+        """Return the innermost changed line on each call chain to a place."""
         return _innermost(place, self._changed)
 
     def named(self, place: Place) -> tuple[str, ...]:
-        """Return the lines that are to be named first: those that have changed, or else those of the packages compared.
+        """Return the lines to name first, at most one for each call chain to a place.
 
-        They are no more than one for each way that leads to the place.
+        Changed lines are named. If nothing has changed, the innermost line in a package whose release differs is named.
+        Example: rotary-embedding-torch's own line, and not the einops helper that it calls.
         """
         return self.lines(place) or _innermost(place, lambda line: line if self._is_compared(line) else "")
 
@@ -81,7 +82,7 @@ class ChangedCode:
         return canonicalize_name(package_of(line)) in self.packages
 
     def _changed(self, line: str) -> str:
-        """Return the changed line that the code at a line runs by, which may be the line itself; empty if there is none."""
+        """Return the changed line that decides what a line does, which may be the line itself; empty if nothing has changed."""
         file, number = file_and_line(line)
         if file not in self._files:
             self._files[file] = self._versions(line)
@@ -90,7 +91,7 @@ class ChangedCode:
         return "" if changed is None else f"{line.rpartition(':')[0]}:{changed}"
 
     def _versions(self, line: str) -> TwoVersions | None:
-        """Return the file of a line in both versions; ``None`` if one of them is not known."""
+        """Return the file of a line in both versions; ``None`` if a version is unknown."""
         new = self.new.lines(line)
         old = self.old.lines(line) if new else None
         if not new or old is None:
@@ -98,15 +99,15 @@ class ChangedCode:
         return TwoVersions(old or self._moved(line, new), new)
 
     def _moved(self, line: str, new: Sequence[str]) -> Sequence[str]:
-        """Return the lines of the old file that a new one was moved from; empty if it was not."""
+        """Return the old file that a new file was moved from; empty if the file was not moved."""
         name = PurePosixPath(file_and_line(line)[0].partition(": ")[2] or file_and_line(line)[0]).name
-        gone = [other for other in self.old.neighbours(line) if not self.new.lines(other)]
-        gone.sort(key=lambda other: PurePosixPath(file_and_line(other)[0]).name != name)
+        removed = [file for file in self.old.neighbours(line) if not self.new.lines(file)]
+        removed.sort(key=lambda file: PurePosixPath(file_and_line(file)[0]).name != name)
         mine = _texts(new)
         best: Sequence[str] = []
         share = _MOVED_SHARE
-        for other in gone[:_MOST_COMPARED]:
-            lines = self.old.lines(other) or []
+        for candidate in removed[:_MOST_COMPARED]:
+            lines = self.old.lines(candidate) or []
             theirs = _texts(lines)
             common = (mine & theirs).total() / max(mine.total(), theirs.total(), 1)
             if common >= share and (common > share or not best):
@@ -119,7 +120,7 @@ def _texts(lines: Sequence[str]) -> Counter[str]:
 
 
 def _innermost(place: Place, chosen: Callable[[str], str]) -> tuple[str, ...]:
-    """Return the first line that is ``chosen`` of each chain of a place, in which the line itself comes first."""
+    """Return the first ``chosen`` line on each call chain, starting from the place itself."""
     firsts = (
         next(filter(None, map(chosen, chain)), "") for chain in chains_of(place.site, place.library, place.callers)
     )
@@ -127,7 +128,7 @@ def _innermost(place: Place, chosen: Callable[[str], str]) -> tuple[str, ...]:
 
 
 def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
-    """Return a verdict that says at which lines that grew the code has changed, and names these first."""
+    """Return a verdict whose increases name changed lines first."""
     difference = verdict.difference
     if difference is not None:
         difference = with_changed_lines(difference, changed.has, changed.is_own)
@@ -139,7 +140,7 @@ def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
 
 
 def without_callers(verdict: Verdict) -> Verdict:
-    """Return a verdict without the callers of lines, which are needed only until the changed ones are named."""
+    """Return a verdict without callers. They are needed only until the changed lines are named."""
     measurement, difference = verdict.measurement, verdict.difference
     explanation = measurement.explanation
     counted = (tally.place for tallies in measurement.by_operator.values() for tally in tallies)
@@ -147,8 +148,8 @@ def without_callers(verdict: Verdict) -> Verdict:
         return verdict
     if difference is not None:
         changes = (
-            one if one.after is None else one._replace(after=replace(one.after, callers=()))
-            for one in difference.changes
+            change if change.after is None else change._replace(after=replace(change.after, callers=()))
+            for change in difference.changes
         )
         difference = replace(difference, changes=tuple(changes))
     return replace(

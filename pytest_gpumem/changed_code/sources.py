@@ -1,4 +1,4 @@
-"""Sources of code by the lines of rows: folders on this machine, or a commit."""
+"""Source code for the lines that rows name: from folders on this machine, or from a commit."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _NOT_THE_PROJECTS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 _MOST_FILES = 20_000
 _PLAIN = "100"
-"""Beginning of the mode of a file that is neither a link nor a repository."""
+"""First digits in the mode of a plain file; links and submodules have others."""
 
 
 class Source(Protocol):
     """One version of the code."""
 
     def lines(self, line: str) -> Sequence[str] | None:
-        """Return the lines of the file that a row's ``line`` is in.
+        """Return the source lines for a row's ``line``, such as ``models/gpt.py:12``.
 
-        They are empty if there is no such file in this version, and ``None`` if nothing is known of it.
+        The result is empty if this version lacks the file, and ``None`` if the file is unknown or unreadable.
         """
 
     def neighbours(self, line: str) -> Iterator[str]:
-        """Yield the Python files of the same project or package, each as a line: ``models/gpt.py:1``."""
+        """Yield the Python files from the same project or package, each as a line: ``models/gpt.py:1``."""
 
 
 def _decoded(data: bytes) -> list[str] | None:
-    """Return the lines of a source file as Python counts them, in its own encoding; ``None`` if it cannot be decoded."""
+    """Return the lines of a source file as Python counts them; ``None`` if they cannot be decoded."""
     try:
         return decode_source(data).split("\n")
     except (SyntaxError, UnicodeDecodeError, LookupError):
@@ -45,14 +45,14 @@ def _decoded(data: bytes) -> list[str] | None:
 
 
 def _is_inside(path: str) -> bool:
-    """Return whether a path that a row names leads nowhere but into the folder that it counts from."""
+    """Return whether a relative path stays inside its folder."""
     parts = PurePosixPath(path).parts
     return bool(parts) and ".." not in parts and not PurePosixPath(path).is_absolute() and not Path(path).is_absolute()
 
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """The code on this machine: pytest's root directory, and the folders of installed packages in their order."""
+    """The code on this machine: pytest's root directory, and the folders with installed packages in search order."""
 
     root: Path
     packages: Sequence[Path] = ()
@@ -87,12 +87,12 @@ class Folders:
         for folder in self.packages:
             for name, prefix in ((package, ""), (top, f"{top}/")):
                 if _is_inside(name) and (folder / name).is_dir():
-                    yield from (f"{before}: {prefix}{found}:1" for found in _python_files(folder / name))
+                    yield from (f"{before}: {prefix}{file}:1" for file in _python_files(folder / name))
                     return
 
 
 def _python_files(folder: Path) -> Iterator[str]:
-    """Yield the Python files in a folder, but for hidden folders and environments, from there."""
+    """Yield the relative paths of Python files in a folder. Hidden folders and virtual environments are skipped."""
     number = 0
     for here, folders, files in os.walk(folder):
         folders[:] = sorted(
@@ -111,7 +111,7 @@ def _python_files(folder: Path) -> Iterator[str]:
 
 
 class NothingKnown:
-    """A version of the code that nothing is known of."""
+    """A version of the code without any source."""
 
     def lines(self, line: str) -> None:
         del line
@@ -130,33 +130,33 @@ class Blob(NamedTuple):
 
 @dataclass(frozen=True)
 class Commit:
-    """The project's code in a commit. Nothing is known of installed packages, nor of repositories within this one.
+    """The project's code in a commit. It has no installed packages, and no repositories inside this one.
 
-    Its methods raise `GitError` if the clone lacks the contents of a file.
+    The methods raise `GitError` if the clone lacks the contents of a file.
     """
 
     top: Path
-    """The folder of the checkout."""
+    """The checkout's folder."""
     prefix: PurePosixPath
-    """The path of pytest's root directory in that folder."""
+    """Path from the checkout to pytest's root directory."""
     files: Mapping[str, Blob]
-    """Each file in the commit, by its path from the top."""
+    """The commit's files by path from the checkout."""
 
     @classmethod
     def read(cls, top: Path, root: Path, commit: str) -> Commit:
-        """Return a commit by its hash, which may be abbreviated.
+        """Read a commit.
 
         Args:
-            top: The folder of the checkout.
+            top: The checkout's folder.
             root: pytest's root directory.
-            commit: The hash.
+            commit: The hash, which may be abbreviated.
 
         Raises:
-            GitError: The clone does not have the commit, or it is no hash.
-            ValueError: The root directory is not in the checkout.
+            GitError: The clone lacks the commit, or the hash is not valid.
+            ValueError: The root directory is outside the checkout.
         """
         if not _COMMIT.fullmatch(commit):
-            raise GitError(f"{commit!r} is no hash of a commit")
+            raise GitError(f"{commit!r} is not a commit hash")
         listed = git(top, "ls-tree", "-r", "-z", "--full-tree", f"{commit}^{{commit}}")
         files = {}
         for entry in filter(None, listed.split("\0")):
@@ -177,7 +177,7 @@ class Commit:
         return _decoded(contents(self.top, [blob.name])[blob.name]) if blob.mode.startswith(_PLAIN) else None
 
     def _is_of_another(self, path: PurePosixPath) -> bool:
-        """Return whether a file belongs to a submodule, or to another repository in this one's folder."""
+        """Return whether a file belongs to a submodule, or to another repository inside this one."""
         return any(
             str(folder) in self.files or (self.top / folder / ".git").exists() for folder in path.parents if folder.name
         )

@@ -1,4 +1,4 @@
-"""A file in two versions, and which of its statements are not the same in both. Pure."""
+"""A file in two versions, and its changed statements. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TESTS_OWN = "pytest."
 
 
 class _Block(NamedTuple):
-    """Lines that run under a changed ``with`` or changed decorators: the line to name, and the first and last line within."""
+    """Lines that run under a changed ``with`` or changed decorators: the line to name, and the first and last line inside."""
 
     named: int
     begin: int
@@ -33,9 +33,9 @@ class TwoVersions:
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """The lines of the new file that are in the old one, from 1."""
+        """Numbers of the new file's lines, from 1, that the old file has too."""
         old, new = self.old, self.new
-        # Most files differ in a few lines, and what is around these need not be matched.
+        # Most files differ in a few lines. Matching only these is quick, also in a file with 10,000 lines.
         shortest = min(len(old), len(new))
         begin = next((at for at in range(shortest) if old[at] != new[at]), shortest)
         rest = shortest - begin
@@ -45,17 +45,17 @@ class TwoVersions:
         return frozenset(at + 1 for at in (*range(begin), *between, *range(len(new) - end, len(new))))
 
     def changed_at(self, number: int) -> int | None:
-        """Return the line that has changed and that code at a line of the new file runs by; ``None`` if there is none.
+        """Return the changed line that decides what a line of the new file does; ``None`` if nothing has changed.
 
-        It is ``number`` if its statement is not in the old file as it is. Otherwise it is that of a ``with`` around it or of
-        a decorator of its function: ``@torch.no_grad()`` decides what the lines beneath it keep.
+        A changed statement returns ``number`` itself. Otherwise a changed ``with`` around the line counts, or a changed
+        decorator on its function. Example: ``@torch.no_grad()`` decides which tensors the function keeps.
         """
-        around = [(first, last) for first, last in self._statements if first <= number <= last]
-        if self._differs(*max(around, default=(number, number))):
+        statements = [(first, last) for first, last in self._statements if first <= number <= last]
+        if self._differs(*max(statements, default=(number, number))):
             return number
         within = max((_first(node) for node in self._functions.values() if _contains(node, number)), default=0)
-        blocks = [one for one in self._blocks if one.begin <= number <= one.end and one.named >= within]
-        return max((block.named for block in blocks), default=None)
+        blocks = (block for block in self._blocks if block.begin <= number <= block.end)
+        return max((block.named for block in blocks if block.named >= within), default=None)
 
     def _differs(self, first: int, last: int) -> bool:
         return any(line not in self.kept for line in range(first, last + 1))
@@ -66,7 +66,7 @@ class TwoVersions:
 
     @cached_property
     def _statements(self) -> list[tuple[int, int]]:
-        """The first and the last line of each statement, of one that has others within up to the first of these."""
+        """First and last line of each statement. A compound statement ends before its body."""
         found = []
         for node in self._nodes:
             body: list[ast.stmt] = getattr(node, "body", [])
@@ -79,14 +79,14 @@ class TwoVersions:
 
     @cached_property
     def _blocks(self) -> list[_Block]:
-        """The blocks whose head has changed."""
+        """Blocks with a changed head."""
         found = [
             _Block(node.lineno, node.lineno, node.end_lineno or node.lineno)
             for node in self._nodes
             if isinstance(node, ast.With | ast.AsyncWith) and self._differs(node.lineno, _first(node.body[0]) - 1)
         ]
         before = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
-        # A decorator that is gone leaves no line, so the function's first line stands for it.
+        # A removed decorator leaves no line, so the function's first line stands for it.
         found += [
             _Block(_first(node), node.lineno, node.end_lineno or node.lineno)
             for name, node in self._functions.items()
@@ -96,7 +96,7 @@ class TwoVersions:
 
 
 def _parsed(lines: Sequence[str]) -> ast.Module:
-    """Return the tree of a file; an empty one if its code is of no Python that runs here."""
+    """Return the syntax tree of a file; an empty tree if this Python cannot parse it."""
     try:
         return ast.parse("\n".join(lines))
     except (SyntaxError, ValueError, RecursionError):
@@ -104,7 +104,7 @@ def _parsed(lines: Sequence[str]) -> ast.Module:
 
 
 def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Function]]:
-    """Yield the functions in a tree, each with its qualified name: ``Net.forward``."""
+    """Yield each function in a tree with its qualified name, for example ``Net.forward``."""
     for child in ast.iter_child_nodes(node):
         name = prefix
         if isinstance(child, _Function | ast.ClassDef):
@@ -124,6 +124,6 @@ def _contains(node: _Function, number: int) -> bool:
 
 
 def _first(node: ast.stmt) -> int:
-    """Return the first line of a statement with its decorators."""
+    """Return the first line of a statement, which may be a decorator."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(one.lineno for one in decorators)])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])

@@ -1,4 +1,4 @@
-"""The code that a baseline was accepted with, by git, and the lines that have changed since. For tests that are worse only."""
+"""Lines that have changed since a baseline was accepted, read from git if a test is worse."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import Verdict
 
 _FAILURES = (GitError, OSError, ValueError)
-"""Errors of a clone without history, of a file that is gone, or of another program in git's place."""
+"""Errors from a clone without history, from a missing file, or from another program in git's place."""
 
 
 @dataclass(frozen=True)
 class SinceBaselines:
-    """The lines that have changed since baselines were accepted. It asks git when it is first needed."""
+    """The lines that have changed since baselines were accepted. git runs only if a verdict is marked."""
 
     root: Path
-    """pytest's root directory, from which the lines of rows count."""
+    """pytest's root directory; paths in rows start there."""
     store: Path | None
-    """The folder of the store; ``None`` if the store is elsewhere, for example in a bucket."""
+    """The store's folder; ``None`` if the store is elsewhere, for example in a bucket."""
     _tops: list[Path | None] = field(default_factory=list)
     _commits: dict[str, ChangedCode | None] = field(default_factory=dict)
     _histories: dict[str, tuple[list[FileChange], dict[str, bytes]]] = field(default_factory=dict)
 
     def marked(self, verdict: Verdict, key: Key, slug: str) -> Verdict:
-        """Return a verdict that says which of the lines that grew have changed since its baseline.
+        """Return a verdict whose increases name the lines that have changed since its baseline.
 
-        It is the same verdict if the code of the baseline is not known.
+        Without the baseline's code, for example in a shallow clone, nothing is marked.
 
         Args:
             verdict: The verdict on a measurement.
-            key: The key of its baseline.
-            slug: The device that the baseline is of.
+            key: The baseline's key.
+            slug: The baseline's device.
         """
         if verdict.origin is None or (verdict.difference is None and not verdict.count_changes):
             return verdict
@@ -57,7 +57,7 @@ class SinceBaselines:
 
     @property
     def _top(self) -> Path | None:
-        """The folder of the checkout that the root directory is in; ``None`` where there is none."""
+        """The checkout's folder; ``None`` without a git repository."""
         if not self._tops:
             found = None
             with suppress(*_FAILURES):
@@ -66,7 +66,7 @@ class SinceBaselines:
         return self._tops[0]
 
     def _since(self, commit: str | None) -> ChangedCode | None:
-        """Return the lines that have changed since a commit; ``None`` if the clone does not have it."""
+        """Return the lines that have changed since a commit; ``None`` if the clone lacks the commit."""
         if commit is None or self._top is None:
             return None
         if commit not in self._commits:
@@ -76,10 +76,10 @@ class SinceBaselines:
         return self._commits[commit]
 
     def _accepted_in(self, key: Key, slug: str) -> str | None:
-        """Return the commit in which a baseline became what it is; ``None`` if it is not committed, or that is not known.
+        """Return the commit that brought a baseline into the store as it is; ``None`` if no known commit did.
 
-        The commit that an entry names is the one that was checked out when the entry was written. The change that was
-        accepted is often committed after that, together with its baselines.
+        An entry names the commit that was checked out when the entry was written. The accepted change is often committed
+        later, together with its baselines.
         """
         if self.store is None or self._top is None:
             return None
@@ -95,13 +95,13 @@ class SinceBaselines:
 
 
 def commit_of_entry(changes: list[FileChange], texts: dict[str, bytes], current: bytes, key: Key) -> str | None:
-    """Return the commit that brought an entry into its file as it is; ``None`` if none did. Pure.
+    """Return the commit that brought an entry into its file as it is; ``None`` if no commit did. Pure.
 
     Args:
         changes: The changes of the file, the latest last.
         texts: Their contents.
         current: The file as it is.
-        key: The key of the entry.
+        key: The entry's key.
     """
     entry = _entry(current, key)
     for change in reversed(changes):
@@ -114,7 +114,7 @@ def commit_of_entry(changes: list[FileChange], texts: dict[str, bytes], current:
 
 
 def _entry(text: bytes, key: Key) -> bytes | None:
-    """Return the lines of an entry in a file of the store; ``None`` if it has no such entry."""
+    """Return the text of an entry in a store file; ``None`` if the file lacks the entry."""
     import tomli_w
 
     text = b"\n" + text.replace(b"\r\n", b"\n")

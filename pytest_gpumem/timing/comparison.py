@@ -28,7 +28,7 @@ SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 MOST_UNKNOWN = 0.25
 """A slowdown that is not excluded and larger than this leaves a comparison uncertain, though nothing looks slower."""
 MOST_UNKNOWN_IN_TURNS = 2
-"""The same of an A/B, as a multiple of the tolerance: further pairs of runs can narrow the interval."""
+"""The same limit for an A/B, as a multiple of the tolerance. More pairs of runs can narrow that interval."""
 SLOWER_MACHINE = 0.03
 """The share by which the clock may run slower than in the slowest of a baseline's runs before the effect is taken off a
 slowdown. Up to the slowest of them, the interval over runs has what a slower clock does."""
@@ -164,16 +164,16 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
 
 
 def _compared_pairs(pairs: Sequence[tuple[Sample, Sample]]) -> Sequence[tuple[Sample, Sample]]:
-    """Return the pairs that are compared: those that nothing disturbed, unless they are too few."""
+    """Return the undisturbed pairs, or all pairs if too few are undisturbed."""
     undisturbed = [(base, head) for base, head in pairs if base.invalid is None and head.invalid is None]
     return undisturbed if len(undisturbed) >= FEWEST_PAIRS else pairs
 
 
 def typical_seconds(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[float, float]:
-    """Return the seconds of a step of base and of head, whose ratio is that of `compare_pairs` exactly.
+    """Return a step's seconds in base and in head. Their ratio equals the ratio from `compare_pairs` exactly.
 
-    They are geometric means over the pairs. Medians over the runs of each side may have a ratio on the other side of 1, because
-    what drifts from pair to pair does not drop out of them.
+    Both are geometric means over the pairs. Medians over each side's runs can have a ratio with the other sign, because a
+    drift from pair to pair stays in them.
     """
     sides = zip(*_compared_pairs(pairs), strict=True)
     base, head = (statistics.geometric_mean(statistics.median(_seconds(one.counted)) for one in side) for side in sides)
@@ -280,8 +280,8 @@ def _judged(
         invalid: Why the samples cannot show a slowdown; ``None`` if they can.
         known: A clause that says from how many runs the variation of times is known.
         lost: By what factor the clock ran slower; ``None`` to take it from the two ratios.
-        most_unknown: The largest slowdown, as a ratio, that may stay possible without the comparison being uncertain; ``None``
-            for that of runs on their own.
+        most_unknown: The interval may reach up to this slowdown, as a ratio, before the comparison is uncertain; ``None``
+            takes the limit for single runs.
     """
     slower = 1 + tolerance
     intervals = [seconds] if cycles is None else [seconds, cycles]

@@ -12,21 +12,21 @@ _PACKAGE = re.compile(r"(\S+) \S+: ")
 _MOST_DIGITS = 18
 
 Chain = tuple[str, ...]
-"""The lines that led to a line, innermost first: ``("models/exact_gp.py:426", "train.py:9")``."""
+"""The callers of a line, innermost first: ``("models/exact_gp.py:426", "train.py:9")``."""
 MOST_CHAINS = 4
-"""The most chains that are kept for one row; a helper of a large model is called from dozens of lines."""
+"""The most chains kept for a row. A helper in a large model is called from dozens of lines."""
 _CALLED_BY, _NEXT_CHAIN = " < ", " ; "
 
 
 def chains_of(site: str, library: str, callers: Iterable[Chain]) -> tuple[Chain, ...]:
-    """Return each chain of callers with the allocating line before it.
+    """Return the call chains with the allocating line first.
 
     Example: ``("linear_operator 0.6: cholesky.py:24", "gpytorch 1.13: exact_gp.py:426", "train.py:9")``.
 
     Args:
         site: The innermost line of the user's own code.
         library: The innermost line of an installed package beneath it.
-        callers: The chains of callers, in which ``site`` is if there is a ``library``.
+        callers: The chains of callers. They contain ``site`` if there is a ``library``.
     """
     own = tuple(filter(None, (library, site)))
     return tuple((*own[:1], *chain) for chain in callers) or (own,)
@@ -38,7 +38,7 @@ def line_of(site: str, library: str, named: str = "") -> str:
     Args:
         site: The user's line.
         library: The library's line.
-        named: The caller that is named before the allocating line.
+        named: A caller to name before the allocating line.
     """
     allocating = library or site
     if not named or named == allocating:
@@ -48,7 +48,7 @@ def line_of(site: str, library: str, named: str = "") -> str:
 
 
 def one_of(lines: Sequence[str]) -> list[str]:
-    """Return a clause that names several lines of which any may be the right one; nothing for a single line."""
+    """Return a clause for several candidate lines, ``one of a.py:3, b.py:5``; nothing for a single line."""
     return [f"one of {', '.join(lines)}"] if len(lines) > 1 else []
 
 
