@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 import pytest_gpumem.git
 from pytest_gpumem.changed_code.sources import Commit, Folders
+from pytest_gpumem.gate.baseline import Key
+from pytest_gpumem.gate.difference import Change, Difference
+from pytest_gpumem.gate.verdict import Origin, Verdict
 from pytest_gpumem.git import GitError
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.runtest.since_baseline import SinceBaselines
+from pytest_gpumem.values.composition import Row
 from tests.git_store import Repository
 
 HELPER = """\
@@ -199,6 +206,23 @@ def test_no_callers_are_kept_where_they_have_been_used(project, repository):
     (verdict,) = project.verdicts().values()
     rows = verdict["verdicts"][0]["measurement"]["explanation"]["peak"]["rows"]
     assert {row.count(" | ") for row in rows} == {6}
+
+
+def test_without_git_a_package_whose_release_differs_is_named_in_place_of_its_helper(tmp_path):
+    environment = Environment("cpu", "CPU", {"torch": "2.11"}, {"lib": "2.0", "einops": "0.8"})
+    origin = Origin("2026-11-02", "CPU", "2.11", packages={"lib": "1.0", "einops": "0.8"})
+    row = Row("activation", 8, site="t.py:1", library="einops 0.8: ops.py:9", callers=(("lib 2.0: m.py:5", "t.py:1"),))
+    verdict = Verdict(
+        Measurement("call", Workload("call"), environment, {}),
+        (),
+        origin,
+        difference=Difference(0, 8, (Change(None, row),)),
+    )
+    key = Key("t.py", "test_t", "call")
+    (change,) = SinceBaselines(tmp_path, None).marked(verdict, key, "cpu").difference.changes
+    assert (change.after.named, change.reason) == ("lib 2.0: m.py:5", "")
+    same = replace(verdict, origin=replace(origin, packages={"lib": "2.0"}))
+    assert SinceBaselines(tmp_path, None).marked(same, key, "cpu") == same
 
 
 # The code of a commit.
