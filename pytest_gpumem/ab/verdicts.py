@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.changed_code.marks import with_changed_code
 from pytest_gpumem.gate.baseline import Budget, Key, baseline_of
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of
 from pytest_gpumem.reports.values import shown
-from pytest_gpumem.timing.comparison import compare_pairs
+from pytest_gpumem.timing.comparison import compare_pairs, typical_seconds
+from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.ab.runs import Run
+    from pytest_gpumem.changed_code.marks import ChangedCode
     from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.git import Revision
     from pytest_gpumem.measurement import Measurement
@@ -95,6 +97,15 @@ def _why_not(
     if len(reasons) == 2 and reasons["base"] == reasons["head"]:
         return f"{reasons['head']}, in base and in head"
     return "; ".join(f"{reason}, in {side}" for side, reason in reasons.items()) or None
+
+
+def with_marked_lines(report: Compared, changed: ChangedCode) -> Compared:
+    """Return a comparison whose explanations say which lines have changed, and name these first."""
+    rows = (
+        row if row.verdict is None else replace(row, verdict=with_changed_code(row.verdict, changed))
+        for row in report.rows
+    )
+    return replace(report, rows=tuple(rows))
 
 
 _MOST_OF_A_MESSAGE = 400
@@ -183,8 +194,10 @@ def _speed(taken: _Taken, tolerance: float) -> ComparedChange | None:
     if not samples:
         return None
     found = compare_pairs(samples, tolerance)
-    base, head = (statistics.median(sample.median for sample in side) for side in zip(*samples, strict=True))
+    base, head = typical_seconds(samples)
     reason = found.reason if found.outcome == "uncertain" else None
+    if found.outcome == "not slower" and found.high > 1 + tolerance:
+        reason = f"a slowdown of up to {format_ratio(found.high - 1).lstrip('+')} would not have been seen"
     return ComparedChange("step_time", base, head, OUTCOMES[found.outcome], tolerance * base, reason, found.seconds)
 
 

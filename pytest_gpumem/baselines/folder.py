@@ -27,7 +27,7 @@ class Folder(Backend):
     """A folder on this machine: files are replaced whole, under the system's lock."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = self.folder = root
 
     def paths(self) -> list[str]:
         return sorted(path.relative_to(self.root).as_posix() for path in self.root.rglob(f"*{SUFFIX}"))

@@ -13,6 +13,7 @@ from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
 
 _UP = "__up__"
 _SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
@@ -27,6 +28,11 @@ class Store:
         self._backend = backend
         self._paths: list[str] | None = None
         self._read: dict[str, _Read] = {}
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder on this machine that it is in; ``None`` for a bucket or a commit."""
+        return self._backend.folder
 
     def check(self) -> None:
         """Read every file. Raises `StoreError` for the first that cannot be understood."""

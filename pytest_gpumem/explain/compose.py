@@ -10,6 +10,7 @@ from pytest_gpumem.explain.survivors import is_workspace, survivors_of
 from pytest_gpumem.explain.trace import Label, Mark
 from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.composition import Composition, Row, joined, merged
+from pytest_gpumem.values.source_lines import all_chains
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -115,6 +116,7 @@ def _row(block: Lifetime, timeline: Timeline) -> Row:
         library=mark.library,
         operator=block.node or block.operator.removeprefix("aten::"),
         tensor=label.tensor or block.tensor,
+        callers=all_chains([mark.callers]),
     )
 
 

@@ -101,8 +101,8 @@ class _Reader:
         self._spans: dict[str, tuple[int, int]] = {}
         self._lines: set[tuple[str, str]] = set()
         """The lines that forward reached: backward that reaches one of them computes it again."""
-        self._sites: dict[str, tuple[str, str]] = {}
-        """The latest line in forward of each module."""
+        self._sites: dict[str, Mark] = {}
+        """The latest mark in forward of each module that has a line."""
         self._paths: dict[tuple[str, str], str] = {}
         """The module in which forward reached a line, for code that is recomputed outside of any module's call."""
         self._calls = GraphCalls(trace.marks)
@@ -201,8 +201,8 @@ class _Reader:
         if not mark.path:
             return replace(mark, path=self._paths.get((mark.site, mark.library), ""))
         if not mark.site and not mark.library and mark.path in self._sites:
-            site, library = self._sites[mark.path]
-            return replace(mark, site=site, library=library)
+            forward = self._sites[mark.path]
+            return replace(mark, site=forward.site, library=forward.library, callers=forward.callers)
         return mark
 
     def _opened(self, moment: int, span: Open) -> None:
@@ -230,7 +230,7 @@ class _Reader:
         if in_node is None:
             self._lines.add((mark.site, mark.library))
             if mark.path:
-                self._sites[mark.path] = mark.site, mark.library
+                self._sites[mark.path] = mark
                 self._paths.setdefault((mark.site, mark.library), mark.path)
             return
         above = [self._trace.marks[span.mark].kind for _, span in self._open[in_node + 1 : -1] if span.kind == "mark"]

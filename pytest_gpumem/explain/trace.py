@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from pytest_gpumem.values.events import Seen, Token
+    from pytest_gpumem.values.source_lines import Chain
 
 
 MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest", "next"]
@@ -45,6 +46,8 @@ class Mark:
     """The module's path; the phase's name; the name of the rest."""
     site: str = ""
     library: str = ""
+    callers: Chain = ()
+    """The lines that led there, as in `Site`."""
     grad: bool = True
     """True if autograd recorded when a module's call began."""
     casts: frozenset[int] = frozenset()

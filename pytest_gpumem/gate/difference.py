@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -11,7 +11,7 @@ from pytest_gpumem.gate.smaller_rows import attribution
 from pytest_gpumem.values.composition import REST, Composition, Row, RowText, each_layer, item_bits, joined
 from pytest_gpumem.values.layers import Numbers
 from pytest_gpumem.values.module_calls import no_longer
-from pytest_gpumem.values.source_lines import file_and_line, without_release
+from pytest_gpumem.values.source_lines import file_and_line, one_of, without_release
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -184,15 +184,22 @@ def difference_of_peaks(
     return difference(before, after)
 
 
-_LEAST_SHARE = 0.1
+LEAST_SHARE = 0.1
 """Share of the increase from which on a row at a line that has changed is named before larger ones at lines that have not."""
 
 
-def with_changed_lines(difference: Difference, has_changed: Callable[[Row], bool]) -> Difference:
+def with_changed_lines(
+    difference: Difference, has_changed: Callable[[Row], bool], is_own: Callable[[Row], bool] = lambda _: True
+) -> Difference:
     """Return a difference that says which increases are at lines that have changed, with these first.
 
     What grew at a line that is as it was is a consequence of a change elsewhere. If alternatives are at changed lines, only
     these remain.
+
+    Args:
+        difference: The difference.
+        has_changed: Whether the code at a row's line, or at one of the line's callers, has changed.
+        is_own: Whether it is the line itself. Such rows come first, because a caller may lead to many lines.
     """
     changes = [change for one in difference.changes for change in _with_changed_alternatives(one, has_changed)]
     changed = [
@@ -202,8 +209,10 @@ def with_changed_lines(difference: Difference, has_changed: Callable[[Row], bool
         for one in changes
     ]
 
-    def rank(one: Change) -> bool:
-        return not (one.reason.startswith(CHANGED_LINE) and one.nbytes >= _LEAST_SHARE * difference.nbytes)
+    def rank(one: Change) -> int:
+        if not one.reason.startswith(CHANGED_LINE) or one.nbytes < LEAST_SHARE * difference.nbytes:
+            return 2
+        return 0 if is_own(one.row) else 1
 
     return replace(difference, changes=tuple(sorted(changed, key=rank)))
 
@@ -211,6 +220,24 @@ def with_changed_lines(difference: Difference, has_changed: Callable[[Row], bool
 def _with_changed_alternatives(change: Change, has_changed: Callable[[Row], bool]) -> tuple[Change, ...]:
     changed = tuple(filter(has_changed, change.alternatives))
     return change.among(changed) if changed else (change,)
+
+
+def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str]]) -> Difference:
+    """Return a difference whose increases name a caller before the line that allocates.
+
+    Args:
+        difference: The difference.
+        named: The lines to name for a row. Of several the first is named, and the reason says that it is one of them.
+    """
+
+    def with_name(one: Change) -> Change:
+        lines = named(one.after) if one.nbytes > 0 and one.after is not None else ()
+        if one.after is None or not lines:
+            return one
+        reason = "; ".join(filter(None, [one.reason, *one_of(lines)]))
+        return one._replace(after=replace(one.after, named=lines[0]), reason=reason)
+
+    return replace(difference, changes=tuple(map(with_name, difference.changes)))
 
 
 def difference(before: Composition, after: Composition) -> Difference:

@@ -219,7 +219,7 @@ def _summed(parts: Iterable[tuple[Place, Part] | None]) -> dict[Place, Part]:
 
 def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | None:
     """Return the place of a row, and the row as a part; ``None`` for the sum of small rows."""
-    line = row.library or row.site
+    line = row.named or row.library or row.site
     if row.operator == REST:
         return None
     place = Place(without_release(line), row.module, "" if line or row.module else row.category)
@@ -227,10 +227,10 @@ def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | Non
 
 
 def _of_tally(tally: Tally) -> tuple[Place, Part]:
-    line, module = tally.place.library or tally.place.site, tally.place.module
+    line, module = tally.place.named or tally.place.library or tally.place.site, tally.place.module
     # Of kernels the lines are not known.
     place = Place(without_release(line), module) if line or module else Place("", tally.operator)
-    return place, Part(tally.amount, tally.amount, line, module, tally.operator, "")
+    return place, Part(tally.amount, tally.amount, line, module, tally.operator, "", reason=tally.place.reason)
 
 
 def _of_inner_modules(growths: Sequence[Explained]) -> list[Explained]:

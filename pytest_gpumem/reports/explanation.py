@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.gate.difference import CHANGED_LINE, LEAST_SHARE
 from pytest_gpumem.gate.difference import difference as difference_of
 from pytest_gpumem.gate.smaller_rows import MAY_BE_ALL
 from pytest_gpumem.gate.verdict import FAILING, Outcome
@@ -194,7 +195,13 @@ def _count_table(
     *,
     tells_lines: bool = False,
 ) -> PartTable:
-    largest_first = sorted(tallies, key=lambda one: -one.amount)[:most]
+    increase = sum(max(0, one.amount) for one in tallies)
+
+    def rank(one: Tally) -> tuple[bool, int]:
+        named_first = one.place.reason.startswith(CHANGED_LINE) and one.amount >= LEAST_SHARE * increase
+        return not named_first, -one.amount
+
+    largest_first = sorted(tallies, key=rank)[:most]
     largest = max((abs(one.amount) for one in largest_first), default=1)
     others = len(tallies) - len(largest_first)
     text_of = shown if note else difference
@@ -203,6 +210,7 @@ def _count_table(
             one.operator,
             (text_of(metric, one.amount, units),),
             _place_of(one.place, tells_lines=tells_lines),
+            one.place.reason,
             share=abs(one.amount) / largest,
             bar="shrank" if one.amount < 0 else "grew",
         )

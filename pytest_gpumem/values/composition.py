@@ -12,7 +12,7 @@ from pytest_gpumem.units import counted, format_bytes, nearest
 from pytest_gpumem.values.layers import Layers, Numbers, apart, kinds_of, members, named
 from pytest_gpumem.values.module_calls import Calls, outermost
 from pytest_gpumem.values.plain import Form, FrozenValue
-from pytest_gpumem.values.source_lines import line_of
+from pytest_gpumem.values.source_lines import Chain, all_chains, chains_from_text, chains_to_text, line_of
 from pytest_gpumem.values.timeline import OverTime
 
 if TYPE_CHECKING:
@@ -86,6 +86,10 @@ class Row:
     count: int = 1
     layers: Layers = ()
     """The layers of the module that it is of, ``((0, 2),)``, where it is not the same in all of them."""
+    callers: tuple[Chain, ...] = field(default=(), compare=False)
+    """The lines that led to its line, innermost first. They do not tell rows apart, and no baseline keeps them."""
+    named: str = field(default="", compare=False)
+    """The caller that is named before its line, for example because the caller has changed."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -111,7 +115,7 @@ class Row:
     @property
     def where(self) -> str:
         """The line as a person reads it: the library's own, and from which of the user's lines it was reached."""
-        return line_of(self.site, self.library)
+        return line_of(self.site, self.library, self.named)
 
     @property
     def what(self) -> str:
@@ -124,15 +128,24 @@ class Row:
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
 
 
+def text_with_callers(row: Row) -> str:
+    """Return the text of a row, followed by the callers and the named caller if there are any."""
+    if not row.callers and not row.named:
+        return row.text()
+    more = (chains_to_text(row.callers), row.named)
+    return _SEPARATOR.join([row.text(), *(part.replace("|", "/") for part in more)])
+
+
 def row_from_text(text: str) -> Row:
-    """Return the row that `Row.text` wrote. Raises `CompositionError`."""
+    """Return the row that `Row.text` or `text_with_callers` wrote. Raises `CompositionError`."""
     parts = text.split(_SEPARATOR)
-    if len(parts) != 7:
+    if len(parts) not in (7, 9):
         raise CompositionError(
             f"{text!r} has {len(parts)} parts, expected 7: category | module | operator | line | library's line | "
             "count x dtype[shape] | bytes"
         )
-    category, module, operator, site, library, what, nbytes = parts
+    category, module, operator, site, library, what, nbytes = parts[:7]
+    callers, named = parts[7:] or ("", "")
     if category not in CATEGORIES:
         raise CompositionError(f"{text!r}: {category!r} is no category; {nearest(category, list(CATEGORIES))}")
     count, times, tensor = what.partition(" x ")
@@ -142,11 +155,22 @@ def row_from_text(text: str) -> Row:
     digits = nbytes.removeprefix("-") if category == "unattributed" else nbytes
     if not digits.isdecimal():
         raise CompositionError(f"{text!r}: {nbytes!r} is no number of bytes")
-    return Row(category, int(nbytes), module, site, library, operator, "" if tensor == "block" else tensor, int(count))
+    return Row(
+        category,
+        int(nbytes),
+        module,
+        site,
+        library,
+        operator,
+        "" if tensor == "block" else tensor,
+        int(count),
+        callers=chains_from_text(callers),
+        named=named,
+    )
 
 
-RowText = Annotated[Row, Form(str, Row.text, row_from_text)]
-"""A row that is written as its text."""
+RowText = Annotated[Row, Form(str, text_with_callers, row_from_text)]
+"""A row that is written as its text, with its callers."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -232,12 +256,15 @@ class Composition(FrozenValue):
 
 def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Return rows with those joined that differ in nothing but count and bytes."""
-    found: dict[Row, tuple[int, int]] = {}
+    found: dict[Row, tuple[int, int, dict[Chain, None]]] = {}
     for row in rows:
         key = replace(row, nbytes=0, count=0)
-        nbytes, count = found.get(key, (0, 0))
-        found[key] = nbytes + row.nbytes, count + row.count
-    return tuple(replace(key, nbytes=nbytes, count=count) for key, (nbytes, count) in found.items())
+        nbytes, count, chains = found.get(key, (0, 0, {}))
+        found[key] = nbytes + row.nbytes, count + row.count, chains | dict.fromkeys(row.callers)
+    return tuple(
+        replace(key, nbytes=nbytes, count=count, callers=all_chains(chains))
+        for key, (nbytes, count, chains) in found.items()
+    )
 
 
 def each_layer(row: Row) -> dict[Numbers, Row]:
@@ -257,15 +284,19 @@ def joined(rows: Iterable[Row], there: Mapping[str, Collection[Numbers]]) -> tup
         there: The layers that there are of each module.
     """
     found: dict[Row, dict[Numbers, tuple[int, ...]]] = {}
+    callers: dict[Row, dict[Chain, None]] = {}
     whole = []
     for row in rows:
         layers_of_row = each_layer(row)
+        key = replace(row, nbytes=0, count=0, layers=())
         for numbers, one in layers_of_row.items():
-            found.setdefault(replace(row, nbytes=0, count=0, layers=()), {})[numbers] = one.nbytes, one.count
+            found.setdefault(key, {})[numbers] = one.nbytes, one.count
+        callers.setdefault(key, {}).update(dict.fromkeys(row.callers))
         whole += [] if layers_of_row else [row]
     for key, each in found.items():
         for layers, number, (nbytes, count) in kinds_of(each, there.get(key.module, ())):
-            whole.append(replace(key, nbytes=nbytes * number, count=count * number, layers=layers))
+            chains = all_chains(callers[key])
+            whole.append(replace(key, nbytes=nbytes * number, count=count * number, layers=layers, callers=chains))
     return merged(whole)
 
 
@@ -323,3 +354,19 @@ class Explanation:
             garbage=self.garbage.kept(),
             other_phases=near,
         )
+
+
+def without_callers(composition: Composition) -> Composition:
+    """Return a composition without the callers of its rows' lines."""
+    return replace(composition, rows=tuple(replace(row, callers=()) for row in composition.rows))
+
+
+def explanation_without_callers(explanation: Explanation) -> Explanation:
+    """Return an explanation without the callers of its rows' lines."""
+    return replace(
+        explanation,
+        peak=without_callers(explanation.peak),
+        retained=without_callers(explanation.retained),
+        garbage=without_callers(explanation.garbage),
+        other_phases={phase: without_callers(one) for phase, one in explanation.other_phases.items()},
+    )

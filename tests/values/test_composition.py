@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -20,11 +21,14 @@ from pytest_gpumem.values.composition import (
     CompositionError,
     Explanation,
     Row,
+    joined,
     merged,
     row_from_text,
+    text_with_callers,
 )
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.plain import from_plain, to_plain
+from pytest_gpumem.values.source_lines import MOST_CHAINS
 
 unhurried = settings(deadline=None)
 
@@ -314,3 +318,51 @@ def test_what_was_recomputed_cannot_be_changed_afterwards():
     assert list(composition.recomputed) == ["a", "b"]
     with pytest.raises(TypeError):
         composition.recomputed["a"] = 3
+
+
+CHAIN, OTHER = ("lib 2.0: model.py:8", "train.py:9"), ("lib 2.0: head.py:3", "train.py:9")
+
+
+def test_callers_and_the_named_caller_leave_a_process_and_no_baseline_has_them():
+    row = Row("activation", 8, site="train.py:9", library="lib 2.0: ops.py:2", callers=(CHAIN, OTHER), named=CHAIN[0])
+    read = row_from_text(text_with_callers(row))
+    assert (read.callers, read.named) == (row.callers, row.named)
+    assert row_from_text(row.text()).callers == ()
+    assert text_with_callers(replace(row, callers=(), named="")) == row.text()
+
+
+def test_callers_do_not_tell_rows_apart():
+    row = Row("activation", 8, site="train.py:9", library="lib 2.0: ops.py:2", callers=(CHAIN,))
+    (one,) = merged([row, replace(row, callers=(OTHER,)), replace(row, callers=(CHAIN,))])
+    assert (one.nbytes, one.count, one.callers) == (24, 3, (CHAIN, OTHER))
+    assert one == replace(one, callers=(), named="x.py:1")
+
+
+def test_the_callers_of_all_layers_are_those_of_the_row_that_joins_them():
+    rows = [
+        Row("activation", 8, f"h.{layer}.attn", "m.py:1", callers=(chain,))
+        for layer, chain in enumerate((CHAIN, OTHER))
+    ]
+    (one,) = joined(rows, {"h.*.attn": [(0,), (1,)]})
+    assert (one.path, one.callers) == ("h.*.attn", (CHAIN, OTHER))
+
+
+def test_of_many_ways_to_a_line_a_few_are_kept():
+    row = Row("activation", 8, site="m.py:1")
+    (one,) = merged(replace(row, callers=((f"c.py:{number}",),)) for number in range(MOST_CHAINS + 3))
+    assert one.callers == tuple((f"c.py:{number}",) for number in range(MOST_CHAINS))
+
+
+@pytest.mark.parametrize(
+    ("site", "library", "named", "expected"),
+    [
+        ("t.py:9", "lib 2.0: o.py:2", "", "lib 2.0: o.py:2 (from t.py:9)"),
+        ("t.py:9", "lib 2.0: o.py:2", "lib 2.0: m.py:8", "lib 2.0: m.py:8, which calls lib 2.0: o.py:2 (from t.py:9)"),
+        ("t.py:9", "lib 2.0: o.py:2", "t.py:9", "t.py:9, which calls lib 2.0: o.py:2"),
+        ("t.py:9", "lib 2.0: o.py:2", "lib 2.0: o.py:2", "lib 2.0: o.py:2 (from t.py:9)"),
+        ("h.py:1", "", "t.py:9", "t.py:9, which calls h.py:1"),
+        ("h.py:1", "", "h.py:1", "h.py:1"),
+    ],
+)
+def test_a_named_caller_comes_before_the_line_that_it_calls(site, library, named, expected):
+    assert Row("activation", 8, site=site, library=library, named=named).where == expected
