@@ -207,6 +207,8 @@ class TestVerdict:
     """The text with which the gate failed it; ``None`` when it passed the gate."""
     missing: tuple[str, ...] = ()
     """The names of the measurements that it has baselines of on this device, and did not take."""
+    missing_on: tuple[str, ...] = ()
+    """The devices of these baselines, by slug, if the test was to be measured on another device, which is not here."""
     accept: str | None = None
     """The command that accepts the change for which the gate failed it; ``None`` where there is none."""
     bisect: str | None = None
@@ -243,6 +245,9 @@ class TestVerdict:
         if not self.missing:
             return None
         names = ", ".join(self.missing)
+        if self.missing_on:
+            there = ", ".join(self.missing_on)
+            return f"it has baselines on {there} ({names}) and is not measured there any more: {self.unmeasured}"
         if self.unmeasured:
             return f"it has baselines on this device ({names}) and is not measured any more: {self.unmeasured}"
         return f"it has baselines on this device of measurements that it no longer takes: {names}"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _MEASURE_AGAIN = "let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
+_DEVICE_AGAIN = "let its marker, or the settings, name the device of the baseline; or run where its own device is"
 _MARK_AGAIN = "give it @pytest.mark.gpumem or the fixture again, or name it in [tool.gpumem] mark"
 
 
@@ -47,9 +48,13 @@ def failure_text(
         if missing is None:
             return f"Not measured (required by --gpumem-strict): {unmeasured}"
         mend = _MARK_AGAIN if verdict.unmeasured == NOT_MARKED else _MEASURE_AGAIN
+        names = ", ".join(verdict.missing)
+        if verdict.missing_on:
+            mend = _DEVICE_AGAIN
+            names += f" on {', '.join(verdict.missing_on)}"
         return (
             f"Not measured any more: {unmeasured}\n\n"
-            f"  baseline: {legible(', '.join(verdict.missing))}, which nothing was compared with\n"
+            f"  baseline: {legible(names)}, which nothing was compared with\n"
             f"  mend:     {mend}" + (f"\n  accept:   {accept}" if accept else "")
         )
     if missing is not None and not verdict.verdicts:

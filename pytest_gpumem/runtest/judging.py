@@ -30,7 +30,7 @@ from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.rank import rank_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.config.selection import MeasuredTest
@@ -188,6 +188,30 @@ class Judging:
                 missing.append(f"{name} ({', '.join(uncounted)})")
         return tuple(missing)
 
+    def not_measured(self, why: str, present: Callable[[], Collection[str]]) -> TestVerdict:
+        """Return the verdict on the test if its device is not here: its baselines on devices that are here are missing.
+
+        Args:
+            why: The reason, as a clause.
+            present: Returns the slugs of the devices that this machine has.
+        """
+        verdict, measured = self.measured.not_measured(why), self.measured
+        if not self._compares:
+            return verdict
+        stored = self._stored(lambda: self.store.keys(files={measured.file}))
+        baselines = [
+            (slug, key.name)
+            for slug, key in stored
+            if key.test == measured.test and rank_in(key.name) == self.ranks.rank
+        ]
+        there = present() if baselines else ()
+        missing = [(slug, name) for slug, name in baselines if slug in there]
+        return replace(
+            verdict,
+            missing=tuple(dict.fromkeys(name for _, name in missing)),
+            missing_on=tuple(dict.fromkeys(slug for slug, _ in missing)),
+        )
+
     def _stored_for(self, slug: str) -> list[Baseline | NoBaseline]:
         """Return the test's entries in the store that figures of the device called ``slug`` are compared with."""
         compared, measured = self.settings.compared_slug(slug), self.measured
@@ -282,7 +306,7 @@ class Judging:
             options = options_given(self.config)
             argument = self.item.stash.get(ARGUMENT, None)
             words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, argument or nodeid))
-            if verdict.unmeasured == NOT_MARKED:
+            if verdict.unmeasured == NOT_MARKED or verdict.missing_on:
                 accept: str | None = prune_command(nodeid, options)
             else:
                 # A limit without an effect fails the test whatever its baseline is.

@@ -13,7 +13,7 @@ import pytest
 from pytest_gpumem.config.errors import BudgetError, SettingsError
 from pytest_gpumem.config.marker import remember_markers
 from pytest_gpumem.config.options import OPTIONS, is_measured
-from pytest_gpumem.config.selection import MeasuredTest, idle_patterns, mark, measured_of, whole_files_of
+from pytest_gpumem.config.selection import MeasuredTest, idle_patterns, mark, measured_of, whole_files_of, without_group
 from pytest_gpumem.config.settings import check_device, settings_of
 from pytest_gpumem.ranks.errors import LaunchError
 from pytest_gpumem.runtest.one_process import OneProcess
@@ -308,6 +308,12 @@ class GpumemSession:
         from pytest_gpumem.devices.registry import factories
 
         return factories(self.settings.device, self._config.hook.pytest_gpumem_devices(config=self._config))
+
+    def measured_elsewhere(self) -> frozenset[str]:
+        """Return the ids of the measured tests whose device this machine does not have."""
+        devices = {item: one.budget.device for item, one in self._measured.items()}
+        absent = {device for device in {*devices.values()} if self._compared_slug(device) is None}
+        return frozenset(without_group(item) for item, device in devices.items() if device in absent)
 
     def present_devices(self) -> frozenset[str]:
         """Return the slugs of the devices that this machine has."""

@@ -241,6 +241,7 @@ ADDED_SINCE = {
     "bisect",
     "packages",
     "named_device",
+    "missing_on",
     "failed_in",
     "failed_by_gate",
     "against",
