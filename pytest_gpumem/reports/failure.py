@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.values.option_words import UpdateMode
 
 
 _MEASURE_AGAIN = "let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
@@ -94,7 +95,12 @@ def accept_command(
     if verdict.unmeasured or not verdict.verdicts or outcomes.isdisjoint(acceptable):
         return None
     # Times that a baseline has of another machine only "all" replaces, and it may be of one where it lacks them, too.
-    mode = "new" if outcomes <= new and not any(one.metric == "step_time" for one in metrics) else "all"
+    mode: UpdateMode = "new" if outcomes <= new and not any(one.metric == "step_time" for one in metrics) else "all"
+    return update_command(mode, words, options, rest)
+
+
+def update_command(mode: UpdateMode, words: Sequence[str], options: Sequence[str], rest: Sequence[str]) -> str:
+    """Return the command that runs a test again and writes its baselines. Arguments as for `accept_command`."""
     return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
 
 
@@ -110,9 +116,12 @@ def bisect_command(
     return " ".join(map(_quoted, ["gpumem", "bisect", "--packages", nodeid, *(["--", *options] if options else [])]))
 
 
-def prune_command(nodeid: str, options: Sequence[str]) -> str:
-    """Return the command that removes the baselines of a test that is not measured any more."""
-    return " ".join(map(_quoted, ["gpumem", "prune", nodeid, *options]))
+def prune_command(*names: str, options: Sequence[str]) -> str:
+    """Return the command that removes the baselines of tests that are gone or not measured any more.
+
+    ``names`` are ids of tests, or files; without them it looks at the whole store.
+    """
+    return " ".join(map(_quoted, ["gpumem", "prune", *names, *options]))
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:

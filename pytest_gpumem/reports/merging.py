@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.selecting import is_of_script
 from pytest_gpumem.reports.errors import MergeError
+from pytest_gpumem.reports.renamed import with_renamings
 from pytest_gpumem.reports.session_report import SessionReport, Stored
 from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
@@ -40,7 +41,8 @@ def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None)
         raise MergeError("there is nothing to merge: name the JSON reports of the shards")
     called = [f"shard {number}" for number in range(1, len(reports) + 1)] if names is None else names
     _check(reports, called)
-    results = _results(result for report in reports for result in report.results)
+    selection = _selection([report.selection for report in reports])
+    results = with_renamings(_results(result for report in reports for result in report.results), selection.collected)
     ran = {(result.verdict.file, result.verdict.test) for result in results}
     return SessionReport(
         ended=max(report.ended for report in reports),
@@ -50,7 +52,7 @@ def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None)
         terms=reports[0].terms,
         results=results,
         not_run=tuple(sorted({test for report in reports for test in report.not_run} - ran)),
-        selection=_selection([report.selection for report in reports]),
+        selection=selection,
         stored=_stored([report.stored for report in reports]),
         said=tuple(sorted(line for report in reports for line in report.said)),
         errors=tuple(sorted({error for report in reports for error in report.errors})),
@@ -183,6 +185,8 @@ def _selection(selections: Sequence[Selection]) -> Selection:
         error=_clauses(one.error for one in selections),
         collected=frozenset[tuple[str, str]]().union(*(one.collected for one in selections)),
         collected_files=frozenset[str]().union(*(one.collected_files for one in selections)),
+        skipped=frozenset[tuple[str, str]]().union(*(one.skipped for one in selections)),
+        omitted=tuple(sorted({sentence for one in selections for sentence in one.omitted})),
     )
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.baselines.unused import UnusedBaselines
     from pytest_gpumem.config.selection import MeasuredTest
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.devices.contract import Device
@@ -105,6 +106,7 @@ class Measuring:
     measured: Mapping[pytest.Item, MeasuredTest]
     fixtures: FixtureSetup
     ranks: OneProcess
+    unused: UnusedBaselines | None = None
     _environments: dict[str, Environment] = field(default_factory=dict, init=False)
 
     # Set-up
@@ -116,7 +118,8 @@ class Measuring:
         if measured is None:
             return (yield)
         _forget(item)
-        item.stash[_JUDGING] = judging = Judging(self.config, self.settings, self.store, item, measured, self.ranks)
+        judging = Judging(self.config, self.settings, self.store, item, measured, self.ranks, self.unused)
+        item.stash[_JUDGING] = judging
         try:
             self._begin(judging)
         except DeviceUnavailable as unavailable:
