@@ -35,6 +35,7 @@ DESELECTING = (
 
 WAYS = {
     "testpaths": (lambda project: ini(project, 'testpaths = ["tests/test_it.py"]'), LEFT.format("testpaths")),
+    "patterns": (lambda project: ini(project, 'testpaths = ["tests/*_it.py"]'), LEFT.format("testpaths")),
     "norecursedirs": (lambda project: ini(project, 'norecursedirs = ["sub"]'), LEFT.format("norecursedirs")),
     "python_files": (lambda project: ini(project, 'python_files = ["test_i*.py"]'), LEFT.format("python_files")),
     "ignore": (lambda project: ini(project, 'addopts = "--ignore=tests/sub"'), LEFT.format("--ignore of addopts")),

@@ -121,7 +121,11 @@ def setting_that_leaves_out(config: pytest.Config, file: str) -> str | None:
     root, path = config.rootpath, config.rootpath / file
     starts = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
     if not any(path.resolve().is_relative_to(start) for start in starts):
-        return "testpaths" if config.args == config.getini("testpaths") else "the paths of addopts"
+        testpaths = config.getini("testpaths")
+        if config.args_source is type(config.args_source).TESTPATHS or config.args == testpaths:
+            return "testpaths"
+        # A worker of pytest-xdist is given the paths without their source.
+        return "testpaths or paths of addopts" if testpaths and hasattr(config, "workerinput") else "paths of addopts"
     for name in ("ignore", "ignore_glob"):
         patterns = [str(config.invocation_params.dir / word) for word in getattr(config.option, name, None) or ()]
         if any(fnmatch.fnmatch(str(parent), pattern) for parent in (path, *path.parents) for pattern in patterns):
@@ -141,4 +145,6 @@ def _matches(pattern: str, path: Path) -> bool:
 
 
 def _clause(setting: str | None) -> str:
-    return f" ({setting} leaves it out)" if setting is not None else " (a conftest.py may leave it out: collect_ignore)"
+    return (
+        f" (left out by {setting})" if setting is not None else " (perhaps left out by a conftest.py: collect_ignore)"
+    )
