@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.config.command_line import PARSER
 from pytest_gpumem.config.options import (
     CONFIG_FIXTURE,
     CONFIG_MARKER,
@@ -45,6 +46,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, None, None]:
+    early_config.stash[PARSER] = parser
     # Before any conftest.py, which may import torch.
     if is_emulated(early_config):
         from pytest_gpumem.session.emulating import begin
@@ -128,6 +130,7 @@ class Collecting:
         self._config = config
         self._files: set[str] = set()
         self._not_collected: set[str] = set()
+        self._skipped: set[str] = set()
         self._collected: list[pytest.Item] = []
 
     def session(self) -> GpumemSession:
@@ -135,7 +138,8 @@ class Collecting:
         if SESSION not in self._config.stash:
             from pytest_gpumem.session.process import GpumemSession
 
-            self._config.stash[SESSION] = GpumemSession(self._config, self._files, self._not_collected)
+            files = self._files, self._not_collected, self._skipped
+            self._config.stash[SESSION] = GpumemSession(self._config, *files)
         return self._config.stash[SESSION]
 
     def pytest_report_header(self) -> list[str]:
@@ -159,6 +163,8 @@ class Collecting:
             self._files.add(report.nodeid)
         if report.failed:
             self._not_collected.add(report.nodeid)
+        if report.skipped and "::" not in report.nodeid:
+            self._skipped.add(report.nodeid)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:

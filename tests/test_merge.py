@@ -16,7 +16,7 @@ from pytest_gpumem.reports.session_report import Terms
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import TEXTS
 from tests.reports.sessions import everything
-from tests.reports.test_merging import A100, H100, measured, shard, skipped
+from tests.reports.test_merging import A100, H100, measured, of_folder, shard, skipped
 
 
 @pytest.fixture
@@ -139,6 +139,21 @@ def test_a_job_that_was_repeated_does_not_stand_for_one_that_got_lost(folder):
     assert merge("a.json", "again.json", "b.json", "c.json", "--shards", "4").exit_code == 0
     write(folder, "other.json", part("a", A100))
     assert merge("a.json", "other.json", "--shards", "2").exit_code == 0
+
+
+def test_a_folder_that_ran_twice_does_not_stand_for_one_that_got_lost(folder):
+    for name in "abc":
+        write(folder, f"{name}.json", of_folder(name))
+    write(folder, "again.json", replace(of_folder("a"), ended="2026-11-21T17:20:05Z"))
+    refused = merge("a.json", "again.json", "b.json", "--shards", "3")
+    assert refused.exit_code == 2
+    said = " ".join(refused.output.split())
+    assert (
+        "again.json ran the same tests as a.json, and 1 test with baselines on these devices is in none of the shards: "
+        "c.py::test_it; add the shard that ran them, remove what is gone with `gpumem prune`"
+    ) in said
+    assert merge("a.json", "b.json", "c.json", "--shards", "3").exit_code == 0
+    assert "1 test with baselines" in merge("a.json", "b.json", "--shards", "2").output
 
 
 def test_a_shard_whose_report_is_missing_is_found_by_their_number(halves):

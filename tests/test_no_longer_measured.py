@@ -389,3 +389,61 @@ def test_an_update_tells_why_a_test_that_has_the_fixture_measured_nothing(projec
         ]
     )
     assert project.stored() == before
+
+
+WITH_FIXTURE = "@pytest.mark.gpumem{}\ndef test_{}(gpumem):\n    gpumem.measure(lambda: torch.ones(10))\n\n\n"
+ELSEWHERE = "Not measured any more: no second device"
+
+
+@pytest.mark.parametrize("source", [MARKED, WITH_FIXTURE], ids=["marker", "fixture"])
+@pytest.mark.parametrize(
+    ("options", "strict"),
+    [
+        pytest.param([], [], id="alone"),
+        pytest.param(["-n2"], [], id="workers", marks=pytest.mark.thorough),
+        pytest.param([], ["--gpumem-strict"], id="strict"),
+    ],
+)
+def test_a_marker_that_turns_to_a_device_that_is_not_here_leaves_a_gap(
+    two_devices, monkeypatch, options, strict, source
+):
+    two_devices.write(source.format("", "other") + source.format("", "it"))
+    two_devices.run("--gpumem-update=new").assert_outcomes(passed=2)
+    two_devices.write(source.format("", "other") + source.format("(device='second')", "it"))
+    monkeypatch.setenv("NO_SECOND", "1")
+    result = two_devices.run("--gpumem-baseline", *options, *strict, separate=bool(options))
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            f"{ELSEWHERE}*",
+            "  baseline: * on cpu-*, which nothing was compared with",
+            "  accept:   gpumem prune test_it.py::test_it --gpumem-device=cpu*",
+            "gpumem: 1 gated, 1 missing",
+        ]
+    )
+    if not options:
+        assert len(accepted(two_devices, result)) == 1
+        text = "".join(two_devices.stored().values())
+        assert [name for name in ("other", "it") if f"[tests.test_{name}." in text] == ["other"]
+        assert two_devices.run("--gpumem-baseline").ret == 0
+
+
+def device_of_the_session(project):
+    return ["--gpumem-device=second"]
+
+
+def device_of_the_settings(project):
+    project.settings('[tool.gpumem]\ndevice = "second"\n')
+    return []
+
+
+@pytest.mark.parametrize("name_second", [device_of_the_session, device_of_the_settings])
+def test_settings_that_turn_to_a_device_that_is_not_here_leave_a_gap(two_devices, monkeypatch, name_second):
+    two_devices.write(MARKED.format("(device='cpu')", "other") + MARKED.format("", "it"))
+    two_devices.run("--gpumem-update=new").assert_outcomes(passed=2)
+    monkeypatch.setenv("NO_SECOND", "1")
+    result = two_devices.run("--gpumem-baseline", *name_second(two_devices), device=None)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines([f"{ELSEWHERE}*"])

@@ -41,6 +41,11 @@ def nearest_tests(keys: Iterable[Key], pattern: str) -> list[str]:
     return list(dict.fromkeys(named[name] for name in close))[:3]
 
 
+def is_of_script(key: Key) -> bool:
+    """Return whether a baseline is of `gpumem run`, and not of a test that pytest collects: ``train.py::run (loop)``."""
+    return "::" not in key.test and not key.test.startswith("test")
+
+
 def unused(
     stored: Iterable[tuple[str, Key]],
     *,

@@ -67,6 +67,10 @@ class Store:
             self._read_files(unread)
         return sorted((_slug(path), key) for path in paths for key in self._entries(path))
 
+    def files(self) -> set[str]:
+        """Return the test files that have baselines on any device. Reads no file."""
+        return set(map(_file, self._known_paths()))
+
     def change(self, entries: Mapping[Key, Baseline], gone: Iterable[tuple[str, Key]] = ()) -> str | None:
         """Write ``entries``, each to the file of its environment's device, and remove ``gone``, given as (slug, key).
 

@@ -14,7 +14,7 @@ from pytest_gpumem.timing.comparison import SLOWER_RUN, slower_machine
 from pytest_gpumem.values.operator_counts import without_places
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pytest_gpumem.values.operator_counts import Tally
     from pytest_gpumem.values.option_words import UpdateMode
@@ -63,7 +63,7 @@ def entries_to_write(
 
 
 def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
-    """Return ``earlier`` with improved metrics lowered; ``None`` if none is, or the others need another environment."""
+    """Return ``earlier`` with improved metrics lowered; ``None`` if none is, or no environment fits all of its figures."""
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
     kept = {name: value for name, value in earlier.metrics.items() if name not in better}
     here, there = entry.environment.details, earlier.environment.details
@@ -72,22 +72,48 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
         return None
     # A composition belongs to its peak, as workspaces and the peaks of all steps do.
     of_peak = entry if "peak_allocated" in better else earlier
+    of_times = entry if "step_time" in better else earlier
+    if _fit(kept, entry, earlier) and (of_times.runs is None or _same_machine(of_times, entry)):
+        environment = entry.environment
+    elif _fit(better, earlier, entry) and of_peak.workspaces == earlier.workspaces:
+        environment = earlier.environment
+    else:
+        return None
     # A metric whose absence has a meaning stays absent.
     taken = {
-        name: value for name, value in entry.metrics.items() if name in better or METRICS[name].where_absent is None
+        name: value
+        for name, value in entry.metrics.items()
+        if name in better or (METRICS[name].where_absent is None and _fit((name,), earlier, entry))
     }
     lowered = replace(
         entry,
+        environment=environment,
         metrics={**taken, **kept},
         composition=of_peak.composition,
         other_phases=of_peak.other_phases,
         workspaces=of_peak.workspaces,
+        # It says how far the reserved bytes may vary by chance.
+        unused_before=(entry if "peak_reserved" in better else earlier).unused_before,
         by_operator=_made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator),
         by_device=_lowered_by_device(earlier, entry, better),
         step_peaks=of_peak.step_peaks,
         step_peaks_by_device=of_peak.step_peaks_by_device,
     )
-    return _with_times_of(entry if "step_time" in better else earlier, lowered)
+    return _with_times_of(of_times, lowered)
+
+
+def _fit(names: Iterable[str], there: Baseline, source: Baseline) -> bool:
+    """Return whether the environment of ``there`` may stand for these figures of ``source``.
+
+    Either nothing that moves a figure differs between the two environments, or the figure is the same in both. For example,
+    a peak that AVX-512 raised and a peak from AVX2 do not fit one environment.
+    """
+    details, others = there.environment.details, source.environment.details
+    return all(
+        there.metrics.get(name) == source.metrics.get(name)
+        or all(details.get(detail) == others.get(detail) for detail in METRICS[name].details)
+        for name in names
+    )
 
 
 def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, float]) -> dict[str, dict[str, int]]:

@@ -16,7 +16,7 @@ from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes, write_report
 from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Span
-from pytest_gpumem.reports.merging import in_no_shard, merged, run_twice, several
+from pytest_gpumem.reports.merging import in_no_report, in_no_shard, merged, run_twice, several
 from pytest_gpumem.reports.terminal import failure_lines, terminal_text
 from pytest_gpumem.units import counted
 
@@ -72,7 +72,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
       gpumem merge shards/*.json --shards 4 --report whole.json --report summary.md
 
     Exit status: 0 when the whole passed, 1 when it did not, 2 for wrong input: a file that is no report, shards of different
-    commits or options, fewer or more than --shards, or, with --shards, the same shard twice while tests are in none of them.
+    commits or options, fewer or more than --shards, or, with --shards, tests that have baselines and are in none of them.
     """
     paths = files_of(reports)
     parts = [read_report(path) for path in paths]
@@ -96,7 +96,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
 
 
 def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], whole: SessionReport) -> None:
-    """Raise `InputError` unless there are so many shards, none of them twice in the place of another one."""
+    """Raise `InputError` unless there are so many shards, and they account for every baseline on their devices."""
     if whole.shards != shards:
         given = counted(whole.shards, "shard")
         raise InputError(f"there are reports of {given}, expected {shards}: {', '.join(map(str, paths))}")
@@ -106,6 +106,15 @@ def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], wh
         raise InputError(
             f"{paths[later]} ran the same tests as {paths[earlier]}, and {counted(len(idle), 'test')} ran in none of the "
             f"shards: {_named(idle)}; give each shard once, or, if this is meant, leave out --shards"
+        )
+    lost = sorted({(key.file, key.test) for _, key in in_no_report(parts)})
+    if lost:
+        again = "" if twice is None else f"{paths[twice[1]]} ran the same tests as {paths[twice[0]]}, and "
+        verb = "is" if len(lost) == 1 else "are"
+        raise InputError(
+            f"{again}{counted(len(lost), 'test')} with baselines on these devices {verb} in none of the shards: "
+            f"{_named(lost)}; add the shard that ran them, remove what is gone with `gpumem prune`, or, if this is meant, "
+            "leave out --shards"
         )
 
 

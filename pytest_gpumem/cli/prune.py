@@ -27,8 +27,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
 
     Collects the tests as pytest would with PYTEST_ARGS (paths and options such as --gpumem-store), without running them.
     Only a test file that was collected whole, or that is gone, can lose baselines; where tests are named (FILE::TEST), only
-    these can, if they are not measured. Those of devices that this machine does not have are removed only with their file:
-    their tests may be collected where the device is.
+    these can, if they are not measured, or if their device is not here. Baselines of devices that this machine does not have
+    are removed only with their file: their tests may be collected where the device is.
 
     \b
     Examples:
@@ -65,7 +65,9 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             )
         selection = session.selection
         if collected.names_tests:
-            found = [(slug, key) for slug, key in stored if f"{key.file}::{key.test}" in collected.not_measured]
+            own = [(slug, key) for slug, key in stored if f"{key.file}::{key.test}" in collected.selected]
+            idle = collected.not_measured | (session.measured_elsewhere() if own else frozenset())
+            found = [(slug, key) for slug, key in own if f"{key.file}::{key.test}" in idle]
         else:
             found = unused(stored, measured=selection.measured, whole_files=selection.files, exists=exists)
         # Which devices there are is known by loading torch, and only asked where it decides.
@@ -102,6 +104,11 @@ class _Collected:
         self.names_tests = False
         """True if the arguments name tests, and not only files and folders."""
         self._selected: list[pytest.Item] = []
+
+    @property
+    def selected(self) -> frozenset[str]:
+        """The ids of the selected tests."""
+        return frozenset(map(without_group, self._selected))
 
     @property
     def not_measured(self) -> frozenset[str]:

@@ -122,11 +122,19 @@ class Devices:
         made.routing = self._routing
         return made
 
+    def slugs(self) -> frozenset[str]:
+        """Return the slugs of the devices that this machine has."""
+        return self.slugs_of(self._factories)
+
+    def slugs_of(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the slugs of those of the devices called ``names`` that this machine has."""
+        present = set()
+        for name in names:
+            with suppress(DeviceUnavailable):
+                present.add(self.get(name).environment().slug)
+        return frozenset(present)
+
 
 def slugs_of(factories: Mapping[str, DeviceFactory], names: Iterable[str]) -> frozenset[str]:
     """Return the slugs of those of the devices called ``names`` that this machine has."""
-    devices, present = Devices(factories), set()
-    for name in names:
-        with suppress(DeviceUnavailable):
-            present.add(devices.get(name).environment().slug)
-    return frozenset(present)
+    return Devices(factories).slugs_of(names)

@@ -87,6 +87,7 @@ def _together(verdicts: Sequence[TestVerdict]) -> TestVerdict:
         verdicts=tuple(one for alike in by_name.values() for one in alike),
         unmeasured=_clauses([test.unmeasured for test in verdicts], len(verdicts)),
         missing=tuple(dict.fromkeys(name for test in verdicts for name in test.missing)),
+        missing_on=tuple(dict.fromkeys(slug for test in verdicts for slug in test.missing_on)),
     )
 
 

@@ -101,6 +101,25 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class FormerTest:
+    """A deleted test with an unused baseline: a new test may be this test under another name."""
+
+    file: str
+    test: str
+    metrics: tuple[MetricVerdict, ...] = ()
+    """The verdicts on bytes and counts against this baseline that are not `Outcome.OK`, the most important first."""
+    accept: str = ""
+    """The command that accepts the figures of the new test."""
+    prune: str = ""
+    """The command that removes the baseline, if it is that of a different test."""
+
+    @property
+    def fits(self) -> bool:
+        """True if all bytes and counts are those of the baseline, within their tolerances."""
+        return not self.metrics
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The verdict on one measurement. ``reason`` is a sentence where it could not be compared."""
 
@@ -114,6 +133,8 @@ class Verdict:
     """The changes of the peak's composition, where both sides have one."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
     """The operators of which each count that grew has more, where both sides know its operators."""
+    candidates: tuple[FormerTest, ...] = ()
+    """The unused baselines of the same step, batch and device, if it has no baseline: its test may have been renamed."""
 
     @property
     def outcome(self) -> Outcome:
@@ -207,6 +228,8 @@ class TestVerdict:
     """The text with which the gate failed it; ``None`` when it passed the gate."""
     missing: tuple[str, ...] = ()
     """The names of the measurements that it has baselines of on this device, and did not take."""
+    missing_on: tuple[str, ...] = ()
+    """The devices of these baselines, by slug, if the test was to be measured on another device, which is not here."""
     accept: str | None = None
     """The command that accepts the change for which the gate failed it; ``None`` where there is none."""
     bisect: str | None = None
@@ -243,6 +266,9 @@ class TestVerdict:
         if not self.missing:
             return None
         names = ", ".join(self.missing)
+        if self.missing_on:
+            there = ", ".join(self.missing_on)
+            return f"it has baselines on {there} ({names}) and is not measured there any more: {self.unmeasured}"
         if self.unmeasured:
             return f"it has baselines on this device ({names}) and is not measured any more: {self.unmeasured}"
         return f"it has baselines on this device of measurements that it no longer takes: {names}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from pytest_gpumem.measurement import Measurement
+    from pytest_gpumem.values.option_words import UpdateMode
 
 
 _MEASURE_AGAIN = "let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
@@ -28,6 +29,7 @@ _REGION = (
     "a region of gpumem.track() runs once and is not recorded, so no line and tensor of it is known; to see them, move its "
     "code into a function and call gpumem.measure(function)"
 )
+_DEVICE_AGAIN = "let its marker, or the settings, name the device of the baseline; or run where its own device is"
 _MARK_AGAIN = "give it @pytest.mark.gpumem or the fixture again, or name it in [tool.gpumem] mark"
 
 
@@ -51,9 +53,13 @@ def failure_text(
         if missing is None:
             return f"Not measured (required by --gpumem-strict): {unmeasured}"
         mend = _MARK_AGAIN if verdict.unmeasured == NOT_MARKED else _MEASURE_AGAIN
+        names = ", ".join(verdict.missing)
+        if verdict.missing_on:
+            mend = _DEVICE_AGAIN
+            names += f" on {', '.join(verdict.missing_on)}"
         return (
             f"Not measured any more: {unmeasured}\n\n"
-            f"  baseline: {legible(', '.join(verdict.missing))}, which nothing was compared with\n"
+            f"  baseline: {legible(names)}, which nothing was compared with\n"
             f"  mend:     {mend}" + (f"\n  accept:   {accept}" if accept else "")
         )
     if missing is not None and not verdict.verdicts:
@@ -93,7 +99,12 @@ def accept_command(
     if verdict.unmeasured or not verdict.verdicts or outcomes.isdisjoint(acceptable):
         return None
     # Times that a baseline has of another machine only "all" replaces, and it may be of one where it lacks them, too.
-    mode = "new" if outcomes <= new and not any(one.metric == "step_time" for one in metrics) else "all"
+    mode: UpdateMode = "new" if outcomes <= new and not any(one.metric == "step_time" for one in metrics) else "all"
+    return update_command(mode, words, options, rest)
+
+
+def update_command(mode: UpdateMode, words: Sequence[str], options: Sequence[str], rest: Sequence[str]) -> str:
+    """Return the command that runs a test again and writes its baselines. Arguments as for `accept_command`."""
     return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
 
 
@@ -109,9 +120,12 @@ def bisect_command(
     return " ".join(map(_quoted, ["gpumem", "bisect", "--packages", nodeid, *(["--", *options] if options else [])]))
 
 
-def prune_command(nodeid: str, options: Sequence[str]) -> str:
-    """Return the command that removes the baselines of a test that is not measured any more."""
-    return " ".join(map(_quoted, ["gpumem", "prune", nodeid, *options]))
+def prune_command(*names: str, options: Sequence[str]) -> str:
+    """Return the command that removes the baselines of tests that are gone or not measured any more.
+
+    ``names`` are ids of tests, or files; without them it looks at the whole store.
+    """
+    return " ".join(map(_quoted, ["gpumem", "prune", *names, *options]))
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:

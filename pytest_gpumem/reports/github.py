@@ -55,7 +55,7 @@ def annotation_lines(report: SessionReport, folder: str = "") -> list[str]:
         *(_of_a_test("error", row, row.why, folder) for row in failed if row.title not in told),
     ]
     warnings = [
-        *(_line("warning", "gpumem", idle) for idle in report.selection.idle_budgets),
+        *(_line("warning", "gpumem", idle) for idle in report.warnings),
         *(
             _of_a_test("warning", row, why, folder)
             for row in rows_of(report)

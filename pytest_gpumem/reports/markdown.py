@@ -134,7 +134,7 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     if why_not:
         yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in why_not))
     unused = [unused_line(report.unused)] if report.unused and report.passed else []
-    store = [*report.of_store, *report.selection.idle_budgets, *unused]
+    store = [*report.of_store, *report.warnings, *unused]
     if store:
         yield _Part(_STORE, "what became of the store", "\n".join(f"- {plain(one)}" for one in store))
     every = _all_tests(rows, units)

@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.baselines.selecting import is_of_script
 from pytest_gpumem.reports.errors import MergeError
+from pytest_gpumem.reports.renamed import with_renamings
 from pytest_gpumem.reports.results import badness
 from pytest_gpumem.reports.session_report import SessionReport, Stored
 from pytest_gpumem.values.selection import Selection
@@ -14,6 +16,7 @@ from pytest_gpumem.values.selection import Selection
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pytest_gpumem.gate.baseline import Key
     from pytest_gpumem.reports.results import TestResult
 
 _AND = "; "
@@ -37,7 +40,8 @@ def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None)
         raise MergeError("there is nothing to merge: name the JSON reports of the shards")
     called = [f"shard {number}" for number in range(1, len(reports) + 1)] if names is None else names
     _check(reports, called)
-    results = _results(result for report in reports for result in report.results)
+    selection = _selection([report.selection for report in reports])
+    results = with_renamings(_results(result for report in reports for result in report.results), selection.collected)
     ran = {(result.verdict.file, result.verdict.test) for result in results}
     return SessionReport(
         ended=max(report.ended for report in reports),
@@ -47,7 +51,7 @@ def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None)
         terms=reports[0].terms,
         results=results,
         not_run=tuple(sorted({test for report in reports for test in report.not_run} - ran)),
-        selection=_selection([report.selection for report in reports]),
+        selection=selection,
         stored=_stored([report.stored for report in reports]),
         said=tuple(sorted(line for report in reports for line in report.said)),
         errors=tuple(sorted({error for report in reports for error in report.errors})),
@@ -79,6 +83,27 @@ def several(reports: Iterable[SessionReport]) -> list[tuple[str, str]]:
 def in_no_shard(whole: SessionReport) -> list[tuple[str, str]]:
     """Return the measured tests, as (file, test), that were collected and that no shard selected, sorted."""
     return sorted(whole.selection.collected - whole.selection.measured)
+
+
+def in_no_report(reports: Sequence[SessionReport]) -> list[tuple[str, Key]]:
+    """Return the stored baselines, as (slug, key), that none of ``reports`` accounts for, sorted.
+
+    A report accounts for a baseline on one of its devices if it collected the test, or shows that the test is gone. A report
+    that measured nothing does so on all devices: its tests may have skipped themselves. Baselines of scripts
+    (``train.py::run``) are not a matter of shards.
+    """
+    left = {entry for report in reports for entry in report.stored.baselines if not is_of_script(entry[1])}
+    for report in reports:
+        slugs = {slug for slug, _ in report.stored.baselines}
+        ran = {(result.verdict.file, result.verdict.test) for result in report.results}
+        tests = report.selection.collected | ran | {*report.not_run}
+        files = report.selection.collected_files | report.stored.gone | {*report.not_collected}
+        left = {
+            (slug, key)
+            for slug, key in left
+            if (slugs and slug not in slugs) or ((key.file, key.test) not in tests and key.file not in files)
+        }
+    return sorted(left)
 
 
 def run_twice(reports: Sequence[SessionReport]) -> tuple[int, int] | None:
@@ -152,6 +177,8 @@ def _selection(selections: Sequence[Selection]) -> Selection:
         error=_clauses(one.error for one in selections),
         collected=frozenset[tuple[str, str]]().union(*(one.collected for one in selections)),
         collected_files=frozenset[str]().union(*(one.collected_files for one in selections)),
+        skipped=frozenset[tuple[str, str]]().union(*(one.skipped for one in selections)),
+        omitted=tuple(sorted({sentence for one in selections for sentence in one.omitted})),
     )
 
 

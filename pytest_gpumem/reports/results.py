@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.speed import NO_TIME
-from pytest_gpumem.gate.verdict import SKIPPED, WHY_FAILED, FailedIn, Outcome, TestVerdict
+from pytest_gpumem.gate.verdict import SKIPPED, WHY_FAILED, FailedIn, MetricVerdict, Outcome, TestVerdict
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.plain import from_plain, to_plain
 
@@ -36,6 +36,24 @@ ACCEPTED = "accepted"
 
 
 @dataclass(frozen=True, slots=True)
+class Renaming:
+    """The likely former name of a new test. Its unused baseline has the same step, batch and device."""
+
+    file: str
+    test: str
+    grown: MetricVerdict | None = None
+    """The metric that is worse than its baseline by more than the tolerance; ``None`` if none is."""
+    accept: str = ""
+    """The command that accepts the figures of the new test."""
+    prune: str = ""
+    """The command that removes the baseline, if it is that of a different test."""
+
+    @property
+    def nodeid(self) -> str:
+        return f"{self.file}::{self.test}"
+
+
+@dataclass(frozen=True, slots=True)
 class TestResult:
     """A measured test after it has run. ``passed`` tells whether all its phases did, ``failed`` whether any of them failed.
 
@@ -54,9 +72,22 @@ class TestResult:
     unwritten: bool = False
     """True if the store could not be written, for example on a full disk, and lacks what the update accepts of this test."""
 
+    renamed: Renaming | None = None
+    """Its likely former name; ``None`` if it has a baseline, or no unused baseline is like it."""
+
+    @property
+    def has_grown_renamed(self) -> bool:
+        """True if it is worse than the baseline of its former name."""
+        return self.renamed is not None and self.renamed.grown is not None
+
+    def is_held_back_by(self, update: UpdateMode | None) -> bool:
+        """Return whether a session with this update leaves it unwritten, because it has grown since it was renamed."""
+        return update == "new" and self.has_grown_renamed
+
     def is_recorded_by(self, update: UpdateMode | None) -> bool:
         """Return whether a session with this update writes what was measured as its first baselines."""
-        return self.passed and not self.unwritten and self.verdict.outcome in ACCEPTS[update] & _FIRST
+        is_written = self.passed and not self.unwritten and not self.is_held_back_by(update)
+        return is_written and self.verdict.outcome in ACCEPTS[update] & _FIRST
 
     def is_accepted_by(self, update: UpdateMode | None) -> bool:
         """Return whether a session with this update replaces the baseline by what it was compared with."""

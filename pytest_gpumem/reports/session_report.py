@@ -8,15 +8,36 @@ from typing import Annotated
 from pytest_gpumem.baselines.selecting import unused
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Key
-from pytest_gpumem.gate.verdict import SKIPPED
+from pytest_gpumem.gate.verdict import SKIPPED, MetricVerdict
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.results import TestResult, accounting, nothing_gated
+from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.units import UnitSystem, counted
 from pytest_gpumem.values.option_words import UpdateMode
 from pytest_gpumem.values.plain import Form
 from pytest_gpumem.values.selection import Selection
 
+_MOST_NAMED = 3
 STORE = "store: "
 """The beginning of each line on what became of the store."""
+
+
+def _growth(grown: MetricVerdict, units: UnitSystem) -> str:
+    """Return a clause: ``"peak allocated went from 4.2 MB to 16.8 MB (+300.0 %)"``."""
+    old, new = (shown(grown.metric, value, units) for value in (grown.baseline, grown.value))
+    return f"{METRICS[grown.metric].title} went from {old} to {new} ({change(grown, units)})"
+
+
+def _renamed_and_grown(result: TestResult, units: UnitSystem) -> str:
+    """Return a sentence on a new test, worse than the baseline of its likely former name."""
+    renamed, verdict = result.renamed, result.verdict
+    assert renamed is not None, "it was renamed"
+    assert renamed.grown is not None, "it has grown"
+    return (
+        f"{verdict.nodeid}: renamed? It has no baseline, and an unused baseline ({renamed.nodeid}) is of the same step, batch "
+        f"and device: {_growth(renamed.grown, units)}. Accept it with `{renamed.accept}`; if they are "
+        f"different tests, remove the unused baseline with `{renamed.prune}`"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +136,33 @@ class SessionReport:
         if self.others_failed:
             count = "1 test that is" if self.others_failed == 1 else f"{self.others_failed} tests that are"
             found.append(f"{count} not measured failed")
+        found += self.renamed_and_grown if self.terms.baseline and self.terms.update != "all" else []
         return (*found, *([self.nothing_gated] if self.nothing_gated is not None else self.idle_parts))
+
+    @property
+    def renamed_and_grown(self) -> list[str]:
+        """A sentence for each new test, if it is worse than the baseline of its likely former name."""
+        return [_renamed_and_grown(result, self.terms.units) for result in self.results if result.has_grown_renamed]
+
+    @property
+    def renamed_alike(self) -> str | None:
+        """A sentence on new tests as good as the baselines of their likely former names; ``None`` without such tests."""
+        alike = [
+            f"{result.verdict.nodeid} (was {result.renamed.nodeid})"
+            for result in self.results
+            if result.renamed is not None and result.renamed.grown is None
+        ]
+        if not alike:
+            return None
+        what = "1 new test has" if len(alike) == 1 else f"{len(alike)} new tests have"
+        named = ", ".join([*alike[:_MOST_NAMED], *(["..."] if len(alike) > _MOST_NAMED else [])])
+        return f"renamed? {what} figures no worse than an unused baseline of the same step, batch and device: {named}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences without effect on the exit status: on idle or narrowing settings, and on renamed tests."""
+        grown = [sentence for sentence in self.renamed_and_grown if sentence not in self.problems]
+        return [*self.selection.warnings, *grown, *([self.renamed_alike] if self.renamed_alike is not None else [])]
 
     @property
     def idle_parts(self) -> list[str]:

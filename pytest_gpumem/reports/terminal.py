@@ -182,7 +182,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
             pieces += details(measured, units)
         elif explain_all:
             pieces += compositions(measured, units, everything=everything)
-    warnings = [*report.selection.idle_budgets]
+    warnings = [*report.warnings]
     # The store's line, which a quiet session has not, says what an update writes.
     warnings += unstored_times(report) if quiet else () if verbosity > 1 else recording_notes(report.results)
     lines = [
@@ -240,7 +240,8 @@ WITHOUT_GPU = (
 def _ending(report: SessionReport) -> list[Line]:
     """Return why the session is red, and the line that counts every test."""
     nothing = [report.nothing_gated] if report.nothing_gated is not None else []
-    problems = [*report.errors, *nothing]
+    grown = [one for one in report.renamed_and_grown if one in report.problems]
+    problems = [*report.errors, *grown, *nothing]
     lines = [_line(f"gpumem: {problem}", "bad") for problem in problems]
     if any((result.verdict.unmeasured or "").startswith(NO_CUDA) for result in report.results):
         lines += map(_line, WITHOUT_GPU)

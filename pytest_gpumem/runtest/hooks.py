@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,17 +38,19 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.baselines.unused import UnusedBaselines
     from pytest_gpumem.config.selection import MeasuredTest
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import Devices
-    from pytest_gpumem.gate.verdict import FailedIn
+    from pytest_gpumem.gate.verdict import FailedIn, TestVerdict
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.runtest.fixture_setup import FixtureSetup
     from pytest_gpumem.runtest.one_process import OneProcess
 
 _RUN = pytest.StashKey["TestRun"]()
-_UNAVAILABLE = pytest.StashKey[str]()
+_NO_DEVICE = pytest.StashKey[tuple[str, "TestVerdict"]]()
+"""The reason why the device of a test is not here, and the verdict on the test."""
 _JUDGING = pytest.StashKey[Judging]()
 _VERDICT_RECORDED = "gpumem_verdict_recorded"
 """The attribute of an exception that ends a test whose verdict is recorded."""
@@ -62,7 +64,7 @@ def run_of(item: pytest.Item) -> TestRun | None:
     run = item.stash.get(_RUN, None)
     if run is not None:
         run.measures_itself = True
-    elif _UNAVAILABLE not in item.stash:
+    elif _NO_DEVICE not in item.stash:
         raise MeasuringError(
             f"{item.nodeid} got the gpumem fixture through getfixturevalue() and so was not known to be measured; "
             "add gpumem to its arguments, or @pytest.mark.gpumem"
@@ -76,10 +78,9 @@ def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
     ``why`` is a clause; without one it is that the device cannot be used.
     """
     run = item.stash.get(_RUN, None)
-    reason = item.stash[_UNAVAILABLE] if why is None else why
+    reason = item.stash[_NO_DEVICE][0] if why is None else why
     if run is None:
-        judging = item.stash[_JUDGING]
-        judging.conclude(judging.measured.not_measured(reason))
+        item.stash[_JUDGING].conclude(replace(item.stash[_NO_DEVICE][1], unmeasured=reason))
     else:
         run.judging.conclude(run.refused(reason), run.device.memory_title)
     refused = pytest.skip.Exception(f"gpumem: {reason}")
@@ -91,8 +92,8 @@ def _forget(item: pytest.Item) -> None:
     """Forget an earlier run of a test (reruns)."""
     if _RUN in item.stash:
         del item.stash[_RUN]
-    if _UNAVAILABLE in item.stash:
-        del item.stash[_UNAVAILABLE]
+    if _NO_DEVICE in item.stash:
+        del item.stash[_NO_DEVICE]
     forget_verdict(item)
 
 
@@ -107,6 +108,7 @@ class Measuring:
     measured: Mapping[pytest.Item, MeasuredTest]
     fixtures: FixtureSetup
     ranks: OneProcess
+    unused: UnusedBaselines | None = None
     _environments: dict[str, Environment] = field(default_factory=dict, init=False)
 
     # Set-up
@@ -118,13 +120,16 @@ class Measuring:
         if measured is None:
             return (yield)
         _forget(item)
-        item.stash[_JUDGING] = judging = Judging(self.config, self.settings, self.store, item, measured, self.ranks)
+        judging = Judging(self.config, self.settings, self.store, item, measured, self.ranks, self.unused)
+        item.stash[_JUDGING] = judging
         try:
             self._begin(judging)
         except DeviceUnavailable as unavailable:
-            item.stash[_UNAVAILABLE] = str(unavailable)
-            record_verdict(item, measured.not_measured(str(unavailable)))
-            if measured.has_fixture and not self.settings.strict:
+            verdict = judging.not_measured(why := str(unavailable), self.devices.slugs)
+            item.stash[_NO_DEVICE] = why, verdict
+            # It may skip itself, or fail by itself, before the gate looks for its baselines.
+            record_verdict(item, measured.not_measured(why))
+            if measured.has_fixture and not judging.failing(verdict):
                 refuse(item)
         try:
             return (yield)
@@ -254,10 +259,9 @@ class Measuring:
             item.add_report_section(when, "gpumem values", text)
 
     def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
-        verdict = measured.not_measured(item.stash[_UNAVAILABLE])
-        judging = item.stash[_JUDGING]
+        judging, (_, verdict) = item.stash[_JUDGING], item.stash[_NO_DEVICE]
         if measured.has_fixture:
-            # Only --gpumem-strict lets such a test come so far, and it fails before it begins.
+            # Only a test that the gate fails comes so far, and it fails before it begins.
             judging.conclude(verdict)
         result = yield
         judging.conclude(verdict)

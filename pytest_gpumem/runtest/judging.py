@@ -18,12 +18,13 @@ from pytest_gpumem.config.options import ARGUMENT, COMMAND, Command
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
+from pytest_gpumem.gate.renaming import candidates_of
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
 from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, Outcome, TestVerdict
 from pytest_gpumem.hookspecs import HookError, checked_tolerance
 from pytest_gpumem.metrics import METRICS, RealMetric, Tolerance
 from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.failure import accept_command, bisect_command, failure_text, prune_command
+from pytest_gpumem.reports.failure import accept_command, bisect_command, failure_text, prune_command, update_command
 from pytest_gpumem.reports.results import PROPERTY
 from pytest_gpumem.runtest.since_baseline import SinceBaselines
 from pytest_gpumem.timing.comparison import is_undecided
@@ -32,12 +33,13 @@ from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.rank import rank_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.baselines.unused import UnusedBaselines
     from pytest_gpumem.config.selection import MeasuredTest
     from pytest_gpumem.config.settings import Settings
-    from pytest_gpumem.gate.verdict import FailedIn, Verdict
+    from pytest_gpumem.gate.verdict import FailedIn, FormerTest, Verdict
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.runtest.one_process import OneProcess
 
@@ -162,11 +164,34 @@ class Judging:
     item: pytest.Item
     measured: MeasuredTest
     ranks: OneProcess
+    unused: UnusedBaselines | None = None
+    """The baselines of deleted tests. Its test may be one of them under a new name."""
 
     def judge(self, measurement: Measurement) -> Judged:
         """Return the verdict on a measurement of the test."""
         baseline = self._baseline(measurement)
-        return Judged(judge(measurement, self.measured.budget, baseline, self._tolerances), baseline)
+        verdict = judge(measurement, self.measured.budget, baseline, self._tolerances)
+        if isinstance(baseline, NoBaseline):
+            verdict = replace(verdict, candidates=self._candidates(measurement))
+        return Judged(verdict, baseline)
+
+    def _candidates(self, measurement: Measurement) -> tuple[FormerTest, ...]:
+        """Return the possible former names of the test, for a measurement without a baseline."""
+        unused = self.unused
+        if unused is None:
+            return ()
+        slug = self.settings.compared_slug(measurement.environment.slug)
+        key, baselines = self.measured.key(measurement.name), self._stored(lambda: unused.on(slug))
+        candidates = candidates_of(key, measurement, baselines, self._tolerances)
+        return tuple(
+            replace(test, accept=self._accept_all(), prune=self._prune(test.file if test.file == key.file else None))
+            for test in candidates
+        )
+
+    def _prune(self, file: str | None) -> str:
+        """Return the command by which unused baselines are removed: those of a test file, or, for a deleted file, all."""
+        names = [] if file is None else [self._path_from_here(file)]
+        return prune_command(*names, options=options_given(self.config))
 
     def verdict(self, judged: Sequence[Judged], relations: int = 0) -> TestVerdict:
         """Return the verdict on a test with these measurements and so many asserted ``relations``."""
@@ -200,6 +225,30 @@ class Judging:
             elif uncounted := _uncounted(taken[name]):
                 missing.append(f"{name} ({', '.join(uncounted)})")
         return tuple(missing)
+
+    def not_measured(self, why: str, present: Callable[[], Collection[str]]) -> TestVerdict:
+        """Return the verdict on the test if its device is absent. Its baselines on present devices are missing.
+
+        Args:
+            why: The reason, as a clause.
+            present: Returns the slugs of the present devices.
+        """
+        verdict, measured = self.measured.not_measured(why), self.measured
+        if not self._compares:
+            return verdict
+        stored = self._stored(lambda: self.store.keys(files={measured.file}))
+        baselines = [
+            (slug, key.name)
+            for slug, key in stored
+            if key.test == measured.test and rank_in(key.name) == self.ranks.rank
+        ]
+        slugs = present() if baselines else ()
+        missing = [(slug, name) for slug, name in baselines if slug in slugs]
+        return replace(
+            verdict,
+            missing=tuple(dict.fromkeys(name for _, name in missing)),
+            missing_on=tuple(dict.fromkeys(slug for slug, _ in missing)),
+        )
 
     def _stored_for(self, slug: str) -> list[Baseline | NoBaseline]:
         """Return the test's entries in the store that figures of the device called ``slug`` are compared with."""
@@ -316,8 +365,8 @@ class Judging:
             options = options_given(self.config)
             argument = self.item.stash.get(ARGUMENT, None)
             words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, argument or nodeid))
-            if verdict.unmeasured == NOT_MARKED:
-                accept: str | None = prune_command(nodeid, options)
+            if verdict.unmeasured == NOT_MARKED or verdict.missing_on:
+                accept: str | None = prune_command(nodeid, options=options)
             else:
                 # A limit without an effect fails the test whatever its baseline is.
                 accept = (
@@ -328,6 +377,14 @@ class Judging:
             text += "" if idle is None else f"\n\n{idle}"
             return replace(verdict, failure=text, accept=accept, bisect=bisect)
         return verdict if idle is None else replace(verdict, failure=idle)
+
+    def _accept_all(self) -> str:
+        """Return the command by which all figures of the test are accepted, under its new name."""
+        argument = self.item.stash.get(ARGUMENT, None) or self._path_from_here(
+            f"{self.measured.file}::{self.measured.test}"
+        )
+        words, rest = self.item.stash.get(COMMAND, None) or Command((*self.ranks.command, argument))
+        return update_command("all", words, options_given(self.config), rest)
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
         """Return which limit on times has no effect in a test that measured ``measurements``, as a sentence."""

@@ -17,11 +17,14 @@ import pytest
 
 from pytest_gpumem import __version__
 from pytest_gpumem.baselines.errors import BackendError, StoreError
+from pytest_gpumem.config.command_line import WORKER_IS_WHOLE, is_whole_run
 from pytest_gpumem.config.options import is_measured
+from pytest_gpumem.gate.verdict import SKIPPED, TestVerdict
 from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.formats import ReportFiles
 from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Screen
+from pytest_gpumem.reports.renamed import with_renamings
 from pytest_gpumem.reports.results import Results, TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.config.settings import Settings
-    from pytest_gpumem.gate.verdict import TestVerdict
 
 
 class Controller:
@@ -54,6 +56,7 @@ class Controller:
         self._selection: Selection | None = None
         self._packed: list[Callable[[], Packed]] = []
         self._complete = True
+        self._deselected = False
         self._not_collected: set[str] = set()
         self._closing: list[str] = []
         self._unused: tuple[str, ...] = ()
@@ -81,6 +84,10 @@ class Controller:
         self._packed.append(packed)
 
     @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput[WORKER_IS_WHOLE] = is_whole_run(self._config)
+
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         output = getattr(node, "workeroutput", {})
         packed = output.get("gpumem_packed")
@@ -95,7 +102,7 @@ class Controller:
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         # Other tests have no baselines.
         if any(map(is_measured, items)):
-            self._complete = False
+            self._deselected = True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -134,7 +141,10 @@ class Controller:
     def _finish(self, session: pytest.Session, ended_early: str | None = None) -> None:
         if self._config.option.collectonly:
             return
-        results = self._results.all()
+        results = self._all_results()
+        if self._settings.strict and self._selection is not None:
+            self._errors += self._selection.omitted
+            self._selection = replace(self._selection, omitted=())
         self._errors += [
             f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(why_failed(result))}"
             for result in self._results.rewritten()
@@ -151,9 +161,10 @@ class Controller:
         self._note_too_low(results)
         if self._packed:
             self._closing.append(reduce(Packed.merged, (packed() for packed in self._packed)).line())
-        if self._complete and session.testsfailed == 0 and self._selection is not None:
+        tests = self._tests_in_use()
+        if self._complete and session.testsfailed == 0 and tests is not None:
             with self._or_error():
-                self._unused = self._store.unused(results, self._selection)
+                self._unused = self._store.unused(results, tests)
         self.report = self._reported(results, ended_early)
         if session.testsfailed and self.report.passed:
             # A report is never greener than pytest: a coverage that is too low, say.
@@ -204,6 +215,24 @@ class Controller:
                 reporter.write_line("".join(span.text for span in line), red=True)
             for text in why.splitlines():
                 reporter.write_line(f"gpumem: {text}", red=True)
+
+    def _all_results(self) -> list[TestResult]:
+        """Return the results, completed by tests in skipped files, and by the likely former names of new tests."""
+        results = self._results.all()
+        skipped = self._selection.skipped if self._selection is not None else ()
+        ran = {(result.verdict.file, result.verdict.test) for result in results}
+        results += [
+            TestResult(TestVerdict(*test, unmeasured=SKIPPED), passed=False) for test in skipped if test not in ran
+        ]
+        results.sort(key=lambda result: (result.verdict.file, result.verdict.test))
+        return list(with_renamings(results, self._selection.collected if self._selection is not None else ()))
+
+    def _tests_in_use(self) -> Selection | None:
+        """Return the tests by which baselines are unused; ``None`` if another session may run the deselected tests."""
+        selection = self._selection
+        if selection is not None and is_whole_run(self._config):
+            return replace(selection, measured=selection.collected, files=selection.collected_files)
+        return None if self._deselected else selection
 
     def _check_selected(self, session: pytest.Session, results: list[TestResult]) -> None:
         if self._selection is None:
@@ -276,8 +305,8 @@ class Controller:
         return len(self._selection.measured)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        results = self._results.all()
-        idle = self._selection.idle_budgets if self._selection is not None else ()
+        results = self._all_results()
+        idle = self._selection.warnings if self._selection is not None else ()
         if not results and not self._selected() and not self._errors and not idle and not self._settings.baseline:
             return
         report = self.report or SessionReport("", __version__, selection=self._selection or Selection())

@@ -9,47 +9,35 @@ import pytest
 
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.config.selection import MeasuredTest, location_of, without_group
-from pytest_gpumem.gate.baseline import Budget, NoBaseline
+from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.runtest.judging import Judging, complete_report, forget_verdict
-from pytest_gpumem.values.rank import rank_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
+    from collections.abc import Generator, Iterable, Mapping
 
     from pytest_gpumem.baselines.store import Store
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.runtest.one_process import OneProcess
-    from pytest_gpumem.values.rank import Rank
+    from pytest_gpumem.session.store_here import StoreHere
 
 Names = tuple[str, ...]
 
 
 def no_longer_measured(
-    items: Iterable[pytest.Item], store: Store, rank: Rank | None, slug_of: Callable[[str | None], str | None]
+    items: Iterable[pytest.Item], stored: StoreHere
 ) -> dict[pytest.Item, tuple[MeasuredTest, Names]]:
-    """Return the tests among ``items`` that are not measured and have baselines here, with the names of their measurements.
-
-    A baseline is here if this session would compare with it what the test measures: on the device that its marker named when
-    it was recorded, or else on that of the session.
+    """Return the tests among ``items`` that are not measured and have baselines, with the names of their measurements.
 
     Args:
         items: The selected tests.
-        store: Of this session.
-        rank: This process's: baselines of other ranks, and of jobs of another size, are not its own.
-        slug_of: Returns with whose baselines those of a device are compared, of that of the session for ``None``; ``None``
-            where it cannot be used. It may load torch, and so is only called where such a test has baselines.
+        stored: The baselines for this session.
     """
     others = {without_group(item): item for item in items if not is_measured(item)}
     names: dict[str, list[str]] = {}
-    slug_by_device: dict[str | None, str | None] = {}
-    for slug, key in store.keys(files={nodeid.partition("::")[0] for nodeid in others}) if others else ():
-        nodeid, entry = f"{key.file}::{key.test}", store.find(key, slug)
-        if nodeid not in others or rank_in(key.name) != rank or isinstance(entry, NoBaseline):
-            continue
-        if entry.named_device not in slug_by_device:
-            slug_by_device[entry.named_device] = slug_of(entry.named_device)
-        if slug == slug_by_device[entry.named_device]:
+    for _, key in stored.keys({nodeid.partition("::")[0] for nodeid in others}):
+        nodeid = f"{key.file}::{key.test}"
+        if nodeid in others:
             names.setdefault(nodeid, []).append(key.name)
     return {others[nodeid]: (_measured(others[nodeid], nodeid), tuple(found)) for nodeid, found in names.items()}
 

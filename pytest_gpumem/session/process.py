@@ -13,7 +13,7 @@ import pytest
 from pytest_gpumem.config.errors import BudgetError, SettingsError
 from pytest_gpumem.config.marker import remember_markers
 from pytest_gpumem.config.options import OPTIONS, is_measured
-from pytest_gpumem.config.selection import MeasuredTest, idle_patterns, mark, measured_of, whole_files_of
+from pytest_gpumem.config.selection import MeasuredTest, idle_patterns, mark, measured_of, whole_files_of, without_group
 from pytest_gpumem.config.settings import check_device, settings_of
 from pytest_gpumem.config.unread import unread_settings
 from pytest_gpumem.ranks.errors import LaunchError
@@ -29,28 +29,32 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.baselines.unused import UnusedBaselines
     from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.devices.registry import DeviceFactory, Devices
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.session.controller import Controller
     from pytest_gpumem.session.rank_hooks import RankHooks
+    from pytest_gpumem.session.store_here import StoreHere
     from pytest_gpumem.session.turns import Turns
 
 
 class GpumemSession:
     """The session in one process. Raises ``pytest.UsageError`` for wrong settings or a broken store."""
 
-    def __init__(self, config: pytest.Config, files: set[str], not_collected: set[str]) -> None:
+    def __init__(self, config: pytest.Config, files: set[str], not_collected: set[str], skipped: set[str]) -> None:
         """Begin a session.
 
         Args:
             config: pytest's.
             files: The files and folders that have been collected without an error; it grows meanwhile.
             not_collected: Those that could not be collected; it grows, too.
+            skipped: Files skipped by themselves; it grows, too.
         """
         self._config = config
         self._files = files
         self._not_collected = not_collected
+        self._skipped = skipped
         self._worker = os.environ.get("PYTEST_XDIST_WORKER") if hasattr(config, "workerinput") else None
         try:
             self.settings: Settings = settings_of(config)
@@ -191,6 +195,7 @@ class GpumemSession:
             collected_files=whole_files,
         )
         missed = self._no_longer_measured(items)
+        self._look_for_left_out(everything, items)
         if not self._config.option.collectonly:
             if kept and self._wrong_launch is not None:
                 self._refuse(self._wrong_launch, items)
@@ -199,10 +204,10 @@ class GpumemSession:
             if (kept or self._gate_typed) and isinstance(self._ranks, RankSession):
                 self._join(self._ranks, items, {**kept, **{item: one for item, (one, _) in missed.items()}})
         self._register_no_longer_measured(missed)
-        if kept and not self._register_measuring(kept, items):
+        if kept and not self._register_measuring(kept, items, self._unused(everything)):
             return
         if self._worker is None:
-            if kept or self.selection.idle_budgets:
+            if kept or self.selection.warnings or self.selection.skipped:
                 self._register_controller()
             if self._controller is not None:
                 self._controller.select(self.selection)
@@ -229,11 +234,47 @@ class GpumemSession:
         from pytest_gpumem.session.no_longer_measured import no_longer_measured
 
         try:
-            return no_longer_measured(items, self.store(), self._ranks.rank, self._compared_slug)
+            return no_longer_measured(items, self._store_here())
         except (StoreError, BackendError) as error:
             # The session has read the whole store at its start, so it was changed since.
             self._refuse(str(error), items)
             return {}
+
+    def _look_for_left_out(self, everything: list[pytest.Item], items: list[pytest.Item]) -> None:
+        """Note tests with baselines, if their file skipped itself or settings leave them out."""
+        config = self._config
+        if not (self.settings.baseline or self.settings.update) or config.option.collectonly:
+            return
+        from pytest_gpumem.baselines.errors import BackendError, StoreError
+        from pytest_gpumem.config.command_line import is_whole_run, selects
+        from pytest_gpumem.session.left_out import CollectedFiles, deselected, files_left_out, tests_gone, tests_in
+
+        whole, stored, selection = is_whole_run(config), self._store_here(), self.selection
+        files = CollectedFiles(self._files, self._skipped, self._not_collected)
+        try:
+            skipped = tests_in(self._skipped, stored) if whole or not selects(config) else frozenset()
+            omitted: tuple[str, ...] = ()
+            if whole:
+                collected, selected = map(_tests, (everything, items))
+                sentence = deselected(config, collected - selected, stored)
+                omitted = files_left_out(config, files, stored) + (() if sentence is None else (sentence,))
+                omitted += () if selection.measured else tests_gone(files, collected, stored, self.root)
+        except (StoreError, BackendError) as error:
+            # The session has read the whole store at its start, so it was changed since.
+            self._refuse(str(error), items)
+            return
+        self.selection = replace(
+            selection,
+            measured=selection.measured | skipped,
+            collected=selection.collected | skipped,
+            skipped=skipped,
+            omitted=omitted,
+        )
+
+    def _store_here(self) -> StoreHere:
+        from pytest_gpumem.session.store_here import StoreHere
+
+        return StoreHere(self.store(), self._ranks.rank, self._compared_slug)
 
     def _compared_slug(self, device: str | None) -> str | None:
         """Return the slug with whose baselines a device, by default the session's, is compared; ``None`` if it is not here."""
@@ -315,6 +356,12 @@ class GpumemSession:
 
         return factories(self.settings.device, self._config.hook.pytest_gpumem_devices(config=self._config))
 
+    def measured_elsewhere(self) -> frozenset[str]:
+        """Return the ids of measured tests on devices absent from this machine."""
+        devices = {item: one.budget.device for item, one in self._measured.items()}
+        absent = {device for device in {*devices.values()} if self._compared_slug(device) is None}
+        return frozenset(without_group(item) for item, device in devices.items() if device in absent)
+
     def present_devices(self) -> frozenset[str]:
         """Return the slugs of the devices that this machine has."""
         from pytest_gpumem.devices.registry import slugs_of
@@ -322,7 +369,17 @@ class GpumemSession:
         known = self._device_factories()
         return slugs_of(known, known)
 
-    def _register_measuring(self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item]) -> bool:
+    def _unused(self, everything: list[pytest.Item]) -> UnusedBaselines:
+        from pytest_gpumem.baselines.unused import UnusedBaselines
+
+        def exists(file: str) -> bool:
+            return (self.root / file).exists()
+
+        return UnusedBaselines(self.store(), _tests(everything), self.selection.collected_files, exists)
+
+    def _register_measuring(
+        self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], unused: UnusedBaselines
+    ) -> bool:
         """Register the plugins that measure, and put ``items`` in order. Returns whether there was no error."""
         from pytest_gpumem.baselines.errors import BackendError, StoreError
         from pytest_gpumem.devices.registry import Devices
@@ -333,7 +390,9 @@ class GpumemSession:
         devices = Devices(self._device_factories(), self.settings.routing)
         fixtures = FixtureSetup(devices, self.settings.device, measured)
         self._config.pluginmanager.register(fixtures, "gpumem-fixtures")
-        measuring = Measuring(self._config, self.settings, devices, self.store(), measured, fixtures, self._ranks)
+        measuring = Measuring(
+            self._config, self.settings, devices, self.store(), measured, fixtures, self._ranks, unused
+        )
         self._config.pluginmanager.register(measuring, "gpumem-measuring")
         try:
             self._pack(measured, items, devices)
@@ -379,6 +438,11 @@ class GpumemSession:
 
             self._store = opened(self.settings)
         return self._store
+
+
+def _tests(items: list[pytest.Item]) -> frozenset[tuple[str, str]]:
+    """Return the ids of tests as (file, test)."""
+    return frozenset((file, test) for file, _, test in (without_group(item).partition("::") for item in items))
 
 
 def _distributes(config: pytest.Config) -> bool:

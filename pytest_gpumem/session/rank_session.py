@@ -120,7 +120,7 @@ class RankSession(OneProcess):
             # Its own verdict need not travel.
             plain: list[Any] = self.consensus.end_test({}, end.failure) or []
             ends = [end, *(from_plain(RankEnd, one) for one in plain[1:])]
-            whole = verdict_of_all(ends, replace(mine, verdicts=(), missing=(), relations=0))
+            whole = verdict_of_all(ends, replace(mine, verdicts=(), missing=(), missing_on=(), relations=0))
             if whole is not None and whole.failure is None:
                 whole = decide(whole)
             decision = None if whole is None else {"failure": whole.failure}

@@ -61,13 +61,15 @@ class StoreAtEnd:
             return Written([], marked, f"baselines were not written: {error}")
 
     def _write(self, results: list[TestResult], mode: UpdateMode) -> list[str]:
-        passed = [result.verdict for result in results if result.passed]
+        held_back = [result for result in results if result.passed and result.is_held_back_by(mode)]
+        passed = [result.verdict for result in results if result.passed and result not in held_back]
         reason = self.settings.reason
         source = Source(datetime.now(timezone.utc).date().isoformat(), commit_of(self.root), reason)
         changes = changes_of(self.store, mode, passed, source)
         unlocked = self.store.change(changes.entries, changes.gone) if changes.any else None
-        not_passed = len(results) - len(passed)
+        not_passed = len(results) - len(passed) - len(held_back)
         note = f"; {not_passed} not written, because the test did not pass" if not_passed else ""
+        note += f"; {len(held_back)} not written, because the test may be a renamed one that grew" if held_back else ""
         left_out = changes.times_left_out
         if left_out:
             note += f"; {len(left_out)} without {'its' if len(left_out) == 1 else 'their'} times: {left_out[0]}"

@@ -22,3 +22,12 @@ class Selection:
     """The measured tests, also those that were deselected: another shard of the session may run them."""
     collected_files: frozenset[str] = frozenset()
     """The test files that were collected whole, whatever was deselected of them."""
+    skipped: frozenset[tuple[str, str]] = frozenset()
+    """The tests with baselines in files that skipped themselves, as by ``pytest.importorskip``; among ``measured``."""
+    omitted: tuple[str, ...] = ()
+    """Sentences on tests with baselines, left out by settings alone: ``"tests/test_a.py was not collected ..."``."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences on settings without an effect, and on tests left out by settings."""
+        return (*self.idle_budgets, *self.omitted)

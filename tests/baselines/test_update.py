@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, strategies
 
 from pytest_gpumem.baselines.update import ACCEPTS, entries_to_write, times_left_out
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
@@ -160,6 +161,74 @@ def test_improving_leaves_an_entry_alone_whose_peak_another_cudnn_planned(cudnn,
     stored = replace(stored_entry(peak_allocated=GB, launches=100), environment=planned_by("9.20.0"))
     entry = written("improved", stored, environment=planned_by(cudnn), peak_allocated=GB, launches=90)
     assert (None if entry is None else entry.metrics["launches"]) == launches
+
+
+def on_cpu(**details: str) -> Environment:
+    return Environment(CPU.slug, CPU.device, {"torch": "2.13.0", "cpu_capability": "AVX2", **details})
+
+
+AVX512, NEXT_TORCH = on_cpu(cpu_capability="AVX512"), on_cpu(torch="2.14.0")
+
+
+def stored_on(environment: Environment, **metrics) -> Baseline:
+    return replace(stored_entry(**metrics), environment=environment)
+
+
+def test_improving_keeps_the_environment_of_a_peak_that_may_depend_on_it():
+    stored = stored_on(on_cpu(), peak_allocated=GB, retained=10**8)
+    entry = written("improved", stored, environment=AVX512, peak_allocated=GB + 10**8, retained=0)
+    assert (entry.environment, entry.metrics) == (on_cpu(), {"peak_allocated": GB, "retained": 0})
+
+
+def test_improving_writes_nothing_if_a_release_moved_counts_up_and_down():
+    stored = stored_on(on_cpu(), peak_allocated=GB, flops=100, operators=10)
+    assert written("improved", stored, environment=NEXT_TORCH, peak_allocated=GB, flops=90, operators=12) is None
+
+
+def test_improving_takes_the_new_environment_if_all_figures_fit_it():
+    stored = stored_on(on_cpu(), peak_allocated=GB, flops=100, operators=10)
+    entry = written("improved", stored, environment=NEXT_TORCH, peak_allocated=GB, flops=90, operators=10)
+    assert (entry.environment, entry.metrics["flops"]) == (NEXT_TORCH, 90)
+
+
+def test_improving_in_the_old_environment_adds_no_count_from_another_release():
+    stored = stored_on(on_cpu(), peak_allocated=GB, retained=10**8, flops=100)
+    entry = written("improved", stored, environment=NEXT_TORCH, peak_allocated=GB, retained=0, flops=101, syncs=3)
+    assert (entry.environment, entry.metrics) == (on_cpu(), {"peak_allocated": GB, "retained": 0, "flops": 100})
+
+
+def test_improving_the_peak_keeps_the_room_recorded_with_reserved_bytes():
+    then = Measurement("call", Workload("call"), CPU, {"peak_allocated": GB, "peak_reserved": GB}, unused_before=0)
+    room = 60 * 2**20
+    now = replace(then, metrics={"peak_allocated": GB // 2, "peak_reserved": GB + room // 2}, unused_before=room)
+    stored = baseline_of(then, "2026-11-02", "old1234")
+    assert judged(now, stored)[0].of("peak_reserved").outcome is Outcome.OK
+    entry = update("improved", stored, now)
+    assert entry.unused_before == 0
+    assert judged(now, entry)[0].of("peak_reserved").outcome is Outcome.OK
+
+
+FIGURES = {"peak_allocated": (10**8, GB, GB + 10**8), "retained": (0, 10**8), "flops": (90, 100), "operators": (9, 10)}
+ANY_FIGURES = strategies.fixed_dictionaries({name: strategies.sampled_from(values) for name, values in FIGURES.items()})
+
+
+@given(
+    stored=ANY_FIGURES,
+    now=ANY_FIGURES,
+    torch=strategies.sampled_from(["2.13.0", "2.14.0"]),
+    capability=strategies.sampled_from(["AVX2", "AVX512"]),
+    mode=strategies.sampled_from(UPDATE_MODES),
+)
+def test_no_update_turns_unchanged_code_red(stored, now, torch, capability, mode):
+    entry = stored_on(on_cpu(), **stored)
+    measurement = Measurement(
+        "call", Workload("call"), on_cpu(torch=torch, cpu_capability=capability), {**now, "syncs": 2}
+    )
+    updated = update(mode, entry, measurement)
+    if updated is not None:
+        red = {one.metric for one in judged(measurement, entry)[0].metrics if one.outcome is Outcome.REGRESSED}
+        still = {one.metric for one in judged(measurement, updated)[0].metrics if one.outcome is Outcome.REGRESSED}
+        assert still <= red
 
 
 # Metrics that a stored entry lacks
@@ -382,9 +451,10 @@ def test_a_step_that_is_not_faster_is_left_alone_where_improvements_are_wanted(s
     assert (entry.runs, entry.metrics) == (stored.runs, {"peak_allocated": GB // 2, "step_time": 1.0})
 
 
-def test_an_improvement_on_another_machine_does_not_take_its_times_along():
+def test_an_improvement_on_another_machine_keeps_the_times_and_their_machine():
     entry = written_times("improved", timed_entry(1.0), 1.0, machine=EPYC, peak_allocated=GB // 2)
-    assert (entry.environment, entry.runs, entry.metrics) == (EPYC, None, {"peak_allocated": GB // 2})
+    assert (entry.environment, entry.runs) == (XEON, Runs((1.0,)))
+    assert entry.metrics == {"peak_allocated": GB // 2, "step_time": 1.0}
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0])

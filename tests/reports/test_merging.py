@@ -14,7 +14,7 @@ from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.json_report import from_json, to_json
 from pytest_gpumem.reports.matrix import matrices
-from pytest_gpumem.reports.merging import in_no_shard, merged, run_twice, several
+from pytest_gpumem.reports.merging import in_no_report, in_no_shard, merged, run_twice, several
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.view import measured_in
@@ -264,6 +264,45 @@ def test_tests_that_every_shard_left_to_the_others_are_found():
 
     assert in_no_shard(merged([part("test_a"), part("test_b")])) == [("a.py", "test_c")]
     assert in_no_shard(merged([part("test_a"), part("test_b"), part("test_c")])) == []
+
+
+def of_folder(name: str, device: Environment = H100, *, skips: bool = False) -> SessionReport:
+    """A shard that ran the only test of ``name``, and so knows the baselines on its device; if it ``skips``, of none."""
+    test = (f"{name}.py", "test_it")
+    keys = tuple((device.slug, Key(f"{one}.py", "test_it", "call")) for one in "abc")
+    if skips:
+        return shard(skipped(test))
+    return shard(measured(test=test, device=device), stored=Stored(keys))
+
+
+def test_baselines_that_no_report_accounts_for_are_found_by_device():
+    a, b, c = map(of_folder, "abc")
+    assert in_no_report([a, a, b]) == [("h100", Key("c.py", "test_it", "call"))]
+    assert in_no_report([a, b, c]) == in_no_report([a, b, of_folder("c", skips=True)]) == []
+    on_both = [a, b, c, *(of_folder(name, A100) for name in "ab")]
+    assert in_no_report(on_both) == [("a100", Key("c.py", "test_it", "call"))]
+    assert in_no_report([merged([a, b]), c]) == in_no_report([merged([a, c]), merged([b])]) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"not_run": (("c.py", "test_it"),)},
+        {"selection": Selection(collected=frozenset({("c.py", "test_it")}))},
+        {"selection": Selection(collected_files=frozenset({"c.py"}))},
+        {"not_collected": ("c.py",)},
+    ],
+    ids=["not finished", "deselected", "gone from its file", "not collected"],
+)
+def test_a_baseline_is_accounted_for_however_its_test_ended(changes):
+    assert in_no_report([of_folder("a"), of_folder("b"), replace(of_folder("b"), **changes)]) == []
+
+
+def test_a_file_that_is_gone_and_a_script_are_left_by_no_shard():
+    a, b = map(of_folder, "ab")
+    assert in_no_report([a, b, shard(stored=replace(a.stored, gone=frozenset({"c.py"})))]) == []
+    script = Stored((("h100", Key("train.py", "run", "loop")),))
+    assert in_no_report([shard(measured(), stored=script)]) == []
 
 
 def test_a_budget_that_holds_a_test_of_one_shard_is_not_idle():

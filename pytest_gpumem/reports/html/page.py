@@ -163,7 +163,7 @@ def page_of(report: SessionReport) -> Page:
         ranks=rank_cells(peaks_by_rank(report.results), units),
         matrices=tuple(_matrix(title, rows, units) for title, rows in matrices(report.results).items()),
         environments=_environments(report),
-        notes=(*report.selection.idle_budgets, *report.of_measuring, *recording_notes(report.results)),
+        notes=(*report.warnings, *report.of_measuring, *recording_notes(report.results)),
     )
 
 

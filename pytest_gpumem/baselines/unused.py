@@ -1,0 +1,40 @@
+"""The baselines whose tests are gone, as far as a collection shows that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baselines.selecting import unused
+from pytest_gpumem.gate.baseline import Baseline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from pytest_gpumem.baselines.store import Store
+    from pytest_gpumem.gate.baseline import Key
+
+
+@dataclass(eq=False, repr=False)
+class UnusedBaselines:
+    """Baselines in a store whose tests are gone. The store is read when a device is first asked for."""
+
+    store: Store
+    tests: Collection[tuple[str, str]]
+    """The tests that were collected, measured or not, as (file, test)."""
+    whole_files: Collection[str]
+    """The test files that were collected whole."""
+    exists: Callable[[str], bool]
+    """Returns whether there is a test file."""
+    _by_slug: dict[str, list[tuple[Key, Baseline]]] = field(default_factory=dict, init=False)
+
+    def on(self, slug: str) -> list[tuple[Key, Baseline]]:
+        """Return those of the device called ``slug``. Raises `StoreError` and `BackendError`."""
+        if slug not in self._by_slug:
+            files = {file for file in self.store.files() if file in self.whole_files or not self.exists(file)}
+            gone = unused(
+                self.store.keys(slug, files), measured=self.tests, whole_files=self.whole_files, exists=self.exists
+            )
+            entries = ((key, self.store.find(key, slug)) for _, key in gone)
+            self._by_slug[slug] = [(key, entry) for key, entry in entries if isinstance(entry, Baseline)]
+        return self._by_slug[slug]

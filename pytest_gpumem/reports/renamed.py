@@ -1,0 +1,105 @@
+"""Renamed tests: each new test is paired with the unused baseline that it most likely left behind. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.gate.renaming import likeness
+from pytest_gpumem.gate.verdict import FormerTest, Outcome
+from pytest_gpumem.reports.results import Renaming, TestResult
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+Test = tuple[str, str]
+"""A test as (file, test)."""
+_Candidates = Mapping[int, Mapping[Test, FormerTest]]
+"""The possible former names of new tests, by the number of the new test."""
+
+
+def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -> tuple[TestResult, ...]:
+    """Return ``results``, in which each new test has its likely former name.
+
+    Figures decide first, so an unchanged test never looks worse under a new name. The remaining tests are paired by names: they
+    were renamed and changed. A file is left alone if some of its tests did not run, because a missing test may be the renamed
+    one.
+
+    Args:
+        results: The results, on any devices.
+        collected: All collected measured tests, as (file, test).
+    """
+    everything = [replace(result, renamed=None) for result in results]
+    ran = {(result.verdict.file, result.verdict.test) for result in everything}
+    partial = {file for file, _ in {*collected} - ran}
+    by_device: dict[str, dict[int, TestResult]] = {}
+    for number, result in enumerate(everything):
+        slug = _slug(result)
+        if slug is not None and result.verdict.file not in partial:
+            by_device.setdefault(slug, {})[number] = result
+    renamed: dict[int, Renaming] = {}
+    for alike in by_device.values():
+        candidates = {number: _candidates(result) for number, result in alike.items()}
+        names = {number: result.verdict.test for number, result in alike.items()}
+        for number, old in _paired(names, candidates).items():
+            candidate = candidates[number][old]
+            grown = [one for one in candidate.metrics if one.outcome is Outcome.REGRESSED]
+            renamed[number] = Renaming(*old, grown[0] if grown else None, candidate.accept, candidate.prune)
+    return tuple(replace(result, renamed=renamed.get(number)) for number, result in enumerate(everything))
+
+
+def _slug(result: TestResult) -> str | None:
+    """Return the device of a new test; ``None`` if no unused baseline is like it, or it was not measured."""
+    verdicts = () if result.verdict.unmeasured else result.verdict.verdicts
+    return verdicts[0].measurement.environment.slug if any(one.candidates for one in verdicts) else None
+
+
+def _candidates(result: TestResult) -> dict[Test, FormerTest]:
+    """Return its possible former names, each with the metrics of all measurements that do not fit."""
+    candidates: dict[Test, FormerTest] = {}
+    for candidate in (each for verdict in result.verdict.verdicts for each in verdict.candidates):
+        key = (candidate.file, candidate.test)
+        metrics = (*candidates[key].metrics, *candidate.metrics) if key in candidates else candidate.metrics
+        by_importance = sorted(metrics, key=lambda metric: -metric.outcome.importance)
+        candidates[key] = replace(candidate, metrics=tuple(by_importance))
+    return candidates
+
+
+def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test]:
+    """Return an old test for each new test: as many fitting pairs as possible, then the pairs with the nearest names."""
+    pairs: dict[int, Test] = {}
+    for new in candidates:
+        _place(new, pairs, candidates)
+    taken = {*pairs.values()}
+    left = [
+        (-likeness(old[1], names[new]), old, new)
+        for new in candidates.keys() - pairs.keys()
+        for old in candidates[new].keys() - taken
+    ]
+    for _, old, new in sorted(left):
+        if old not in taken and new not in pairs:
+            pairs[new] = old
+            taken.add(old)
+    return pairs
+
+
+def _place(new: int, pairs: dict[int, Test], candidates: _Candidates) -> None:
+    """Pair ``new`` with a fitting old test; other pairs may move to free it (an augmenting path of a bipartite matching)."""
+    owners = {old: owner for owner, old in pairs.items()}
+    reached: dict[Test, int] = {}
+    waiting = [new]
+    for current in waiting:
+        for old, candidate in candidates[current].items():
+            if not candidate.fits or old in reached:
+                continue
+            reached[old] = current
+            if old in owners:
+                waiting.append(owners[old])
+                continue
+            mover, free = current, old
+            while mover != new:
+                pairs[mover], free = free, pairs[mover]
+                mover = reached[free]
+            pairs[new] = free
+            return
