@@ -30,6 +30,7 @@ from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.kept_report import keep
+from pytest_gpumem.session.left_out import skipped_files
 from pytest_gpumem.session.packing import Packed
 from pytest_gpumem.session.store_at_end import StoreAtEnd
 from pytest_gpumem.session.told_once import tell_causes_once
@@ -143,7 +144,7 @@ class Controller:
             return
         results = self._all_results()
         if self._settings.strict and self._selection is not None:
-            self._errors += self._selection.omitted
+            self._errors += [*self._selection.omitted, *skipped_files(self._selection.skipped)]
             self._selection = replace(self._selection, omitted=())
         self._errors += [
             f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(why_failed(result))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -79,6 +80,20 @@ def tests_gone(files: CollectedFiles, tests: Collection[Test], stored: StoreHere
         exists=lambda file: (root / file).exists(),
     )
     return (unused_line(baselines),) if baselines else ()
+
+
+def skipped_files(tests: Collection[Test]) -> tuple[str, ...]:
+    """Return a sentence for each file that skipped itself, which strict mode takes for an error.
+
+    Args:
+        tests: The tests with baselines in such files.
+    """
+    numbers = Counter(file for file, _ in tests)
+    return tuple(
+        f"{file} skipped itself, and {'1 test in it has' if number == 1 else f'{number} tests in it have'} baselines here: let "
+        "it run, or delete its file from the store"
+        for file, number in sorted(numbers.items())
+    )
 
 
 def deselected(config: pytest.Config, tests: Collection[Test], stored: StoreHere) -> str | None:
