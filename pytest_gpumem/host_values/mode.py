@@ -213,7 +213,8 @@ class HostValues(TorchDispatchMode):
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = operator_of(func)
-        if self._kernel is not None or (torch.is_inference_mode_enabled() and (operator.view or operator.reads)):
+        is_whole = torch.is_inference_mode_enabled() and (operator.view or operator.reads)
+        if is_whole or self._kernel is not None or operator.name == "to":
             # These leave operators whole that are made of others, and what those read would not be seen.
             self._read_by(operator, args, named)
             with self:
