@@ -47,7 +47,7 @@ LIBRARIES = (
         re.compile("cublas(?!Lt)"),
         15,
         ("cublas.c",),
-        re.compile(r"cublas([SDCZ](gemm|gemv|dot|trsm|getrf|getrs|geqrf)|S?[gG]emm|DotEx)"),
+        re.compile(r"cublas([SDCZ](gemm|gemv|dot|trsm)|S?[gG]emm|DotEx)"),
         why=_INSTEAD,
     ),
     Library(

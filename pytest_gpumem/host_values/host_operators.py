@@ -26,7 +26,7 @@ token, one-hot, has so many."""
 BIGGEST_COPY = 1 << 20
 """The limit in ``native/memory.c``: a larger copy leaves zeros."""
 
-_INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 """Operators that ask for the positions at which a boolean index is true: those are seen (`NativeReads.positions`)."""
 _READ_BEFORE = frozenset({"_ctc_loss", "_use_cudnn_ctc_loss"})
 """Operators whose reads are noted where they are called from (`watched_methods`)."""
@@ -43,7 +43,7 @@ _READ_SECOND = _OF_MASKS | frozenset({"tensor_split", "_pack_padded_sequence", "
 """Operators that read only the second of their arguments."""
 _IN_PLACE = frozenset({"set_", *(f"_nested_tensor_{what}" for what in ("size", "strides", "storage_offsets"))})
 """Operators that return memory that was there, and whose schemas do not say so."""
-_CALLS_READERS = _OF_MASKS | frozenset({"isin"})
+_CALLS_READERS = _OF_MASKS | frozenset({"isin", "segment_reduce", "_padded_dense_to_jagged_forward"})
 """Operators whose kernels call others that read, on which their results or the memory that they take depends."""
 _MADE_OF_NOTHING = frozenset(
     {
@@ -98,6 +98,8 @@ class Operator:
         """Return the tensors whose values the host reads in a call."""
         if not self.reads or (self.name == "repeat_interleave" and named.get("output_size") is not None):
             return []
+        if self.name == "_coalesce":
+            return parts_of(args[0])[:1]  # its indices
         return tensors_among(args[1:2] if self.name in _READ_SECOND else (*args, *named.values()))
 
 
@@ -124,7 +126,7 @@ def operator_of(func: Any) -> Operator:
         writes_if=next((at for at, one in enumerate(names) if one in _TRAINS), None) if statistics else None,
         collective=namespace.strip("_").startswith("c10d"),
         overwrites=name in _MADE_OF_NOTHING,
-        reads=name not in _INDEXED | _READ_BEFORE
+        reads=name not in INDEXED | _READ_BEFORE
         and (bool(reads) or not _READ_UNTAGGED.isdisjoint((name, f"{name}.{overload}"))),
         calls_readers=name in _CALLS_READERS and not overload.startswith("Scalar"),
         only_tensors=()
@@ -167,6 +169,22 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return a tensor, or the tensors that a sparse one is made of."""
     return [tensor] if has_storage(tensor) else [*sparse_parts(tensor)]
+
+
+def sparse_key(tensors: list[torch.Tensor]) -> str | None:
+    """Return the dispatch key of an operator's kernel for sparse tensors; ``None`` if no operand is sparse."""
+    layouts = {tensor.layout for tensor in tensors if not tensor.is_nested} - {torch.strided}
+    if not layouts:
+        return None
+    kind = "Sparse" if layouts == {torch.sparse_coo} else "SparseCsr"
+    return kind + ("CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU")
+
+
+def coalesced_on_host(indices: torch.Tensor, values: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+    """Return a sparse tensor of the host whose indices are distinct; its values are 0 if none are given."""
+    if values is None:
+        values, shape = torch.zeros(indices.shape[1]), shape[: len(indices)]
+    return torch.sparse_coo_tensor(on_host(indices), on_host(values), shape).coalesce()
 
 
 def covers_its_storage(tensor: torch.Tensor) -> bool:

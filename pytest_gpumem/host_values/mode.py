@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import local
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from pytest_gpumem.host_values.exclusions import Choices, Exclusions
 from pytest_gpumem.host_values.host_operators import (
     BIGGEST_COPY,
     Operator,
+    coalesced_on_host,
     compute,
     covers_its_storage,
     drawing_as,
@@ -34,6 +36,7 @@ from pytest_gpumem.host_values.host_operators import (
     on_the_same_memory,
     operator_of,
     parts_of,
+    sparse_key,
     tensors_among,
 )
 from pytest_gpumem.host_values.lent_memory import LentMemory
@@ -75,6 +78,8 @@ _READ = {
     "unique_dim_consecutive": "unique_consecutive reads values",
 }
 """Clauses for operators that read values; the others are told by their names."""
+_COUNTED = frozenset({"nonzero", "_coalesce"})
+"""Operators whose kernel runs on the GPU's memory and is told how many elements the result has."""
 _NUMBERS = frozenset({"_local_scalar_dense", "item", "is_nonzero"})
 """Operators that read a single number."""
 _SCALED = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_non_finite_check_and_unscale_"})
@@ -127,6 +132,14 @@ class _Call:
         by_place = dict(zip((one.name for one in arguments), self.args, strict=False))
         return {one.name: one.default_value for one in arguments} | by_place | self.named
 
+    def has_numbers_for_tensors(self) -> bool:
+        """Return whether numbers take the place of tensors, for example 2 in ``x * 2``. A kernel refuses them."""
+        arguments = self.func._schema.arguments  # noqa: SLF001 -- as in `operator_of`
+        return any(
+            isinstance(value, (int, float, complex)) and str(argument.type) == "Tensor"
+            for argument, value in zip(arguments, self.args, strict=False)
+        )
+
     def changed(self) -> list[torch.Tensor]:
         """Return the tensors that it writes to."""
         operator, args, named = self.operator, self.args, self.named
@@ -135,6 +148,21 @@ class _Call:
         written = [args[at] for at in operator.written if at < len(args)]
         changed = tensors_among((*written, *(named[name] for name in operator.written_names if name in named)))
         return [tensor for tensor in changed if tensor is not args[1]] if operator.name in _SCALED else changed
+
+
+class _Answer(local):
+    """The answer to each read by C++ in this thread while a kernel asks how many elements its result has."""
+
+    number: int | None = None
+
+    @contextmanager
+    def of(self, number: int) -> Iterator[None]:
+        """Answer with this number."""
+        outer, self.number = self.number, number
+        try:
+            yield
+        finally:
+            self.number = outer
 
 
 class HostValues(TorchDispatchMode):
@@ -165,10 +193,9 @@ class HostValues(TorchDispatchMode):
         """The number of uncomputed values that were read."""
         self.is_watched = False
         """True if a method that reads runs, which notes what it reads."""
-        self.running = ""
-        """The operator that runs on the GPU."""
-        self._in_kernel = False
-        """True if a kernel runs whose operators are seen."""
+        self.answer = _Answer()
+        self._kernel: Operator | None = None
+        """The operator whose kernel runs, if the operators that it calls are seen."""
         self._made_of_unknown = False
         """True if `torch.tensor` is making a tensor of others, which are not all known."""
 
@@ -205,7 +232,8 @@ class HostValues(TorchDispatchMode):
         if any(isinstance(args[at], (int, float, complex)) for at in operator.only_tensors if at < len(args)):
             # A script's constant: torch gives a mode the number that the tensor was made of.
             args = tuple(torch.as_tensor(one) if at in operator.only_tensors else one for at, one in enumerate(args))
-        if (self._in_kernel or torch.is_inference_mode_enabled()) and (operator.view or operator.reads):
+        is_whole = torch.is_inference_mode_enabled() and (operator.view or operator.reads)
+        if is_whole or self._kernel is not None or operator.name == "to":
             # These leave operators whole that are made of others, and what those read would not be seen.
             self._read_by(operator, args, named)
             with self:
@@ -226,12 +254,13 @@ class HostValues(TorchDispatchMode):
         if read:
             if operator.name == "_local_scalar_dense":
                 return self._read_number(call, known)
-            if operator.name == "nonzero" and call.on_gpu:
-                return call.run()  # by way of `NativeReads.positions`
+            if operator.name in _COUNTED and call.on_gpu:  # `nonzero` runs by way of `NativeReads.positions`
+                return self._coalesce(call) if operator.name == "_coalesce" else call.run()
             is_whole = all(map(has_storage, call.tensors)) and not operator.calls_readers
             if is_whole and any(tensor.is_cuda for tensor in read):
                 routing = self._routing_among(read)
-                return self._moved(func(*on_host(args), **on_host(named)), call.on_gpu[0].device, routing)
+                given = self._repeatable((args, named))
+                return self._moved(func(*on_host(given[0]), **on_host(given[1])), call.on_gpu[0].device, routing)
             known = self._knows(read)  # what it makes on the host is of these
         if is_hosts:
             return self._run_on_host(call, known)
@@ -274,16 +303,29 @@ class HostValues(TorchDispatchMode):
                 continue  # it is noted where it is read
             # Floats that are read one by one are followed further.
             if self.is_unknown(tensor) and not (operator.name in _NUMBERS and not is_exact(tensor)):
-                self.reads.invalid(_READ.get(operator.name) or f"{operator.name.strip('_')} reads values")
+                reader = operator if self._kernel is None else self._kernel
+                self.reads.invalid(_READ.get(reader.name) or f"{reader.name.strip('_')} reads values")
                 break
             self._note_routing(self._routing_of(tensor))
         return read
+
+    def _repeatable(self, given: Any) -> Any:
+        """Return arguments with zeros in place of unknown values, because their memory holds what an earlier tensor left."""
+        if isinstance(given, torch.Tensor):
+            if not given.is_cuda or not self.is_unknown(given) or (is_exact(given) and is_small((given,))):
+                return given
+            return torch.zeros((), dtype=given.dtype).expand(given.shape)
+        if isinstance(given, dict):
+            return {name: self._repeatable(value) for name, value in given.items()}
+        return type(given)(map(self._repeatable, given)) if type(given) in (list, tuple) else given
 
     def _determines(self, call: _Call) -> bool:
         """Return whether all that an operator is given is known."""
         operator, tensors = call.operator, call.tensors
         given = tensors[1:] if operator.overwrites and tensors and tensors[0] is call.args[0] else tensors
         known = self._knows(given)
+        if not given and self._kernel is not None and not self._kernel.calls_readers:
+            known = False  # a sparse tensor's kernel writes to zeros that it makes, and no operator shows that
         if operator.name == "isin":
             # A token is none of those that end a text, also where it is chosen by an assumption.
             known = (known and self._routing_among(given) is None) or self.exclusions.decide(*call.args[:2])
@@ -302,9 +344,7 @@ class HostValues(TorchDispatchMode):
         if operator.name == "linalg_eig":  # asks by itself whether its input is finite, and says that it is not
             raise RuntimeError(NO_EIGENVALUES)
         room = args[0].untyped_storage().nbytes() if operator.name == "resize_" else None
-        self.running = operator.name
-        result = self._run_kernel(call, "cuda")
-        self.running = ""
+        result = self._run_kernel(call, "CUDA")
         made = tensors_among((result,))
         is_reshaped = room is not None and args[0].untyped_storage().nbytes() == room  # on the same bytes
         # `torch.export` makes tensors without memory beneath this mode.
@@ -315,6 +355,7 @@ class HostValues(TorchDispatchMode):
             return result and known if operator.calls_readers else result
         changed = call.changed()
         outcome = [tensor for tensor in (*made, *changed) if is_ordinary(type(tensor)) and has_storage(tensor)]
+        self._clear_unwritten(made if len(outcome) < len(made) + len(changed) else ())
         # That a token is none of those that end a text follows from what cannot be chosen, and not from what was.
         routing = None if operator.name == "isin" else self._routing_among(call.tensors)
         is_filled = known and self._is_filled(operator, outcome)
@@ -369,14 +410,48 @@ class HostValues(TorchDispatchMode):
         return self.choosing.routing is not None and operator.name in MAKE_ZEROS and is_small(outcome, routed=True)
 
     def _run_kernel(self, call: _Call, device_type: str) -> Any:
-        if not call.operator.calls_readers:
+        """Run an operator, and see those that its kernel calls if values may depend on what these read."""
+        key = device_type if call.operator.calls_readers else None
+        for tensor in call.tensors if device_type == "CUDA" else ():
+            if tensor.layout is not torch.strided:
+                key = sparse_key(call.tensors)
+        if key is None or self._kernel is call.operator or call.has_numbers_for_tensors():
             return call.run()
-        outer, self._in_kernel = self._in_kernel, True
+        outer, self._kernel = self._kernel, call.operator
         try:
             with self:
-                return run_kernel(call.func, device_type, call.args, call.named)
+                return run_kernel(call.func, key, call.args, call.named)
         finally:
-            self._in_kernel = outer
+            self._kernel = outer
+
+    def _clear_unwritten(self, made: Iterable[torch.Tensor]) -> None:
+        """Clear the indices of new sparse tensors that nothing has written: on the host they would point anywhere."""
+        for tensor in made:
+            if tensor.is_cuda and is_ordinary(type(tensor)) and not has_storage(tensor):
+                for part in filter(self.is_unknown, parts_of(tensor)):
+                    self._note(part, False)
+
+    def _coalesce(self, call: _Call) -> Any:
+        """Run ``coalesce`` with the true number of distinct indices, or with the number of all if they are unknown.
+
+        Example: the indices 0, 2, 2 are known. The kernel reads that two are distinct, and the result holds 0 and 2.
+        """
+        given = call.args[0]
+        indices, values = parts_of(given)
+        if self.is_unknown(indices):
+            with self.answer.of(len(values)):
+                result = call.run()
+            self._clear_unwritten([result])
+            return result
+        known = not self.is_unknown(values) and is_small((indices, values))
+        distinct = coalesced_on_host(indices, values if known else None, given.shape)
+        with self.answer.of(parts_of(distinct)[0].shape[1]):
+            result = call.run()
+        for part, true, is_known in zip(parts_of(result), parts_of(distinct), (True, known), strict=True):
+            if is_known:
+                on_the_same_memory(part).copy_(true)
+            self._note(part, is_known and part.nbytes <= BIGGEST_COPY)
+        return result
 
     @staticmethod
     def _compute(call: _Call, known: bool, result: Any, outcome: list[torch.Tensor], routing: Routing | None) -> bool:
@@ -398,7 +473,7 @@ class HostValues(TorchDispatchMode):
     def _run_on_host(self, call: _Call, known: bool) -> Any:
         """Run an operator of the host, whose result is known as far as what it is given."""
         operator, args = call.operator, call.args
-        result = self._run_kernel(call, "cpu")
+        result = self._run_kernel(call, "CPU")
         made = tensors_among((result,))
         changed = call.changed()
         constant, of_floats = None, False
@@ -433,6 +508,8 @@ class HostValues(TorchDispatchMode):
                     self._note_on_host(args[0], known, of_floats=not self._made_of_unknown)
             elif self._unknown is None or self._unknown.cdata != StorageWeakRef(storage).cdata:
                 self._note(args[0], known and storage.nbytes() <= BIGGEST_COPY)
+        if args[0].layout is torch.sparse_coo and args[0].is_cuda:  # `transpose` copies the indices
+            return self._run_kernel(_Call(func, operator, args, named, [args[0]]), "CUDA")
         return func(*args, **named)
 
     def _communicate(self, call: _Call) -> Any:
@@ -535,7 +612,8 @@ class HostValues(TorchDispatchMode):
             within = unwrapped(tensor)
             if within is not tensor:
                 return is_ordinary(type(within)) and self.is_unknown(within)
-            return tensor.is_cuda
+            parts = parts_of(tensor)
+            return any(map(self.is_unknown, parts)) if parts else tensor.is_cuda
         where = tensor.untyped_storage().data_ptr()
         if tensor.is_cuda:
             known = self._known.get(where)

@@ -150,12 +150,12 @@ def reduced_with_attribute(
     return _rebuild_from_type_v2, (rebuild, kind, arguments, {name: value})
 
 
-def run_kernel(operator: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator's kernel for a device past the modes: those see the operators that the kernel calls.
+def run_kernel(operator: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator's kernel past the modes: those see the operators that the kernel calls.
 
     Args:
         operator: An operator of ``torch.ops``, one overload of it.
-        device_type: ``cpu`` or ``cuda``.
+        key: The dispatch key that names the kernel: ``CPU``, ``CUDA``, ``SparseCUDA``, ``SparseCsrCUDA``, or the like.
         args: What the operator is given.
         kwargs: What it is given by name.
 
@@ -164,9 +164,7 @@ def run_kernel(operator: Any, device_type: str, args: tuple[Any, ...], kwargs: d
     """
     from torch._C import DispatchKey, DispatchKeySet
 
-    return operator.redispatch(
-        DispatchKeySet(DispatchKey.CUDA if device_type == "cuda" else DispatchKey.CPU), *args, **kwargs
-    )
+    return operator.redispatch(DispatchKeySet(getattr(DispatchKey, key)), *args, **kwargs)
 
 
 def is_higher_order(operator: object) -> bool:

@@ -431,7 +431,7 @@ print(tuple(out.shape), seen())
 
 def test_sparse_and_nested_tensors_run_and_what_reads_their_values_is_told(on_gpu):
     source = """
-i, v = torch.tensor([[0, 2], [1, 0]]).cuda(), torch.ones(2).cuda()
+i, v = torch.tensor([[0, 2, 0], [1, 0, 1]]).cuda(), torch.ones(3).cuda()
 coo = torch.sparse_coo_tensor(i, v, (3, 3))
 coo * 2, coo.to_dense(), coo._indices(), coo.cpu(), coo.is_coalesced(), str(coo.shape)
 csr = torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), (2, 2))
@@ -439,7 +439,8 @@ csr.cuda().values(), torch.ones(4).to_mkldnn().to_dense()
 torch.nested.nested_tensor([torch.ones(2).cuda(), torch.ones(3).cuda()]) * 2
 (torch.nested.nested_tensor([torch.ones(2).cuda(), torch.ones(3).cuda()], layout=torch.jagged) * 2).sum()
 print(seen())
-coo.coalesce()
+print(coo.coalesce().indices().tolist(), coo.coalesce().values().tolist(), seen())
+torch.sparse_coo_tensor(torch.randn(1000, 1000, device="cuda").argsort()[:2], torch.ones(1000).cuda(), (1000, 1000)).coalesce()
 print(seen())
 embedding = torch.nn.Embedding(1000, 64, sparse=True).cuda()
 optimizer = torch.optim.SparseAdam(embedding.parameters())
@@ -448,11 +449,119 @@ print(embedding.weight.grad.is_sparse, embedding.weight.grad._values().shape, se
 optimizer.step()
 print(seen())
 """
-    plain, coalesced, trained, stepped = on_gpu(SEEN + source).splitlines()
+    plain, distinct, coalesced, trained, stepped = on_gpu(SEEN + source).splitlines()
     assert plain == "None"
+    assert distinct == "[[0, 2], [1, 0]] [2.0, 1.0] None"
     assert coalesced.startswith("coalesce reads values")
     assert trained == "True torch.Size([8, 64]) None"
     assert stepped.startswith("coalesce reads values")
+
+
+AFTER_ANOTHER = """
+def left_by_another(value):
+    for dtype in (torch.int64, torch.int32):
+        blocks = [torch.full((1 << 16,), value, dtype=dtype, device="cuda") for _ in range(16)]
+        del blocks
+def peak(call):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    try:
+        call()
+    except RuntimeError as error:
+        print(type(error).__name__, end=" ")
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+def edges(indices):
+    return torch.sparse_coo_tensor(indices, torch.ones(indices.shape[1]).cuda(), (1000, 1000))
+known = torch.tensor([[0, 2, 0, 7, 5], [1, 0, 1, 7, 5]]).cuda()
+scores = torch.randn(1000, 1000, device="cuda")
+"""
+TOLD_IN_KERNELS = {
+    "torch.sparse.softmax(edges(known), 1)": "sparse_softmax reads values",
+    "torch.sparse.softmax(edges(scores.argsort()[:2]), 1)": "sparse_softmax reads values",
+    "edges(scores.argsort()[:2]).sum(0)": "sum reads values",
+    "torch.sparse.sum(edges(scores.argsort()[:2]), 0).norm()": "sparse_sum reads values",
+    "edges(scores.argsort()[:2]).index_select(0, known[0])": "index_select reads values",
+    "torch.mode(scores.expand(5, 1000, 1000).reshape(1000, 5000))": "mode reads values",
+    "torch.ops.aten._padded_dense_to_jagged_forward(scores[:4, :, None], [scores.argmax(1)[:5]])": "padded_dense_to_jagged_forward reads values",
+    "scores.unique()": "unique reads values",
+    "torch.nested.nested_tensor([scores[:2], scores[:3]]) @ torch.nested.nested_tensor([scores, scores])": "matmul reads values",
+}
+
+
+def test_what_kernels_read_of_unknown_memory_is_told_and_peaks_repeat(on_gpu):
+    source = f"""
+for expression in {[*TOLD_IN_KERNELS]!r}:
+    eval(expression) if "mode" not in expression else None  # what is there from the first time on
+    for value in (0, 3, 500):
+        left_by_another(value)
+        seen()
+        print([peak(lambda: eval(expression)), seen()], flush=True)
+"""
+    lines = on_gpu(SEEN + AFTER_ANOTHER + source).splitlines()
+    for at, said in enumerate(TOLD_IN_KERNELS.values()):
+        first, *others = lines[3 * at : 3 * at + 3]
+        assert said in first
+        assert others == [first] * 2
+
+
+TRUE_IN_KERNELS = (
+    "edges(known).coalesce()",
+    "torch.sparse.sum(edges(known), 0)",
+    "edges(known).sum(0)",
+    "edges(known).abs()",
+    "edges(known).sqrt()",
+    "edges(known).pow(2)",
+    "edges(known).relu()",
+    "edges(known).t().coalesce()",
+    "(edges(known) * edges(known)).coalesce()",
+    "edges(known).to_sparse_csr()",
+    "torch.eye(5).to_sparse_csr().cuda().sum(0, keepdim=True)",
+    "torch.segment_reduce(torch.ones(10).cuda(), 'sum', lengths=torch.tensor([3, 3, 4]).cuda())",
+    "torch.ops.aten._padded_dense_to_jagged_forward(torch.ones(3, 5, 4).cuda(), [torch.tensor([0, 2, 3, 8]).cuda()])",
+)
+
+
+def test_sparse_operators_of_known_indices_have_as_many_elements_as_on_the_cpu(on_gpu):
+    source = f"""
+import warnings
+warnings.simplefilter("ignore")
+def elements(made):
+    return tuple(made.shape), made._nnz() if made.layout is not torch.strided else made.numel()
+for expression in {TRUE_IN_KERNELS!r}:
+    left_by_another(3)
+    made = elements(eval(expression))
+    with torch.device("cpu"):
+        names = {{**globals(), "known": known.cpu()}}
+        source = expression.replace(".cuda()", "")
+        names["edges"] = lambda indices: torch.sparse_coo_tensor(indices, torch.ones(5), (1000, 1000))
+        true = elements(eval(source, names))
+    print([made == true, seen()] if made == true else [expression, made, true, seen()])
+"""
+    assert on_gpu(SEEN + AFTER_ANOTHER + source).splitlines() == ["[True, None]"] * len(TRUE_IN_KERNELS)
+
+
+UNHARMED = (
+    "torch.linalg.inv(scores[:512].view(-1, 8, 8))",
+    "torch.linalg.solve(scores[:512].view(-1, 8, 8), scores[:512].view(-1, 8, 8))",
+    "torch.linalg.lu_factor(scores[:512].view(-1, 8, 8))",
+    "torch.geqrf(scores[:512].view(-1, 8, 8))",
+    "scores.masked_fill(scores > 0, scores.mean())",
+    "torch.linspace(scores[0, 0], scores[0, 1], 5)",
+    "scores.histc()",
+    "torch.normal(scores, scores.abs())",
+    "torch.nn.functional.embedding(scores.argsort()[:2], scores.clone(), max_norm=1.0)",
+    "torch._foreach_copy_([torch.empty(1000, 1000)], [scores])",
+)
+
+
+def test_reads_that_no_memory_depends_on_are_not_told(on_gpu):
+    source = f"""
+for expression in {UNHARMED!r}:
+    left_by_another(3)
+    eval(expression)
+    print(seen())
+"""
+    assert on_gpu(SEEN + AFTER_ANOTHER + source).splitlines() == ["None"] * len(UNHARMED)
 
 
 def test_a_gradient_scaler_takes_gradients_as_finite(on_gpu):

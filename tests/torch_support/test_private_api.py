@@ -579,7 +579,7 @@ def test_the_operators_that_a_kernel_calls_are_seen_by_the_modes():
             return func(*args, **kwargs or {})
 
     with Mode():
-        found = run_kernel(torch.ops.aten.isin.Tensor_Tensor, "cpu", (torch.arange(100), torch.arange(60)), {})
+        found = run_kernel(torch.ops.aten.isin.Tensor_Tensor, "CPU", (torch.arange(100), torch.arange(60)), {})
     assert found.sum() == 60
     assert "isin" not in seen
     assert any("unique" in name for name in seen)

@@ -1,5 +1,8 @@
 /* cuBLAS: handles and settings. Its computations are made by the builder: launched, and not run. */
 #include <stdlib.h>
+#include <string.h>
+
+#include "emulated.h"
 
 typedef struct { int math, pointers; void *stream; } Handle;
 
@@ -16,3 +19,23 @@ int cublasSetSmCountTarget(Handle *handle, int count) { return 0; }
 int cublasGetVersion_v2(Handle *handle, int *version) { *version = CUDA_VERSION / 1000 * 10000; return 0; }
 const char *cublasGetStatusString(int status) { return status ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_SUCCESS"; }
 const char *cublasGetStatusName(int status) { return cublasGetStatusString(status); }
+
+/* Decompositions of several matrices. Each caller reads `info`, which is 0 if all is well: the host's, but that of getrf. */
+#define BATCHED(T) \
+    int cublas##T##getrfBatched(Handle *handle, int n, void *all, int lda, int *pivots, int *info, int count) { \
+        gpumem_launched("cublas" #T "getrfBatched"); \
+        if (info) memset(info, 0, count * sizeof *info); \
+        return 0; \
+    } \
+    int cublas##T##getrsBatched(Handle *handle, int transposed, int n, int columns, const void *all, int lda, \
+                                const int *pivots, void *right, int ldb, int *info, int count) { \
+        gpumem_launched("cublas" #T "getrsBatched"); \
+        *info = 0; \
+        return 0; \
+    } \
+    int cublas##T##geqrfBatched(Handle *handle, int m, int n, void *all, int lda, void *scales, int *info, int count) { \
+        gpumem_launched("cublas" #T "geqrfBatched"); \
+        *info = 0; \
+        return 0; \
+    }
+BATCHED(S) BATCHED(D) BATCHED(C) BATCHED(Z)

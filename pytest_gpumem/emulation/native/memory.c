@@ -73,28 +73,33 @@ static void wipe(void *at, size_t bytes) {
     memset((void *)last, 0, end - last);
 }
 
-/* Asked of each number that C++ reads: a copy to its stack, or to pinned memory, of at most as many bytes as two numbers have.
-   1 where `to` was written in place of the copy. */
-static int (*asked_of_reads)(void *to, const void *from, size_t bytes);
-void gpumem_ask_of_reads(int (*ask)(void *, const void *, size_t)) { asked_of_reads = ask; }
+/* Asked of each copy that C++ makes of a device's memory to the host's, up to the size of real copies: 1 if `to` was written in
+   place of the copy. Numbers are copied to the stack or to pinned memory, and have at most as many bytes as two have. */
+static int (*asked_of_reads)(void *to, const void *from, size_t bytes, int is_number);
+void gpumem_ask_of_reads(int (*ask)(void *, const void *, size_t, int)) { asked_of_reads = ask; }
 static int is_read(const void *to, const void *from, size_t bytes) {
     static const size_t NUMBERS = 16, FRAMES = 1 << 16;
-    if (!bytes || bytes > NUMBERS || !asked_of_reads) return 0;
-    uintptr_t here = (uintptr_t)__builtin_frame_address(0), there = (uintptr_t)to;
-    if (!(there > here && there - here < FRAMES) && gpumem_device_of(to, -2) != -1) return 0;
-    return gpumem_device_of(from, -2) >= 0 && asked_of_reads((void *)to, from, bytes);
+    if (!bytes || bytes > REAL_BYTES || !asked_of_reads || gpumem_device_of(from, -2) < 0) return 0;
+    int there = gpumem_device_of(to, -2);
+    if (there >= 0 || (there == -1 && bytes > NUMBERS)) return 0;
+    uintptr_t here = (uintptr_t)__builtin_frame_address(0);
+    int on_stack = (uintptr_t)to > here && (uintptr_t)to - here < FRAMES;
+    return asked_of_reads((void *)to, from, bytes, there == -1 || on_stack);
 }
 
-static int copy(void *to, const void *from, size_t bytes) {
+enum { DEVICE_TO_HOST = 2, DEVICE_TO_DEVICE };
+static int copy(void *to, const void *from, size_t bytes, int kind) {
+    /* C++ has computed the address from a number that no kernel has written. */
+    if (bytes && kind == DEVICE_TO_HOST && gpumem_device_of(from, -2) < 0) return gpumem_fail(INVALID_VALUE);
     if (is_read(to, from, bytes)) return SUCCESS;
     if (bytes > REAL_BYTES && is_ours(to)) wipe(to, bytes);
     else if (bytes) memmove(to, from, bytes);
     return SUCCESS;
 }
-int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) { return copy(to, from, bytes); }
-int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) { return copy(to, from, bytes); }
+int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) { return copy(to, from, bytes, kind); }
+int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) { return copy(to, from, bytes, kind); }
 int cudaMemcpyPeerAsync(void *to, int there, const void *from, int here, size_t bytes, void *stream) {
-    return copy(to, from, bytes);
+    return copy(to, from, bytes, DEVICE_TO_DEVICE);
 }
 int cudaMemcpy2DAsync(
     void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height, int kind, void *stream
