@@ -102,6 +102,14 @@ def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
     return replace(timeline, lifetimes=_with_leftovers(timeline.lifetimes, own_bytes))
 
 
+def tensors_of_allocations(source: Timeline, target: Timeline) -> tuple[str, ...]:
+    """Return dtype and shape of each allocation of ``source``, in order; nothing if ``target`` allocates other sizes."""
+    blocks, others = ([block for block in one.lifetimes if block.allocated >= 0] for one in (source, target))
+    if [block.nbytes for block in blocks] != [block.nbytes for block in others]:
+        return ()
+    return tuple(block.tensor for block in blocks)
+
+
 def _with_leftovers(lifetimes: tuple[Lifetime, ...], own_bytes: int) -> tuple[Lifetime, ...]:
     """Match older blocks without an owner with blocks of the same size that this step leaves behind.
 
@@ -204,6 +212,7 @@ class _Reader:
         self._paths: dict[tuple[str, str], str] = {}
         """The module in which forward reached a line, for code that is recomputed outside of any module's call."""
         self._calls = GraphCalls(trace.marks)
+        self._tensors = iter(trace.tensors)
 
     def read(self) -> Timeline:
         trace = self._trace
@@ -281,6 +290,7 @@ class _Reader:
             in_optimizer=around.in_optimizer,
             recomputed=around.recomputed,
             mark=mark,
+            tensor=next(self._tensors, ""),
         )
 
     def _is_phase(self, opened: tuple[int, Open]) -> bool:

@@ -20,7 +20,7 @@ from pytest_gpumem.explain.compose import (
 )
 from pytest_gpumem.explain.cycles import collect_cycles
 from pytest_gpumem.explain.holders import holders_of
-from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
+from pytest_gpumem.explain.lifetimes import Timeline, tensors_of_allocations, timeline_of
 from pytest_gpumem.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
 from pytest_gpumem.torch_support.private_api import compiled_graphs
@@ -110,6 +110,13 @@ class Recorded:
     left: Left = field(default_factory=Left)
     holders: tuple[str, ...] = ()
     """Attributes, variables and elements of containers that keep the tensors that it left."""
+    kept_by_profiler: int = 0
+    """Bytes that the step freed and the profiler kept alive until it was deleted, so that peak and lifetimes are wrong."""
+
+    def with_tensors_of(self, other: Recorded) -> Recorded:
+        """Return the same recording with the dtypes and shapes that ``other`` saw, if both made the same allocations."""
+        trace = replace(self.trace, tensors=tensors_of_allocations(other.timeline, self.timeline))
+        return replace(self, trace=trace, timeline=timeline_of(trace, self.own_bytes))
 
     def with_what_was_left(self) -> Recorded:
         """Return the same recording with the blocks that an earlier run left as the step's own."""
@@ -158,9 +165,10 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
     """
     closest: Recorded | None = None
     levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
+    recorder = SubjectRecorder(device, sites, subject)
     for level in (*levels[:1] * expected.steps, *levels[1:]):
         graphs = compiled_graphs()
-        done = record(device, sites, subject, level)
+        done = recorder.at(level)
         if device.consensus.any(done.error is not None):
             if level == levels[-1] and done.error is not None and closest is None:
                 raise done.error
@@ -191,17 +199,43 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
 
 def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:
     """Record ``subject`` until memory runs out again, and return the composition of that moment; ``None`` if it does not."""
-    done = record(device, sites, subject, "phases" if subject.compiled else "calls")
+    done = SubjectRecorder(device, sites, subject).at("phases" if subject.compiled else "calls")
     if done.error is None or not is_out_of_memory(done.error):
         return None
     peak = composition_at(done.timeline, _moment_of_failure(done), done.own_bytes)
     return Explanation(peak, asked=asked_for(done.error)), done
 
 
-def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Recorded:
+class SubjectRecorder:
+    """Records a subject at one level after another, as its memory is without the recording.
+
+    The tensors that operators take tell dtypes and shapes, and their recording may keep memory alive (`profiled`). Then the
+    subject is recorded once more without them, and so are the levels that follow. Dtypes and shapes come from the first
+    recording.
+    """
+
+    def __init__(self, device: Device, sites: Sites, subject: Subject) -> None:
+        self._device = device
+        self._sites = sites
+        self._subject = subject
+        self._with_operands: Recorded | None = None
+        """The recording whose profile kept memory alive."""
+
+    def at(self, level: Level) -> Recorded:
+        """Run the subject once, or twice where the profile of the first run keeps memory alive, and return its recording."""
+        if self._with_operands is None:
+            done = record(self._device, self._sites, self._subject, level)
+            if not self._device.consensus.any(done.kept_by_profiler > 0):
+                return done
+            self._with_operands = done
+        done = record(self._device, self._sites, self._subject, level, operands=False)
+        return done.with_tensors_of(self._with_operands)
+
+
+def record(device: Device, sites: Sites, subject: Subject, level: Level, *, operands: bool = True) -> Recorded:
     """Run ``subject`` once and record it. Its exceptions are kept in the result, except Ctrl-C and the like.
 
-    Python's cyclic collector has to be off, as in the steps that were measured.
+    Python's cyclic collector has to be off, as in the steps that were measured. ``operands`` are those of `Device.recorded`.
     """
     subject.prepare()
     if subject.once:
@@ -222,7 +256,7 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
     cycles: tuple[str, ...] = ()
     result: object = None
     # The measured run has shown its warnings already.
-    with warnings.catch_warnings(), device.recorded(tokens):
+    with warnings.catch_warnings(), device.recorded(tokens, operands=operands) as profiles:
         warnings.simplefilter("ignore")
         subject.register(tracker.owners)
         tracker.snapshot()
@@ -246,6 +280,9 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
             with tracker.mark(Mark("rest", "result")):
                 result = None
                 gc.collect()
+    live = device.live()
+    profiles.clear()
+    kept_by_profiler = live - device.live()
     device.restore_workspaces()
     trace = Trace(
         tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results
@@ -255,7 +292,18 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
     with suppress(Exception):
         # Names of holders are beside the explanation, and must not cost it.
         holders = () if error is not None else holders_of({block.address for block in left_by(timeline)})
-    return Recorded(trace, timeline, own_bytes, cycles, error, level, tracker.failed_in, left, holders)
+    return Recorded(
+        trace,
+        timeline,
+        own_bytes,
+        cycles,
+        error,
+        level,
+        tracker.failed_in,
+        left,
+        holders,
+        kept_by_profiler,
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

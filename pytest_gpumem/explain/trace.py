@@ -64,6 +64,8 @@ class Trace:
     own: frozenset[int] = frozenset()
     results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
     """The tensors that each call returned, by the index of its mark: operators have only those that they take."""
+    tensors: tuple[str, ...] = ()
+    """Dtype and shape of each allocation in their order (``float32[8, 256]``), if another recording saw them; else empty."""
 
 
 class GraphCalls:

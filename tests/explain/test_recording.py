@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +25,11 @@ from pytest_gpumem.values.events import Open
 from tests.explain.conftest import opened
 from tests.explain.recorder import Phases, Recorder
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 unhurried = settings(deadline=None)
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 LEVELS = ["calls", "modules", "phases"]
 HUGE = 1 << 50
 """Bytes that no machine has, nor room for their addresses."""
@@ -126,7 +132,27 @@ def images() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
 
 
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2 + 1).square()
+
+
+def called(function: Callable[..., object], *inputs: torch.Tensor) -> Step:
+    def step() -> None:
+        function(*inputs)
+
+    return {"step": step}, inputs
+
+
+HELD_BY_THE_PROFILER = {
+    "vmap": lambda: called(torch.vmap(doubled), torch.ones(64, 128)),
+    "vmap within vmap": lambda: called(torch.vmap(torch.vmap(doubled)), torch.ones(64, 128)),
+    "gradient of a function": lambda: called(torch.func.grad(lambda x: doubled(x).sum()), torch.ones(64, 128)),
+    "sparse CSR": lambda: called(lambda x: (x.to_sparse_csr() * 2) * 3, torch.ones(64, 128)),
+}
+"""Steps with tensors within tensors, which the profiler keeps alive until it is deleted."""
+
 STEPS = {
+    **HELD_BY_THE_PROFILER,
     "mlp with Adam": lambda: training(mlp(), torch.randn(16, 64), optimizer=torch.optim.AdamW),
     "convolution and batch norm": lambda: training(images(), torch.randn(4, 3, 16, 16)),
     "encoder layer": lambda: training(encoder_layer(), torch.randn(4, 64, 32)),
@@ -247,6 +273,42 @@ def test_a_step_that_only_ever_allocates_otherwise_is_explained_by_the_closest_l
 def test_a_step_that_holds_nothing_and_allocates_nothing_has_an_empty_composition(recorder):
     explanation, _ = recorder.explain({"step": lambda: None})
     assert explanation.peak == Composition(0, ())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", HELD_BY_THE_PROFILER)
+def test_what_only_the_profiler_kept_is_freed_with_it(recorder, name, level):
+    phases, held = HELD_BY_THE_PROFILER[name]()
+    expected, live = recorder.measured(phases, held), recorder.device.live()
+    done = recorder.record(phases, held, level)
+    assert done.kept_by_profiler > 0
+    assert recorder.device.live() == live
+    # A later step may have its blocks at the same addresses.
+    assert recorder.measured(phases, held) == expected
+
+
+def test_a_step_under_vmap_has_the_rows_of_the_same_step_without(recorder):
+    x = torch.ones(64, 128)
+    plain, _ = recorder.explain(*called(doubled, x))
+    mapped, _ = recorder.explain(*called(torch.vmap(doubled), x))
+    line = doubled.__code__.co_firstlineno + 1
+    rows = [row for row in mapped.peak.rows if row.operator in ("mul", "add") and row.nbytes > 8]
+    assert [(row.site, row.tensor) for row in rows] == [(f"test_recording.py:{line}", "float32[64, 128]")] * 2
+    assert set(rows) <= set(plain.peak.rows)
+
+
+def test_each_level_after_a_profile_kept_memory_takes_one_run(recorder):
+    runs: list[None] = []
+
+    def step() -> None:
+        runs.append(None)
+        torch.vmap(doubled)(torch.ones(64, 128))
+
+    actual = recorder.measured({"step": step})
+    runs.clear()
+    expected = Expected(actual.peak + 1, actual.turnover)
+    explain(recorder.device, recorder.sites, recorder.subject({"step": step}), expected)
+    assert len(runs) == 1 + len(LEVELS)
 
 
 # What it is made of
