@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -28,6 +29,7 @@ from pytest_gpumem.torch_support.tracebacks import clear_frames
 from pytest_gpumem.units import format_bytes, parse_size
 from pytest_gpumem.values.composition import Explanation
 from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open
+from pytest_gpumem.values.module_calls import KindsOfSteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.values.events import Token
 
+DIFFERING_STEPS = 6
+"""Steps that are recorded at least if they differ: enough to see what happens every second to sixth time."""
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 _GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
@@ -58,7 +62,7 @@ class Expected:
     keeps: bool = False
     """True if a step is wanted that keeps bytes, where not each one need do so."""
     steps: int = 1
-    """The number of steps that are recorded until one of them is as measured: more than one where they differ."""
+    """The most steps that are recorded until one of them is as measured: more than one where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,10 @@ class Recorded:
         trace = replace(self.trace, tensors=tensors_of_allocations(other.timeline, self.timeline))
         return replace(self, trace=trace, timeline=timeline_of(trace, self.own_bytes))
 
+    def with_calls_of(self, kinds: KindsOfSteps) -> Recorded:
+        """Return the same recording with the module calls of all kinds of steps."""
+        return replace(self, timeline=replace(self.timeline, no_grad=kinds.no_grad, no_backward=kinds.no_backward))
+
     def with_what_was_left(self) -> Recorded:
         """Return the same recording with the blocks that an earlier run left as the step's own."""
         trace = replace(self.trace, own=self.trace.own | (self.left.addresses & self.trace.before.keys()))
@@ -144,6 +152,11 @@ class Recorded:
         return self.own_bytes + self.timeline.peak_bytes
 
     @property
+    def operators(self) -> int:
+        """Number of operators that were recorded."""
+        return sum(isinstance(token, Open) and token.kind == "operator" for token in self.trace.tokens)
+
+    @property
     def turnover(self) -> int:
         """Bytes that the step allocated in all."""
         ended = self.timeline.step_ended
@@ -159,42 +172,89 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
 
     Marks can change the step: modules that look for a `TorchFunctionMode` take another path under one, and compiled code is
     compiled anew. Then it is recorded again with fewer marks, until it allocates and peaks as it did when it was measured. If
-    it never does, the most detailed recording with the same peak is used, or the one with the closest peak and a note. Of steps
-    that differ, as many are recorded as were looked at: the one with the highest peak may come again. Raises what ``subject``
-    raises without marks, too. On several ranks it is recorded as often on all, as they decide (`Device.consensus`).
+    it never does, the most detailed recording with the same peak is used, or the one with the closest peak and a note.
+
+    Steps that differ are recorded until the one with the highest peak comes again, at least `DIFFERING_STEPS` and at most as
+    many as were looked at. Of several with this peak the one with the most operators is used, and calls of modules are those of
+    all kinds of steps: a validation in every fifth step tells which modules it calls with grad mode off.
+
+    Raises what ``subject`` raises without marks, too. On several ranks it is recorded as often on all, as they decide
+    (`Device.consensus`).
     """
-    closest: Recorded | None = None
     levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
-    recorder = SubjectRecorder(device, sites, subject)
+    recorder, recordings = SubjectRecorder(device, sites, subject), _Recordings(expected)
     for level in (*levels[:1] * expected.steps, *levels[1:]):
         graphs = compiled_graphs()
         done = recorder.at(level)
         if device.consensus.any(done.error is not None):
-            if level == levels[-1] and done.error is not None and closest is None:
+            if recordings.matching is not None:
+                break  # a loop that has ended
+            if level == levels[-1] and done.error is not None and recordings.closest is None:
                 raise done.error
             continue
-        if done.left.nbytes and not done.is_as(expected):
-            wider = done.with_what_was_left()
-            done = wider if wider.is_as(expected) else done
-        if expected.own is not None:
-            done = done.without_later_growth(expected.own)
-        if device.consensus.all(done.is_as(expected) and compiled_graphs() == graphs):
-            return _explained(done), done
-        # Of equal ones the first, which has the most detail.
-        if closest is None or abs(done.peak - expected.peak) < abs(closest.peak - expected.peak):
-            closest = done
-    assert closest is not None, "an error of the last level is raised"
-    explanation = _explained(closest)
-    if closest.peak != expected.peak:
-        note = f"the recorded run needed {closest.peak} bytes, the measured one {expected.peak}"
-        if expected.steps > 1:
-            note = (
-                f"this is a step that needed {format_bytes(closest.peak)}: the one that needed {format_bytes(expected.peak)} "
-                f"has not come again in {expected.steps} more; to see what grew, let batches come again within so many steps, "
-                "or measure the largest by itself"
-            )
-        explanation = replace(explanation, peak=replace(explanation.peak, notes=(note,)))
-    return explanation, closest
+        done = _as_expected(done, expected)
+        recordings.add(done, matches=device.consensus.all(done.is_as(expected) and compiled_graphs() == graphs))
+        if recordings.suffice:
+            break
+    return recordings.explained()
+
+
+def _as_expected(done: Recorded, expected: Expected) -> Recorded:
+    """Return a recording with what earlier runs left as the measured step had it."""
+    if done.left.nbytes and not done.is_as(expected):
+        wider = done.with_what_was_left()
+        done = wider if wider.is_as(expected) else done
+    return done if expected.own is None else done.without_later_growth(expected.own)
+
+
+class _Recordings:
+    """Recordings of one subject, of which one is explained."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self._number = 0
+        self._kinds: defaultdict[Level, KindsOfSteps] = defaultdict(KindsOfSteps)
+        self.closest: Recorded | None = None
+        """The recording with the closest peak. Of equal ones the first, which has the most detail."""
+        self.matching: Recorded | None = None
+        """The recording as it was measured. Of several the one with the most operators."""
+
+    def add(self, done: Recorded, *, matches: bool) -> None:
+        """Add a recording that did not fail; ``matches`` says whether it is as the step was measured."""
+        self._number += 1
+        self._kinds[done.level].add(done.timeline.no_grad, done.timeline.no_backward)
+        if matches and (self.matching is None or done.operators > self.matching.operators):
+            self.matching = done
+        if self.closest is None or self._distance(done) < self._distance(self.closest):
+            self.closest = done
+
+    @property
+    def suffice(self) -> bool:
+        """True if there is one as measured, and enough of steps that differ."""
+        return self.matching is not None and self._number >= min(self._expected.steps, DIFFERING_STEPS)
+
+    def explained(self) -> tuple[Explanation, Recorded]:
+        """Return the explanation of the best recording, and the recording."""
+        best = self.matching or self.closest
+        assert best is not None, "an error of the last level is raised"
+        best = best.with_calls_of(self._kinds[best.level])
+        explanation = _explained(best)
+        if best.peak == self._expected.peak:
+            return explanation, best
+        return replace(explanation, peak=replace(explanation.peak, notes=(self._note(best),))), best
+
+    def _distance(self, done: Recorded) -> int:
+        return abs(done.peak - self._expected.peak)
+
+    def _note(self, best: Recorded) -> str:
+        expected = self._expected
+        if expected.steps == 1:
+            return f"the recorded run needed {best.peak} bytes, the measured one {expected.peak}"
+        return (
+            f"this is a step that needed {format_bytes(best.peak)}: the one that needed {format_bytes(expected.peak)} "
+            f"has not come again in {expected.steps} more; to see what grew, let batches come again within so many steps, "
+            "or measure the largest by itself"
+        )
 
 
 def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:

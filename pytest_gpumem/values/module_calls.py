@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -48,6 +49,44 @@ def counted(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
     for path, holds in calls:
         these, total = found.get(path, (0, 0))
         found[path] = Calls(these + holds, total + 1)
+    return found
+
+
+class KindsOfSteps:
+    """Module calls of the kinds of steps in a row: steps in which as large shares of each module's calls are alike.
+
+    Ten training steps and two validations of a model are two kinds. They have one training step and one validation, so their
+    numbers of calls do not depend on how many steps of each kind came by.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[object, tuple[ModuleCalls, ModuleCalls]] = {}
+
+    def add(self, no_grad: ModuleCalls, no_backward: ModuleCalls) -> None:
+        """Add the calls of a step: those with grad mode off, and those that backward did not come to."""
+        self._kinds.setdefault((_shares(no_grad), _shares(no_backward)), (no_grad, no_backward))
+
+    @property
+    def no_grad(self) -> ModuleCalls:
+        """Calls with grad mode off, and all."""
+        return _together(no_grad for no_grad, _ in self._kinds.values())
+
+    @property
+    def no_backward(self) -> ModuleCalls:
+        """Calls that backward did not come to, and all that made a part of the graph."""
+        return _together(no_backward for _, no_backward in self._kinds.values())
+
+
+def _shares(calls: ModuleCalls) -> frozenset[tuple[str, Fraction]]:
+    return frozenset((path, Fraction(these, total)) for path, (these, total) in calls.items())
+
+
+def _together(steps: Iterable[ModuleCalls]) -> ModuleCalls:
+    found: ModuleCalls = {}
+    for step in steps:
+        for path, calls in step.items():
+            before = found.get(path, Calls(0, 0))
+            found[path] = Calls(before.these + calls.these, before.total + calls.total)
     return found
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem.explain.compose import composition_at, composition_of_peak
 from pytest_gpumem.explain.recording import (
+    DIFFERING_STEPS,
     Expected,
     Recorded,
     asked_for,
@@ -529,3 +530,64 @@ def assert_counted(recorder: Recorder, actions: list[tuple[str, int]], level: st
     assert Expected(done.peak, done.turnover) == expected
     peak = composition_of_peak(done.timeline, done.own_bytes)
     assert (peak.rest, peak.of("unattributed")) == (0, 0)
+
+
+# Steps that differ
+
+
+def validating(every: int, *, apart: bool = False) -> tuple[Callable[[], None], nn.Module]:
+    """A training step that validates its model with grad mode off now and then, with what it trains or apart from it."""
+    model, x, count = mlp(), torch.randn(256, 64), 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        validates = count % every == 0
+        if not (validates and apart):
+            model(x).sum().backward()
+            model.zero_grad()
+        if validates:
+            with torch.no_grad():
+                model(x)
+
+    return step, model
+
+
+@pytest.mark.parametrize(("apart", "calls"), [(False, (1, 3)), (True, (1, 2))])
+def test_a_validation_in_every_fifth_step_is_among_the_calls_with_grad_mode_off(recorder, apart, calls):
+    step, model = validating(5, apart=apart)
+    actual = recorder.measured({"step": step}, model)
+    expected = Expected(actual.peak, None, steps=DIFFERING_STEPS)
+    explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
+    assert explanation.peak.notes == ()
+    assert done.peak == actual.peak
+    # A step of each kind: the training, and the one that validates.
+    assert explanation.peak.no_grad["Sequential"] == calls
+
+
+def test_of_steps_with_equal_peaks_the_one_with_the_most_operators_is_shown(recorder):
+    step, model = validating(5)
+    actual = recorder.measured({"step": step}, model)
+    alone = recorder.record({"step": step}, model)
+    expected = Expected(actual.peak, None, steps=DIFFERING_STEPS)
+    _, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
+    assert done.operators > alone.operators
+
+
+def test_a_loop_that_ends_after_the_peak_came_again_is_explained(recorder):
+    left = 4
+
+    def step() -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("the loop ended")
+        left -= 1
+        torch.ones(100, 100 + left % 2).relu()
+
+    actual = recorder.measured({"step": step})
+    explanation, done = explain(
+        recorder.device, recorder.sites, recorder.subject({"step": step}), Expected(actual.peak, None, steps=20)
+    )
+    assert left == 0
+    assert done.error is None
+    assert (explanation.peak.total, explanation.peak.notes) == (actual.peak, ())
