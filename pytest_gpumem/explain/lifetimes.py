@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.explain.trace import Trace
     from pytest_gpumem.values.layers import Numbers
-    from pytest_gpumem.values.module_calls import ModuleCalls
+    from pytest_gpumem.values.module_calls import Caller, ModuleCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ class Timeline:
     no_grad: ModuleCalls = field(default_factory=dict)
     no_backward: ModuleCalls = field(default_factory=dict)
     """Calls of modules with grad mode off, and without a part in backward: see `GraphCalls`."""
+    callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
+    """Callers of modules with grad mode on, by folded path."""
     layers: Mapping[str, frozenset[Numbers]] = field(default_factory=dict)
     """The layers that there are of each module, by its folded path."""
     phases: Mapping[str, int] = field(default_factory=dict)
@@ -250,6 +252,7 @@ class _Reader:
             workspaces=rest.get("workspaces"),
             no_grad=self._calls.no_grad(),
             no_backward=self._calls.no_backward(),
+            callers=self._calls.callers(),
             layers=_layers(trace),
             phases={phase: -moment for phase, (_, moment) in phases.items()},
         )
@@ -263,6 +266,7 @@ class _Reader:
             change -= gone.nbytes
         if event.nbytes > 0:
             self._live[event.address] = self._allocated(moment, event)
+            self._calls.allocated()
         return change
 
     def _allocated(self, moment: int, event: AllocationEvent) -> Lifetime:

@@ -124,7 +124,8 @@ class Recorded:
 
     def with_calls_of(self, kinds: KindsOfSteps) -> Recorded:
         """Return the same recording with the module calls of all kinds of steps."""
-        return replace(self, timeline=replace(self.timeline, no_grad=kinds.no_grad, no_backward=kinds.no_backward))
+        calls = replace(self.timeline, no_grad=kinds.no_grad, no_backward=kinds.no_backward, callers=kinds.callers)
+        return replace(self, timeline=calls)
 
     def with_what_was_left(self) -> Recorded:
         """Return the same recording with the blocks that an earlier run left as the step's own."""
@@ -222,7 +223,8 @@ class _Recordings:
     def add(self, done: Recorded, *, matches: bool) -> None:
         """Add a recording that did not fail; ``matches`` says whether it is as the step was measured."""
         self._number += 1
-        self._kinds[done.level].add(done.timeline.no_grad, done.timeline.no_backward)
+        timeline = done.timeline
+        self._kinds[done.level].add(timeline.no_grad, timeline.no_backward, timeline.callers)
         if matches and (self.matching is None or done.operators > self.matching.operators):
             self.matching = done
         if self.closest is None or self._distance(done) < self._distance(self.closest):
@@ -409,6 +411,7 @@ def _explained(done: Recorded) -> Explanation:
         done.cycles,
         holders=done.holders,
         other_phases=compositions_of_phases(timeline, done.own_bytes),
+        callers=timeline.callers,
     )
 
 

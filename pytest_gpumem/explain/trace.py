@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.values.layers import folded
-from pytest_gpumem.values.module_calls import ModuleCalls, counted
+from pytest_gpumem.values.module_calls import Caller, ModuleCalls, counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,12 +75,16 @@ class GraphCalls:
         self._marks = marks
         self._calls: list[tuple[str, bool]] = []
         """Each call of a module: its folded path, and whether grad mode was off."""
+        self._callers: dict[str, dict[Caller, None]] = {}
+        """The callers of each module with grad mode on, in their order."""
         self._open: list[int] = []
         """The calls that have not ended, by their index among all."""
         self._nodes = 0
         self._made_in: dict[int, tuple[int, ...]] = {}
         """The calls in which each node of the graph was made in forward, by autograd's number."""
         self._ran: set[int] = set()
+        self._allocated_in: set[int] = set()
+        """The calls in which forward allocated anything."""
 
     def opened(self, span: Open) -> None:
         """Enter the beginning of a span."""
@@ -93,8 +97,17 @@ class GraphCalls:
                 self._made_in[span.sequence] = tuple(self._open)
         elif self._is_module(span):
             mark = self._marks[span.mark]
+            if mark.grad:
+                around = self._calls[self._open[-1]][0] if self._open else ""
+                caller = Caller(around, mark.library or mark.site)
+                self._callers.setdefault(folded(mark.path), {})[caller] = None
             self._open.append(len(self._calls))
             self._calls.append((folded(mark.path), not mark.grad))
+
+    def allocated(self) -> None:
+        """Enter an allocation."""
+        if not self._nodes:
+            self._allocated_in.update(self._open)
 
     def closed(self, span: Open) -> None:
         """Enter the end of a span."""
@@ -106,18 +119,24 @@ class GraphCalls:
     def _is_module(self, span: Open) -> bool:
         return span.kind == "mark" and self._marks[span.mark].kind == "module"
 
+    def callers(self) -> dict[str, tuple[Caller, ...]]:
+        """Return the callers of each module that was called with grad mode on, by its folded path."""
+        return {path: tuple(callers) for path, callers in self._callers.items()}
+
     def no_grad(self) -> ModuleCalls:
         """Return how many of each module's calls began with grad mode off."""
         return counted(self._calls)
 
     def no_backward(self) -> ModuleCalls:
-        """Return for each module how many of its forward calls that made graph nodes had none of them run.
+        """Return for each module how many of its forward calls with grad mode on had no graph node that ran.
 
-        Empty for a step without backward.
+        A call that neither made a node nor allocated does not count, such as a dropout that returns its input. A module whose
+        parameters require no gradient makes no nodes. Empty for a step without backward.
         """
         if not self._ran:
             return {}
         made = {call for calls in self._made_in.values() for call in calls}
+        made |= {call for call in self._allocated_in if not self._calls[call][1]}
         reached = {call for number in self._ran for call in self._made_in.get(number, ())}
         return counted((self._calls[call][0], call not in reached) for call in sorted(made))
 

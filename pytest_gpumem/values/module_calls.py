@@ -31,6 +31,16 @@ class Calls(NamedTuple):
         return f"{self.these} of {self.total} x {path}"
 
 
+class Caller(NamedTuple):
+    """A caller of a module: the folded path of the module around the call, and its line (``models.py:41``).
+
+    Each is empty if there is none.
+    """
+
+    module: str
+    line: str
+
+
 ModuleCalls = dict[str, Calls]
 """Calls by the folded path of their module (``blocks.*.attn``)."""
 
@@ -61,10 +71,15 @@ class KindsOfSteps:
 
     def __init__(self) -> None:
         self._kinds: dict[object, tuple[ModuleCalls, ModuleCalls]] = {}
+        self._callers: dict[str, dict[Caller, None]] = {}
 
-    def add(self, no_grad: ModuleCalls, no_backward: ModuleCalls) -> None:
-        """Add the calls of a step: those with grad mode off, and those that backward did not come to."""
+    def add(
+        self, no_grad: ModuleCalls, no_backward: ModuleCalls, callers: Mapping[str, tuple[Caller, ...]] | None = None
+    ) -> None:
+        """Add the calls of a step: those with grad mode off, those that backward did not come to, and who called."""
         self._kinds.setdefault((_shares(no_grad), _shares(no_backward)), (no_grad, no_backward))
+        for path, some in (callers or {}).items():
+            self._callers.setdefault(path, {}).update(dict.fromkeys(some))
 
     @property
     def no_grad(self) -> ModuleCalls:
@@ -75,6 +90,11 @@ class KindsOfSteps:
     def no_backward(self) -> ModuleCalls:
         """Calls that backward did not come to, and all that made a part of the graph."""
         return _together(no_backward for _, no_backward in self._kinds.values())
+
+    @property
+    def callers(self) -> dict[str, tuple[Caller, ...]]:
+        """Callers with grad mode on, by the path of the module that they call."""
+        return {path: tuple(callers) for path, callers in self._callers.items()}
 
 
 def _shares(calls: ModuleCalls) -> frozenset[tuple[str, Fraction]]:

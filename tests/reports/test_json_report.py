@@ -253,6 +253,8 @@ ADDED_SINCE = {
     "phase",
     "other_phases",
     "moved",
+    "graph",
+    "callers",
 }
 """Keys that the first reports did not have: these are read, too."""
 
