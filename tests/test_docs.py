@@ -338,6 +338,7 @@ REASONS = [
 GRAPH_CHANGES = [
     GraphChange("no_grad", "teacher", ("models.py:41",), Calls(1, 1), Calls(0, 1)),
     GraphChange("no_grad", "Net", ("train.py:12", "train.py:13"), Calls(1, 2), Calls(0, 2)),
+    GraphChange("no_grad", "step()", ("train.py:20",), Calls(4, 11), Calls(0, 11)),
     GraphChange("no_backward", "teacher", ("models.py:41",), Calls(1, 1), Calls(0, 1)),
 ]
 

@@ -265,3 +265,49 @@ def test_every_report_says_it_of_the_line_that_calls_the_module(project):
     assert sentence in html.unescape((project.path / "r.html").read_text(encoding="utf-8"))
     assert "Grad mode was off in" in (project.path / "r.md").read_text(encoding="utf-8")
     assert sentence in project.gpumem("why", "test_it.py::test_it", "--report", "r.json").stdout
+
+
+FUNCTION = """
+def target(x, w):
+    return torch.nn.functional.relu(x @ w).exp().sum(1)
+
+
+def test_it(gpumem):
+    w, x = torch.ones(64, 512, requires_grad=True), torch.ones(512, 64)
+
+    def step():
+        with torch.set_grad_enabled({on}):
+            aim = {call}
+        loss = ((x @ w).sum(1) - aim).square().mean()
+        loss.backward()
+        {end}
+        w.grad = None
+
+    gpumem.measure(step)
+"""
+CLIP = "torch.nn.utils.clip_grad_norm_([w], 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [("target(x, w)", "`target()`"), ("torch.relu(x @ w).exp().sum(1)", "a part of `step()`")],
+)
+def test_a_no_grad_around_plain_functions_is_said_of_the_function(project, call, where):
+    project.write(FUNCTION.format(on=False, call=call, end=CLIP))
+    project.run(*RECORD)
+    project.write(FUNCTION.format(on=True, call=call, end=CLIP))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [f"*Grad mode was off in {where} (called at *test_it.py:*) in the baseline, and is on now: {KEPT}"]
+    )
+
+
+def test_functions_of_torch_that_switch_grad_mode_off_by_themselves_are_no_change(project):
+    project.write(FUNCTION.format(on=True, call="(x @ w).sum(1)", end=CLIP))
+    project.run(*RECORD)
+    assert "no_grad" not in next(iter(project.stored().values()))
+    project.write(FUNCTION.format(on=True, call="(x @ w).exp().sigmoid().sum(1)", end="pass"))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    assert "Grad mode" not in result.stdout.str()

@@ -77,7 +77,9 @@ class Timeline:
     no_backward: ModuleCalls = field(default_factory=dict)
     """Calls of modules with grad mode off, and without a part in backward: see `GraphCalls`."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """Callers of modules with grad mode on, by folded path."""
+    """Callers of modules and functions with grad mode on, by folded path."""
+    function_at: Mapping[str, str] = field(default_factory=dict)
+    """The function of each line that ran with grad mode on."""
     layers: Mapping[str, frozenset[Numbers]] = field(default_factory=dict)
     """The layers that there are of each module, by its folded path."""
     phases: Mapping[str, int] = field(default_factory=dict)
@@ -253,6 +255,7 @@ class _Reader:
             no_grad=self._calls.no_grad(),
             no_backward=self._calls.no_backward(),
             callers=self._calls.callers(),
+            function_at=self._calls.function_at(),
             layers=_layers(trace),
             phases={phase: -moment for phase, (_, moment) in phases.items()},
         )

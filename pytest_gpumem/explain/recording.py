@@ -412,6 +412,7 @@ def _explained(done: Recorded) -> Explanation:
         holders=done.holders,
         other_phases=compositions_of_phases(timeline, done.own_bytes),
         callers=timeline.callers,
+        function_at=timeline.function_at,
     )
 
 

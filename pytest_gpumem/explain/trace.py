@@ -38,7 +38,11 @@ class Mark:
     site: str = ""
     library: str = ""
     grad: bool = True
-    """True if autograd recorded when a module's call began."""
+    """True if autograd recorded when the call of a module, or of a torch function, began."""
+    function: str = ""
+    """The function in which a torch function is called, if it is no module's ``forward``."""
+    caller: str = ""
+    """The line that calls this function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,10 @@ class GraphCalls:
         self._marks = marks
         self._calls: list[tuple[str, bool]] = []
         """Each call of a module: its folded path, and whether grad mode was off."""
+        self._functions: list[tuple[str, bool]] = []
+        """Each call of a torch function outside of modules with grad mode off: its function, and whether the mode was off."""
+        self._function_at: dict[str, str] = {}
+        """The function of each line that ran with grad mode on."""
         self._callers: dict[str, dict[Caller, None]] = {}
         """The callers of each module with grad mode on, in their order."""
         self._open: list[int] = []
@@ -98,11 +106,24 @@ class GraphCalls:
         elif self._is_module(span):
             mark = self._marks[span.mark]
             if mark.grad:
-                around = self._calls[self._open[-1]][0] if self._open else ""
-                caller = Caller(around, mark.library or mark.site)
-                self._callers.setdefault(folded(mark.path), {})[caller] = None
+                self._called(folded(mark.path), mark.library or mark.site)
             self._open.append(len(self._calls))
             self._calls.append((folded(mark.path), not mark.grad))
+        elif span.kind == "mark" and self._marks[span.mark].function and not self._nodes:
+            self._in_function(self._marks[span.mark])
+
+    def _in_function(self, mark: Mark) -> None:
+        if self._open and self._calls[self._open[-1]][1]:
+            return  # the module's grad mode is off, and that of all functions in it
+        function = f"{f'{folded(mark.path)}.' if mark.path else ''}{mark.function}()"
+        self._functions.append((function, not mark.grad))
+        if mark.grad:
+            self._called(function, mark.caller)
+            self._function_at[mark.library or mark.site] = function
+
+    def _called(self, what: str, line: str) -> None:
+        around = self._calls[self._open[-1]][0] if self._open else ""
+        self._callers.setdefault(what, {})[Caller(around, line)] = None
 
     def allocated(self) -> None:
         """Enter an allocation."""
@@ -120,12 +141,16 @@ class GraphCalls:
         return span.kind == "mark" and self._marks[span.mark].kind == "module"
 
     def callers(self) -> dict[str, tuple[Caller, ...]]:
-        """Return the callers of each module that was called with grad mode on, by its folded path."""
+        """Return the callers of each module and function that was called with grad mode on, by its folded path."""
         return {path: tuple(callers) for path, callers in self._callers.items()}
 
+    def function_at(self) -> dict[str, str]:
+        """Return the function of each line that ran with grad mode on."""
+        return dict(self._function_at)
+
     def no_grad(self) -> ModuleCalls:
-        """Return how many of each module's calls began with grad mode off."""
-        return counted(self._calls)
+        """Return how many of each module's calls began with grad mode off, and of the calls in each function."""
+        return counted([*self._calls, *self._functions])
 
     def no_backward(self) -> ModuleCalls:
         """Return for each module how many of its forward calls with grad mode on had no graph node that ran.

@@ -154,6 +154,7 @@ def difference_of_peaks(
     phases_before: Mapping[str, Composition],
     phases: Mapping[str, Composition],
     callers: Mapping[str, Sequence[Caller]] | None = None,
+    function_at: Mapping[str, str] | None = None,
 ) -> Difference:
     """Return what changed between two peaks; of peaks in different phases, what changed in one of these.
 
@@ -164,9 +165,10 @@ def difference_of_peaks(
         after: What is live at the peak now.
         phases_before: What was live at the peaks of other phases, as far as the baseline has it.
         phases: What is live at the peaks of all other phases.
-        callers: The callers of modules in the step as it is now.
+        callers: The callers of modules and functions in the step as it is now.
+        function_at: The function of each line now.
     """
-    graph = GraphChanges(before, after, callers or {})
+    graph = GraphChanges(before, after, callers or {}, function_at or {})
     there = phases.get(before.phase)
     if not before.phase or not after.phase or before.phase == after.phase:
         return difference(before, after, graph)
@@ -205,7 +207,7 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
 
     ``graph`` is what autograd records of the step now and did not then; of the two compositions if it is not given.
     """
-    graph = graph or GraphChanges(before, after, {})
+    graph = graph or GraphChanges(before, after, {}, {})
     (old, not_kept), (new, rests) = _without_rests(before), _without_rests(after)
     smallest, smallest_now = (min((row.nbytes for row in rows), default=0) for rows in (old, new))
     for key in _SAME:

@@ -137,7 +137,12 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
     if baseline.composition is not None and explained is not None and _is_explained(explained, measurement, baseline):
         then = replace(baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics))
         changed = difference_of_peaks(
-            then, explained.peak, baseline.other_phases, explained.other_phases, explained.callers
+            then,
+            explained.peak,
+            baseline.other_phases,
+            explained.other_phases,
+            explained.callers,
+            explained.function_at,
         )
     if verdict.reason is None:
         more = {

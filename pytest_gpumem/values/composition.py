@@ -301,7 +301,9 @@ class Explanation:
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
     """Compositions of the peaks of the other phases."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """Callers of each module that was called with grad mode on, by folded path. No baseline keeps them."""
+    """Callers of each module and function that was called with grad mode on, by folded path. No baseline keeps them."""
+    function_at: Mapping[str, str] = field(default_factory=dict)
+    """The function of each line that ran with grad mode on, but in a module's ``forward``: ``Net.target()``, ``step()``."""
 
     def kept(self) -> Explanation:
         """Return it with the largest rows only, and of other phases those whose peaks are half of the step's or more.

@@ -113,10 +113,22 @@ def _together(steps: Iterable[ModuleCalls]) -> ModuleCalls:
 def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
     """Return the fewest entries that imply all: a module without an entry is like the one around it.
 
-    One of all modules together is among them, and alone where all are alike. What was left before is left as it is.
+    One of all modules together is among them, and alone where all are alike. What was left before is left as it is. Of
+    functions (``step()``) those stay in which grad mode was off.
     """
     if EVERYWHERE in calls:
         return dict(calls)
+    functions = {path: some for path, some in calls.items() if is_function(path)}
+    modules = {path: some for path, some in calls.items() if path not in functions}
+    return {**_outermost_modules(modules), **{path: some for path, some in functions.items() if some.these}}
+
+
+def is_function(path: str) -> bool:
+    """Return whether a path is that of a function, ``Net.target()``, and not of a module."""
+    return path.endswith("()")
+
+
+def _outermost_modules(calls: Mapping[str, Calls]) -> ModuleCalls:
     together = Calls(sum(one.these for one in calls.values()), sum(one.total for one in calls.values()))
     if not together.these:
         return {}
@@ -133,12 +145,12 @@ def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
 def no_longer(before: Mapping[str, Calls], now: Mapping[str, Calls], module: str) -> Calls | None:
     """Return the calls for which it held around ``module`` in ``before``, if it holds for fewer of them now; else ``None``.
 
-    ``before`` may be what `outermost` left; ``now`` has every module that was called. Calls that are gone are no change:
-    others must have come for which it does not hold.
+    ``before`` may be what `outermost` left; ``now`` has every module that was called. If it held for some calls only, as many
+    must have been made: calls may be gone, and others new.
     """
     here = now.get(module)
     path = next((path for path in (module, *_around(module)) if path in before), None)
-    if path is None and EVERYWHERE in before and not before[EVERYWHERE].others:
+    if path is None and not is_function(module) and EVERYWHERE in before and not before[EVERYWHERE].others:
         path = EVERYWHERE
     if here is None or not here.others or path is None or not before[path].these:
         return None
@@ -146,7 +158,7 @@ def no_longer(before: Mapping[str, Calls], now: Mapping[str, Calls], module: str
     if not was.others:
         return was
     around = now.get(path)
-    changed = around is not None and around.these < was.these and around.others > was.others
+    changed = around is not None and around.these < was.these and around.total == was.total
     return was if changed else None
 
 

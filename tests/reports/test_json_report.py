@@ -255,6 +255,7 @@ ADDED_SINCE = {
     "moved",
     "graph",
     "callers",
+    "function_at",
 }
 """Keys that the first reports did not have: these are read, too."""
 

@@ -106,3 +106,16 @@ def test_a_validation_that_did_not_come_is_no_lost_no_grad():
     before = calls_of(TRAINING, VALIDATION)
     assert no_longer(before, calls_of(TRAINING, TRAINING), "net") is None
     assert no_longer(before, calls_of(TRAINING, VALIDATION_WITH_GRAD), "net") == (2, 3)
+
+
+def test_a_part_with_grad_mode_off_that_is_gone_is_no_lost_no_grad():
+    before = {"step()": Calls(4, 11), "net": Calls(1, 2)}
+    assert no_longer(before, {"step()": Calls(0, 15)}, "step()") is None
+    assert no_longer(before, {"net": Calls(0, 3)}, "net") is None
+    assert no_longer(before, {"step()": Calls(0, 11)}, "step()") == (4, 11)
+
+
+def test_functions_are_kept_if_grad_mode_was_off_in_them_and_are_no_part_of_all_modules():
+    calls = {"net": Calls(1, 1), "step()": Calls(0, 3), "Net.target()": Calls(2, 2)}
+    assert outermost(calls) == {EVERYWHERE: (1, 1), "Net.target()": (2, 2)}
+    assert no_longer({EVERYWHERE: Calls(1, 1)}, {"step()": Calls(0, 3)}, "step()") is None
