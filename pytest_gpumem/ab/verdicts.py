@@ -149,13 +149,20 @@ def _compare(
     if differences:
         # An increase in bytes is judged with another workload, too; nothing else can be compared.
         another = f"another workload: {'; '.join(differences)}"
-        return (exact, (another, *_notes(taken))) if exact else another
+        return (exact, (another, *_notes(taken))) if exact else f"{another}{_both_peaks(taken)}"
     speed = _speed(taken, tolerance)
     if speed is not None:
         return (speed, *exact), tuple(_notes(taken))
     timed = [one.times is not None for one in (*taken.bases, *taken.heads)]
     once = f"timed in {'base' if taken.bases[-1].times else 'head'} only"
     return exact, (*([once] if any(timed) else []), *_notes(taken))
+
+
+def _both_peaks(taken: _Taken) -> str:
+    """Return ``"; peak 22.00 MB in base, 4.00 MB in head"``, or nothing if the peaks are equal."""
+    base, head = closest(*taken.values("peak_allocated").values())
+    texts = [f"{shown('peak_allocated', peak, 'si')} in {side}" for side, peak in (("base", base), ("head", head))]
+    return "" if base == head else f"; peak {', '.join(texts)}"
 
 
 def _not_comparable(taken: _Taken) -> str | None:

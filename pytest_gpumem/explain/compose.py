@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from pytest_gpumem.explain.survivors import is_workspace, survivors_of
 from pytest_gpumem.explain.trace import Label, Mark
+from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.composition import Composition, Row, joined, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from pytest_gpumem.explain.lifetimes import Lifetime, Timeline
-
-
-_T = TypeVar("_T")
+    from pytest_gpumem.explain.blocks import Lifetime, Timeline
+    from pytest_gpumem.explain.survivors import Ambiguous
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
@@ -41,50 +40,50 @@ def compositions_of_phases(timeline: Timeline, own: int) -> dict[str, Compositio
     }
 
 
-def composition_of_retained(timeline: Timeline) -> Composition:
-    """Return the composition of retained bytes: allocated in the step, and live after garbage was collected."""
-    left = left_by(timeline)
-    return _composition(timeline, left, sum(block.nbytes for block in left))
-
-
-def left_by(timeline: Timeline) -> list[Lifetime]:
-    """Return the blocks that the step allocated and that are live after garbage was collected.
-
-    Without those in whose place an older one was freed: a gradient that is made anew in each step is not kept by it. That is
-    first one of the same owner, then any of the same size, whose owner may have been another or not known.
-    """
-    left = [
-        block
-        for block in timeline.lifetimes
-        if block.allocated >= 0 and block.freed is None and not _is_workspace(block, timeline)
+def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
+    """Return the composition of the bytes kept by the step. ``growth`` is the argument of `survivors_of`."""
+    survivors = survivors_of(timeline, growth)
+    step = (timeline, *timeline.following)[survivors.step]
+    rows = [
+        *(_row(block, step) for block in survivors.blocks),
+        *(_row_of_ambiguous(pool, step) for pool in survivors.ambiguous),
+        *(replace(_row(larger.block, step), nbytes=larger.nbytes) for larger in survivors.replacements),
     ]
-    replaced = Counter(
-        _owner_and_size(block)
-        for block in timeline.lifetimes
-        if block.own and block.allocated < 0 and block.freed is not None
+    notes = [*map(_note_on_ambiguous, survivors.ambiguous)]
+    if survivors.replacements:
+        notes.append(
+            f"{format_bytes(survivors.difference)} is a difference: a larger tensor replaces the one before, as the result of "
+            "torch.cat replaces a cache"
+        )
+    return Composition(survivors.nbytes, joined(merged(rows), timeline.layers), timeline.recomputed, tuple(notes))
+
+
+def _row_of_ambiguous(pool: Ambiguous, timeline: Timeline) -> Row:
+    """Return a row with the lines of all blocks. Its other texts are empty if the blocks differ."""
+    rows = merged(_row(block, timeline) for block in pool.blocks)
+
+    def common(texts: Iterable[str], otherwise: str = "") -> str:
+        different = set(texts)
+        return different.pop() if len(different) == 1 else otherwise
+
+    return Row(
+        common((row.category for row in rows), "other"),
+        pool.blocks[0].nbytes * pool.number,
+        module=common(row.path for row in rows),
+        site=" or ".join(sorted({row.where for row in rows if row.where})),
+        operator=" or ".join(sorted({row.operator for row in rows if row.operator})),
+        tensor=common(row.tensor for row in rows),
+        count=pool.number,
     )
-    kept = _without(left, replaced, _owner_and_size)
-    sizes: Counter[int] = Counter()
-    for (nbytes, _, _), number in replaced.items():
-        sizes[nbytes] += number
-    return _without(kept, sizes, lambda block: block.nbytes)
 
 
-def _without(blocks: Iterable[Lifetime], replaced: Counter[_T], key: Callable[[Lifetime], _T]) -> list[Lifetime]:
-    """Return the blocks without as many of each ``key`` as were ``replaced``, which are taken off from that."""
-    kept = []
-    for block in blocks:
-        same = key(block)
-        if replaced[same]:
-            replaced[same] -= 1
-        else:
-            kept.append(block)
-    return kept
-
-
-def _owner_and_size(block: Lifetime) -> tuple[int, str, str]:
-    label = block.label
-    return (block.nbytes, "", "") if label is None else (block.nbytes, label.category, label.module)
+def _note_on_ambiguous(pool: Ambiguous) -> str:
+    nbytes, number = format_bytes(pool.blocks[0].nbytes), len(pool.blocks)
+    freed = number - pool.number
+    return (
+        f"{pool.number} of {number} tensors with {nbytes} each is kept, and which one is not known: the step freed "
+        f"{freed} older of this size"
+    )
 
 
 def composition_of_garbage(timeline: Timeline) -> Composition:
@@ -125,7 +124,7 @@ def category_of(block: Lifetime, timeline: Timeline) -> str:
         return category_of(block.matched, timeline)
     if block.label is not None:
         return block.label.category
-    if _is_workspace(block, timeline) or (block.allocated >= 0 and _freed_by(block, block.call_ended)):
+    if is_workspace(block, timeline) or (block.allocated >= 0 and _freed_by(block, block.call_ended)):
         return "workspace"
     if block.allocated < 0:
         return "other"
@@ -146,14 +145,6 @@ def _of_python_code(block: Lifetime, timeline: Timeline) -> str:
         return "activation"
     ended = timeline.step_ended if timeline.step_ended is not None else len(timeline.live)
     return "temporary" if _freed_by(block, ended) else "other"
-
-
-def _is_workspace(block: Lifetime, timeline: Timeline) -> bool:
-    """Return whether the block was freed with the workspaces that the backend gave back after the step."""
-    if timeline.workspaces is None or block.freed is None:
-        return False
-    begin, end = timeline.workspaces
-    return begin <= block.freed <= end
 
 
 def _freed_by(block: Lifetime, moment: int | None) -> bool:

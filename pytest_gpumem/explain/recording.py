@@ -8,6 +8,7 @@ import warnings
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,11 @@ from pytest_gpumem.explain.compose import (
     composition_of_peak,
     composition_of_retained,
     compositions_of_phases,
-    left_by,
 )
 from pytest_gpumem.explain.cycles import collect_cycles
 from pytest_gpumem.explain.holders import holders_of
-from pytest_gpumem.explain.lifetimes import Timeline, tensors_of_allocations, timeline_of
+from pytest_gpumem.explain.lifetimes import tensors_of_allocations, timeline_of
+from pytest_gpumem.explain.survivors import survivors_of
 from pytest_gpumem.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
 from pytest_gpumem.torch_support.private_api import compiled_graphs
@@ -32,18 +33,31 @@ from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open
 from pytest_gpumem.values.module_calls import KindsOfSteps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.explain.blocks import Timeline
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Site, Sites
+    from pytest_gpumem.explain.survivors import Survivors
+    from pytest_gpumem.torch_support.private_api import Profile
     from pytest_gpumem.values.events import Token
 
 DIFFERING_STEPS = 6
-"""Steps that are recorded at least if they differ: enough to see what happens every second to sixth time."""
+"""Steps that are recorded at least if they differ: enough to see what happens every second to sixth time.
+
+If they keep bytes, as many follow each recorded step. So a recording begins 7 steps after the one before, a prime number, and
+does not meet the same step of a period each time.
+"""
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
+FOLLOWING_STEPS = 4
+"""Following steps in a recording, if steps keep bytes and do not differ.
+
+The number distinguishes a leak from a list of the latest four entries and from two buffers in turn. Sizes of random batches
+rarely rise in each of these steps.
+"""
 _GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
@@ -59,8 +73,9 @@ class Expected:
     turnover: int | None
     own: int | None = None
     """Bytes that it held when it began, where each step keeps more: bytes of later steps are not of this peak."""
-    keeps: bool = False
-    """True if a step is wanted that keeps bytes, where not each one need do so."""
+    growth: int = 0
+    """Bytes kept by each step on average. If this is more than 0, the recording must include a step that keeps bytes. The
+    following steps are recorded, too, because they free the tensors that each step replaces."""
     steps: int = 1
     """The most steps that are recorded until one of them is as measured: more than one where they differ."""
 
@@ -114,6 +129,10 @@ class Recorded:
     left: Left = field(default_factory=Left)
     holders: tuple[str, ...] = ()
     """Attributes, variables and elements of containers that keep the tensors that it left."""
+    growth: int = 0
+    """Measured bytes kept by each step on average."""
+    ended: str = ""
+    """The reason why fewer steps followed than wanted, as a clause."""
     kept_by_profiler: int = 0
     """Bytes that the step freed and the profiler kept alive until it was deleted, so that peak and lifetimes are wrong."""
 
@@ -139,13 +158,26 @@ class Recorded:
             return self
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
 
+    def held_against(self, expected: Expected) -> Recorded:
+        """Return the same recording with as many own bytes at its beginning as the measured step had."""
+        done = self
+        if self.left.nbytes and not self.is_as(expected):
+            wider = self.with_what_was_left()
+            done = wider if wider.is_as(expected) else self
+        return done if expected.own is None else done.without_later_growth(expected.own)
+
     def is_as(self, expected: Expected) -> bool:
         """Return whether it allocated as many bytes as were measured, and keeps some if that is wanted."""
         return (
             self.peak == expected.peak
             and expected.turnover in (None, self.turnover)
-            and (not expected.keeps or bool(left_by(self.timeline)))
+            and (not expected.growth or self.survivors.nbytes > 0)
         )
+
+    @property
+    def survivors(self) -> Survivors:
+        """The blocks kept by the step."""
+        return survivors_of(self.timeline, self.growth)
 
     @property
     def peak(self) -> int:
@@ -155,7 +187,7 @@ class Recorded:
     @property
     def operators(self) -> int:
         """Number of operators that were recorded."""
-        return sum(isinstance(token, Open) and token.kind == "operator" for token in self.trace.tokens)
+        return _operators(self.trace.tokens)
 
     @property
     def turnover(self) -> int:
@@ -168,6 +200,10 @@ class Recorded:
         )
 
 
+def _operators(tokens: Iterable[Token]) -> int:
+    return sum(isinstance(token, Open) and token.kind == "operator" for token in tokens)
+
+
 def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) -> tuple[Explanation, Recorded]:
     """Record ``subject``, and explain its peak, which was measured as ``expected``.
 
@@ -177,14 +213,19 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
 
     Steps that differ are recorded until the one with the highest peak comes again, at least `DIFFERING_STEPS` and at most as
     many as were looked at. Of several with this peak the one with the most operators is used, and calls of modules are those of
-    all kinds of steps: a validation in every fifth step tells which modules it calls with grad mode off.
+    all kinds of steps: a validation in every fifth step tells which modules it calls with grad mode off. If steps keep bytes,
+    the steps in the same recording that follow are seen, too.
 
     Raises what ``subject`` raises without marks, too. On several ranks it is recorded as often on all, as they decide
     (`Device.consensus`).
     """
+    attempts = max(device.consensus.exchange(expected.steps))
+    growth = expected.growth if any(device.consensus.exchange(expected.growth)) else None
+    following = 0 if growth is None else FOLLOWING_STEPS if attempts == 1 else DIFFERING_STEPS
     levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
-    recorder, recordings = SubjectRecorder(device, sites, subject), _Recordings(expected)
-    for level in (*levels[:1] * expected.steps, *levels[1:]):
+    recorder = SubjectRecorder(device, sites, subject, growth or 0, following)
+    recordings = _Recordings(expected, attempts)
+    for level in (*levels[:1] * attempts, *levels[1:]):
         graphs = compiled_graphs()
         done = recorder.at(level)
         if device.consensus.any(done.error is not None):
@@ -193,27 +234,33 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
             if level == levels[-1] and done.error is not None and recordings.closest is None:
                 raise done.error
             continue
-        done = _as_expected(done, expected)
+        as_it_ran, done = done, done.held_against(expected)
         recordings.add(done, matches=device.consensus.all(done.is_as(expected) and compiled_graphs() == graphs))
-        if recordings.suffice:
+        if recordings.matching is not None and device.consensus.all(recordings.suffice):
+            break
+        # A cache that becomes larger in each step never has an earlier size again.
+        becomes_larger = bool(done.survivors.replacements) and done.peak > expected.peak
+        if recordings.matching is None and device.consensus.all(becomes_larger):
+            recordings.closest = as_it_ran
             break
     return recordings.explained()
 
 
-def _as_expected(done: Recorded, expected: Expected) -> Recorded:
-    """Return a recording with what earlier runs left as the measured step had it."""
-    if done.left.nbytes and not done.is_as(expected):
-        wider = done.with_what_was_left()
-        done = wider if wider.is_as(expected) else done
-    return done if expected.own is None else done.without_later_growth(expected.own)
-
-
 class _Recordings:
-    """Recordings of one subject, of which one is explained."""
+    """Recordings of one subject, of which one is explained.
 
-    def __init__(self, expected: Expected) -> None:
+    Args:
+        expected: The measured figures.
+        attempts: The most steps that are recorded, the same on all ranks.
+    """
+
+    def __init__(self, expected: Expected, attempts: int) -> None:
         self._expected = expected
+        self._wanted = min(attempts, DIFFERING_STEPS)
         self._number = 0
+        self._steps = 0
+        self._most_operators = 0
+        """The most operators in a step, recorded or following."""
         self._kinds: defaultdict[Level, KindsOfSteps] = defaultdict(KindsOfSteps)
         self.closest: Recorded | None = None
         """The recording with the closest peak. Of equal ones the first, which has the most detail."""
@@ -223,8 +270,11 @@ class _Recordings:
     def add(self, done: Recorded, *, matches: bool) -> None:
         """Add a recording that did not fail; ``matches`` says whether it is as the step was measured."""
         self._number += 1
-        timeline = done.timeline
-        self._kinds[done.level].add(timeline.no_grad, timeline.no_backward, timeline.callers)
+        for step in (done.timeline, *done.timeline.following):
+            self._steps += 1
+            self._kinds[done.level].add(step.no_grad, step.no_backward, step.callers)
+        following = map(_operators, done.trace.following)
+        self._most_operators = max(self._most_operators, done.operators, *following)
         if matches and (self.matching is None or done.operators > self.matching.operators):
             self.matching = done
         if self.closest is None or self._distance(done) < self._distance(self.closest):
@@ -232,8 +282,13 @@ class _Recordings:
 
     @property
     def suffice(self) -> bool:
-        """True if there is one as measured, and enough of steps that differ."""
-        return self.matching is not None and self._number >= min(self._expected.steps, DIFFERING_STEPS)
+        """True if there is one as measured, and enough of steps that differ.
+
+        The steps that follow are enough if none of them has more operators than the recorded one.
+        """
+        if self.matching is None or self._steps < self._wanted:
+            return False
+        return self._number >= self._wanted or self.matching.operators == self._most_operators
 
     def explained(self) -> tuple[Explanation, Recorded]:
         """Return the explanation of the best recording, and the recording."""
@@ -243,20 +298,28 @@ class _Recordings:
         explanation = _explained(best)
         if best.peak == self._expected.peak:
             return explanation, best
-        return replace(explanation, peak=replace(explanation.peak, notes=(self._note(best),))), best
+        note = _note_on_another(best, self._expected)
+        return replace(explanation, peak=replace(explanation.peak, notes=(note,))), best
 
     def _distance(self, done: Recorded) -> int:
         return abs(done.peak - self._expected.peak)
 
-    def _note(self, best: Recorded) -> str:
-        expected = self._expected
-        if expected.steps == 1:
-            return f"the recorded run needed {best.peak} bytes, the measured one {expected.peak}"
+
+def _note_on_another(closest: Recorded, expected: Expected) -> str:
+    """Return a clause if the recorded step needed other bytes than the measured step."""
+    needed, measured = format_bytes(closest.peak), format_bytes(expected.peak)
+    if closest.survivors.replacements:
         return (
-            f"this is a step that needed {format_bytes(best.peak)}: the one that needed {format_bytes(expected.peak)} "
-            f"has not come again in {expected.steps} more; to see what grew, let batches come again within so many steps, "
-            "or measure the largest by itself"
+            f"each step needs more than the one before: the recorded step needed {needed}, the measured one {measured}"
         )
+    if expected.steps > 1:
+        return (
+            f"this is a step that needed {needed}: the one that needed {measured} has not come again in {expected.steps} "
+            "more; to see what grew, let batches come again within so many steps, or measure the largest by itself"
+        )
+    change = closest.peak - expected.peak
+    compared = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
+    return f"the recorded run needed {needed}, {compared} than the measured one"
 
 
 def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:
@@ -276,28 +339,46 @@ class SubjectRecorder:
     recording.
     """
 
-    def __init__(self, device: Device, sites: Sites, subject: Subject) -> None:
-        self._device = device
-        self._sites = sites
-        self._subject = subject
+    def __init__(self, device: Device, sites: Sites, subject: Subject, growth: int = 0, following: int = 0) -> None:
+        self._record = partial(record, device, sites, subject, growth=growth, following=following)
+        self._consensus = device.consensus
         self._with_operands: Recorded | None = None
         """The recording whose profile kept memory alive."""
 
     def at(self, level: Level) -> Recorded:
         """Run the subject once, or twice where the profile of the first run keeps memory alive, and return its recording."""
         if self._with_operands is None:
-            done = record(self._device, self._sites, self._subject, level)
-            if not self._device.consensus.any(done.kept_by_profiler > 0):
+            done = self._record(level)
+            if not self._consensus.any(done.kept_by_profiler > 0):
                 return done
             self._with_operands = done
-        done = record(self._device, self._sites, self._subject, level, operands=False)
+        done = self._record(level, operands=False)
         return done.with_tensors_of(self._with_operands)
 
 
-def record(device: Device, sites: Sites, subject: Subject, level: Level, *, operands: bool = True) -> Recorded:
+def record(
+    device: Device,
+    sites: Sites,
+    subject: Subject,
+    level: Level,
+    *,
+    growth: int = 0,
+    following: int = 0,
+    operands: bool = True,
+) -> Recorded:
     """Run ``subject`` once and record it. Its exceptions are kept in the result, except Ctrl-C and the like.
 
-    Python's cyclic collector has to be off, as in the steps that were measured. ``operands`` are those of `Device.recorded`.
+    Python's cyclic collector has to be off, as in the steps that were measured.
+
+    Args:
+        device: The device that is recorded.
+        sites: Finds the lines of calls.
+        subject: The step or call.
+        level: The detail of the recording.
+        growth: The bytes kept by each step on average.
+        following: The number of following steps that are recorded to find the blocks that the first step keeps. All other
+            figures come from the first step.
+        operands: The argument of `Device.recorded`.
     """
     subject.prepare()
     if subject.once:
@@ -342,18 +423,19 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level, *, oper
             with tracker.mark(Mark("rest", "result")):
                 result = None
                 gc.collect()
-    live = device.live()
-    profiles.clear()
-    kept_by_profiler = live - device.live()
+        followed, ended = 0, ""
+        if following and not device.consensus.any(error is not None):
+            followed, ended = _follow(device, subject, tracker, following)
+    kept_by_profiler = _deleted(profiles, device)
     device.restore_workspaces()
     trace = Trace(
         tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results
-    )
+    ).apart(followed)
     timeline = timeline_of(trace, own_bytes)
     holders: tuple[str, ...] = ()
     with suppress(Exception):
         # Names of holders are beside the explanation, and must not cost it.
-        holders = () if error is not None else holders_of({block.address for block in left_by(timeline)})
+        holders = () if error is not None else _holders(survivors_of(timeline, growth))
     return Recorded(
         trace,
         timeline,
@@ -364,8 +446,53 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level, *, oper
         tracker.failed_in,
         left,
         holders,
+        growth,
+        ended,
         kept_by_profiler,
     )
+
+
+def _deleted(profiles: list[Profile], device: Device) -> int:
+    """Delete the profiles, and return the bytes that they kept alive."""
+    live = device.live()
+    profiles.clear()
+    return live - device.live()
+
+
+def _follow(device: Device, subject: Subject, tracker: Tracker, steps: int) -> tuple[int, str]:
+    """Run ``steps`` more steps, each in its own mark, and collect garbage after each step.
+
+    Returns:
+        The number of completed steps, and the reason why there were no more as a clause: a loop has ended.
+    """
+    for number in range(steps):
+        ended = ""
+        with tracker.mark(Mark("next")):
+            try:
+                with tracker.watching():
+                    subject.run(tracker)
+            except Exception as raised:  # noqa: BLE001 - the recorded step is there, and is explained without those after it
+                clear_frames(raised)
+                ended = str(raised).partition("\n")[0] or type(raised).__name__
+            tracker.snapshot()
+            with tracker.mark(Mark("rest", "workspaces")):
+                device.release_workspaces()
+            with tracker.mark(Mark("rest", "garbage")):
+                gc.collect()
+        clause = device.consensus.first(ended or None)
+        if clause is not None:
+            return number, clause
+    return steps, ""
+
+
+def _holders(survivors: Survivors) -> tuple[str, ...]:
+    """Return the holders of the kept tensors. ``"Net.seen[...] or Net.last"`` if either may be the holder."""
+    replacements = (block for larger in survivors.replacements for block in larger.latest)
+    certain = holders_of({block.address for block in (*survivors.blocks, *replacements)})
+    possible = holders_of({block.address for pool in survivors.ambiguous for block in pool.blocks})
+    if not possible:
+        return certain
+    return (*certain, f"perhaps {possible[0]}" if len(possible) == 1 else " or ".join(possible))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -404,9 +531,10 @@ def phase(tracker: Tracker, name: str) -> Iterator[None]:
 
 def _explained(done: Recorded) -> Explanation:
     timeline = done.timeline
+    retained = composition_of_retained(timeline, done.growth)
     return Explanation(
         composition_of_peak(timeline, done.own_bytes),
-        composition_of_retained(timeline),
+        replace(retained, notes=(*retained.notes, *_notes_on_growth(done))),
         composition_of_garbage(timeline),
         done.cycles,
         holders=done.holders,
@@ -414,6 +542,20 @@ def _explained(done: Recorded) -> Explanation:
         callers=timeline.callers,
         function_at=timeline.function_at,
     )
+
+
+def _notes_on_growth(done: Recorded) -> Iterator[str]:
+    """Yield clauses if the recorded step kept other bytes than the measured steps."""
+    nbytes = done.survivors.nbytes
+    if not done.growth:
+        return
+    if not nbytes:
+        yield "no recorded step kept bytes, so the lines that keep bytes are not known"
+        return
+    if not done.timeline.following:
+        yield f"{done.ended}: no step came after the recorded step, so a tensor that each step replaces may be in the table"
+    if nbytes != done.growth:
+        yield f"the recorded step kept {format_bytes(nbytes)}; on average each step keeps {format_bytes(done.growth)}"
 
 
 def _moment_of_failure(done: Recorded) -> int:

@@ -10,9 +10,9 @@ import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pytest_gpumem.gate.growths import ENOUGH, growths_of
+from pytest_gpumem.gate.growths import ENOUGH, growths_of, proven
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.source_lines import file_and_line, package_of
@@ -20,7 +20,7 @@ from pytest_gpumem.values.source_lines import file_and_line, package_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from pytest_gpumem.gate.growths import Explained, Growth, Part, Place
+    from pytest_gpumem.gate.growths import Alternatives, Explained, Growth, Part, Place
     from pytest_gpumem.gate.verdict import TestVerdict
 
 LEAST = 0.1
@@ -100,12 +100,21 @@ class Cause:
         return [share for share in self.shares if share.growth.metric == self.metric]
 
 
+class Unproven(NamedTuple):
+    """Lines that may be the cause. Nothing proves which line it is."""
+
+    lines: tuple[str, ...]
+    shares: tuple[Share, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Causes:
     """Causes, those of most tests first, and what none of them explains: the shares of a growth add up to it exactly."""
 
     causes: tuple[Cause, ...] = ()
     not_explained: tuple[Share, ...] = ()
+    unproven: tuple[Unproven, ...] = ()
+    """Alternatives for a part of `not_explained`, sorted by their number of tests."""
 
     def of(self, test: str) -> tuple[Cause, ...]:
         """Return the causes of a test."""
@@ -120,6 +129,7 @@ class Causes:
 def causes_of(tests: Iterable[TestVerdict]) -> Causes:
     """Return the causes of what grew in tests: the same in whichever order these are."""
     growths = growths_of(tests)
+    growths = proven(growths, _chosen(growths))
     first_of = _joined(_chosen(growths), growths)
     shares: dict[Place, list[tuple[Explained, float]]] = defaultdict(list)
     for one in growths:
@@ -137,7 +147,25 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
         for share in cause.shares:
             left[share.growth] -= share.amount
     not_explained = tuple(Share(growth, amount) for growth, amount in left.items() if amount)
-    return Causes(tuple(sorted(found, key=_order)), not_explained)
+    return Causes(tuple(sorted(found, key=_order)), not_explained, _unproven(growths))
+
+
+def _unproven(growths: Iterable[Explained]) -> tuple[Unproven, ...]:
+    """Return the remaining alternatives, joined if their lines are equal apart from package releases."""
+    groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
+    for explained in growths:
+        for alternatives in explained.alternatives:
+            lines = frozenset(place.line for place in alternatives.parts if place.line)
+            if lines and alternatives.amount >= LEAST * explained.growth.amount:
+                groups[lines].append((explained.growth, alternatives))
+    unproven = [
+        Unproven(
+            tuple(sorted({part.line for _, each in group for part in each.parts.values() if part.line})),
+            tuple(Share(growth, each.amount) for growth, each in group),
+        )
+        for group in groups.values()
+    ]
+    return tuple(sorted(unproven, key=lambda each: (-len({share.growth.test for share in each.shares}), each.lines)))
 
 
 def _order(cause: Cause) -> tuple[object, ...]:

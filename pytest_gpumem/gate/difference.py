@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pytest_gpumem.gate.graph_changes import GraphChange, GraphChanges
+from pytest_gpumem.gate.smaller_rows import Attribution, attribution
 from pytest_gpumem.values.composition import REST, Composition, Row, RowText, each_layer, item_bits, joined
 from pytest_gpumem.values.layers import Numbers
 from pytest_gpumem.values.source_lines import file_and_line, without_release
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from pytest_gpumem.values.module_calls import Caller
 
@@ -82,6 +83,8 @@ class Change(NamedTuple):
     after: RowText | None
     reason: str = ""
     """A clause that says why, where it can be known: ``"was bfloat16, now float32"``."""
+    alternatives: tuple[RowText, ...] = ()
+    """Rows that may have grown, the largest first, if `REST` grew and nothing proves which row did."""
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +97,17 @@ class Change(NamedTuple):
         row = self.after or self.before
         assert row is not None, "a change has at least one side"
         return row
+
+    def among(self, rows: Collection[Row]) -> tuple[Change, ...]:
+        """Return the change if only ``rows`` may have grown. A single row takes as many bytes as it can."""
+        if len(rows) != 1:
+            return (self._replace(alternatives=tuple(rows)),)
+        (row,) = rows
+        grown = min(self.nbytes, row.nbytes)
+        earlier = Row(row.category, row.nbytes - grown, operator=REST) if row.nbytes > grown else None
+        rest = self.nbytes - grown
+        sums = [Change(self.before, replace(self.row, nbytes=self.row.nbytes - grown))] if rest else []
+        return Change(earlier, row), *sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +201,15 @@ _LEAST_SHARE = 0.1
 def with_changed_lines(difference: Difference, has_changed: Callable[[Row], bool]) -> Difference:
     """Return a difference that says which increases are at lines that have changed, with these first.
 
-    What grew at a line that is as it was is a consequence of a change elsewhere.
+    What grew at a line that is as it was is a consequence of a change elsewhere. If alternatives are at changed lines, only
+    these remain.
     """
+    changes = [change for one in difference.changes for change in _with_changed_alternatives(one, has_changed)]
     changed = [
         one._replace(reason="; ".join(filter(None, [CHANGED_LINE, one.reason])))
         if one.nbytes > 0 and one.after is not None and has_changed(one.after)
         else one
-        for one in difference.changes
+        for one in changes
     ]
 
     def rank(one: Change) -> bool:
@@ -202,37 +218,36 @@ def with_changed_lines(difference: Difference, has_changed: Callable[[Row], bool
     return replace(difference, changes=tuple(sorted(changed, key=rank)))
 
 
+def _with_changed_alternatives(change: Change, has_changed: Callable[[Row], bool]) -> tuple[Change, ...]:
+    changed = tuple(filter(has_changed, change.alternatives))
+    return change.among(changed) if changed else (change,)
+
+
 def difference(before: Composition, after: Composition, graph: GraphChanges | None = None) -> Difference:
     """Return what changed. The rows of a category that a side did not keep, as a baseline's, are compared as one.
 
     ``graph`` is what autograd records of the step now and did not then; of the two compositions if it is not given.
     """
     graph = graph or GraphChanges(before, after, {}, {})
-    (old, not_kept), (new, rests) = _without_rests(before), _without_rests(after)
-    smallest, smallest_now = (min((row.nbytes for row in rows), default=0) for rows in (old, new))
+    was, is_now = _side(before), _side(after)
+    old, new = was.rows, is_now.rows
     for key in _SAME:
         old, new = _without_equals(old, new, key)
     old, new = _without_equal_layers(old, new)
     new = _least_increase_first(old, new)
     for key in _MOVED:
         old, new = _without_moved(old, new, key)
-    not_kept_now = dict(rests)
-    for category, most in not_kept.items():
-        # Older baselines do not say of what category the rows are that they did not keep.
-        within = None if category == "other" and before.rest else category
-        new, rests[category] = _folded(new, within, smallest, most, rests[category])
-    for category, most in not_kept_now.items():
-        old, not_kept[category] = _folded(old, category, smallest_now, most, not_kept[category])
-    old += [Row(category, nbytes, operator=REST) for category, nbytes in not_kept.items() if nbytes]
-    new += [Row(category, nbytes, operator=REST) for category, nbytes in rests.items() if nbytes]
-    changes: list[Change] = []
+    old, new, changes, alternatives = _with_sums(was._replace(rows=old), is_now._replace(rows=new), graph)
     for key in _GREW:
         old, new, found = _paired(old, new, key)
         changes += found
     changes += [Change(row, None) for row in old]
     changes += [Change(None, row) for row in new]
     explained = [
-        change._replace(reason=reason(change.before, change.after, before, after, graph))
+        change._replace(
+            reason=reason(change.before, change.after, before, after, graph),
+            alternatives=alternatives.get(change.row.category, ()) if change.row.operator == REST else (),
+        )
         for change in changes
         if change.nbytes != 0
     ]
@@ -259,13 +274,27 @@ def _ranked(changes: list[Change]) -> tuple[Change, ...]:
     return tuple(sorted(changes, key=rank))
 
 
-def _without_rests(composition: Composition) -> tuple[list[Row], Counter[str]]:
-    """Return the rows that were kept one by one, and the bytes of the others, by category."""
-    rests = Counter({"other": composition.rest} if composition.rest else {})
-    for row in composition.rows:
-        if row.operator == REST:
-            rests[row.category] += row.nbytes
-    return [row for row in composition.rows if row.operator != REST], rests
+class _Side(NamedTuple):
+    """The listed rows of a composition, and the sums of its other rows."""
+
+    rows: list[Row]
+    sums: dict[str, Row]
+    """By category. Baselines from older versions have a single sum for all categories, with a count of 0."""
+    smallest: int | None
+    """Bytes of the smallest listed row. No row in a sum has more. ``None`` if no row is listed."""
+
+
+def _side(composition: Composition) -> _Side:
+    rows = [row for row in composition.rows if row.operator != REST]
+    sums = {row.category: row for row in composition.rows if row.operator == REST}
+    if composition.rest:
+        sums["other"] = Row("other", composition.rest, operator=REST, count=0)
+    return _Side(rows, sums, min((row.nbytes for row in rows if row.nbytes > 0), default=None))
+
+
+def _sum_of(category: str, rows: Iterable[Row]) -> Row:
+    rows = list(rows)
+    return Row(category, sum(row.nbytes for row in rows), operator=REST, count=sum(row.count for row in rows))
 
 
 def _without_equals(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
@@ -381,26 +410,83 @@ def _identity(row: Row) -> tuple[str, str, str, str]:
     return row.category, row.module, row.operator, row.tensor
 
 
-def _folded(rows: list[Row], category: str | None, smallest: int, most: int, folded: int) -> tuple[list[Row], int]:
-    """Return a side's rows without those that the other would not have kept, up to the size of its rest, and their bytes.
+def _with_sums(
+    was: _Side, is_now: _Side, graph: GraphChanges
+) -> tuple[list[Row], list[Row], list[Change], dict[str, tuple[Row, ...]]]:
+    """Move each row that the other side may have summed up to the sums of its own side.
 
-    They may exceed the rest by less than the smallest row that was kept, as a difference within that is no row's increase.
+    Returns:
+        The rows and sums on both sides, changes of rows that were partly in a sum, and the alternatives by category.
+    """
+    old, new = was.rows, is_now.rows
+    changes: list[Change] = []
+    alternatives: dict[str, tuple[Row, ...]] = {}
+    older = any(not row.count for side in (was, is_now) for row in side.sums.values())
+    for category in ("other",) if older else sorted({*was.sums, *is_now.sums}):
+        sum_before, sum_now = (
+            _sum_of(category, side.sums.values() if older else filter(None, [side.sums.get(category)]))
+            for side in (was, is_now)
+        )
+        # A row at a place that both sides list grew or shrank.
+        listed = set(map(_of_no_layer, old)) & set(map(_of_no_layer, new))
+        of_category = None if older else category
+        gone, old = _small_enough(old, of_category, is_now.smallest, 2 * sum_now.nbytes, listed)
+        came, new = _small_enough(new, of_category, was.smallest, None, listed)
+        before, now = _sum_of(category, [sum_before, *gone]), _sum_of(category, [sum_now, *came])
+        blocks = 0 if older else now.count - before.count
+        grown, alternatives[category] = _attribution(came, sum_before.nbytes, now.nbytes - before.nbytes, blocks, graph)
+        changes += [Change(earlier, row) for earlier, row in grown if earlier is not None]
+        old += _rest(before, (earlier for earlier, _ in grown if earlier is not None))
+        new += [*(row for earlier, row in grown if earlier is None), *_rest(now, (row for _, row in grown))]
+    return old, new, changes, alternatives
+
+
+def _attribution(rows: list[Row], most: int, growth: int, blocks: int, graph: GraphChanges) -> Attribution:
+    """Return which rows grew, as `attribution`. Rows that follow from a change of the ``graph`` come before others.
+
+    Rows of a module that autograd recorded in no call are new for certain. If they have more bytes than the growth, one of
+    them grew.
+    """
+    new = [row for row in rows if graph.is_new(row)]
+    left = growth - sum(row.nbytes for row in new)
+    if not new or growth <= 0:
+        return attribution(rows, most, growth, blocks)
+    if left < 0:
+        return attribution(new, most, growth, blocks)
+    others = [row for row in rows if row not in new]
+    of_others = attribution(others, most, left, max(blocks - sum(row.count for row in new), 0))
+    return Attribution((*((None, row) for row in new), *of_others.grown), of_others.alternatives)
+
+
+def _rest(total: Row, others: Iterable[Row]) -> list[Row]:
+    """Return the sum without the bytes of other rows, if any bytes remain."""
+    nbytes = total.nbytes - sum(row.nbytes for row in others)
+    return [Row(total.category, nbytes, operator=REST)] if nbytes else []
+
+
+def _small_enough(
+    rows: Iterable[Row], category: str | None, smallest: int | None, most: int | None, listed: Collection[Row]
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows that the other side may have in a sum, and the others.
 
     Args:
-        rows: The rows that the other side has not.
-        category: Of which rows are folded; ``None`` for all.
-        smallest: Bytes of the smallest row that the other side kept.
-        most: Bytes of the rows that it did not keep.
-        folded: Bytes that are folded already.
+        rows: The rows of a side.
+        category: The category of the sum; ``None`` for all.
+        smallest: Bytes of the smallest row that the other side lists; ``None`` if it lists none.
+        most: Bytes that the rows may have together; ``None`` for any.
+        listed: Rows without bytes and layers at places that the other side lists.
     """
-    kept: list[Row] = []
+    small: list[Row] = []
+    others: list[Row] = []
+    left = most
     for row in sorted(rows, key=lambda row: row.nbytes):
-        fits = row.nbytes <= smallest and folded + row.nbytes < most + smallest
-        if fits and category in (None, row.category):
-            folded += row.nbytes
+        fits = (smallest is None or row.nbytes <= smallest) and (left is None or row.nbytes <= left)
+        if fits and category in (None, row.category) and _of_no_layer(row) not in listed:
+            small.append(row)
+            left = None if left is None else left - row.nbytes
         else:
-            kept.append(row)
-    return kept, folded
+            others.append(row)
+    return small, others
 
 
 def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row], list[Change]]:
@@ -465,8 +551,8 @@ def _no_longer_recomputed(old: Row | None, new: Row, before: Composition, after:
 
 
 def _became(old: Row, new: Row) -> str:
-    if old.category != new.category and new.category == "activation":
-        return "no longer freed before backward"
+    if old.category == "temporary" and new.category == "activation":
+        return "was temporary, now kept"
     if old.tensor and new.tensor and old.shape == new.shape and old.dtype != new.dtype:
         wider = item_bits(new.dtype) > item_bits(old.dtype)
         return f"was {old.dtype}, now {new.dtype}" if wider else f"now {new.dtype}"

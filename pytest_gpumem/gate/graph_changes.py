@@ -102,6 +102,13 @@ class GraphChanges:
         """Return whether a row with more bytes follows from such a change."""
         return any(True for _ in self._around(row))
 
+    def is_new(self, row: Row) -> bool:
+        """Return whether the baseline had no such row, because autograd recorded no call of its module.
+
+        Temporary tensors are there with grad mode off, too.
+        """
+        return row.category != "temporary" and any(not change.before.others for change in self._around(row))
+
     def _around(self, row: Row) -> Iterator[GraphChange]:
         if row.category not in _OF_THE_GRAPH:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.gate.verdict import Outcome
@@ -62,6 +63,14 @@ class Part:
         return replace(larger, amount=self.amount + other.amount)
 
 
+class Alternatives(NamedTuple):
+    """Places for a part of a growth. Nothing proves which place it is."""
+
+    amount: float
+    parts: Mapping[Place, Part]
+    """The part at each place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Explained:
     """A growth, its parts by place, and what else may be its cause."""
@@ -72,6 +81,8 @@ class Explained:
     packages: tuple[str, ...]
     budget: str
     """The limit that is exceeded, where there is no more than in a baseline; else empty."""
+    alternatives: tuple[Alternatives, ...] = ()
+    """Parts without a proven place."""
 
     def at(self, place: Place) -> float:
         """Return by how much more there is at a place; 0 where it is not more."""
@@ -111,6 +122,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
             explanation.holders if kept and explanation is not None else (),
             verdict.changed_packages,
             f"{one.budget}" if one.outcome is Outcome.OVER_BUDGET and no_more else "",
+            _alternatives(verdict) if METRICS[name].peak else (),
         )
 
 
@@ -156,6 +168,49 @@ def _parts_of_peak(verdict: Verdict) -> dict[Place, Part]:
     return parts
 
 
+def _alternatives(verdict: Verdict) -> tuple[Alternatives, ...]:
+    """Return the parts of a peak's growth whose place is not proven, the largest first."""
+    peak_alternatives = []
+    for change in verdict.difference.changes if verdict.difference is not None else ():
+        parts: dict[Place, Part] = {}
+        for row in change.alternatives:
+            of_row = _of_row(row, min(change.nbytes, row.nbytes))
+            if of_row is not None:
+                # Rows at one place do not grow together by more than the change.
+                parts.setdefault(*of_row)
+        peak_alternatives += [Alternatives(change.nbytes, parts)] if parts else []
+    return tuple(peak_alternatives)
+
+
+def proven(growths: Sequence[Explained], causes: Sequence[Place]) -> list[Explained]:
+    """Return growths without alternatives that have a single line, or a single line that is a cause of another growth."""
+    named: dict[Place | str, set[Growth]] = defaultdict(set)
+    for place in causes:
+        named[place.line or place] |= {explained.growth for explained in growths if explained.at(place) > 0}
+    return [_proven(explained, named) for explained in growths]
+
+
+def _proven(explained: Explained, named: Mapping[Place | str, set[Growth]]) -> Explained:
+    parts, remaining = [*explained.parts.items()], []
+    for alternatives in explained.alternatives:
+        lines: dict[Place | str, list[tuple[Place, Part]]] = defaultdict(list)
+        for place, part in alternatives.parts.items():
+            lines[place.line or place].append((place, part))
+        causes = [line for line in lines if named.get(line, set()) - {explained.growth}]
+        proven_lines = [*lines] if len(lines) == 1 else causes
+        if len(proven_lines) == 1:
+            parts.append(_at_line(lines[proven_lines[0]]))
+        else:
+            remaining.append(alternatives)
+    return replace(explained, parts=_summed(parts), alternatives=tuple(remaining))
+
+
+def _at_line(parts: Sequence[tuple[Place, Part]]) -> tuple[Place, Part]:
+    """Return the largest of some parts at one line, without its module if another module may be meant."""
+    place, part = parts[0]
+    return parts[0] if len(parts) == 1 else (place._replace(module=""), replace(part, module=""))
+
+
 def _summed(parts: Iterable[tuple[Place, Part] | None]) -> dict[Place, Part]:
     found: dict[Place, Part] = {}
     for place, part in filter(None, parts):
@@ -194,19 +249,22 @@ def _of_inner_modules(growths: Sequence[Explained]) -> list[Explained]:
     """Return growths in which a module at a line has one name in all tests, without those of what is around it in some."""
     modules: dict[str, set[str]] = defaultdict(set)
     for one in growths:
-        for place in one.parts:
+        for place in chain(one.parts, *(alternatives.parts for alternatives in one.alternatives)):
             modules[place.line].add(place.module)
     inner: dict[tuple[str, str], str] = {}
     for line, names in modules.items():
         for name in names:
             ends = {part for part in _ends(name) if line and part in names}
             inner[line, name] = min(ends, key=len, default=name)
+
+    def of_inner(parts: Mapping[Place, Part]) -> dict[Place, Part]:
+        return _summed((place._replace(module=inner[place.line, place.module]), part) for place, part in parts.items())
+
     return [
         replace(
             one,
-            parts=_summed(
-                (place._replace(module=inner[place.line, place.module]), part) for place, part in one.parts.items()
-            ),
+            parts=of_inner(one.parts),
+            alternatives=tuple(each._replace(parts=of_inner(each.parts)) for each in one.alternatives),
         )
         for one in growths
     ]

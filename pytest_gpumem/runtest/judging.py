@@ -83,6 +83,14 @@ def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -
     return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
 
 
+def errors_kept_by(item: pytest.Item) -> list[BaseException]:
+    """Return errors and skips in a ``unittest.TestCase`` test: unittest hands them to the item and raises nothing.
+
+    pytest puts one error into each report, in this order: the call's first, then the tear-down's.
+    """
+    return [excinfo.value for excinfo in getattr(item, "_excinfo", None) or ()]
+
+
 def failure_of(item: pytest.Item) -> BaseException | None:
     """Return the gate's failure of the test, if it has failed it."""
     return item.stash.get(_FAILURE, None)

@@ -42,6 +42,8 @@ KEPT_SHARE = 0.95
 """The share of the peak that a baseline's rows make up."""
 MOST_KEPT = 100
 """The most rows that a baseline keeps. Of a transformer 30 make up 95 %, of a U-Net, whose blocks differ, 100 to 190."""
+MOST_TIED = 50
+"""The most further rows that a baseline keeps because they have the size of its last row."""
 REST = "smaller rows"
 """The operator of a row that stands for all rows of its category that were not kept."""
 
@@ -198,23 +200,30 @@ class Composition(FrozenValue):
 
         The rows make up 95 % of all bytes, and 95 % of those beside workspaces, which on a GPU are more than a small model.
         Those that are not kept are joined to one of each category (`REST`).
+
+        If up to 50 further rows have the size of the last row, they are kept, too. Example: ``to_q``, ``to_k`` and ``to_v``
+        have equal sizes. Without ``to_v`` a new row with this size would look like ``to_v``. A larger tie is split.
         """
         workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
         # Keep negative rows; without them the kept rows could add up to more than the total.
         kept = [row for row in self.rows if row.nbytes < 0]
+        rests = [row for row in self.rows if row.nbytes >= 0 and row.operator == REST]
+        rows = [row for row in self.rows if row.nbytes >= 0 and row.operator != REST]
         missing = self.total - sum(row.nbytes for row in kept)
         missing_beside = missing - workspaces
-        others = []
-        for row in self.rows[: len(self.rows) - len(kept)]:
-            enough = missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (
+        number = 0
+        while number < len(rows) and len(kept) + number < MOST_KEPT:
+            row = rows[number]
+            if missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (
                 self.total - workspaces
-            )
-            if row.operator == REST or len(kept) >= MOST_KEPT or enough:
-                others.append(row)
-                continue
-            kept.append(row)
+            ):
+                break
+            number += 1
             missing -= row.nbytes
             missing_beside -= row.nbytes if row.category != "workspace" else 0
+        tied = [row for row in rows[number:] if number and row.nbytes == rows[number - 1].nbytes]
+        number += len(tied) if len(tied) <= MOST_TIED else 0
+        kept, others = [*kept, *rows[:number]], [*rests, *rows[number:]]
         joined = merged(Row(row.category, row.nbytes, operator=REST, count=row.count) for row in others)
         return replace(
             self, rows=(*kept, *joined), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward)

@@ -101,6 +101,11 @@ def test_a_slowdown_that_is_tolerated_is_none():
             "another workload: batch float32[8], was float32[4]",
         ),
         (
+            measured("test_a", measurement(peak=22_000_000)),
+            measured("test_a", measurement(peak=4_000_000, batch="float32[8]")),
+            "another workload: batch float32[8], was float32[4]; peak 22.00 MB in base, 4.00 MB in head",
+        ),
+        (
             measured("test_a", measurement(slug="left")),
             measured("test_a", measurement(slug="right")),
             "it was measured on Left in base, on Right in head",

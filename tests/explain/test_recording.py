@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_gpumem.explain.compose import composition_at, composition_of_peak
 from pytest_gpumem.explain.recording import (
     DIFFERING_STEPS,
+    FOLLOWING_STEPS,
     Expected,
     Recorded,
     asked_for,
@@ -21,6 +22,7 @@ from pytest_gpumem.explain.recording import (
     explain_out_of_memory,
     is_out_of_memory,
 )
+from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.composition import Composition
 from pytest_gpumem.values.events import Open
 from tests.explain.conftest import opened
@@ -254,8 +256,7 @@ def test_a_step_whose_recording_never_has_the_measured_peak_says_so(recorder):
     explanation, done = explain(recorder.device, recorder.sites, subject, expected)
     assert done.level == "calls", "the closest look stands"
     (note,) = explanation.peak.notes
-    assert str(actual.peak) in note
-    assert str(actual.peak + 100) in note
+    assert note == f"the recorded run needed {format_bytes(actual.peak)}, 100 B less than the measured one"
     assert explanation.peak.total == actual.peak
     assert explanation.peak.rest == 0
 
@@ -553,6 +554,14 @@ def validating(every: int, *, apart: bool = False) -> tuple[Callable[[], None], 
     return step, model
 
 
+class Keeping:
+    """An object that keeps tensors."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+        self.last: torch.Tensor | None = None
+
+
 @pytest.mark.parametrize(("apart", "calls"), [(False, (1, 3)), (True, (1, 2))])
 def test_a_validation_in_every_fifth_step_is_among_the_calls_with_grad_mode_off(recorder, apart, calls):
     step, model = validating(5, apart=apart)
@@ -572,6 +581,59 @@ def test_of_steps_with_equal_peaks_the_one_with_the_most_operators_is_shown(reco
     expected = Expected(actual.peak, None, steps=DIFFERING_STEPS)
     _, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
     assert done.operators > alone.operators
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_steps_that_keep_bytes_show_a_validation_in_every_fifth_step(recorder, apart):
+    validate, model = validating(5, apart=apart)
+    kept = []
+
+    def step() -> None:
+        validate()
+        kept.append(torch.ones(100, 100))
+
+    actual = recorder.measured({"step": step}, model)
+    expected = Expected(actual.peak, None, growth=40_000, steps=DIFFERING_STEPS)
+    explanation, _ = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
+    assert explanation.peak.no_grad["Sequential"] == ((1, 2) if apart else (1, 3))
+    assert explanation.retained.total == 40_000
+
+
+@pytest.mark.parametrize("every", range(2, DIFFERING_STEPS + 1))
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_high_step_of_any_period_comes_again_among_steps_that_keep_bytes(recorder, every, first):
+    count, kept = first, []
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        torch.ones(500, 100 if count % every else 200)
+        kept.append(torch.ones(10, 10))
+
+    expected = Expected(400_000, None, growth=400, steps=12)
+    explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}), expected)
+    assert (done.peak, explanation.peak.notes) == (400_000, ())
+    assert explanation.retained.total == 400
+
+
+def test_a_step_under_vmap_that_keeps_bytes_has_lines_holders_and_shapes(recorder):
+    rows, state = torch.ones(64, 128), Keeping()
+
+    def step() -> None:
+        mapped = torch.vmap(lambda row: (row * 2 + 1).exp())(rows)
+        mapped.sum()
+        state.kept.append(mapped)
+        state.last = torch.zeros(64, 128)
+
+    step()
+    actual = recorder.measured({"step": step}, rows)
+    expected = Expected(actual.peak, None, growth=32768)
+    explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, rows), expected)
+    (kept,) = explanation.retained.rows
+    assert (kept.nbytes, kept.tensor, kept.operator) == (32768, "float32[64, 128]", "exp")
+    assert [holder.endswith("Keeping.kept[...]") for holder in explanation.holders] == [True]
+    assert len(done.timeline.following) == FOLLOWING_STEPS
+    assert done.kept_by_profiler == 0
 
 
 def test_a_loop_that_ends_after_the_peak_came_again_is_explained(recorder):

@@ -181,6 +181,7 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield f"{measurement.recomputed} module calls were repeated in backward"
     if explanation is not None:
         yield from explanation.peak.notes
+        yield from explanation.retained.notes
         yield from (f"kept in: {holder}" for holder in explanation.holders)
         yield from (f"cycle: {cycle}" for cycle in explanation.cycles)
     for sample in measurement.times.samples if measurement.times is not None else ():
