@@ -32,6 +32,7 @@ from pytest_gpumem.config.options import EXPLAIN_MODES, MARKER_ARGUMENTS, OPTION
 from pytest_gpumem.config.settings import KEYS, Settings, read_table, settings_from_table
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.difference import difference
+from pytest_gpumem.gate.graph_changes import GraphChange
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.relations.estimate import Estimate
@@ -332,11 +333,14 @@ REASONS = [
     ([activation(tensor="float32[2048, 512]")], [activation(tensor="float32[4096, 512]")]),
     ([activation(category="temporary")], [activation(count=2)]),
     ({"recomputed": {"blocks.*": 4}}, {"recomputed": {"blocks.*": 2}}),
-    ({"no_grad": {"blocks.*": Calls(4, 4)}}, {"no_grad": {"blocks.*": Calls(0, 4)}}),
-    ({"no_grad": {"blocks.*": Calls(6, 12)}}, {"no_grad": {"blocks.*": Calls(0, 12)}}),
-    ({"no_backward": {"blocks.*": Calls(4, 4)}}, {"no_backward": {"blocks.*": Calls(0, 4)}}),
 ]
 """What a composition was and is, for each reason that the guide tells of, in its order."""
+GRAPH_CHANGES = [
+    GraphChange("no_grad", "teacher", ("models.py:41",), Calls(1, 1), Calls(0, 1)),
+    GraphChange("no_grad", "Net", ("train.py:12", "train.py:13"), Calls(1, 2), Calls(0, 2)),
+    GraphChange("no_grad", "step()", ("train.py:20",), Calls(4, 11), Calls(0, 11)),
+    GraphChange("no_backward", "teacher", ("models.py:41",), Calls(1, 1), Calls(0, 1)),
+]
 
 
 def test_the_reasons_in_the_guide_are_those_that_are_given():
@@ -349,6 +353,12 @@ def test_the_reasons_in_the_guide_are_those_that_are_given():
             old, new = composed(before), composed(after)
         given.append(next(change.reason for change in difference(old, new).changes if change.nbytes > 0))
     assert list(told) == given
+
+
+def test_the_sentences_before_what_grew_are_in_the_guide():
+    text = section_of("docs/guide/read-a-failure.md", "What grew").partition("Reasons:")[2]
+    told = [cells[0] for cells in rows(text.partition("Autograd:")[2])]
+    assert told[1:] == [change.sentence for change in GRAPH_CHANGES]
 
 
 def composed(rows_of_it: list[Row]) -> Composition:

@@ -906,6 +906,40 @@ def test_a_model_that_a_call_built_and_left_in_a_cycle_is_garbage_as_a_whole(pro
     assert found["retained"]["total"] == verdict["measurement"]["metrics"]["retained"] == 0
 
 
+MAPPED = """
+def doubled(row):
+    return (row * 2 + 1).square()
+
+
+def test_step(gpumem):
+    rows = torch.ones(64, 4096)
+    gpumem.measure(lambda: torch.vmap(doubled)(rows), name="first")
+    gpumem.measure(lambda: torch.vmap(doubled)(rows), name="second")
+
+
+@pytest.mark.gpumem
+def test_call():
+    torch.vmap(doubled)(torch.ones(64, 4096))
+"""
+
+
+def test_steps_under_vmap_keep_their_composition_and_name_what_grew(project):
+    project.write(MAPPED)
+    project.run(*RECORD).assert_outcomes(passed=2)
+    (text,) = project.stored().values()
+    entries = parse(text, "test_it.py")
+    assert len(entries) == 3
+    for entry in entries.values():
+        assert entry.metrics["peak_allocated"] > 3_000_000, "the first recording left no block behind"
+        assert entry.composition is not None
+    project.write(MAPPED.replace("row * 2 + 1", "row * 2 + row.exp()"))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=2)
+    (row,) = grown(result)
+    line = place(project, "row.exp()", "test_it.py")
+    assert re.search(rf" {line} +exp +1 x float32\[64, 4096\]$", row)
+
+
 AUTOCAST = """
 @pytest.mark.parametrize("rows", [64, 1024], ids=["few rows", "as many bytes as the weight"])
 def test_it(gpumem, rows):

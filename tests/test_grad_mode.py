@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
+import json
+
 import pytest
 
 from pytest_gpumem.baselines.format import parse
-from tests.test_explain import COMPARE, RECORD, grown
+from tests.test_explain import COMPARE, RECORD, grown, place
 
 MODELS = """
 class Block(torch.nn.Module):
@@ -106,14 +109,19 @@ def write(project, forward: str = WITHOUT_GRAD, test: str = TRAIN, **filled: obj
     project.write(test.format(**filled))
 
 
-def hinted(result: pytest.RunResult, hint: str) -> list[str]:
-    """The rows of what grew in modules of the teacher's, each of which has the hint, and no other one."""
+def said(result: pytest.RunResult) -> str:
+    """The sentence right before the rows of what grew in the teacher, which is in none of them."""
     result.assert_outcomes(failed=1)
     rows = grown(result)
     assert any("models.py:12" in row for row in rows)
-    for row in rows:
-        assert row.endswith(hint) == ("models.py:12" in row or " teacher.blocks" in row), row
-    return [row for row in rows if row.endswith(hint)]
+    assert not any("rad mode" in row or "ackward did" in row for row in rows)
+    lines = [line.strip() for line in result.outlines]
+    (sentence,) = [line for line in lines if line.startswith(("Grad mode was", "Backward did"))]
+    assert lines[lines.index(sentence) + 1].startswith("what grew")
+    return sentence
+
+
+KEPT = "autograd keeps its activations for backward."
 
 
 # test_it_is_named_in_inference has the other mode.
@@ -124,20 +132,33 @@ def hinted(result: pytest.RunResult, hint: str) -> list[str]:
         pytest.param(IN_INFERENCE, id="inference_mode", marks=pytest.mark.thorough),
     ],
 )
-def test_a_forgotten_no_grad_is_named_on_the_rows_that_grew(project, forward):
+def test_a_forgotten_no_grad_is_said_first_with_the_line_that_calls_the_module(project, forward):
     write(project, forward)
     project.run(*RECORD)
     assert '"1 of 1 x teacher",' in next(iter(project.stored().values()))
     write(project, FORGOTTEN)
-    rows = hinted(project.run(*COMPARE), "grad mode was off here")
-    assert any("teacher.blocks.*" in row and "models.py:" in row for row in rows)
+    line = place(project, FORGOTTEN, "models.py")
+    assert said(project.run(*COMPARE)) == (
+        f"Grad mode was off in `teacher` (called at {line}) in the baseline, and is on now: {KEPT}"
+    )
 
 
 def test_a_forgotten_detach_is_named_as_what_backward_now_goes_through(project):
     write(project, DETACHED)
     project.run(*RECORD)
     write(project, FORGOTTEN)
-    hinted(project.run(*COMPARE), "backward did not come here")
+    line = place(project, FORGOTTEN, "models.py")
+    assert said(project.run(*COMPARE)) == (
+        f"Backward did not reach `teacher` (called at {line}) in the baseline, and does now: "
+        "its activations are kept until then."
+    )
+
+
+def test_parameters_that_are_not_frozen_any_more_are_what_backward_now_goes_through(project):
+    write(project, f"self.teacher.requires_grad_(False)\n        {FORGOTTEN}")
+    project.run(*RECORD)
+    write(project, FORGOTTEN)
+    assert said(project.run(*COMPARE)).startswith("Backward did not reach `teacher` (called at models.py:")
 
 
 @pytest.mark.parametrize("test", [MEASURE, MARKED], ids=["measure", "call"])
@@ -145,9 +166,8 @@ def test_it_is_named_in_every_kind_of_measurement(project, test):
     write(project, test=test, on=False)
     project.run(*RECORD)
     write(project, test=test, on=True)
-    rows = hinted(project.run(*COMPARE), "grad mode was off here")
-    # The teacher runs first: of the student's modules the class stands before the path.
-    assert all(" blocks.*" in row for row in rows)
+    line = place(project, "target = teacher(x)", "test_it.py")
+    assert said(project.run(*COMPARE)).startswith(f"Grad mode was off in `Teacher` (called at {line}) in the baseline")
 
 
 def test_it_is_named_in_inference(project):
@@ -155,7 +175,7 @@ def test_it_is_named_in_inference(project):
     project.run(*RECORD)
     assert "(all)" in next(iter(project.stored().values()))
     write(project, test=INFER, inference=False)
-    hinted(project.run(*COMPARE), "grad mode was off here")
+    assert said(project.run(*COMPARE)).startswith("Grad mode was off in `net` (called at test_it.py:")
 
 
 @pytest.mark.thorough
@@ -164,8 +184,11 @@ def test_of_models_of_one_kind_it_is_told_how_often(project):
     write(project, test=test, on=False)
     project.run(*RECORD)
     write(project, test=test, on=True)
-    rows = hinted(project.run(*COMPARE), "calls")
-    assert any(row.endswith("grad mode was off here in 3 of 6 calls") for row in rows)
+    target, student = (place(project, text, "test_it.py") for text in ("= teacher(x)", "(student(x)"))
+    assert said(project.run(*COMPARE)) == (
+        f"Grad mode was off in 1 of 2 calls of `Net` (called at {target} or {student}) in the baseline, "
+        f"and in none of 2 now: {KEPT}"
+    )
 
 
 def test_what_grew_for_another_reason_has_no_hint(project):
@@ -177,8 +200,8 @@ def test_what_grew_for_another_reason_has_no_hint(project):
     result = project.run(*COMPARE)
     result.assert_outcomes(failed=1)
     assert grown(result)
-    assert "grad mode" not in result.stdout.str()
-    assert "backward did" not in result.stdout.str()
+    assert "Grad mode" not in result.stdout.str()
+    assert "Backward did" not in result.stdout.str()
 
 
 def test_a_step_that_runs_everything_with_grad_keeps_nothing_of_it(project):
@@ -189,3 +212,102 @@ def test_a_step_that_runs_everything_with_grad_keeps_nothing_of_it(project):
     assert "no_backward" not in text
     (entry,) = parse(text, "test_it.py").values()
     assert entry.composition is not None
+
+
+VALIDATED = """
+from models import Net
+
+
+def test_it(gpumem):
+    net, x = Net(), torch.ones(512, 64)
+    steps = 0
+
+    def step():
+        nonlocal steps
+        steps += 1
+        net(x[:256]).square().mean().backward()
+        net.zero_grad()
+        if steps % 5 == 0:
+            with torch.set_grad_enabled({on}):
+                net(x).square().mean()
+
+    gpumem.measure(step)
+"""
+
+
+def test_a_validation_in_every_fifth_step_that_lost_its_no_grad_is_said(project):
+    write(project, test=VALIDATED, on=False)
+    project.run(*RECORD)
+    write(project, test=VALIDATED, on=True)
+    lines = [place(project, text, "test_it.py") for text in ("net(x[:256])", "net(x).square()")]
+    assert said(project.run(*COMPARE)) == (
+        f"Grad mode was off in 1 of 3 calls of `Net` (called at {lines[0]} or {lines[1]}) in the baseline, "
+        f"and in none of 3 now: {KEPT}"
+    )
+
+
+def test_every_report_says_it_of_the_line_that_calls_the_module(project):
+    write(project)
+    again = TRAIN.replace("test_it", "test_again").replace("512", "640")
+    project.write(again, "test_again.py")
+    project.run(*RECORD)
+    write(project, FORGOTTEN)
+    line = place(project, FORGOTTEN, "models.py")
+    sentence = f"Grad mode was off in `teacher` (called at {line}) in the baseline, and is on now: {KEPT}"
+    files = [f"--gpumem-report=r.{suffix}" for suffix in ("json", "html", "md")]
+    result = project.run(*COMPARE, *files)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines([f"1 {line} *2 of 2 *", f"{line}: {sentence}"])
+    report = json.loads((project.path / "r.json").read_text(encoding="utf-8"))
+    assert [cause["reason"] for cause in report["causes"]] == [sentence]
+    (change,) = project.verdicts()["test_it"]["verdicts"][0]["growth"]["graph"]
+    assert (change["kind"], change["module"], change["lines"]) == ("no_grad", "teacher", [line])
+    assert sentence in html.unescape((project.path / "r.html").read_text(encoding="utf-8"))
+    assert "Grad mode was off in" in (project.path / "r.md").read_text(encoding="utf-8")
+    assert sentence in project.gpumem("why", "test_it.py::test_it", "--report", "r.json").stdout
+
+
+FUNCTION = """
+def target(x, w):
+    return torch.nn.functional.relu(x @ w).exp().sum(1)
+
+
+def test_it(gpumem):
+    w, x = torch.ones(64, 512, requires_grad=True), torch.ones(512, 64)
+
+    def step():
+        with torch.set_grad_enabled({on}):
+            aim = {call}
+        loss = ((x @ w).sum(1) - aim).square().mean()
+        loss.backward()
+        {end}
+        w.grad = None
+
+    gpumem.measure(step)
+"""
+CLIP = "torch.nn.utils.clip_grad_norm_([w], 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [("target(x, w)", "`target()`"), ("torch.relu(x @ w).exp().sum(1)", "a part of `step()`")],
+)
+def test_a_no_grad_around_plain_functions_is_said_of_the_function(project, call, where):
+    project.write(FUNCTION.format(on=False, call=call, end=CLIP))
+    project.run(*RECORD)
+    project.write(FUNCTION.format(on=True, call=call, end=CLIP))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [f"*Grad mode was off in {where} (called at *test_it.py:*) in the baseline, and is on now: {KEPT}"]
+    )
+
+
+def test_functions_of_torch_that_switch_grad_mode_off_by_themselves_are_no_change(project):
+    project.write(FUNCTION.format(on=True, call="(x @ w).sum(1)", end=CLIP))
+    project.run(*RECORD)
+    assert "no_grad" not in next(iter(project.stored().values()))
+    project.write(FUNCTION.format(on=True, call="(x @ w).exp().sigmoid().sum(1)", end="pass"))
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    assert "Grad mode" not in result.stdout.str()

@@ -136,13 +136,27 @@ def test_loop(gpumem, state):
             optimizer.step()
             optimizer.zero_grad()
     assert kept(loop.measurement) == ({"leak": 65536}, {"predictions[...]"})
+
+
+def test_batch_of_the_size(gpumem):
+    class Net(torch.nn.Linear):
+        seen = ()
+
+        def forward(self, x):
+            x = super().forward(x)  # leak
+            self.seen = (*self.seen, x.detach())
+            return x
+
+    measurement = gpumem.train_step(lambda: Net(64, 64), torch.ones(256, 64), loss=lambda out, _: out.sum(), explain=True)
+    rows = measurement.explanation.peak.rows
+    assert [(row.nbytes, row.count) for row in rows if row.category == "input"] == [(65536, 1)]
 """
 
 
 def test_what_a_step_keeps_has_its_own_line_and_holder_whatever_the_step_replaces(project):
     project.write(CASES)
     result = project.run("--no-gpumem-time")
-    result.assert_outcomes(passed=10)
+    result.assert_outcomes(passed=11)
 
 
 def test_a_call_that_keeps_one_of_two_tensors_of_a_size_names_both_lines(project):

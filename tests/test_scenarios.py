@@ -379,7 +379,7 @@ def test_it(gpumem):
 
     gpumem.measure(step)
 """,
-        ("Memory regressed: peak *", "*activations * grad mode was off here*"),
+        ("Memory regressed: peak *", "*Grad mode was off in * calls of `Sequential` (called at *", "*what grew *"),
     ),
     Scenario(
         "a step that moved off the measured device",

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.changed_code.marks import with_changed_code
-from pytest_gpumem.gate.baseline import Budget, Key, baseline_of
-from pytest_gpumem.gate.judge import judge
+from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.metrics import METRICS, WHOLE
-from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of
+from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of, judged_by
 from pytest_gpumem.reports.values import shown
 from pytest_gpumem.timing.comparison import compare_pairs, typical_seconds
 from pytest_gpumem.units import format_ratio
@@ -141,7 +140,7 @@ class _Taken:
         base, head = self.runs[0]
         if base is None or head is None:
             return None
-        return judge(head, Budget(), baseline_of(base, "", None), tolerances)
+        return judged_by(base, "base", head, tolerances)
 
     def values(self, metric: str) -> dict[str, list[float]]:
         """Return the values of a metric that the runs of each side took."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.memory_ledger import SharedMemory
     from pytest_gpumem.measurement import Environment
     from pytest_gpumem.ranks.consensus import Alone
+    from pytest_gpumem.torch_support.private_api import Profile
     from pytest_gpumem.values.events import Token
     from pytest_gpumem.values.option_words import Routing
     from pytest_gpumem.values.unknown_reads import UnknownReads
@@ -424,15 +425,27 @@ class Device(ABC):
         return {}
 
     @contextmanager
-    def recorded(self, tokens: list[Token]) -> Iterator[None]:
+    def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         """Record allocations with the spans in which they happen: ``tokens`` is filled at the end.
 
-        Readings are not possible within. Raises `MeasuringError` when the recording was cut short.
+        Readings are not possible within.
+
+        Args:
+            tokens: The list to fill.
+            operands: Whether to record the tensors that operators take. The profile then keeps the inner tensors of
+                `torch.vmap` and the parts of sparse CSR tensors alive (see `profiled`).
+
+        Yields:
+            A list with the profile. Clear it when the context has ended: live bytes then fall by those that the profile
+            kept alive.
+
+        Raises:
+            MeasuringError: The recording was cut short.
         """
         before = self.live()
         found: list[Token] = []
-        with self.unrecorded(), profiled(found, self.torch_device):
-            yield
+        with self.unrecorded(), profiled(found, self.torch_device, operands=operands) as profiles:
+            yield profiles
             self.synchronize()
         found = in_order_of_time(found)
         check_change(found, self.live() - before, f"the {self.name} device", "its own counter")

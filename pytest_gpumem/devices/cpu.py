@@ -10,7 +10,7 @@ import platform
 import time
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.devices import proc
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
@@ -86,6 +86,7 @@ class CpuDevice(Device):
         self._live_blocks = LiveBlocks()
         self._free_callbacks = FreeCallbacks()
         self._profiler: Profile | None = None
+        self._records_operators = False
         self._in_one_moment = False
         self._reference_workload: ReferenceWorkload | None = None
 
@@ -181,11 +182,12 @@ class CpuDevice(Device):
         return self._live_blocks.blocks
 
     @contextmanager
-    def recorded(self, tokens: list[Token]) -> Iterator[None]:
+    def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         self._pause()
-        self._start(operators=True)
+        # The next profiler starts before this profile is deleted, so it reports the frees of what this one kept alive.
+        profiles = [self._start(operators=True, operands=operands)]
         try:
-            yield
+            yield profiles
         finally:
             try:
                 recorded = self._stop(lambda profiler: tokens_of(profiler, self.torch_device))
@@ -239,7 +241,7 @@ class CpuDevice(Device):
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
         """Let all blocks that are allocated within count as freed at the end, whichever thread frees them."""
-        if self._profiler is None or self._profiler.record_shapes:  # a recording of operators must not be cut in two
+        if self._profiler is None or self._records_operators:  # a recording of operators must not be cut in two
             yield
             return
         known = self.known()
@@ -253,14 +255,15 @@ class CpuDevice(Device):
             with suppress(MeasuringError):
                 self._stop(allocation_events)
 
-    def _start(self, *, operators: bool = False) -> None:
+    def _start(self, *, operators: bool = False, operands: bool = False) -> Profile:
         # What torch.profiler.profile wraps: that one loads the compiler, 2 s, and a reading takes half as long again.
         from torch.autograd.profiler import profile
 
-        profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operators)
+        profiler: Any = profile(use_kineto=True, profile_memory=True, record_shapes=operands)
         with quiet_kineto(), nullcontext() if operators else recording_no_operators():
             profiler.__enter__()
-        self._profiler = profiler
+        self._profiler, self._records_operators = profiler, operators
+        return cast("Profile", profiler)
 
     def _stop(self, read: Callable[[Profile], list[AnyToken]]) -> list[AnyToken | AllocationEvent]:
         """Stop recording, and return what ``read`` finds in the profile, with the frees of watched storages in their places."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.cuda_runtime import TorchCuda
     from pytest_gpumem.devices.device_lock import DeviceLock
     from pytest_gpumem.devices.memory_ledger import MemoryLedger
+    from pytest_gpumem.torch_support.private_api import Profile
     from pytest_gpumem.values.events import Token
     from pytest_gpumem.values.interference import Conditions
 
@@ -219,12 +220,12 @@ class CudaDevice(Device):
         return live_blocks(self.runtime.segments(), size)
 
     @contextmanager
-    def recorded(self, tokens: list[Token]) -> Iterator[None]:
+    def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
         self._snapshot = None
         before = self.live()
         requested = self._counter == _REQUESTED
-        with self.unrecorded(), self.runtime.recorded(with_history=requested) as region:
-            yield
+        with self.unrecorded(), self.runtime.recorded(with_history=requested, operands=operands) as region:
+            yield region.profiles
         self._snapshot = region.snapshot
         tokens_in_order = in_order_of_time(region.tokens)
         if requested:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.devices.cuda_history import HistoryEntry
     from pytest_gpumem.devices.nvml import GpuNow
+    from pytest_gpumem.torch_support.private_api import Profile
     from pytest_gpumem.values.events import Token
 
 
@@ -62,12 +63,13 @@ class GpuProperties:
 class RecordedRegion:
     """A recording of a region, once it has ended: the profiler's tokens, as its event tree has them.
 
-    ``history`` and ``snapshot`` are the allocator's, if they were asked for.
+    ``history`` and ``snapshot`` are the allocator's, if they were asked for. ``profiles`` are those of `profiled`.
     """
 
     tokens: list[Token] = field(default_factory=list)
     history: list[HistoryEntry] = field(default_factory=list)
     snapshot: dict[str, Any] | None = None
+    profiles: list[Profile] = field(default_factory=list)
 
 
 def gpus_beside(device: torch.device) -> list[int]:
@@ -210,20 +212,22 @@ class TorchCuda:
         return [segment for segment in everywhere if segment["device"] == self._index]
 
     @contextmanager
-    def recorded(self, *, with_history: bool) -> Iterator[RecordedRegion]:
+    def recorded(self, *, with_history: bool, operands: bool = True) -> Iterator[RecordedRegion]:
         """Record a region, and yield what is filled at its end. Raises `MeasuringError` when the recording was cut short.
+
+        ``operands`` are recorded as in `profiled`.
 
         Backward runs on a thread of its own, as ever: a thread has its own cuBLAS workspace (33,554,432 bytes on an H100),
         and a step that ran on one would need less than the one that was measured.
         """
         region = RecordedRegion()
         if not with_history:
-            with profiled(region.tokens, self.torch_device()):
+            with profiled(region.tokens, self.torch_device(), operands=operands) as region.profiles:
                 yield region
                 self.synchronize()
             return
         with _history(frames=True) as before:
-            with profiled(region.tokens, self.torch_device()):
+            with profiled(region.tokens, self.torch_device(), operands=operands) as region.profiles:
                 yield region
                 self.synchronize()
             region.snapshot = cuda_snapshot()

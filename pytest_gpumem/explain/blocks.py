@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.explain.trace import Label, Mark
     from pytest_gpumem.values.layers import Numbers
-    from pytest_gpumem.values.module_calls import ModuleCalls
+    from pytest_gpumem.values.module_calls import Caller, ModuleCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,10 @@ class Timeline:
     no_grad: ModuleCalls = field(default_factory=dict)
     no_backward: ModuleCalls = field(default_factory=dict)
     """Calls of modules with grad mode off, and without a part in backward: see `GraphCalls`."""
+    callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
+    """Callers of modules and functions with grad mode on, by folded path."""
+    function_at: Mapping[str, str] = field(default_factory=dict)
+    """The function of each line that ran with grad mode on."""
     layers: Mapping[str, frozenset[Numbers]] = field(default_factory=dict)
     """The layers that there are of each module, by its folded path."""
     phases: Mapping[str, int] = field(default_factory=dict)

@@ -65,13 +65,19 @@ class _Matches:
             self._lasting.pop(pool.blocks[0].nbytes, None)
         self._passing = _by_size(block for block in remaining if not block.lasts and block.label is None)
         self._turns: dict[int, Iterator[Lifetime]] = {}
+        self._input_excess: Counter[int] = Counter()
+        """The number of older inputs that last, less the number of such blocks without an owner, by size."""
+        for block in timeline.lifetimes:
+            if block.is_older and block.lasts and (block.label is None or _is_lasting_input(block)):
+                self._input_excess[block.nbytes] += -1 if block.label is None else 1
 
     def is_leftover(self, block: Lifetime) -> bool:
         """Return whether an earlier step may have left a block.
 
-        An input may be a leftover, because all tensors in reach of the step's function are inputs.
+        An input may be a leftover, because all tensors in reach of the step's function are inputs. It is not if most older
+        blocks with its size have no owner, because a leak is many blocks. Example: a batch beside 30 tensors in a module.
         """
-        has_owner = block.label is not None and not (block.label.category == "input" and block.lasts)
+        has_owner = block.label is not None and not (_is_lasting_input(block) and self._input_excess[block.nbytes] > 0)
         return block.is_older and not has_owner and bool(self._matching(block))
 
     def each_step(self, nbytes: int, freed: int) -> int:
@@ -88,6 +94,10 @@ class _Matches:
     def _matching(self, block: Lifetime) -> Sequence[Lifetime]:
         lasting = self._lasting.get(block.nbytes, ())
         return lasting if block.lasts else self._passing.get(block.nbytes, lasting)
+
+
+def _is_lasting_input(block: Lifetime) -> bool:
+    return block.label is not None and block.label.category == "input" and bool(block.lasts)
 
 
 def _by_size(blocks: Iterable[Lifetime]) -> dict[int, list[Lifetime]]:

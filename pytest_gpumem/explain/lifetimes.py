@@ -33,12 +33,37 @@ def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
     return replace(timeline, lifetimes=with_leftovers(timeline, own_bytes))
 
 
+def tensors_of_allocations(source: Timeline, target: Timeline) -> tuple[tuple[str, ...], ...]:
+    """Return dtype and shape of each allocation of ``target``, in order, by step: the recorded step and those that follow.
+
+    They come from a step of ``source`` that made allocations of the same sizes. Nothing is known of a step if none did.
+    """
+    known = {_sizes(step): tuple(block.tensor for block in _allocated(step)) for step in (source, *source.following)}
+    return tuple(known.get(_sizes(step), ()) for step in (target, *target.following))
+
+
+def _sizes(step: Timeline) -> tuple[int, ...]:
+    return tuple(block.nbytes for block in _allocated(step))
+
+
+def _allocated(step: Timeline) -> list[Lifetime]:
+    return [block for block in step.lifetimes if not block.is_older]
+
+
 def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
     """Return the timeline with those of the steps that ran after it, and with the blocks that outlived these steps."""
     steps = [timeline]
-    for tokens in trace.following:
+    for number, tokens in enumerate(trace.following, 1):
         there = {block.address: block.nbytes for block in steps[-1].lifetimes if block.freed is None}
-        steps.append(_Reader(replace(trace, tokens=tokens, before=there, own=frozenset(), following=())).read())
+        later = replace(
+            trace,
+            tokens=tokens,
+            before=there,
+            own=frozenset(),
+            following=(),
+            tensors=trace.tensors[number : number + 1],
+        )
+        steps.append(_Reader(later).read())
     freed_later: frozenset[int] = frozenset()
     for number in range(len(steps) - 2, -1, -1):
         freed_later |= {
@@ -106,6 +131,7 @@ class _Reader:
         self._paths: dict[tuple[str, str], str] = {}
         """The module in which forward reached a line, for code that is recomputed outside of any module's call."""
         self._calls = GraphCalls(trace.marks)
+        self._tensors = iter(trace.tensors[0] if trace.tensors else ())
 
     def read(self) -> Timeline:
         trace = self._trace
@@ -143,6 +169,8 @@ class _Reader:
             workspaces=rest.get("workspaces"),
             no_grad=self._calls.no_grad(),
             no_backward=self._calls.no_backward(),
+            callers=self._calls.callers(),
+            function_at=self._calls.function_at(),
             layers=_layers(trace),
             phases={phase: -moment for phase, (_, moment) in phases.items()},
         )
@@ -156,6 +184,7 @@ class _Reader:
             change -= gone.nbytes
         if event.nbytes > 0:
             self._live[event.address] = self._allocated(moment, event)
+            self._calls.allocated()
         return change
 
     def _allocated(self, moment: int, event: AllocationEvent) -> Lifetime:
@@ -183,6 +212,7 @@ class _Reader:
             in_optimizer=around.in_optimizer,
             recomputed=around.recomputed,
             mark=mark,
+            tensor=next(self._tensors, ""),
         )
 
     def _is_phase(self, opened: tuple[int, Open]) -> bool:

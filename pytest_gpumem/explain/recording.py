@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ from pytest_gpumem.explain.compose import (
 )
 from pytest_gpumem.explain.cycles import collect_cycles
 from pytest_gpumem.explain.holders import holders_of
-from pytest_gpumem.explain.lifetimes import timeline_of
+from pytest_gpumem.explain.lifetimes import tensors_of_allocations, timeline_of
 from pytest_gpumem.explain.survivors import survivors_of
 from pytest_gpumem.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
@@ -28,9 +30,10 @@ from pytest_gpumem.torch_support.tracebacks import clear_frames
 from pytest_gpumem.units import format_bytes, parse_size
 from pytest_gpumem.values.composition import Explanation
 from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open
+from pytest_gpumem.values.module_calls import KindsOfSteps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -39,12 +42,22 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Site, Sites
     from pytest_gpumem.explain.survivors import Survivors
+    from pytest_gpumem.torch_support.private_api import Profile
     from pytest_gpumem.values.events import Token
 
+DIFFERING_STEPS = 6
+"""Steps that are recorded at least if they differ: enough to see what happens every second to sixth time.
+
+If they keep bytes, as many follow each recorded step. So a recording begins 7 steps after the one before, a prime number, and
+does not meet the same step of a period each time.
+"""
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 FOLLOWING_STEPS = 4
-"""Following steps in a recording, if steps keep bytes. The number distinguishes a leak from a list of the latest four entries
-and from two buffers in turn. Sizes of random batches rarely rise in each of these steps."""
+"""Following steps in a recording, if steps keep bytes and do not differ.
+
+The number distinguishes a leak from a list of the latest four entries and from two buffers in turn. Sizes of random batches
+rarely rise in each of these steps.
+"""
 _GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
@@ -64,7 +77,7 @@ class Expected:
     """Bytes kept by each step on average. If this is more than 0, the recording must include a step that keeps bytes. The
     following steps are recorded, too, because they free the tensors that each step replaces."""
     steps: int = 1
-    """The number of steps that are recorded until one of them is as measured: more than one where they differ."""
+    """The most steps that are recorded until one of them is as measured: more than one where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,19 @@ class Recorded:
     growth: int = 0
     """Measured bytes kept by each step on average."""
     ended: str = ""
-    """The reason why fewer steps followed than `FOLLOWING_STEPS`, as a clause."""
+    """The reason why fewer steps followed than wanted, as a clause."""
+    kept_by_profiler: int = 0
+    """Bytes that the step freed and the profiler kept alive until it was deleted, so that peak and lifetimes are wrong."""
+
+    def with_tensors_of(self, other: Recorded) -> Recorded:
+        """Return the same recording with the dtypes and shapes that ``other`` saw, if both made the same allocations."""
+        trace = replace(self.trace, tensors=tensors_of_allocations(other.timeline, self.timeline))
+        return replace(self, trace=trace, timeline=timeline_of(trace, self.own_bytes))
+
+    def with_calls_of(self, kinds: KindsOfSteps) -> Recorded:
+        """Return the same recording with the module calls of all kinds of steps."""
+        calls = replace(self.timeline, no_grad=kinds.no_grad, no_backward=kinds.no_backward, callers=kinds.callers)
+        return replace(self, timeline=calls)
 
     def with_what_was_left(self) -> Recorded:
         """Return the same recording with the blocks that an earlier run left as the step's own."""
@@ -160,6 +185,11 @@ class Recorded:
         return self.own_bytes + self.timeline.peak_bytes
 
     @property
+    def operators(self) -> int:
+        """Number of operators that were recorded."""
+        return _operators(self.trace.tokens)
+
+    @property
     def turnover(self) -> int:
         """Bytes that the step allocated in all."""
         ended = self.timeline.step_ended
@@ -170,41 +200,109 @@ class Recorded:
         )
 
 
+def _operators(tokens: Iterable[Token]) -> int:
+    return sum(isinstance(token, Open) and token.kind == "operator" for token in tokens)
+
+
 def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) -> tuple[Explanation, Recorded]:
     """Record ``subject``, and explain its peak, which was measured as ``expected``.
 
     Marks can change the step: modules that look for a `TorchFunctionMode` take another path under one, and compiled code is
     compiled anew. Then it is recorded again with fewer marks, until it allocates and peaks as it did when it was measured. If
-    it never does, the most detailed recording with the same peak is used, or the one with the closest peak and a note. Of steps
-    that differ, as many are recorded as were looked at: the one with the highest peak may come again. Raises what ``subject``
-    raises without marks, too. On several ranks it is recorded as often on all, as they decide (`Device.consensus`).
+    it never does, the most detailed recording with the same peak is used, or the one with the closest peak and a note.
+
+    Steps that differ are recorded until the one with the highest peak comes again, at least `DIFFERING_STEPS` and at most as
+    many as were looked at. Of several with this peak the one with the most operators is used, and calls of modules are those of
+    all kinds of steps: a validation in every fifth step tells which modules it calls with grad mode off. If steps keep bytes,
+    the steps in the same recording that follow are seen, too.
+
+    Raises what ``subject`` raises without marks, too. On several ranks it is recorded as often on all, as they decide
+    (`Device.consensus`).
     """
-    closest: Recorded | None = None
     attempts = max(device.consensus.exchange(expected.steps))
     growth = expected.growth if any(device.consensus.exchange(expected.growth)) else None
+    following = 0 if growth is None else FOLLOWING_STEPS if attempts == 1 else DIFFERING_STEPS
     levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
+    recorder = SubjectRecorder(device, sites, subject, growth or 0, following)
+    recordings = _Recordings(expected, attempts)
     for level in (*levels[:1] * attempts, *levels[1:]):
         graphs = compiled_graphs()
-        done = record(device, sites, subject, level, growth)
+        done = recorder.at(level)
         if device.consensus.any(done.error is not None):
-            if level == levels[-1] and done.error is not None and closest is None:
+            if recordings.matching is not None:
+                break  # a loop that has ended
+            if level == levels[-1] and done.error is not None and recordings.closest is None:
                 raise done.error
             continue
         as_it_ran, done = done, done.held_against(expected)
-        if device.consensus.all(done.is_as(expected) and compiled_graphs() == graphs):
-            return _explained(done), done
-        # Of equal ones the first, which has the most detail.
-        if closest is None or abs(done.peak - expected.peak) < abs(closest.peak - expected.peak):
-            closest = done
-        # A cache that becomes larger in each step never has an earlier size again.
-        if device.consensus.all(bool(done.survivors.replacements) and done.peak > expected.peak):
-            closest = as_it_ran
+        recordings.add(done, matches=device.consensus.all(done.is_as(expected) and compiled_graphs() == graphs))
+        if recordings.matching is not None and device.consensus.all(recordings.suffice):
             break
-    assert closest is not None, "an error of the last level is raised"
-    explanation = _explained(closest)
-    if closest.peak != expected.peak:
-        explanation = replace(explanation, peak=replace(explanation.peak, notes=(_note_on_another(closest, expected),)))
-    return explanation, closest
+        # A cache that becomes larger in each step never has an earlier size again.
+        becomes_larger = bool(done.survivors.replacements) and done.peak > expected.peak
+        if recordings.matching is None and device.consensus.all(becomes_larger):
+            recordings.closest = as_it_ran
+            break
+    return recordings.explained()
+
+
+class _Recordings:
+    """Recordings of one subject, of which one is explained.
+
+    Args:
+        expected: The measured figures.
+        attempts: The most steps that are recorded, the same on all ranks.
+    """
+
+    def __init__(self, expected: Expected, attempts: int) -> None:
+        self._expected = expected
+        self._wanted = min(attempts, DIFFERING_STEPS)
+        self._number = 0
+        self._steps = 0
+        self._most_operators = 0
+        """The most operators in a step, recorded or following."""
+        self._kinds: defaultdict[Level, KindsOfSteps] = defaultdict(KindsOfSteps)
+        self.closest: Recorded | None = None
+        """The recording with the closest peak. Of equal ones the first, which has the most detail."""
+        self.matching: Recorded | None = None
+        """The recording as it was measured. Of several the one with the most operators."""
+
+    def add(self, done: Recorded, *, matches: bool) -> None:
+        """Add a recording that did not fail; ``matches`` says whether it is as the step was measured."""
+        self._number += 1
+        for step in (done.timeline, *done.timeline.following):
+            self._steps += 1
+            self._kinds[done.level].add(step.no_grad, step.no_backward, step.callers)
+        following = map(_operators, done.trace.following)
+        self._most_operators = max(self._most_operators, done.operators, *following)
+        if matches and (self.matching is None or done.operators > self.matching.operators):
+            self.matching = done
+        if self.closest is None or self._distance(done) < self._distance(self.closest):
+            self.closest = done
+
+    @property
+    def suffice(self) -> bool:
+        """True if there is one as measured, and enough of steps that differ.
+
+        The steps that follow are enough if none of them has more operators than the recorded one.
+        """
+        if self.matching is None or self._steps < self._wanted:
+            return False
+        return self._number >= self._wanted or self.matching.operators == self._most_operators
+
+    def explained(self) -> tuple[Explanation, Recorded]:
+        """Return the explanation of the best recording, and the recording."""
+        best = self.matching or self.closest
+        assert best is not None, "an error of the last level is raised"
+        best = best.with_calls_of(self._kinds[best.level])
+        explanation = _explained(best)
+        if best.peak == self._expected.peak:
+            return explanation, best
+        note = _note_on_another(best, self._expected)
+        return replace(explanation, peak=replace(explanation.peak, notes=(note,))), best
+
+    def _distance(self, done: Recorded) -> int:
+        return abs(done.peak - self._expected.peak)
 
 
 def _note_on_another(closest: Recorded, expected: Expected) -> str:
@@ -226,14 +324,48 @@ def _note_on_another(closest: Recorded, expected: Expected) -> str:
 
 def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:
     """Record ``subject`` until memory runs out again, and return the composition of that moment; ``None`` if it does not."""
-    done = record(device, sites, subject, "phases" if subject.compiled else "calls")
+    done = SubjectRecorder(device, sites, subject).at("phases" if subject.compiled else "calls")
     if done.error is None or not is_out_of_memory(done.error):
         return None
     peak = composition_at(done.timeline, _moment_of_failure(done), done.own_bytes)
     return Explanation(peak, asked=asked_for(done.error)), done
 
 
-def record(device: Device, sites: Sites, subject: Subject, level: Level, growth: int | None = None) -> Recorded:
+class SubjectRecorder:
+    """Records a subject at one level after another, as its memory is without the recording.
+
+    The tensors that operators take tell dtypes and shapes, and their recording may keep memory alive (`profiled`). Then the
+    subject is recorded once more without them, and so are the levels that follow. Dtypes and shapes come from the first
+    recording.
+    """
+
+    def __init__(self, device: Device, sites: Sites, subject: Subject, growth: int = 0, following: int = 0) -> None:
+        self._record = partial(record, device, sites, subject, growth=growth, following=following)
+        self._consensus = device.consensus
+        self._with_operands: Recorded | None = None
+        """The recording whose profile kept memory alive."""
+
+    def at(self, level: Level) -> Recorded:
+        """Run the subject once, or twice where the profile of the first run keeps memory alive, and return its recording."""
+        if self._with_operands is None:
+            done = self._record(level)
+            if not self._consensus.any(done.kept_by_profiler > 0):
+                return done
+            self._with_operands = done
+        done = self._record(level, operands=False)
+        return done.with_tensors_of(self._with_operands)
+
+
+def record(
+    device: Device,
+    sites: Sites,
+    subject: Subject,
+    level: Level,
+    *,
+    growth: int = 0,
+    following: int = 0,
+    operands: bool = True,
+) -> Recorded:
     """Run ``subject`` once and record it. Its exceptions are kept in the result, except Ctrl-C and the like.
 
     Python's cyclic collector has to be off, as in the steps that were measured.
@@ -243,8 +375,10 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level, growth:
         sites: Finds the lines of calls.
         subject: The step or call.
         level: The detail of the recording.
-        growth: The bytes kept by each step on average. Unless this is ``None``, `FOLLOWING_STEPS` more steps are recorded to
-            find the blocks that the first step keeps. All other figures come from the first step.
+        growth: The bytes kept by each step on average.
+        following: The number of following steps that are recorded to find the blocks that the first step keeps. All other
+            figures come from the first step.
+        operands: The argument of `Device.recorded`.
     """
     subject.prepare()
     if subject.once:
@@ -265,7 +399,7 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level, growth:
     cycles: tuple[str, ...] = ()
     result: object = None
     # The measured run has shown its warnings already.
-    with warnings.catch_warnings(), device.recorded(tokens):
+    with warnings.catch_warnings(), device.recorded(tokens, operands=operands) as profiles:
         warnings.simplefilter("ignore")
         subject.register(tracker.owners)
         tracker.snapshot()
@@ -289,30 +423,49 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level, growth:
             with tracker.mark(Mark("rest", "result")):
                 result = None
                 gc.collect()
-        following, ended = 0, ""
-        if growth is not None and not device.consensus.any(error is not None):
-            following, ended = _follow(device, subject, tracker)
+        followed, ended = 0, ""
+        if following and not device.consensus.any(error is not None):
+            followed, ended = _follow(device, subject, tracker, following)
+    kept_by_profiler = _deleted(profiles, device)
     device.restore_workspaces()
     trace = Trace(
         tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results
-    ).apart(following)
+    ).apart(followed)
     timeline = timeline_of(trace, own_bytes)
     holders: tuple[str, ...] = ()
     with suppress(Exception):
         # Names of holders are beside the explanation, and must not cost it.
-        holders = () if error is not None else _holders(survivors_of(timeline, growth or 0))
+        holders = () if error is not None else _holders(survivors_of(timeline, growth))
     return Recorded(
-        trace, timeline, own_bytes, cycles, error, level, tracker.failed_in, left, holders, growth or 0, ended
+        trace,
+        timeline,
+        own_bytes,
+        cycles,
+        error,
+        level,
+        tracker.failed_in,
+        left,
+        holders,
+        growth,
+        ended,
+        kept_by_profiler,
     )
 
 
-def _follow(device: Device, subject: Subject, tracker: Tracker) -> tuple[int, str]:
-    """Run `FOLLOWING_STEPS` more steps, each in its own mark, and collect garbage after each step.
+def _deleted(profiles: list[Profile], device: Device) -> int:
+    """Delete the profiles, and return the bytes that they kept alive."""
+    live = device.live()
+    profiles.clear()
+    return live - device.live()
+
+
+def _follow(device: Device, subject: Subject, tracker: Tracker, steps: int) -> tuple[int, str]:
+    """Run ``steps`` more steps, each in its own mark, and collect garbage after each step.
 
     Returns:
         The number of completed steps, and the reason why there were no more as a clause: a loop has ended.
     """
-    for number in range(FOLLOWING_STEPS):
+    for number in range(steps):
         ended = ""
         with tracker.mark(Mark("next")):
             try:
@@ -329,7 +482,7 @@ def _follow(device: Device, subject: Subject, tracker: Tracker) -> tuple[int, st
         clause = device.consensus.first(ended or None)
         if clause is not None:
             return number, clause
-    return FOLLOWING_STEPS, ""
+    return steps, ""
 
 
 def _holders(survivors: Survivors) -> tuple[str, ...]:
@@ -386,6 +539,8 @@ def _explained(done: Recorded) -> Explanation:
         done.cycles,
         holders=done.holders,
         other_phases=compositions_of_phases(timeline, done.own_bytes),
+        callers=timeline.callers,
+        function_at=timeline.function_at,
     )
 
 

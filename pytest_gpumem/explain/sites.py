@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # pytest, and packages that call test functions.
 _NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
 
+_OVERRIDING = "handle_torch_function"
+"""The function of torch between a function of Python that can be overridden and what overrides it."""
 _OUTERMOST = ("_engine_run_backward", "pytest_pyfunc_call")
 """Functions that call what their own callers know nothing of: the code of a backward pass, a test."""
 
@@ -91,6 +93,33 @@ class Sites:
         library, *between = beneath or [""]
         callers = [*between[:MOST_CALLERS], *([user] if user and library else []), *above]
         return Site(user, library, tuple(callers))
+
+    def function(self, called: str, depth: int = 1, outermost: int = 0) -> tuple[str, str]:
+        """Return the name of the function that calls a torch function itself, and the line that calls that function.
+
+        Both are empty if torch's own code calls it: an optimizer or ``clip_grad_norm_`` changes grad mode by itself. Lambdas
+        and comprehensions belong to the function around them.
+
+        Args:
+            called: The name of the torch function.
+            depth: Frames up to its caller.
+            outermost: The ``id`` of a frame around the function: that of a module's call.
+        """
+        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in `here`
+        name = ""
+        while frame is not None and (name or id(frame) != outermost):
+            code = frame.f_code
+            if code.co_filename not in self._files:
+                self._files[code.co_filename] = self._file(code.co_filename)
+            file = self._files[code.co_filename]
+            if file is None and (code.co_name in _OUTERMOST if name else code.co_name not in (called, _OVERRIDING)):
+                break
+            if file is not None and not code.co_name.startswith("<"):
+                if name:
+                    return name, f"{file.shown}:{frame.f_lineno}"
+                name = code.co_name
+            frame = frame.f_back
+        return name, ""
 
     def _file(self, name: str) -> _File | None:
         """Return what is known of a file; ``None`` for one whose frames are skipped."""

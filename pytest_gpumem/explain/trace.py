@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.values.events import Close, Open
 from pytest_gpumem.values.layers import folded
-from pytest_gpumem.values.module_calls import ModuleCalls, counted
+from pytest_gpumem.values.module_calls import Caller, ModuleCalls, counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +49,11 @@ class Mark:
     callers: Chain = ()
     """The lines that led there, as in `Site`."""
     grad: bool = True
-    """True if autograd recorded when a module's call began."""
+    """True if autograd recorded when the call of a module, or of a torch function, began."""
+    function: str = ""
+    """The function in which a torch function is called, if it is no module's ``forward``."""
+    caller: str = ""
+    """The line that calls this function."""
     casts: frozenset[int] = frozenset()
     """Sizes in bytes: autocast may copy weights in a call to lower precision, and keep the copies until it ends."""
 
@@ -77,6 +81,11 @@ class Trace:
     own: frozenset[int] = frozenset()
     results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
     """The tensors that each call returned, by the index of its mark: operators have only those that they take."""
+    tensors: tuple[tuple[str, ...], ...] = ()
+    """Dtype and shape of each allocation in their order (``float32[8, 256]``), if another recording saw them; else empty.
+
+    First those of the recorded step, and then those of each step in ``following``.
+    """
     following: tuple[tuple[Token, ...], ...] = ()
     """The tokens of each step that ran after it, with those of its ``rest``."""
 
@@ -107,12 +116,20 @@ class GraphCalls:
         self._marks = marks
         self._calls: list[tuple[str, bool]] = []
         """Each call of a module: its folded path, and whether grad mode was off."""
+        self._functions: list[tuple[str, bool]] = []
+        """Each call of a torch function outside of modules with grad mode off: its function, and whether the mode was off."""
+        self._function_at: dict[str, str] = {}
+        """The function of each line that ran with grad mode on."""
+        self._callers: dict[str, dict[Caller, None]] = {}
+        """The callers of each module with grad mode on, in their order."""
         self._open: list[int] = []
         """The calls that have not ended, by their index among all."""
         self._nodes = 0
         self._made_in: dict[int, tuple[int, ...]] = {}
         """The calls in which each node of the graph was made in forward, by autograd's number."""
         self._ran: set[int] = set()
+        self._allocated_in: set[int] = set()
+        """The calls in which forward allocated anything."""
 
     def opened(self, span: Open) -> None:
         """Enter the beginning of a span."""
@@ -125,8 +142,30 @@ class GraphCalls:
                 self._made_in[span.sequence] = tuple(self._open)
         elif self._is_module(span):
             mark = self._marks[span.mark]
+            if mark.grad:
+                self._called(folded(mark.path), mark.library or mark.site)
             self._open.append(len(self._calls))
             self._calls.append((folded(mark.path), not mark.grad))
+        elif span.kind == "mark" and self._marks[span.mark].function and not self._nodes:
+            self._in_function(self._marks[span.mark])
+
+    def _in_function(self, mark: Mark) -> None:
+        if self._open and self._calls[self._open[-1]][1]:
+            return  # the module's grad mode is off, and that of all functions in it
+        function = f"{f'{folded(mark.path)}.' if mark.path else ''}{mark.function}()"
+        self._functions.append((function, not mark.grad))
+        if mark.grad:
+            self._called(function, mark.caller)
+            self._function_at[mark.library or mark.site] = function
+
+    def _called(self, what: str, line: str) -> None:
+        around = self._calls[self._open[-1]][0] if self._open else ""
+        self._callers.setdefault(what, {})[Caller(around, line)] = None
+
+    def allocated(self) -> None:
+        """Enter an allocation."""
+        if not self._nodes:
+            self._allocated_in.update(self._open)
 
     def closed(self, span: Open) -> None:
         """Enter the end of a span."""
@@ -138,18 +177,28 @@ class GraphCalls:
     def _is_module(self, span: Open) -> bool:
         return span.kind == "mark" and self._marks[span.mark].kind == "module"
 
+    def callers(self) -> dict[str, tuple[Caller, ...]]:
+        """Return the callers of each module and function that was called with grad mode on, by its folded path."""
+        return {path: tuple(callers) for path, callers in self._callers.items()}
+
+    def function_at(self) -> dict[str, str]:
+        """Return the function of each line that ran with grad mode on."""
+        return dict(self._function_at)
+
     def no_grad(self) -> ModuleCalls:
-        """Return how many of each module's calls began with grad mode off."""
-        return counted(self._calls)
+        """Return how many of each module's calls began with grad mode off, and of the calls in each function."""
+        return counted([*self._calls, *self._functions])
 
     def no_backward(self) -> ModuleCalls:
-        """Return for each module how many of its forward calls that made graph nodes had none of them run.
+        """Return for each module how many of its forward calls with grad mode on had no graph node that ran.
 
-        Empty for a step without backward.
+        A call that neither made a node nor allocated does not count, such as a dropout that returns its input. A module whose
+        parameters require no gradient makes no nodes. Empty for a step without backward.
         """
         if not self._ran:
             return {}
         made = {call for calls in self._made_in.values() for call in calls}
+        made |= {call for call in self._allocated_in if not self._calls[call][1]}
         reached = {call for number in self._ran for call in self._made_in.get(number, ())}
         return counted((self._calls[call][0], call not in reached) for call in sorted(made))
 

@@ -7,6 +7,7 @@ Python are, above autograd, with a `TorchFunctionMode`.
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
@@ -62,7 +63,8 @@ class Tracker:
         self.owners = TensorOwners(device, creation_sites or {})
         self._busy = False
         self._thread = threading.get_ident()
-        self._modules: list[tuple[int, str, Any]] = []
+        self._modules: list[tuple[int, str, Any, int]] = []
+        """The modules that run, outermost first: their ids, paths and spans, and the ids of the frames that call them."""
         self._optimizing: list[Any] = []
 
     @property
@@ -91,7 +93,7 @@ class Tracker:
             try:
                 yield
             finally:
-                for _, _, started in reversed(self._modules):
+                for _, _, started, _ in reversed(self._modules):
                     started.__exit__(None, None, None)
                 self._modules.clear()
                 self._end_optimizing()
@@ -130,8 +132,12 @@ class Tracker:
             return func(*args, **kwargs)
         # Above: this, __torch_function__.
         site = self._sites.here(3)
+        function, caller = self._sites.function(name, 3, self._modules[-1][3] if self._modules else 0)
+        if self._modules and function == "forward":
+            function = ""  # it has the module's grad mode, unless it changes that itself
         number = len(self.marks)
-        with self.mark(Mark("call", self.module, *site, casts=self._casts(args, kwargs))):
+        mark = Mark("call", self.module, *site, _autograd_records(), function, caller, self._casts(args, kwargs))
+        with self.mark(mark):
             result = func(*args, **kwargs)
             returned = tuple(self._seen(result))
             if returned:
@@ -171,8 +177,6 @@ class Tracker:
         return started
 
     def _module_begins(self, module: torch.nn.Module, _args: object) -> None:
-        import torch
-
         if self._is_another_thread():
             return
         if not self._modules:
@@ -182,15 +186,15 @@ class Tracker:
             path = self._modules[-1][1] if self._modules else type(module).__name__
         if len(self._modules) == 0:
             self.snapshot()
-        autograd_records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        mark = Mark("module", path, *self._sites.here(2), grad=autograd_records)
-        self._modules.append((id(module), path, self._begin(mark)))
+        mark = Mark("module", path, *self._sites.here(2), grad=_autograd_records())
+        around = sys._getframe(1)  # noqa: SLF001 - as in `Sites.here`
+        self._modules.append((id(module), path, self._begin(mark), id(around)))
 
     def _module_ends(self, module: torch.nn.Module, _args: object, _result: object) -> None:
         if self._is_another_thread():
             return
         while self._modules:
-            known, _, started = self._modules.pop()
+            known, _, started, _ = self._modules.pop()
             started.__exit__(None, None, None)
             if known == id(module):
                 return
@@ -230,6 +234,12 @@ class Tracker:
                 for address, nbytes in self.owners.blocks_of(value):
                     if nbytes == dense_bytes(value):
                         yield Seen(address, *dtype_and_shape(value))
+
+
+def _autograd_records() -> bool:
+    import torch
+
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def function_mode(call: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[object]:

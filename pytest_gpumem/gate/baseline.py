@@ -9,6 +9,7 @@ from pytest_gpumem.measurement import largest
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs, run_of
 from pytest_gpumem.values.composition import without_callers
+from pytest_gpumem.values.module_calls import outermost
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, kept, tallies_without_callers, total
 from pytest_gpumem.values.step_peaks import StepPeaks
 
@@ -176,7 +177,7 @@ def baseline_of(
         metrics,
         recorded,
         commit,
-        None if explained is None else replace(without_callers(explained.peak), notes=()),
+        None if explained is None else _composition_to_keep(without_callers(explained.peak)),
         reason=reason,
         by_operator={
             name: kept(tallies_without_callers(tallies))
@@ -203,6 +204,11 @@ def baseline_of(
     # Five digits, since medians and ratios are made of them.
     seconds, cycles = (tuple(float(f"{value:.5g}") for value in values) for values in (run.seconds, run.cycles))
     return with_runs(Runs(seconds, cycles), entry)
+
+
+def _composition_to_keep(peak: Composition) -> Composition:
+    """Return the composition without notes, and with the modules alone whose calls are unlike those around them."""
+    return replace(peak, notes=(), no_grad=outermost(peak.no_grad), no_backward=outermost(peak.no_backward))
 
 
 def _differing(peaks: StepPeaks) -> tuple[int, ...]:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from pytest_gpumem.gate.smaller_rows import attribution
+from pytest_gpumem.gate.graph_changes import GraphChange, GraphChanges
+from pytest_gpumem.gate.smaller_rows import Attribution, attribution
 from pytest_gpumem.values.composition import REST, Composition, Row, RowText, each_layer, item_bits, joined
 from pytest_gpumem.values.layers import Numbers
-from pytest_gpumem.values.module_calls import no_longer
 from pytest_gpumem.values.source_lines import file_and_line, one_of, without_release
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
-    from pytest_gpumem.values.module_calls import Calls
+    from pytest_gpumem.values.module_calls import Caller
 
 
 T = TypeVar("T")
@@ -135,6 +135,8 @@ class Difference:
     changes: tuple[Change, ...]
     moved: Moved | None = None
     """The phases of the peak, if it moved. The difference is then of one of the two, before and now."""
+    graph: tuple[GraphChange, ...] = ()
+    """Modules that autograd records now and did not in the baseline, if rows grew by it."""
 
     def __post_init__(self) -> None:
         if any(one.before is None and one.after is None for one in self.changes):
@@ -161,7 +163,12 @@ class Difference:
 
 
 def difference_of_peaks(
-    before: Composition, after: Composition, phases_before: Mapping[str, Composition], phases: Mapping[str, Composition]
+    before: Composition,
+    after: Composition,
+    phases_before: Mapping[str, Composition],
+    phases: Mapping[str, Composition],
+    callers: Mapping[str, Sequence[Caller]] | None = None,
+    function_at: Mapping[str, str] | None = None,
 ) -> Difference:
     """Return what changed between two peaks; of peaks in different phases, what changed in one of these.
 
@@ -172,16 +179,19 @@ def difference_of_peaks(
         after: What is live at the peak now.
         phases_before: What was live at the peaks of other phases, as far as the baseline has it.
         phases: What is live at the peaks of all other phases.
+        callers: The callers of modules and functions in the step as it is now.
+        function_at: The function of each line now.
     """
+    graph = GraphChanges(before, after, callers or {}, function_at or {})
     there = phases.get(before.phase)
     if not before.phase or not after.phase or before.phase == after.phase:
-        return difference(before, after)
+        return difference(before, after, graph)
     moved = Moved(before.phase, after.phase, after.phase, None if there is None else there.total)
     if after.phase in phases_before:
-        return replace(difference(phases_before[after.phase], after), moved=moved)
+        return replace(difference(phases_before[after.phase], after, graph), moved=moved)
     if there is not None:
-        return replace(difference(before, there), moved=replace(moved, compared=before.phase))
-    return difference(before, after)
+        return replace(difference(before, there, graph), moved=replace(moved, compared=before.phase))
+    return difference(before, after, graph)
 
 
 LEAST_SHARE = 0.1
@@ -240,8 +250,12 @@ def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str
     return replace(difference, changes=tuple(map(with_name, difference.changes)))
 
 
-def difference(before: Composition, after: Composition) -> Difference:
-    """Return what changed. The rows of a category that a side did not keep, as a baseline's, are compared as one."""
+def difference(before: Composition, after: Composition, graph: GraphChanges | None = None) -> Difference:
+    """Return what changed. The rows of a category that a side did not keep, as a baseline's, are compared as one.
+
+    ``graph`` is what autograd records of the step now and did not then; of the two compositions if it is not given.
+    """
+    graph = graph or GraphChanges(before, after, {}, {})
     was, is_now = _side(before), _side(after)
     old, new = was.rows, is_now.rows
     for key in _SAME:
@@ -250,7 +264,7 @@ def difference(before: Composition, after: Composition) -> Difference:
     new = _least_increase_first(old, new)
     for key in _MOVED:
         old, new = _without_moved(old, new, key)
-    old, new, changes, alternatives = _with_sums(was._replace(rows=old), is_now._replace(rows=new))
+    old, new, changes, alternatives = _with_sums(was._replace(rows=old), is_now._replace(rows=new), graph)
     for key in _GREW:
         old, new, found = _paired(old, new, key)
         changes += found
@@ -258,13 +272,23 @@ def difference(before: Composition, after: Composition) -> Difference:
     changes += [Change(None, row) for row in new]
     explained = [
         change._replace(
-            reason=reason(change.before, change.after, before, after),
+            reason=reason(change.before, change.after, before, after, graph),
             alternatives=alternatives.get(change.row.category, ()) if change.row.operator == REST else (),
         )
         for change in changes
         if change.nbytes != 0
     ]
-    return Difference(before.total, after.total, _ranked(explained))
+    by_graph = [
+        change
+        for change in explained
+        if change.nbytes > 0
+        and graph.explain(change.row)
+        and not _no_longer_recomputed(change.before, change.row, before, after)
+    ]
+    # What explains next to nothing of the increase must not stand before all rows.
+    is_cause = sum(change.nbytes for change in by_graph) >= LEAST_SHARE * (after.total - before.total)
+    graph_changes = graph.of_rows(change.row for change in by_graph) if is_cause else ()
+    return Difference(before.total, after.total, _ranked(explained), graph=graph_changes)
 
 
 def _ranked(changes: list[Change]) -> tuple[Change, ...]:
@@ -413,7 +437,9 @@ def _identity(row: Row) -> tuple[str, str, str, str]:
     return row.category, row.module, row.operator, row.tensor
 
 
-def _with_sums(was: _Side, is_now: _Side) -> tuple[list[Row], list[Row], list[Change], dict[str, tuple[Row, ...]]]:
+def _with_sums(
+    was: _Side, is_now: _Side, graph: GraphChanges
+) -> tuple[list[Row], list[Row], list[Change], dict[str, tuple[Row, ...]]]:
     """Move each row that the other side may have summed up to the sums of its own side.
 
     Returns:
@@ -435,11 +461,28 @@ def _with_sums(was: _Side, is_now: _Side) -> tuple[list[Row], list[Row], list[Ch
         came, new = _small_enough(new, of_category, was.smallest, None, listed)
         before, now = _sum_of(category, [sum_before, *gone]), _sum_of(category, [sum_now, *came])
         blocks = 0 if older else now.count - before.count
-        grown, alternatives[category] = attribution(came, sum_before.nbytes, now.nbytes - before.nbytes, blocks)
+        grown, alternatives[category] = _attribution(came, sum_before.nbytes, now.nbytes - before.nbytes, blocks, graph)
         changes += [Change(earlier, row) for earlier, row in grown if earlier is not None]
         old += _rest(before, (earlier for earlier, _ in grown if earlier is not None))
         new += [*(row for earlier, row in grown if earlier is None), *_rest(now, (row for _, row in grown))]
     return old, new, changes, alternatives
+
+
+def _attribution(rows: list[Row], most: int, growth: int, blocks: int, graph: GraphChanges) -> Attribution:
+    """Return which rows grew, as `attribution`. Rows that follow from a change of the ``graph`` come before others.
+
+    Rows of a module that autograd recorded in no call are new for certain. If they have more bytes than the growth, one of
+    them grew.
+    """
+    new = [row for row in rows if graph.is_new(row)]
+    left = growth - sum(row.nbytes for row in new)
+    if not new or growth <= 0:
+        return attribution(rows, most, growth, blocks)
+    if left < 0:
+        return attribution(new, most, growth, blocks)
+    others = [row for row in rows if row not in new]
+    of_others = attribution(others, most, left, max(blocks - sum(row.count for row in new), 0))
+    return Attribution((*((None, row) for row in new), *of_others.grown), of_others.alternatives)
 
 
 def _rest(total: Row, others: Iterable[Row]) -> list[Row]:
@@ -500,21 +543,23 @@ def _sums(rows: list[Row]) -> tuple[int, int]:
 
 
 _COPYING = frozenset({"clone", "contiguous"})
-_OF_THE_GRAPH = frozenset({"activation", "gradient", "optimizer state", "temporary"})
-"""Categories that autograd's graph and backward add to."""
 
 
-def reason(old: Row | None, new: Row | None, before: Composition, after: Composition) -> str:
-    """Return a clause that says why ``old`` became ``new``; empty where that is not known, or nothing grew."""
+def reason(
+    old: Row | None, new: Row | None, before: Composition, after: Composition, graph: GraphChanges | None = None
+) -> str:
+    """Return a clause that says why ``old`` became ``new``.
+
+    Empty if the reason is not known, if nothing grew, or if the row follows from a change of the ``graph``, which is said once
+    for all rows.
+    """
     if new is None or new.nbytes <= (old.nbytes if old is not None else 0):
         return ""
     lost = _no_longer_recomputed(old, new, before, after)
     if lost:
         return lost
-    if old is None or old.tensor == new.tensor:
-        joined = _joined_the_graph(new, before, after)
-        if joined:
-            return joined
+    if graph is not None and (old is None or old.tensor == new.tensor) and graph.explain(new):
+        return ""
     if old is not None:
         return _became(old, new)
     return _appeared(new, before, after)
@@ -530,20 +575,6 @@ def _no_longer_recomputed(old: Row | None, new: Row, before: Composition, after:
         if now < calls and related:
             return f"checkpointing off: {path} was recomputed in {calls} calls, now in {now or 'none'}"
     return ""
-
-
-def _joined_the_graph(new: Row, before: Composition, after: Composition) -> str:
-    if new.category not in _OF_THE_GRAPH or not new.module:
-        return ""
-    off = no_longer(before.no_grad, after.no_grad, new.module)
-    if off is not None:
-        return f"grad mode was off here{_how_often(off)}"
-    untouched = no_longer(before.no_backward, after.no_backward, new.module)
-    return "" if untouched is None else f"backward did not come here{_how_often(untouched)}"
-
-
-def _how_often(calls: Calls) -> str:
-    return f" in {calls.these} of {calls.total} calls" if calls.others else ""
 
 
 def _became(old: Row, new: Row) -> str:

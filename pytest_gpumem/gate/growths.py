@@ -15,6 +15,7 @@ from pytest_gpumem.values.source_lines import without_release
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from pytest_gpumem.gate.difference import Change, Difference
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
     from pytest_gpumem.values.composition import Row
     from pytest_gpumem.values.operator_counts import Tally
@@ -161,7 +162,7 @@ def _parts_of_peak(verdict: Verdict) -> dict[Place, Part]:
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None:
         return {}
-    parts = _summed(_of_row(change.row, change.nbytes, change.reason) for change in difference.changes)
+    parts = _summed(_of_change(change, difference) for change in difference.changes)
     if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
         parts = {**_summed(_of_row(row, row.nbytes) for row in explanation.retained.rows), **parts}
     return parts
@@ -224,6 +225,17 @@ def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | Non
         return None
     place = Place(without_release(line), row.module, "" if line or row.module else row.category)
     return place, Part(nbytes, nbytes, line, row.path, row.operator, row.what, row.category, reason)
+
+
+def _of_change(change: Change, difference: Difference) -> tuple[Place, Part] | None:
+    """Return the place of a change and the change as a part: the caller's place, if it follows from a change of the graph."""
+    cause = next((one for one in difference.graph if change.nbytes > 0 and one.explains(change.row)), None)
+    found = _of_row(change.row, change.nbytes, change.reason)
+    if cause is None or found is None:
+        return found
+    line = cause.lines[0] if len(cause.lines) == 1 else ""
+    part = replace(found[1], line=line, module=cause.module, reason=cause.sentence)
+    return Place(without_release(line), cause.module), part
 
 
 def _of_tally(tally: Tally) -> tuple[Place, Part]:

@@ -136,7 +136,14 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
     changed, more, explained = None, {}, measurement.explanation
     if baseline.composition is not None and explained is not None and _is_explained(explained, measurement, baseline):
         then = replace(baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics))
-        changed = difference_of_peaks(then, explained.peak, baseline.other_phases, explained.other_phases)
+        changed = difference_of_peaks(
+            then,
+            explained.peak,
+            baseline.other_phases,
+            explained.other_phases,
+            explained.callers,
+            explained.function_at,
+        )
     if verdict.reason is None:
         more = {
             name: kept(changed_tallies(baseline.by_operator[name], tallies))

@@ -100,8 +100,8 @@ class Counted:
 NOTHING_COUNTED = Counted(Counts())
 
 
-MORE_COUNTED = 3
-"""Further steps that are counted where steps differ: enough to see one that differs every second or third time."""
+MORE_COUNTED = 5
+"""Further steps that are counted if steps differ: operators, and then kernels, of what happens every second to sixth time."""
 
 
 def count_step(step: Callable[[], object], device: Device, *, compiled: bool = False, alike: bool = True) -> Counted:

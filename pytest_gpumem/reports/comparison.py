@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.gate.baseline import Baseline, Budget, Key, baseline_of
@@ -12,6 +12,7 @@ from pytest_gpumem.gate.verdict import COMPARED, MetricVerdict, Outcome, Verdict
 from pytest_gpumem.measurement import Measurement
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.view import rows_of
+from pytest_gpumem.values.composition import NOT_EXPLAINED
 from pytest_gpumem.values.option_words import EMULATED_SLUG
 
 if TYPE_CHECKING:
@@ -295,10 +296,12 @@ def changes_of(
     old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[ComparedChange, ...], Verdict]:
     """Judge each metric of ``new`` with ``old`` for its baseline, and return the changes and the verdict."""
-    baseline = old if isinstance(old, Baseline) else baseline_of(old, "", None)
     # A baseline has medians of runs and no rounds, so that its times are shown and not judged.
     measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
-    verdict = judge(measurement, Budget(), baseline, tolerances)
+    if isinstance(old, Baseline):
+        verdict = judge(measurement, Budget(), old, tolerances)
+    else:
+        verdict = judged_by(old, "the old side", measurement, tolerances)
     judged = {one.metric: one for one in verdict.metrics}
     changes = []
     for name, metric in METRICS.items():
@@ -310,6 +313,30 @@ def changes_of(
             reason = "not compared: the old side has no times" if one.lacks_time else lacking or one.reason
             changes.append(ComparedChange(name, then, now, one.outcome, one.allowed, reason))
     return tuple(changes), verdict
+
+
+def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping[str, Tolerance]) -> Verdict:
+    """Return the verdict on ``new`` with ``old`` for its baseline.
+
+    If ``old`` has no composition of its peak, the explanation of ``new`` has a note with the reason. Example: ``base has no
+    composition to compare with: the recorded run needed 5 bytes, the measured one 4``.
+
+    Args:
+        old: The earlier measurement.
+        side: What the note calls it: ``base``.
+        new: The measurement that is judged.
+        tolerances: The tolerances, by metric.
+    """
+    baseline = baseline_of(old, "", None)
+    verdict = judge(new, Budget(), baseline, tolerances)
+    explanation = verdict.measurement.explanation
+    if explanation is None or baseline.composition is not None:
+        return verdict
+    recorded = [] if old.explanation is None else old.explanation.peak.notes
+    reasons = [*recorded, *(note for note in old.notes if note.startswith(NOT_EXPLAINED))] or ["it was not recorded"]
+    note = f"{side} has no composition to compare with: {'; '.join(reasons)}"
+    peak = replace(explanation.peak, notes=(*explanation.peak.notes, note))
+    return replace(verdict, measurement=replace(verdict.measurement, explanation=replace(explanation, peak=peak)))
 
 
 def _lacking(metric: Metric, then: float | None, now: float | None) -> str | None:

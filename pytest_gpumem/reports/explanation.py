@@ -83,6 +83,8 @@ class PartTable:
     rest: str = ""
     """The sum of the others."""
     note: str = ""
+    first: tuple[str, ...] = ()
+    """Sentences that stand before the table: what all of it follows from."""
     of_blocks: bool = True
     """True if it is of blocks of memory, or else of calls of operators."""
 
@@ -133,6 +135,7 @@ def change_table(
         tuple(parts),
         counted(others, "other change") if others else "",
         format_bytes_change(rest, units) if others else "",
+        first=tuple(one.sentence for one in difference.graph),
     )
 
 
@@ -268,9 +271,9 @@ def part_layout(table: PartTable, indent: int = 0) -> Table:
 
 
 def part_lines(table: PartTable) -> list[str]:
-    """Return a table as lines of text, with what the others make up and its note."""
+    """Return a table as lines of text, with the sentences before it, what the others make up, and its note."""
     rest = [table.rest_line] if table.others else []
-    return [*plain_lines(part_layout(table)), *rest, *([f"note: {table.note}"] if table.note else [])]
+    return [*table.first, *plain_lines(part_layout(table)), *rest, *([f"note: {table.note}"] if table.note else [])]
 
 
 @dataclass(frozen=True, slots=True)

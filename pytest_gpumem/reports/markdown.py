@@ -220,8 +220,9 @@ def _loud(measured: ShownMeasurement, outcome: Outcome) -> str:
 def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
     """Return tables of what was left behind, what grew or is there at the peak, and the operators of grown counts."""
     metrics = ("retained", "peak_allocated", "cyclic_garbage", *grown_counts(verdict))
-    found = []
+    found: list[str] = []
     for one in explained(verdict, metrics, units):
+        found += map(plain, one.table.first)
         if one.table.parts or one.table.changes:
             found.append(_part_table(one.table))
         if one.lines:

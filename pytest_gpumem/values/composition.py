@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pytest_gpumem.units import counted, format_bytes, nearest
 from pytest_gpumem.values.layers import Layers, Numbers, apart, kinds_of, members, named
-from pytest_gpumem.values.module_calls import Calls, outermost
+from pytest_gpumem.values.module_calls import Caller, Calls, outermost
 from pytest_gpumem.values.plain import Form, FrozenValue
 from pytest_gpumem.values.source_lines import Chain, all_chains, chains_from_text, chains_to_text, line_of
 from pytest_gpumem.values.timeline import OverTime
@@ -185,7 +185,7 @@ class Composition(FrozenValue):
     no_grad: Mapping[str, Calls] = field(default_factory=dict)
     """The calls of each module, by folded path: how many of them ran with grad mode off."""
     no_backward: Mapping[str, Calls] = field(default_factory=dict)
-    """The calls that made a part of the graph: through how many of them backward did not go."""
+    """The calls in forward with grad mode on: how many of them backward did not reach."""
     phase: str = ""
     """The step's phase that the moment is in: ``backward``; empty where it is not known."""
 
@@ -340,16 +340,21 @@ class Explanation:
     """The GPU that it is of, ``"cuda:1"``, in a process that sees several."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
     """Compositions of the peaks of the other phases."""
+    callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
+    """Callers of each module and function that was called with grad mode on, by folded path. No baseline keeps them."""
+    function_at: Mapping[str, str] = field(default_factory=dict)
+    """The function of each line that ran with grad mode on, but in a module's ``forward``: ``Net.target()``, ``step()``."""
 
     def kept(self) -> Explanation:
         """Return it with the largest rows only, and of other phases those whose peaks are half of the step's or more.
 
-        For the way out of this process, and for a baseline: the step's peak may move to such a phase.
+        For the way out of this process, and for a baseline: the step's peak may move to such a phase. The peak keeps all calls
+        of modules, of which a baseline keeps fewer.
         """
         near = {phase: one.kept() for phase, one in self.other_phases.items() if 2 * one.total >= self.peak.total}
         return replace(
             self,
-            peak=self.peak.kept(),
+            peak=replace(self.peak.kept(), no_grad=self.peak.no_grad, no_backward=self.peak.no_backward),
             retained=self.retained.kept(),
             garbage=self.garbage.kept(),
             other_phases=near,

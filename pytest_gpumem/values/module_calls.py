@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -30,6 +31,16 @@ class Calls(NamedTuple):
         return f"{self.these} of {self.total} x {path}"
 
 
+class Caller(NamedTuple):
+    """A caller of a module: the folded path of the module around the call, and its line (``models.py:41``).
+
+    Each is empty if there is none.
+    """
+
+    module: str
+    line: str
+
+
 ModuleCalls = dict[str, Calls]
 """Calls by the folded path of their module (``blocks.*.attn``)."""
 
@@ -51,13 +62,73 @@ def counted(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
     return found
 
 
+class KindsOfSteps:
+    """Module calls of the kinds of steps in a row: steps in which as large shares of each module's calls are alike.
+
+    Ten training steps and two validations of a model are two kinds. They have one training step and one validation, so their
+    numbers of calls do not depend on how many steps of each kind came by.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[object, tuple[ModuleCalls, ModuleCalls]] = {}
+        self._callers: dict[str, dict[Caller, None]] = {}
+
+    def add(
+        self, no_grad: ModuleCalls, no_backward: ModuleCalls, callers: Mapping[str, tuple[Caller, ...]] | None = None
+    ) -> None:
+        """Add the calls of a step: those with grad mode off, those that backward did not come to, and who called."""
+        self._kinds.setdefault((_shares(no_grad), _shares(no_backward)), (no_grad, no_backward))
+        for path, some in (callers or {}).items():
+            self._callers.setdefault(path, {}).update(dict.fromkeys(some))
+
+    @property
+    def no_grad(self) -> ModuleCalls:
+        """Calls with grad mode off, and all."""
+        return _together(no_grad for no_grad, _ in self._kinds.values())
+
+    @property
+    def no_backward(self) -> ModuleCalls:
+        """Calls that backward did not come to, and all that made a part of the graph."""
+        return _together(no_backward for _, no_backward in self._kinds.values())
+
+    @property
+    def callers(self) -> dict[str, tuple[Caller, ...]]:
+        """Callers with grad mode on, by the path of the module that they call."""
+        return {path: tuple(callers) for path, callers in self._callers.items()}
+
+
+def _shares(calls: ModuleCalls) -> frozenset[tuple[str, Fraction]]:
+    return frozenset((path, Fraction(these, total)) for path, (these, total) in calls.items())
+
+
+def _together(steps: Iterable[ModuleCalls]) -> ModuleCalls:
+    found: ModuleCalls = {}
+    for step in steps:
+        for path, calls in step.items():
+            before = found.get(path, Calls(0, 0))
+            found[path] = Calls(before.these + calls.these, before.total + calls.total)
+    return found
+
+
 def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
     """Return the fewest entries that imply all: a module without an entry is like the one around it.
 
-    One of all modules together is among them, and alone where all are alike. What was left before is left as it is.
+    One of all modules together is among them, and alone where all are alike. What was left before is left as it is. Of
+    functions (``step()``) those stay in which grad mode was off.
     """
     if EVERYWHERE in calls:
         return dict(calls)
+    functions = {path: some for path, some in calls.items() if is_function(path)}
+    modules = {path: some for path, some in calls.items() if path not in functions}
+    return {**_outermost_modules(modules), **{path: some for path, some in functions.items() if some.these}}
+
+
+def is_function(path: str) -> bool:
+    """Return whether a path is that of a function, ``Net.target()``, and not of a module."""
+    return path.endswith("()")
+
+
+def _outermost_modules(calls: Mapping[str, Calls]) -> ModuleCalls:
     together = Calls(sum(one.these for one in calls.values()), sum(one.total for one in calls.values()))
     if not together.these:
         return {}
@@ -74,12 +145,12 @@ def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
 def no_longer(before: Mapping[str, Calls], now: Mapping[str, Calls], module: str) -> Calls | None:
     """Return the calls for which it held around ``module`` in ``before``, if it holds for fewer of them now; else ``None``.
 
-    ``before`` may be what `outermost` left; ``now`` has every module that was called. Calls that are gone are no change:
-    others must have come for which it does not hold.
+    ``before`` may be what `outermost` left; ``now`` has every module that was called. If it held for some calls only, as many
+    must have been made: calls may be gone, and others new.
     """
     here = now.get(module)
     path = next((path for path in (module, *_around(module)) if path in before), None)
-    if path is None and EVERYWHERE in before and not before[EVERYWHERE].others:
+    if path is None and not is_function(module) and EVERYWHERE in before and not before[EVERYWHERE].others:
         path = EVERYWHERE
     if here is None or not here.others or path is None or not before[path].these:
         return None
@@ -87,7 +158,7 @@ def no_longer(before: Mapping[str, Calls], now: Mapping[str, Calls], module: str
     if not was.others:
         return was
     around = now.get(path)
-    changed = around is not None and around.these < was.these and around.others > was.others
+    changed = around is not None and around.these < was.these and around.total == was.total
     return was if changed else None
 
 

@@ -12,6 +12,8 @@ from pytest_gpumem.ab.verdicts import closest, compare_runs
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.verdict import Outcome, TestVerdict
 from pytest_gpumem.metrics import Tolerance
+from pytest_gpumem.reports.explanation import explanation_blocks
+from pytest_gpumem.values.composition import NOT_EXPLAINED, Composition, Explanation, Row
 from tests.ab.values import BASE, HEAD, measured, measurement, pair, unmeasured
 
 DRIFT = (1.0, 1.02, 1.05, 1.01, 0.98)
@@ -235,3 +237,24 @@ def test_what_is_broken_says_the_exception_in_one_line():
     )
     (one,) = compared([(before, replace(after, errors={"test_it.py::test_a": "x" * 1000}))]).left_out
     assert one.reason == f"the test itself failed ({'x' * 400} ...), in head"
+
+
+OTHER_PEAK = "the recorded run needed 12000000 bytes, the measured one 10000000"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "notes", "reason"),
+    [
+        (Composition(12_000_000, (Row("input", 12_000_000),), notes=(OTHER_PEAK,)), (), OTHER_PEAK),
+        (None, (f"{NOT_EXPLAINED}: RuntimeError: gone",), f"{NOT_EXPLAINED}: RuntimeError: gone"),
+        (None, (), "it was not recorded"),
+    ],
+)
+def test_a_base_without_a_composition_says_why(recorded, notes, reason):
+    explanation = None if recorded is None else Explanation(recorded)
+    base = replace(measurement(), explanation=explanation, notes=notes)
+    now = Explanation(Composition(20_000_000, (Row("activation", 20_000_000),)))
+    head = replace(measurement(peak=20_000_000), explanation=now)
+    (row,) = compared([pair(measured("test_a", base), measured("test_a", head))]).rows
+    (block,) = explanation_blocks(row.verdict, ["peak_allocated"], "si")
+    assert block[-1] == f"note: base has no composition to compare with: {reason}"

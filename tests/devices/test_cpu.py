@@ -406,6 +406,19 @@ def test_a_profiler_within_a_recorded_stretch_is_an_error_and_the_device_can_go_
     assert device.live() - before == kept.numel()
 
 
+def test_what_a_profile_keeps_alive_is_live_until_it_is_deleted(device):
+    rows = torch.ones(4, KB)
+    before = device.live()
+    with device.recorded([]) as profiles:
+        torch.vmap(lambda row: (row * 2 + 1).square())(rows)
+    assert device.live() - before == 2 * rows.nbytes, "the products and the sums"
+    profiles.clear()
+    assert device.live() == before
+    with device.recorded([], operands=False):
+        torch.vmap(lambda row: (row * 2 + 1).square())(rows)
+    assert device.live() == before
+
+
 def test_blocks_are_told_by_address_with_their_bytes_as_they_were_when_asked_for(device):
     kept = [tensor(KB), tensor(2 * KB)]
     both = device.blocks()

@@ -113,7 +113,7 @@ class SyntheticCuda(SilentCuda):
         ]
 
     @contextmanager
-    def recorded(self, *, with_history):
+    def recorded(self, *, with_history, operands):
         self.calls.append(f"recorded, {'with' if with_history else 'without'} history")
         self._stretch = stretch = RecordedRegion()
         yield stretch

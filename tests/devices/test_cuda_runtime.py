@@ -228,7 +228,7 @@ def test_history_is_off_and_the_profiler_free_after_a_stretch_that_failed(histor
 
 
 def test_history_is_off_after_a_profiler_that_did_not_start(history, runtime, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("no profiler today")
 
     monkeypatch.setattr(cuda_runtime, "profiled", refuse)

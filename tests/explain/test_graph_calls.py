@@ -57,3 +57,32 @@ def test_a_graph_that_is_made_in_backward_need_not_run():
         module(stream, "h.0", 1)
     assert stream.timeline().no_backward == {"h.*": (0, 1)}
     assert stream.timeline().no_grad == {"h.*": (0, 2)}
+
+
+def call(stream: Stream, function: str, line: str, *, path: str = "", grad: bool = True) -> None:
+    """A call of a torch function in a function."""
+    with stream.mark("call", path):
+        stream.marks[-1] = replace(stream.marks[-1], site=line, grad=grad, function=function, caller="train.py:40")
+
+
+def test_calls_in_functions_are_told_of_each_but_where_the_module_has_grad_mode_off():
+    stream = Stream()
+    call(stream, "step", "train.py:7", grad=False)
+    call(stream, "step", "train.py:8")
+    with stream.mark("module", "net"):
+        stream.marks[-1] = replace(stream.marks[-1], grad=False)
+        call(stream, "target", "net.py:3", path="net", grad=False)
+    timeline = stream.timeline()
+    assert timeline.no_grad == {"net": (1, 1), "step()": (1, 2)}
+    assert timeline.function_at == {"train.py:8": "step()"}
+    assert timeline.callers == {"step()": (("", "train.py:40"),)}
+
+
+def test_a_module_whose_parameters_are_frozen_is_one_that_backward_does_not_reach():
+    stream = Stream()
+    with stream.mark("module", "frozen"), stream.operator("aten::mul"):
+        stream.alloc(1, 64)
+    module(stream, "student", 0)
+    with stream.node("MulBackward0", 0):
+        pass
+    assert stream.timeline().no_backward == {"frozen": (1, 1), "student": (0, 1)}

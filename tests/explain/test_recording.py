@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem.explain.compose import composition_at, composition_of_peak
 from pytest_gpumem.explain.recording import (
+    DIFFERING_STEPS,
+    FOLLOWING_STEPS,
     Expected,
     Recorded,
     asked_for,
@@ -24,7 +28,11 @@ from pytest_gpumem.values.events import Open
 from tests.explain.conftest import opened
 from tests.explain.recorder import Phases, Recorder
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 unhurried = settings(deadline=None)
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 LEVELS = ["calls", "modules", "phases"]
 HUGE = 1 << 50
 """Bytes that no machine has, nor room for their addresses."""
@@ -127,7 +135,27 @@ def images() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
 
 
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2 + 1).square()
+
+
+def called(function: Callable[..., object], *inputs: torch.Tensor) -> Step:
+    def step() -> None:
+        function(*inputs)
+
+    return {"step": step}, inputs
+
+
+HELD_BY_THE_PROFILER = {
+    "vmap": lambda: called(torch.vmap(doubled), torch.ones(64, 128)),
+    "vmap within vmap": lambda: called(torch.vmap(torch.vmap(doubled)), torch.ones(64, 128)),
+    "gradient of a function": lambda: called(torch.func.grad(lambda x: doubled(x).sum()), torch.ones(64, 128)),
+    "sparse CSR": lambda: called(lambda x: (x.to_sparse_csr() * 2) * 3, torch.ones(64, 128)),
+}
+"""Steps with tensors within tensors, which the profiler keeps alive until it is deleted."""
+
 STEPS = {
+    **HELD_BY_THE_PROFILER,
     "mlp with Adam": lambda: training(mlp(), torch.randn(16, 64), optimizer=torch.optim.AdamW),
     "convolution and batch norm": lambda: training(images(), torch.randn(4, 3, 16, 16)),
     "encoder layer": lambda: training(encoder_layer(), torch.randn(4, 64, 32)),
@@ -247,6 +275,42 @@ def test_a_step_that_only_ever_allocates_otherwise_is_explained_by_the_closest_l
 def test_a_step_that_holds_nothing_and_allocates_nothing_has_an_empty_composition(recorder):
     explanation, _ = recorder.explain({"step": lambda: None})
     assert explanation.peak == Composition(0, ())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", HELD_BY_THE_PROFILER)
+def test_what_only_the_profiler_kept_is_freed_with_it(recorder, name, level):
+    phases, held = HELD_BY_THE_PROFILER[name]()
+    expected, live = recorder.measured(phases, held), recorder.device.live()
+    done = recorder.record(phases, held, level)
+    assert done.kept_by_profiler > 0
+    assert recorder.device.live() == live
+    # A later step may have its blocks at the same addresses.
+    assert recorder.measured(phases, held) == expected
+
+
+def test_a_step_under_vmap_has_the_rows_of_the_same_step_without(recorder):
+    x = torch.ones(64, 128)
+    plain, _ = recorder.explain(*called(doubled, x))
+    mapped, _ = recorder.explain(*called(torch.vmap(doubled), x))
+    line = doubled.__code__.co_firstlineno + 1
+    rows = [row for row in mapped.peak.rows if row.operator in ("mul", "add") and row.nbytes > 8]
+    assert [(row.site, row.tensor) for row in rows] == [(f"test_recording.py:{line}", "float32[64, 128]")] * 2
+    assert set(rows) <= set(plain.peak.rows)
+
+
+def test_each_level_after_a_profile_kept_memory_takes_one_run(recorder):
+    runs: list[None] = []
+
+    def step() -> None:
+        runs.append(None)
+        torch.vmap(doubled)(torch.ones(64, 128))
+
+    actual = recorder.measured({"step": step})
+    runs.clear()
+    expected = Expected(actual.peak + 1, actual.turnover)
+    explain(recorder.device, recorder.sites, recorder.subject({"step": step}), expected)
+    assert len(runs) == 1 + len(LEVELS)
 
 
 # What it is made of
@@ -467,3 +531,125 @@ def assert_counted(recorder: Recorder, actions: list[tuple[str, int]], level: st
     assert Expected(done.peak, done.turnover) == expected
     peak = composition_of_peak(done.timeline, done.own_bytes)
     assert (peak.rest, peak.of("unattributed")) == (0, 0)
+
+
+# Steps that differ
+
+
+def validating(every: int, *, apart: bool = False) -> tuple[Callable[[], None], nn.Module]:
+    """A training step that validates its model with grad mode off now and then, with what it trains or apart from it."""
+    model, x, count = mlp(), torch.randn(256, 64), 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        validates = count % every == 0
+        if not (validates and apart):
+            model(x).sum().backward()
+            model.zero_grad()
+        if validates:
+            with torch.no_grad():
+                model(x)
+
+    return step, model
+
+
+class Keeping:
+    """An object that keeps tensors."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+        self.last: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize(("apart", "calls"), [(False, (1, 3)), (True, (1, 2))])
+def test_a_validation_in_every_fifth_step_is_among_the_calls_with_grad_mode_off(recorder, apart, calls):
+    step, model = validating(5, apart=apart)
+    actual = recorder.measured({"step": step}, model)
+    expected = Expected(actual.peak, None, steps=DIFFERING_STEPS)
+    explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
+    assert explanation.peak.notes == ()
+    assert done.peak == actual.peak
+    # A step of each kind: the training, and the one that validates.
+    assert explanation.peak.no_grad["Sequential"] == calls
+
+
+def test_of_steps_with_equal_peaks_the_one_with_the_most_operators_is_shown(recorder):
+    step, model = validating(5)
+    actual = recorder.measured({"step": step}, model)
+    alone = recorder.record({"step": step}, model)
+    expected = Expected(actual.peak, None, steps=DIFFERING_STEPS)
+    _, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
+    assert done.operators > alone.operators
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_steps_that_keep_bytes_show_a_validation_in_every_fifth_step(recorder, apart):
+    validate, model = validating(5, apart=apart)
+    kept = []
+
+    def step() -> None:
+        validate()
+        kept.append(torch.ones(100, 100))
+
+    actual = recorder.measured({"step": step}, model)
+    expected = Expected(actual.peak, None, growth=40_000, steps=DIFFERING_STEPS)
+    explanation, _ = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, model), expected)
+    assert explanation.peak.no_grad["Sequential"] == ((1, 2) if apart else (1, 3))
+    assert explanation.retained.total == 40_000
+
+
+@pytest.mark.parametrize("every", range(2, DIFFERING_STEPS + 1))
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_high_step_of_any_period_comes_again_among_steps_that_keep_bytes(recorder, every, first):
+    count, kept = first, []
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        torch.ones(500, 100 if count % every else 200)
+        kept.append(torch.ones(10, 10))
+
+    expected = Expected(400_000, None, growth=400, steps=12)
+    explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}), expected)
+    assert (done.peak, explanation.peak.notes) == (400_000, ())
+    assert explanation.retained.total == 400
+
+
+def test_a_step_under_vmap_that_keeps_bytes_has_lines_holders_and_shapes(recorder):
+    rows, state = torch.ones(64, 128), Keeping()
+
+    def step() -> None:
+        mapped = torch.vmap(lambda row: (row * 2 + 1).exp())(rows)
+        mapped.sum()
+        state.kept.append(mapped)
+        state.last = torch.zeros(64, 128)
+
+    step()
+    actual = recorder.measured({"step": step}, rows)
+    expected = Expected(actual.peak, None, growth=32768)
+    explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, rows), expected)
+    (kept,) = explanation.retained.rows
+    assert (kept.nbytes, kept.tensor, kept.operator) == (32768, "float32[64, 128]", "exp")
+    assert [holder.endswith("Keeping.kept[...]") for holder in explanation.holders] == [True]
+    assert len(done.timeline.following) == FOLLOWING_STEPS
+    assert done.kept_by_profiler == 0
+
+
+def test_a_loop_that_ends_after_the_peak_came_again_is_explained(recorder):
+    left = 4
+
+    def step() -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("the loop ended")
+        left -= 1
+        torch.ones(100, 100 + left % 2).relu()
+
+    actual = recorder.measured({"step": step})
+    explanation, done = explain(
+        recorder.device, recorder.sites, recorder.subject({"step": step}), Expected(actual.peak, None, steps=20)
+    )
+    assert left == 0
+    assert done.error is None
+    assert (explanation.peak.total, explanation.peak.notes) == (actual.peak, ())

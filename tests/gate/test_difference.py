@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.gate.difference import Change, Difference, Moved, difference, difference_of_peaks, with_changed_lines
 from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Row, merged
-from pytest_gpumem.values.module_calls import Calls
+from pytest_gpumem.values.module_calls import EVERYWHERE, Caller, Calls
 from pytest_gpumem.values.plain import from_plain, to_plain
 
 SIZES = {"bool": 1, "bfloat16": 2, "float32": 4, "int64": 8}
@@ -278,21 +278,81 @@ def graph(*rows: Row, **calls: dict[str, Calls]) -> Composition:
 OFF, ON = {"h.*": Calls(4, 4), "h.*.attn": Calls(4, 4)}, {"h.*": Calls(0, 4), "h.*.attn": Calls(0, 4)}
 
 
+CALLERS = {
+    "h.*": [Caller("net", "net.py:8")],
+    "h.*.attn": [Caller("h.*", "block.py:3")],
+    "net": [Caller("", "train.py:41")],
+}
+
+
+def explained(before: Composition, after: Composition) -> Difference:
+    return difference_of_peaks(before, after, {}, {}, CALLERS)
+
+
 @pytest.mark.parametrize("grown", [row(), row(category="gradient"), row(category="temporary", operator="MulBackward0")])
-def test_grad_mode_that_was_off_is_told_of_what_the_graph_holds(grown):
+def test_a_lost_no_grad_is_said_of_the_outermost_module_and_of_no_row(grown):
     before, after = graph(no_grad=OFF), graph(grown, no_grad=ON)
-    assert first(before, after).reason == "grad mode was off here"
-    assert first(stored(before), after).reason == "grad mode was off here"
+    for found in (explained(before, after), explained(stored(before), after)):
+        (change,) = found.graph
+        assert (change.kind, change.module, change.lines, change.within) == (
+            "no_grad",
+            "h.*",
+            ("net.py:8",),
+            ("h.*.attn",),
+        )
+        assert change.sentence == (
+            "Grad mode was off in `h.*` (called at net.py:8) in the baseline, and is on now: "
+            "autograd keeps its activations for backward."
+        )
+        assert found.changes[0].reason == ""
 
 
-def test_of_what_was_there_and_is_more_grad_mode_is_told_too():
-    before, after = graph(row(count=1), no_grad={"h.*.attn": Calls(3, 4)}), graph(row(), no_grad=ON)
-    assert first(before, after).reason == "grad mode was off here in 3 of 4 calls"
+def test_a_no_grad_around_the_whole_step_is_said_of_its_callers_line():
+    before = graph(no_grad={EVERYWHERE: Calls(9, 9)})
+    after = graph(row(), no_grad={**ON, "net": Calls(0, 1)})
+    (change,) = explained(before, after).graph
+    assert (change.module, change.lines) == ("net", ("train.py:41",))
 
 
-def test_a_module_that_backward_did_not_come_to_is_told():
+def test_a_no_grad_that_some_calls_lost_is_said_with_their_number_and_every_line():
+    before = graph(row(count=1), no_grad={"h.*.attn": Calls(3, 4)})
+    after = graph(row(), no_grad={"h.*.attn": Calls(1, 4)})
+    callers = {"h.*.attn": [Caller("", f"block.py:{number}") for number in (3, 5, 7, 9)]}
+    (change,) = difference_of_peaks(before, after, {}, {}, callers).graph
+    assert change.sentence == (
+        "Grad mode was off in 3 of 4 calls of `h.*.attn` (called at block.py:3, block.py:5, block.py:7 or 1 other line) "
+        "in the baseline, and in 1 of 4 now: autograd keeps its activations for backward."
+    )
+
+
+def test_a_no_grad_that_all_calls_had_and_some_have_is_said_of_all():
+    before, after = graph(no_grad={EVERYWHERE: Calls(9, 9)}), graph(row(), no_grad={"h.*.attn": Calls(1, 4)})
+    (change,) = explained(before, after).graph
+    assert "was off in all calls of `h.*.attn` (called at block.py:3)" in change.sentence
+    assert "and in 1 of 4 now" in change.sentence
+
+
+def test_a_module_that_backward_reaches_now_is_said_once():
     before, after = graph(no_grad=ON, no_backward=OFF), graph(row(), no_grad=ON, no_backward=ON)
-    assert first(before, after).reason == "backward did not come here"
+    (change,) = explained(before, after).graph
+    assert change.sentence == (
+        "Backward did not reach `h.*` (called at net.py:8) in the baseline, and does now: "
+        "its activations are kept until then."
+    )
+
+
+def test_a_module_that_two_modules_call_has_both_for_causes():
+    off = {"a": Calls(1, 1), "b": Calls(1, 1), "h.*.attn": Calls(2, 2)}
+    on = {path: Calls(0, calls.total) for path, calls in off.items()}
+    callers = {"h.*.attn": [Caller("a", "a.py:1"), Caller("b", "b.py:1")]}
+    found = difference_of_peaks(graph(no_grad=off), graph(row(), no_grad=on), {}, {}, callers)
+    assert [change.module for change in found.graph] == ["a", "b"]
+
+
+def test_a_lost_no_grad_that_explains_next_to_nothing_is_not_said():
+    other = row("head", shape=(64, 256, 1000))
+    before, after = graph(no_grad=OFF), graph(row(), other, no_grad={**ON, "head": Calls(0, 1)})
+    assert explained(before, after).graph == ()
 
 
 @pytest.mark.parametrize(
@@ -310,12 +370,14 @@ def test_a_module_that_backward_did_not_come_to_is_told():
     ids=["on", "off", "elsewhere", "in no module", "no part of the graph", "older", "unseen"],
 )
 def test_where_grad_mode_did_not_change_nothing_is_said_of_it(before, after):
-    assert "grad mode" not in first(before, after).reason
+    assert explained(before, after).graph == ()
 
 
-def test_another_dtype_is_the_reason_before_grad_mode():
+def test_another_dtype_stays_the_reason_of_a_row_beside_grad_mode():
     before, after = graph(row(dtype="bfloat16"), no_grad=OFF), graph(row(), no_grad=ON)
-    assert first(before, after).reason == "was bfloat16, now float32"
+    found = explained(before, after)
+    assert found.changes[0].reason == "was bfloat16, now float32"
+    assert [change.module for change in found.graph] == ["h.*"]
 
 
 def test_what_shrank_has_no_reason():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pytest_gpumem.gate.difference import Change, Difference, difference, with_changed_lines
 from pytest_gpumem.gate.smaller_rows import MOST_ALTERNATIVES
 from pytest_gpumem.values.composition import REST, Composition, Row, merged
+from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.plain import from_plain, to_plain
 
 MB = 10**6
@@ -184,6 +185,50 @@ def test_an_alternative_that_is_less_or_more_than_the_growth_leaves_the_rest():
         assert (found.changes[0].before.nbytes if found.changes[0].before else 0) == before
         assert sum(each.nbytes for each in found.changes) == 10
         assert len(found.changes) == changes
+
+
+# Lost grad modes
+
+
+def lost_no_grad(before: Composition, after: Composition, calls: int = 4, path: str = LAST_HIDDEN.module) -> Difference:
+    """What changed if autograd recorded none of a module's calls, or not each of them, and records all now."""
+    off, on = Calls(calls, 4), Calls(0, 4)
+    return difference(replace(stored(before, 3), no_grad={path: off}), replace(after, no_grad={path: on}))
+
+
+def test_the_row_of_a_lost_no_grad_is_new_beside_rows_of_its_size():
+    found = lost_no_grad(ATTENTION, made_of(*ATTENTION.rows, LAST_HIDDEN))
+    assert found.changes == (Change(None, LAST_HIDDEN),)
+    assert [change.module for change in found.graph] == [LAST_HIDDEN.module]
+
+
+def test_beside_the_row_of_a_lost_no_grad_the_other_rows_stay_open():
+    more = row("more", 25 * MB)
+    found = lost_no_grad(ATTENTION, made_of(*ATTENTION.rows, LAST_HIDDEN, more))
+    assert named(found) == [(LAST_HIDDEN.module, 25 * MB)]
+    (rest,) = (change for change in found.changes if change.row.operator == REST)
+    assert (rest.nbytes, set(rest.alternatives)) == (25 * MB, {TO_V, more})
+
+
+def test_of_rows_of_a_lost_no_grad_that_are_more_than_the_growth_one_grew():
+    first, second = row("to_w", 25 * MB), replace(row("to_w", 25 * MB), operator="mul")
+    before = made_of(SCORES, TO_Q, TO_K, TO_V, second)
+    (change,) = lost_no_grad(before, made_of(*before.rows, first), path=first.module).changes
+    assert set(change.alternatives) == {first, second}
+
+
+def test_a_no_grad_that_some_calls_had_does_not_prove_a_row():
+    (change,) = lost_no_grad(ATTENTION, made_of(*ATTENTION.rows, LAST_HIDDEN), calls=3).changes
+    assert set(change.alternatives) == {LAST_HIDDEN, TO_V}
+
+
+def test_temporary_tensors_of_a_lost_no_grad_may_have_been_there():
+    before, temporary = (
+        made_of(*(replace(each, category="temporary") for each in rows))
+        for rows in (ATTENTION.rows, [*ATTENTION.rows, LAST_HIDDEN])
+    )
+    (change,) = lost_no_grad(before, temporary).changes
+    assert len(change.alternatives) == 2
 
 
 # Properties

@@ -109,6 +109,13 @@ def test_inference_and_a_function_are_explained_to_the_byte(gpumem: Gpumem) -> N
     adds_up(gpumem.measure(step, explain=True, name="function"))
 
 
+def test_a_step_under_vmap_is_explained_to_the_byte(gpumem: Gpumem) -> None:
+    rows = torch.ones(64, 4096, device=gpumem.device)
+    composition = adds_up(gpumem.measure(lambda: torch.vmap(lambda row: (row * 2 + 1).square())(rows), explain=True))
+    made = [(row.operator, row.tensor) for row in composition.rows if row.site.startswith(HERE)]
+    assert made == [("add", "float32[64, 4096]"), ("mul", "float32[64, 4096]")]
+
+
 # Where
 
 

@@ -259,6 +259,9 @@ ADDED_SINCE = {
     "phase",
     "other_phases",
     "moved",
+    "graph",
+    "callers",
+    "function_at",
 }
 """Keys that the first reports did not have: these are read, too."""
 

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.values.module_calls import EVERYWHERE, Calls, calls_from_text, counted, no_longer, outermost
+from pytest_gpumem.values.module_calls import (
+    EVERYWHERE,
+    Calls,
+    KindsOfSteps,
+    calls_from_text,
+    counted,
+    no_longer,
+    outermost,
+)
 
 PATHS = st.lists(st.sampled_from(["a", "b", "*", "attn"]), min_size=1, max_size=3).map(".".join)
 SHARES = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda two: Calls(two[0], two[0] + two[1]))
@@ -75,3 +83,39 @@ def test_calls_are_written_and_read_back(path):
 def test_what_are_no_calls_is_told(text):
     with pytest.raises(ValueError, match=r"is no share of a module's calls, like '6 of 12 x blocks\.\*'$"):
         calls_from_text(text)
+
+
+TRAINING = {"net": Calls(0, 1)}, {"net": Calls(0, 1)}
+VALIDATION: tuple[dict[str, Calls], dict[str, Calls]] = {"net": Calls(2, 2)}, {}
+VALIDATION_WITH_GRAD: tuple[dict[str, Calls], dict[str, Calls]] = {"net": Calls(0, 2)}, {}
+
+
+def calls_of(*steps):
+    kinds = KindsOfSteps()
+    for step in steps:
+        kinds.add(*step)
+    return kinds.no_grad
+
+
+@given(st.lists(st.sampled_from([TRAINING, VALIDATION])))
+def test_calls_of_differing_steps_do_not_depend_on_how_often_each_kind_came(steps):
+    assert calls_of(TRAINING, VALIDATION, *steps) == {"net": (2, 3)}
+
+
+def test_a_validation_that_did_not_come_is_no_lost_no_grad():
+    before = calls_of(TRAINING, VALIDATION)
+    assert no_longer(before, calls_of(TRAINING, TRAINING), "net") is None
+    assert no_longer(before, calls_of(TRAINING, VALIDATION_WITH_GRAD), "net") == (2, 3)
+
+
+def test_a_part_with_grad_mode_off_that_is_gone_is_no_lost_no_grad():
+    before = {"step()": Calls(4, 11), "net": Calls(1, 2)}
+    assert no_longer(before, {"step()": Calls(0, 15)}, "step()") is None
+    assert no_longer(before, {"net": Calls(0, 3)}, "net") is None
+    assert no_longer(before, {"step()": Calls(0, 11)}, "step()") == (4, 11)
+
+
+def test_functions_are_kept_if_grad_mode_was_off_in_them_and_are_no_part_of_all_modules():
+    calls = {"net": Calls(1, 1), "step()": Calls(0, 3), "Net.target()": Calls(2, 2)}
+    assert outermost(calls) == {EVERYWHERE: (1, 1), "Net.target()": (2, 2)}
+    assert no_longer({EVERYWHERE: Calls(1, 1)}, {"step()": Calls(0, 3)}, "step()") is None

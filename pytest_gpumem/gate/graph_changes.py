@@ -1,0 +1,145 @@
+"""Modules that autograd records now and did not in a baseline: a lost ``no_grad``, a lost ``detach``. Pure.
+
+Each tensor that such a module saves for backward is a row that grew. The cause is the call of the outermost of these modules:
+a sentence that stands before the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from pytest_gpumem.units import counted
+from pytest_gpumem.values.module_calls import Calls, is_function, no_longer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pytest_gpumem.values.composition import Composition, Row
+    from pytest_gpumem.values.module_calls import Caller
+
+Kind = Literal["no_grad", "no_backward"]
+KINDS: tuple[Kind, ...] = ("no_grad", "no_backward")
+_MOST_LINES = 3
+_KEPT = "autograd keeps its activations for backward"
+_OF_THE_GRAPH = frozenset({"activation", "gradient", "optimizer state", "temporary"})
+"""Categories that autograd's graph and backward add to."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphChange:
+    """A module whose calls autograd records now, and did not in the baseline."""
+
+    kind: Kind
+    """``no_grad`` if grad mode was off, ``no_backward`` if it was on and backward did not reach the module."""
+    module: str
+    """The folded path of the outermost module: ``teacher``. Outside of modules and their ``forward`` a function: ``step()``."""
+    lines: tuple[str, ...]
+    """The lines that call it: ``models.py:41``. Of several it need not be each."""
+    before: Calls
+    """Such calls in the baseline; if all were, they may be those of all modules together."""
+    now: Calls
+    within: tuple[str, ...] = ()
+    """The modules whose tensors grew by it, itself or within it: ``teacher.blocks.*``. Of a function the lines in it."""
+
+    @property
+    def sentence(self) -> str:
+        """The change in words.
+
+        Example: ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
+        activations for backward.``
+        """
+        if is_function(self.module):
+            part = "a part of " if self.before.others else ""
+            change = "and is on in more of it now" if self.now.these else "and is on now"
+            module = f"{part}`{self.module}`{self._called_at(some=False)}"
+            return f"Grad mode was off in {module} in the baseline, {change}: {_KEPT}."
+        some = bool(self.before.others or self.now.these)
+        share = f"{self.before.these} of {self.before.total}" if self.before.others else "all"
+        calls = f"{share} calls of " if some else ""
+        module = f"{calls}`{self.module}`{self._called_at(some=some)}"
+        now = f"{self.now.these or 'none'} of {self.now.total} now"
+        if self.kind == "no_grad":
+            change = f"and in {now}" if some else "and is on now"
+            return f"Grad mode was off in {module} in the baseline, {change}: {_KEPT}."
+        change = f"and does not reach {now}" if some else "and does now"
+        return f"Backward did not reach {module} in the baseline, {change}: its activations are kept until then."
+
+    def explains(self, row: Row) -> bool:
+        """Return whether a row that grew follows from it."""
+        return row.category in _OF_THE_GRAPH and not {row.module, _line(row)}.isdisjoint(self.within)
+
+    def _called_at(self, *, some: bool) -> str:
+        if not self.lines:
+            return ""
+        shown = list(self.lines[:_MOST_LINES])
+        more = len(self.lines) - len(shown)
+        shown += [counted(more, "other line")] if more else []
+        # Where only some calls have changed, the baseline does not tell at which of these lines.
+        last = " or " if some else " and "
+        return f" (called at {last.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))})"
+
+
+@dataclass(frozen=True)
+class GraphChanges:
+    """The modules whose calls autograd records now, with the modules within them."""
+
+    before: Composition
+    after: Composition
+    callers: Mapping[str, Sequence[Caller]]
+    function_at: Mapping[str, str]
+
+    def of_rows(self, rows: Iterable[Row]) -> tuple[GraphChange, ...]:
+        """Return the changes that rows with more bytes follow from, the outermost modules only."""
+        found: dict[GraphChange, set[str]] = {}
+        for row in rows:
+            for change in self._around(row):
+                found.setdefault(change, set()).add(_line(row) if is_function(change.module) else row.module)
+        changes = (replace(change, within=tuple(sorted(within))) for change, within in found.items())
+        return tuple(sorted(changes, key=lambda change: (change.module, change.kind)))
+
+    def explain(self, row: Row) -> bool:
+        """Return whether a row with more bytes follows from such a change."""
+        return any(True for _ in self._around(row))
+
+    def is_new(self, row: Row) -> bool:
+        """Return whether the baseline had no such row, because autograd recorded no call of its module.
+
+        Temporary tensors are there with grad mode off, too.
+        """
+        return row.category != "temporary" and any(not change.before.others for change in self._around(row))
+
+    def _around(self, row: Row) -> Iterator[GraphChange]:
+        if row.category not in _OF_THE_GRAPH:
+            return
+        kind = next((kind for kind in KINDS if row.module and self._was(kind, row.module) is not None), None)
+        if kind is not None:
+            for module in sorted(self._outermost(kind, row.module, frozenset())):
+                yield from self._change(kind, module)
+            return
+        yield from self._change("no_grad", self.function_at.get(_line(row), ""))
+
+    def _change(self, kind: Kind, module: str) -> Iterator[GraphChange]:
+        was = self._was(kind, module)
+        if was is not None:
+            lines = dict.fromkeys(caller.line for caller in self.callers.get(module, ()) if caller.line)
+            yield GraphChange(kind, module, tuple(lines), was, self._calls(kind)[module])
+
+    def _outermost(self, kind: Kind, module: str, seen: frozenset[str]) -> set[str]:
+        """Return the outermost changed modules that a changed module was called in, or itself."""
+        around = {caller.module for caller in self.callers.get(module, ())} - seen - {module, ""}
+        changed = [outer for outer in around if self._was(kind, outer) is not None]
+        if not changed:
+            return {module}
+        return {found for outer in changed for found in self._outermost(kind, outer, seen | {module})}
+
+    def _was(self, kind: Kind, module: str) -> Calls | None:
+        return no_longer(getattr(self.before, kind), self._calls(kind), module)
+
+    def _calls(self, kind: Kind) -> Mapping[str, Calls]:
+        calls: Mapping[str, Calls] = getattr(self.after, kind)
+        return calls
+
+
+def _line(row: Row) -> str:
+    return row.library or row.site
