@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.explain.trace import Label, Mark
-from pytest_gpumem.values.composition import Composition, Row, joined, merged
+from pytest_gpumem.values.composition import Composition, Holder, Row, joined, merged, ranked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from pytest_gpumem.explain.lifetimes import Lifetime, Timeline
 
@@ -45,6 +45,23 @@ def composition_of_retained(timeline: Timeline) -> Composition:
     """Return the composition of retained bytes: allocated in the step, and live after garbage was collected."""
     left = left_by(timeline)
     return _composition(timeline, left, sum(block.nbytes for block in left))
+
+
+def holders_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[Holder, ...]:
+    """Return the holders of the retained bytes.
+
+    Args:
+        timeline: The recorded step.
+        paths: The path to the holder of each block that the step left, by address.
+    """
+    of_path: dict[str, list[Lifetime]] = {}
+    for block in left_by(timeline):
+        if block.address in paths:
+            of_path.setdefault(paths[block.address], []).append(block)
+    return ranked(
+        Holder(path, Composition(sum(block.nbytes for block in blocks), _rows(timeline, blocks)))
+        for path, blocks in of_path.items()
+    )
 
 
 def left_by(timeline: Timeline) -> list[Lifetime]:
@@ -97,11 +114,15 @@ def composition_of_garbage(timeline: Timeline) -> Composition:
 
 
 def _composition(timeline: Timeline, lifetimes: Iterable[Lifetime], total: int) -> Composition:
-    rows = joined(merged(_row(block, timeline) for block in lifetimes if block.own), timeline.layers)
+    rows = _rows(timeline, lifetimes)
     unattributed = total - sum(row.nbytes for row in rows)
     if unattributed:
         rows = (*rows, Row("unattributed", unattributed, count=1))
     return Composition(total, rows, timeline.recomputed)
+
+
+def _rows(timeline: Timeline, lifetimes: Iterable[Lifetime]) -> tuple[Row, ...]:
+    return joined(merged(_row(block, timeline) for block in lifetimes if block.own), timeline.layers)
 
 
 def _row(block: Lifetime, timeline: Timeline) -> Row:

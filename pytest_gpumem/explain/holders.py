@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import sys
 import threading
 import types
@@ -15,16 +16,19 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.explain.holder_names import (
     LRU_CACHE,
     class_text,
+    context_variable_text,
     function_text,
     is_excluded,
+    is_ours,
     lru_cache_text,
     module_name,
     module_text,
     names_of_defaults,
 )
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.graphs import graphs_that_save
 from pytest_gpumem.torch_support.private_api import MODULE_PARTS
-from pytest_gpumem.torch_support.reachability import alive, storage_of
+from pytest_gpumem.torch_support.reachability import address_of, alive, blocks_of
 from pytest_gpumem.torch_support.static_access import (
     class_name,
     class_namespace,
@@ -36,12 +40,12 @@ from pytest_gpumem.torch_support.static_access import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-MOST_PATHS = 3
 MOST_TENSORS = 200
-"""Tensors that are looked at, evenly among all. To find the referrers of 256 objects takes 0.4 s beside 390,000 others, and of
-one 0.06 s."""
+"""Blocks that are looked at. To find the referrers of 256 objects takes 0.4 s beside 390,000 others, and of one 0.06 s."""
+NO_OBJECT = "no object of Python's (C++ code keeps it, say)"
+"""The holder of a block that no object refers to among those that Python's collector goes through."""
 MOST_AT_ONCE = 200
 """Objects whose referrers are looked for at each height."""
 HIGHEST = 16
@@ -55,34 +59,90 @@ _OF_CONTAINERS = ("weakref", "collections")
 """Those of which an object's attributes are elements of a container, for whoever uses it."""
 
 
-def holders_of(addresses: Collection[int]) -> tuple[str, ...]:
-    """Return what keeps the tensors whose memory lies at ``addresses`` alive: ``"Net.seen[...]"``.
+def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
+    """Return the holder of each block: what keeps its memory alive.
+
+    Example:
+        ``{0x7f00: "Net.seen[...]", 0x9f00: "the autograd graph of losses[...]"}``
+
+    Args:
+        blocks: The size of each block in bytes, by address.
 
     Returns:
-        At most `MOST_PATHS` paths, that of the most tensors first; then a clause on tensors whose holder is too far away to be
-        found. None for memory that only a graph of gradients holds.
+        The path to each block, by address. The path is empty if no holder was found. Of more than `MOST_TENSORS` blocks some
+        are looked at. The others have the path of the blocks of their size, if those have the same path.
     """
+    if not blocks:
+        return {}
+    looked_at = _some_of(blocks)
+    with everything_in_sight():
+        paths = _paths_to(_tensors_at(looked_at), looked_at)
+        lost = {address for address in looked_at if all(path.kind >= _Kind.NOWHERE for path in paths[address])}
+        if lost:
+            for address, of_roots in _paths_to(graphs_that_save(lost), lost).items():
+                paths[address] += (replace(path, of_graph=True) for path in of_roots)
+    texts = {address: _text_of(of_block) for address, of_block in paths.items()}
+    return texts | _of_same_size(texts, blocks)
+
+
+def _paths_to(owners: dict[int, list[Any]], addresses: Collection[int]) -> dict[int, list[_Path]]:
+    """Return the paths to the ``owners`` of each block, which are emptied: nothing refers to these objects afterwards."""
+    search = _Search()
+    places = {address: [search.add(owner) for owner in its_owners] for address, its_owners in owners.items()}
+    for its_owners in owners.values():
+        its_owners.clear()
+    # First one tensor of each block: most blocks have a single tensor, and a few have hundreds of views.
+    in_order = itertools.chain.from_iterable(itertools.zip_longest(*places.values()))
+    first = list(dict.fromkeys(place for place in in_order if place is not None))[:MOST_AT_ONCE]
+    paths = search.paths_of(first)
+    return {
+        address: [paths.get(place, _Path(_Kind.NOWHERE)) for place in places.get(address, ()) if place in first]
+        for address in addresses
+    }
+
+
+def _some_of(blocks: Mapping[int, int]) -> set[int]:
+    """Return the addresses of the blocks that are looked at: the largest, and some of the others, evenly among their sizes."""
+    by_size = sorted(blocks, key=lambda address: (-blocks[address], address))
+    largest, others = by_size[: MOST_TENSORS // 2], by_size[MOST_TENSORS // 2 :]
+    return {*largest, *others[:: -(-len(others) // (MOST_TENSORS // 2)) or 1]}
+
+
+def _of_same_size(texts: Mapping[int, str], blocks: Mapping[int, int]) -> dict[int, str]:
+    """Return the paths to the blocks that were not looked at, as far as all blocks of their size have one path."""
+    of_size: dict[int, set[str]] = {}
+    for address, text in texts.items():
+        of_size.setdefault(blocks[address], set()).add(text)
+    others = {address: of_size.get(nbytes, set()) for address, nbytes in blocks.items() if address not in texts}
+    return {address: next(iter(paths)) if len(paths) == 1 else "" for address, paths in others.items()}
+
+
+def _tensors_at(addresses: Collection[int]) -> dict[int, list[Any]]:
+    """Return the tensors and storages whose memory lies at some addresses, by address."""
     import torch
 
-    if not addresses:
-        return ()
-    with everything_in_sight():
-        tensors = [tensor for tensor in alive(torch.Tensor) if _address(tensor) in addresses]
-        some = tensors[:: -(-len(tensors) // MOST_TENSORS) or 1]
-        tensors.clear()
-        search = _Search()
-        found = search.paths_of([search.add(one) for one in some], ours=some)
-        some.clear()
-    counts = Counter(text for path in found.values() if (text := path.text()))
-    ranked = sorted(counts, key=lambda path: (-counts[path], path))
-    lost = sum(path.kind is _Kind.TOO_FAR for path in found.values())
-    clause = f"something more than {HIGHEST} references away ({lost} of {len(found)} tensors)"
-    return (*ranked[:MOST_PATHS], *([clause] if lost else []))
+    found: dict[int, list[Any]] = {}
+    for tensor in alive(torch.Tensor):
+        for address in blocks_of([tensor]).keys() & addresses:
+            found.setdefault(address, []).append(tensor)
+    for storage in alive(torch.UntypedStorage):
+        where = address_of(storage)
+        if where is not None and where in addresses:
+            found.setdefault(where, []).append(storage)
+    return found
 
 
-def _address(tensor: Any) -> int | None:
-    storage = storage_of(tensor)
-    return None if storage is None else storage.data_ptr()
+def _text_of(paths: Sequence[_Path]) -> str:
+    """Return the text for a block that is at the end of each of some paths."""
+    if all(path.kind is _Kind.NO_REFERRER for path in paths):
+        return NO_OBJECT
+    best = min(paths, key=lambda path: path.rank(is_object=True))
+    if best.kind is _Kind.TOO_FAR:
+        return f"something more than {HIGHEST} references away"
+    text = best.text()
+    if best.of_graph:
+        return f"the autograd graph of {text}" if text else "an autograd graph"
+    return text
 
 
 class _Kind(IntEnum):
@@ -95,6 +155,8 @@ class _Kind(IntEnum):
     NOWHERE = 2
     """At an object that nothing with a name holds."""
     TOO_FAR = 3
+    NO_REFERRER = 4
+    """At a tensor that no object refers to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +178,8 @@ class _Path:
     `threading.local` has, one for each thread."""
     names: tuple[str, ...] = ()
     """Texts for the elements of a tuple that belongs to a function."""
+    of_graph: bool = False
+    """True if the path leads to a tensor whose autograd graph saved the block, and not to a tensor of the block itself."""
 
     def rank(self, *, is_object: bool) -> tuple[object, ...]:
         """Return a sort key: the shortest path comes first, whatever the order of objects in memory is."""
@@ -173,28 +237,29 @@ class _Search:
             self._objects.append(one)
         return place
 
-    def paths_of(self, places: Sequence[int], height: int = 0, ours: object = None) -> dict[int, _Path]:
+    def paths_of(self, places: Sequence[int], height: int = 0) -> dict[int, _Path]:
         """Return the path to the object at each place. Those without a named holder are left out.
 
         Args:
             places: Places of objects, the most important first.
             height: The number of references from a tensor to them.
-            ours: A container of the caller's that refers to them.
         """
         looked_at = places[:MOST_AT_ONCE] if height < HIGHEST else []
+        references = self._references(looked_at)
         found: dict[int, list[_Path]] = {place: [] for place in looked_at}
         found |= {place: [_Path(_Kind.TOO_FAR)] for place in places[len(looked_at) :]}
+        if not height:
+            found |= {place: [_Path(_Kind.NO_REFERRER)] for place in {*looked_at} - {place for place, _ in references}}
         above: dict[int, list[int]] = {}
-        for place, holder in self._references(looked_at, ours):
+        for place, holder in references:
             path = self._end(place, holder, height)
             if path is not None:
                 found[place].append(path)
             elif not _is_passed_over(self._objects[holder]):
                 above.setdefault(place, []).append(holder)
-        for place in places:
-            if height and self._is_object(place):
-                is_used = id(self._objects[place]) in self._in_use
-                found[place].append(_Path(_Kind.IN_USE if is_used else _Kind.NOWHERE))
+        for place in filter(self._is_object, places if height else ()):
+            is_used = id(self._objects[place]) in self._in_use
+            found[place].append(_Path(_Kind.IN_USE if is_used else _Kind.NOWHERE))
         open_ended = [place for place in above if not any(self._is_enough(path, place) for path in found[place])]
         wanted = Counter(holder for place in open_ended for holder in above[place])
         if wanted:
@@ -217,14 +282,14 @@ class _Search:
         kind = type(self._objects[place])
         return not issubclass(kind, _CONTAINERS) and package_of(kind) not in _SEEN_THROUGH
 
-    def _references(self, places: Sequence[int], ours: object) -> list[tuple[int, int]]:
+    def _references(self, places: Sequence[int]) -> list[tuple[int, int]]:
         """Return the places of objects, each with that of an object that refers to it."""
         if not places:  # then all objects would be searched in vain
             return []
         # A tuple, which is given as it is: one that Python makes of a list is among the referrers from 3.14 on.
         objects = tuple(self._objects[place] for place in places)
         wanted = {id(one): place for one, place in zip(objects, places, strict=True)}
-        not_holders = {id(self._objects), id(objects), id(ours)}
+        not_holders = {id(self._objects), id(objects)}
         holders = [one for one in gc.get_referrers(*objects) if id(one) not in not_holders]
         del objects
         found = [
@@ -239,10 +304,13 @@ class _Search:
         """Return the path to an object where it ends at its holder; ``None`` where that is held by something itself."""
         value, one = self._objects[place], self._objects[holder]
         if type(one) is types.FunctionType:
-            return _path_in_function(one, value)
+            return None if is_ours(one) else _path_in_function(one, value)
         if type(one) is LRU_CACHE:
             text = lru_cache_text(one)
             return None if text is None else _Path(_Kind.ROOT, (f"{text}[...]",))
+        variable = context_variable_text(one, value)
+        if variable is not None:
+            return _Path(_Kind.ROOT, (variable,))
         if issubclass(type(one), type):
             return _Path(_Kind.ROOT, before=f"{class_text(one)}.") if class_namespace(one) is value else None
         module = module_name(one)
@@ -300,7 +368,8 @@ def _is_passed_over(holder: object) -> bool:
         # One that has ended is kept by the traceback of an exception, with its variables.
         return any(frame is holder for frame in _running())
     return (
-        kind in (types.ModuleType, types.FunctionType, LRU_CACHE)
+        kind in (types.ModuleType, LRU_CACHE)
+        or (kind is types.FunctionType and not is_ours(holder))
         or issubclass(kind, type)
         or module_name(holder) is not None
         or is_excluded(module_of(kind))

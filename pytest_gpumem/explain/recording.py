@@ -16,6 +16,7 @@ from pytest_gpumem.explain.compose import (
     composition_of_peak,
     composition_of_retained,
     compositions_of_phases,
+    holders_in,
     left_by,
 )
 from pytest_gpumem.explain.cycles import collect_cycles
@@ -108,8 +109,8 @@ class Recorded:
     failed_in: int = -1
     """The mark of the innermost call that failed; -1 for none."""
     left: Left = field(default_factory=Left)
-    holders: tuple[str, ...] = ()
-    """Attributes, variables and elements of containers that keep the tensors that it left."""
+    holders: Mapping[int, str] = field(default_factory=dict)
+    """The path to the holder of each block that the step left, by address (`holders_of`)."""
 
     def with_what_was_left(self) -> Recorded:
         """Return the same recording with the blocks that an earlier run left as the step's own."""
@@ -251,10 +252,11 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
         tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results
     )
     timeline = timeline_of(trace, own_bytes)
-    holders: tuple[str, ...] = ()
-    with suppress(Exception):
-        # Names of holders are beside the explanation, and must not cost it.
-        holders = () if error is not None else holders_of({block.address for block in left_by(timeline)})
+    holders: Mapping[int, str] = {}
+    if error is None:
+        with suppress(Exception):
+            # Names of holders are beside the explanation, and must not cost it.
+            holders = holders_of({block.address: block.nbytes for block in left_by(timeline)})
     return Recorded(trace, timeline, own_bytes, cycles, error, level, tracker.failed_in, left, holders)
 
 
@@ -299,7 +301,7 @@ def _explained(done: Recorded) -> Explanation:
         composition_of_retained(timeline),
         composition_of_garbage(timeline),
         done.cycles,
-        holders=done.holders,
+        holders=holders_in(timeline, done.holders),
         other_phases=compositions_of_phases(timeline, done.own_bytes),
     )
 

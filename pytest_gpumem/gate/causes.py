@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.gate.growths import ENOUGH, growths_of
+from pytest_gpumem.gate.growths import ENOUGH, KEPT, growths_of
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.source_lines import file_and_line, package_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.gate.growths import Explained, Growth, Part, Place
     from pytest_gpumem.gate.verdict import TestVerdict
@@ -44,10 +44,10 @@ class Cause:
     """Something that explains growth of one or several tests.
 
     ``lines`` are those that explain most first. They are empty for what is known by its module alone, or by its category, and
-    where it is packages whose releases differ, or a budget.
+    where it is packages whose releases differ, or a budget. Of a holder they are the lines that made the tensors.
     """
 
-    kind: Literal["line", "packages", "budget"]
+    kind: Literal["line", "holder", "packages", "budget"]
     lines: tuple[str, ...]
     modules: tuple[str, ...]
     """Paths of the modules that its lines ran in, those of most growths first: where one is the model itself, its class."""
@@ -57,8 +57,8 @@ class Cause:
     category: str
     reason: str
     shares: tuple[Share, ...]
-    holders: tuple[str, ...] = ()
-    """Attributes and variables that keep the tensors, of those that each step keeps."""
+    holder: str = ""
+    """The path to what keeps the tensors alive: ``"Net.seen[...]"``."""
     packages: tuple[str, ...] = ()
     """Packages whose releases differ from those of the baseline in each of its tests, as clauses."""
 
@@ -75,14 +75,28 @@ class Cause:
         return f"{named} and {counted(more, 'other')}" if more > 0 else named
 
     @property
+    def has_tensors(self) -> bool:
+        """True if `what` is tensors."""
+        return self.kind in ("line", "holder")
+
+    @property
+    def lacks_holder(self) -> bool:
+        """True if it is tensors that are kept, and their holder was not found."""
+        return self.kind == "line" and any(share.growth.metric in KEPT for share in self.shares)
+
+    @property
     def tests(self) -> tuple[str, ...]:
         """The ids of its tests."""
         return tuple(sorted({share.growth.test for share in self.shares}))
 
     @property
     def metric(self) -> str:
-        """The metric by which it is counted: the one that most of its shares are of, of several the most important."""
-        counts = Counter(share.growth.metric for share in self.shares)
+        """The metric by which it is counted: the one that most of its shares are of, of several the most important.
+
+        A holder is counted by what is kept.
+        """
+        shares = [share for share in self.shares if share.growth.metric in KEPT or not self.holder] or self.shares
+        counts = Counter(share.growth.metric for share in shares)
         return min(counts, key=lambda name: (-counts[name], METRICS[name].precedence))
 
     @property
@@ -183,25 +197,17 @@ def _chosen(growths: Sequence[Explained]) -> list[Place]:
 def _joined(chosen: Sequence[Place], growths: Sequence[Explained]) -> dict[Place, Place]:
     """Return the first place of the cause of each.
 
-    A line of the project is one cause in whichever modules it ran: a model has a module by its attribute, a test of the module
-    alone by its class. Lines of one module in one file are one where they explain the same tests; a later one may explain
-    fewer than the first.
+    Lines of one module in one file are one where they explain the same tests; a later one may explain fewer than the first.
     """
     tests: dict[Place, set[str]] = {place: set() for place in chosen}
-    of_packages = set()
     for one in growths:
-        for place, part in one.parts.items():
+        for place in one.parts:
             if place in tests and one.at(place) > 0:
                 tests[place].add(one.growth.test)
-                if package_of(part.line):
-                    of_packages.add(place)
-    of_line: dict[Place | str, list[Place]] = defaultdict(list)
-    for place in chosen:
-        of_line[place if place in of_packages or not place.line else place.line].append(place)
     firsts: dict[tuple[str, str], list[Place]] = defaultdict(list)
     first_of: dict[Place, Place] = {}
     explained: dict[Place, set[str]] = {}
-    for places in of_line.values():
+    for places in _by_line(chosen, growths):
         file, mine = _file(places[0]), set[str]().union(*(tests[place] for place in places))
         earlier = [one for place in places for one in firsts[file, place.module]] if file else []
         first = next((one for one in earlier if mine <= explained[one]), places[0])
@@ -211,6 +217,31 @@ def _joined(chosen: Sequence[Place], growths: Sequence[Explained]) -> dict[Place
             if first not in earlier:
                 firsts[file, place.module].append(first)
     return first_of
+
+
+def _by_line(chosen: Sequence[Place], growths: Sequence[Explained]) -> Collection[list[Place]]:
+    """Return places in groups: those of a line of the project, and a holder with the lines whose tensors it alone keeps.
+
+    A line of the project is one cause in whichever modules it ran: a model has a module by its attribute, a test of the module
+    alone by its class.
+    """
+    holders: dict[str, set[Place]] = defaultdict(set)
+    of_packages = set()
+    for one in growths:
+        for place, part in one.parts.items():
+            if place.holder and place in chosen:
+                for line in part.lines:
+                    holders[line].add(place)
+            elif one.at(place) > 0 and any(map(package_of, part.lines)):
+                of_packages.add(place)
+    groups: dict[Place | str, list[Place]] = defaultdict(list)
+    for place in sorted(chosen, key=lambda place: not place.holder):
+        if place.holder or place in of_packages or not place.line:
+            groups[place].append(place)
+        else:
+            of_line = holders[place.line]
+            groups[next(iter(of_line)) if len(of_line) == 1 else place.line].append(place)
+    return groups.values()
 
 
 def _file(place: Place) -> str:
@@ -244,16 +275,17 @@ def _cause_at(places: Sequence[Place], mine: Sequence[tuple[Explained, float]]) 
     by_size = sorted(parts, key=lambda place: (-parts[place].amount, place))
     shown = parts[by_size[0]]
     explained = [one for one, _ in mine]
+    holder = places[0].holder
     return Cause(
-        "line",
-        tuple(dict.fromkeys(parts[place].line for place in by_size if place.line)),
+        "holder" if holder else "line",
+        tuple(dict.fromkeys(line for place in by_size for line in parts[place].lines)),
         _modules(parts, explained, shown.module),
         shown.operator,
         shown.what,
         shown.category,
         shown.reason,
         tuple(Share(one.growth, share) for one, share in mine),
-        tuple(dict.fromkeys(holder for one in explained for holder in one.holders)),
+        holder,
         _in_all(explained),
     )
 

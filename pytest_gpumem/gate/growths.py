@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.values.composition import REST
+from pytest_gpumem.values.composition import FIRST_USE, REST
 from pytest_gpumem.values.source_lines import without_release
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
-    from pytest_gpumem.values.composition import Row
+    from pytest_gpumem.values.composition import Explanation, Holder, Row
     from pytest_gpumem.values.operator_counts import Tally
 
 _WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
@@ -36,11 +36,15 @@ class Growth:
 
 
 class Place(NamedTuple):
-    """A line without the release of its package, and a module; of tensors made before the step, their category."""
+    """A line without the release of its package, and a module; of tensors made before the step, their category.
+
+    Of what is kept it is the holder, wherever the tensors were made: ``Place("", "", holder="Net.seen[...]")``.
+    """
 
     line: str
     module: str
     category: str = ""
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,8 @@ class Part:
 
     amount: float
     largest: float
-    line: str
+    lines: tuple[str, ...]
+    """The lines, that of the largest row first."""
     module: str
     operator: str
     what: str
@@ -57,8 +62,11 @@ class Part:
     reason: str = ""
 
     def __add__(self, other: Part) -> Part:
-        larger = max(self, other, key=lambda one: (one.largest, one.line, one.module, one.operator, one.what))
-        return replace(larger, amount=self.amount + other.amount)
+        smaller, larger = sorted(
+            (self, other), key=lambda one: (one.largest, one.lines, one.module, one.operator, one.what)
+        )
+        lines = {without_release(line): line for line in reversed((*larger.lines, *smaller.lines))}
+        return replace(larger, amount=self.amount + other.amount, lines=tuple(reversed(lines.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,6 @@ class Explained:
 
     growth: Growth
     parts: Mapping[Place, Part]
-    holders: tuple[str, ...]
     packages: tuple[str, ...]
     budget: str
     """The limit that is exceeded, where there is no more than in a baseline; else empty."""
@@ -97,30 +104,31 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
     syncs = [name for name in work if name == "syncs"]
     chosen = [*_one_of_each(memory), *syncs] or work[:1] or names[:1]
     parts = {name: _parts(verdict, name) for name in chosen}
+    if explanation is not None and not KEPT.isdisjoint(chosen):
+        parts = {name: _at_holders(mine, explanation) if METRICS[name].peak else mine for name, mine in parts.items()}
     if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
         # Of tests that were not recorded the work is known at least.
         parts |= {name: _parts(verdict, name) for name in work[:1]}
     for name, mine in parts.items():
         one = worse[name]
-        kept = name in _KEPT and explanation is not None
         no_more = one.baseline is None or one.value <= one.baseline
         yield Explained(
             Growth(test, measurement.name, name, measurement.environment.device, _amount(one)),
             mine,
-            explanation.holders if kept and explanation is not None else (),
             verdict.changed_packages,
             f"{one.budget}" if one.outcome is Outcome.OVER_BUDGET and no_more else "",
         )
 
 
-_KEPT = ("growth", "retained")
+KEPT = frozenset({"growth", "retained"})
+"""Metrics whose cause is the holder."""
 
 
 def _one_of_each(memory: Sequence[str]) -> list[str]:
     """Return the first metric of each kind of memory: of what is kept, of peaks, and garbage."""
     found: dict[object, str] = {}
     for name in memory:
-        found.setdefault("kept" if name in _KEPT else METRICS[name].peak or name, name)
+        found.setdefault("kept" if name in KEPT else METRICS[name].peak or name, name)
     return list(found.values())
 
 
@@ -138,10 +146,36 @@ def _parts(verdict: Verdict, metric: str) -> dict[Place, Part]:
         return _summed(_of_tally(tally) for tally in verdict.count_changes[metric])
     if METRICS[metric].peak:
         return _parts_of_peak(verdict)
-    if explanation is None or metric not in (*_KEPT, "cyclic_garbage"):
+    if explanation is None or metric not in {*KEPT, "cyclic_garbage"}:
         return {}
-    left = explanation.retained if metric in _KEPT else explanation.garbage
+    if metric in KEPT and explanation.holders:
+        return _summed(_held(holder, row) for holder in explanation.holders for row in holder.kept.rows)
+    left = explanation.retained if metric in KEPT else explanation.garbage
     return _summed(_of_row(row, row.nbytes) for row in left.rows)
+
+
+def _held(holder: Holder, row: Row) -> tuple[Place, Part] | None:
+    """Return the place of a row that a holder keeps: the holder, if it was found."""
+    found = _of_row(row, row.nbytes, FIRST_USE if holder.first_use else "")
+    if not holder.path:
+        return found
+    _, part = found or (None, Part(row.nbytes, row.nbytes, (), "", "", "", row.category))
+    return Place("", "", holder=holder.path), part
+
+
+def _at_holders(parts: Mapping[Place, Part], explanation: Explanation) -> dict[Place, Part]:
+    """Return the parts of a peak, with those that a holder keeps at the holder: they are there because it keeps them.
+
+    A row without a line and a module may be other tensors, and so stays where it is.
+    """
+    holders: dict[Place, set[Place]] = defaultdict(set)
+    for holder in explanation.holders:
+        for row in holder.kept.rows:
+            found, held = _of_row(row, row.nbytes), _held(holder, row)
+            if found is not None and held is not None:
+                holders[found[0]].add(held[0])
+    unique = {place: next(iter(some)) for place, some in holders.items() if len(some) == 1 and not place.category}
+    return _summed((unique.get(place, place), part) for place, part in parts.items())
 
 
 def _parts_of_peak(verdict: Verdict) -> dict[Place, Part]:
@@ -168,14 +202,15 @@ def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | Non
     if row.operator == REST:
         return None
     place = Place(without_release(line), row.module, "" if line or row.module else row.category)
-    return place, Part(nbytes, nbytes, line, row.path, row.operator, row.what, row.category, reason)
+    lines = (line,) if line else ()
+    return place, Part(nbytes, nbytes, lines, row.path, row.operator, row.what, row.category, reason)
 
 
 def _of_tally(tally: Tally) -> tuple[Place, Part]:
     line, module = tally.place.library or tally.place.site, tally.place.module
     # Of kernels the lines are not known.
     place = Place(without_release(line), module) if line or module else Place("", tally.operator)
-    return place, Part(tally.amount, tally.amount, line, module, tally.operator, "")
+    return place, Part(tally.amount, tally.amount, (line,) if line else (), module, tally.operator, "")
 
 
 def _of_inner_modules(growths: Sequence[Explained]) -> list[Explained]:

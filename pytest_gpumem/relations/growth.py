@@ -17,7 +17,7 @@ from pytest_gpumem.torch_support.static_access import tensor_property
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -55,8 +55,17 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
         # Only of tensors that live: an id is used again.
         old = {id(reference()) for reference in before}
         fresh = [tensor for number, tensor in _tensors(device).items() if number not in old]
-        holders = holders_of(blocks_of(fresh))
+        blocks = blocks_of(fresh)
+        holders = _by_bytes(blocks, holders_of(blocks))
     raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), fresh, holders))
+
+
+def _by_bytes(blocks: Mapping[int, int], paths: Mapping[int, str]) -> list[str]:
+    """Return the paths to the holders that keep the most bytes, the most first."""
+    kept: Counter[str] = Counter()
+    for address, path in paths.items():
+        kept[path] += blocks[address] if path else 0
+    return sorted(filter(None, kept), key=lambda path: (-kept[path], path))[:MOST_KINDS]
 
 
 def growth_text(kept: int, steps: int, tensors: list[torch.Tensor], holders: Sequence[str] = ()) -> str:

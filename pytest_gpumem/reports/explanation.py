@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 MOST_ROWS = 5
+MOST_HOLDERS = 3
+LEAST_HELD = 0.01
+"""The share of the retained bytes that a holder keeps at least, to be shown."""
+FILLED_ONCE = (
+    "the test that runs first fills it, and later tests find it full: fill it in a session's fixture, "
+    "or accept what is kept"
+)
+"""The note on a holder that the first use fills."""
 
 PLURALS = {
     "parameter": "parameters",
@@ -262,13 +270,28 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     found = []
     if {"growth", "retained"}.intersection(metrics) and explanation.retained.rows:
         table = composition_table(retained_title(verdict) + where, explanation.retained, units)
-        found.append(Explained(table, tuple(f"kept in: {holder}" for holder in explanation.holders)))
+        notes = (FILLED_ONCE,) if any(holder.first_use for holder in explanation.holders[:MOST_HOLDERS]) else ()
+        found.append(Explained(table, holder_lines(explanation, units), notes))
     if any(METRICS[name].peak for name in metrics):
         found += _of_the_peak(verdict, units)
     if "cyclic_garbage" in metrics and explanation.garbage.rows:
         table = composition_table("held by cycles", explanation.garbage, units)
         found.append(Explained(table, tuple(f"cycle: {cycle}" for cycle in explanation.cycles)))
     return [*found, *map(Explained, count_tables(verdict, metrics, units))]
+
+
+def holder_lines(explanation: Explanation, units: UnitSystem) -> tuple[str, ...]:
+    """Return a line for each of the first holders, with its bytes if there are several: ``"kept in: Net.seen[...]"``.
+
+    A holder of less than 1 % of the bytes is left out: the list of losses beside their autograd graphs.
+    """
+    kept = sum(holder.kept.total for holder in explanation.holders)
+    holders = [holder for holder in explanation.holders if holder.kept.total >= LEAST_HELD * kept]
+    if len(holders) < 2:
+        return tuple(holder.text for holder in holders)
+    lines = [f"{holder.text} ({format_bytes(holder.kept.total, units)})" for holder in holders[:MOST_HOLDERS]]
+    more = len(holders) - MOST_HOLDERS
+    return (*lines, *([f"and {counted(more, 'other holder')}"] if more > 0 else []))
 
 
 def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.first_use import TensorsMadeBy, left_by_run
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import BlockIds, Device
+    from pytest_gpumem.explain.first_use import LeftByRun
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Sites
     from pytest_gpumem.gate.verdict import TestVerdict
@@ -65,6 +67,7 @@ class TestRun:
     _random: RandomNumbers | None = None
     """The random numbers as the call began with them."""
     _known_at_call: BlockIds = frozenset()
+    _made_by_call: TensorsMadeBy | None = None
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
@@ -104,6 +107,7 @@ class TestRun:
             self.device.register_existing(existing)
             self._at_call = own, live_everywhere(self.device)
             self._known_at_call = self.device.known()
+        self._made_by_call = TensorsMadeBy()
         self._attributes = frozenset(self._instance_dict())
 
     @property
@@ -176,6 +180,8 @@ class TestRun:
             self.device.settle()
         with read_once(self.device, not_own, self._held, self._at_call if whole_call else None) as figures:
             yield figures
+            if whole_call and self._made_by_call is not None:
+                self._made_by_call.ended()
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
         """Measure a step. If memory runs out, report where it went."""
@@ -326,9 +332,22 @@ class TestRun:
             return judged
         measurement, on = judged.measurement, policy.device_to_explain(judged)
         device = self.context.named(on)
+        left = self._left_by_call(device) if policy.should_find_holders(judged) else None
         peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
         explanation = self.context.explain(subject(device), Expected(peak, turnover=None), device)
+        if left is not None and not isinstance(explanation, str):
+            explanation = left.joined_to(explanation)
         return self._with_packages(self._explained(judged, explanation, explain), sites)
+
+    def _left_by_call(self, device: Device) -> LeftByRun | None:
+        """Return the tensors that the test's call left on one of `Device.everywhere`; before anything else runs."""
+        if self._made_by_call is None:
+            return None
+        own = self._ownership.everywhere[self.device.everywhere.index(device)].storages(self.item)
+        with suppress(Exception):
+            # Names of holders are beside the explanation, and must not cost it.
+            return left_by_run(self._made_by_call, device.torch_device, {storage.data_ptr() for storage in own})
+        return None
 
     def _explained(self, judged: Judged, explanation: Explanation | str, asked: bool | None) -> Judged:
         """Return the measurement with its explanation, or with the clause that says why there is none."""
@@ -425,6 +444,7 @@ class TestRun:
             clear_frames(self._failure)
         self._failure = None
         self._at_call = None
+        self._made_by_call = None
         self.device.close()
 
 

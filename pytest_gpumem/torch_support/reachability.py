@@ -138,6 +138,11 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = N
                 yield storage
 
 
+def address_of(storage: torch.UntypedStorage) -> int | None:
+    """Return the address of a storage's memory; ``None`` for a storage without memory."""
+    return storage.data_ptr() if _has_memory(storage) else None
+
+
 def is_on(there: torch.device, wanted: torch.device) -> bool:
     """Return whether a device is ``wanted``: the same one, or one of its type where ``wanted`` has no index."""
     return there.type == wanted.type and wanted.index in (None, there.index)

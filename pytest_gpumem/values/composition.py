@@ -278,6 +278,40 @@ def _within(row: Row, pattern: str) -> bool:
     )
 
 
+KEPT_IN = "kept in"
+HOLDER_NOT_FOUND = "holder not found"
+FIRST_USE = "filled by the first use"
+"""Says of a holder that the measured run gave tensors to it, and the next run none: a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder(FrozenValue):
+    """An attribute, variable or autograd graph that keeps tensors alive, and the tensors.
+
+    Example:
+        ``Holder("Net.seen[...]", Composition(4096, (Row("activation", 4096, site="net.py:12"),)))``
+    """
+
+    path: str
+    """``"Net.seen[...]"``, ``"the autograd graph of losses[...]"``; empty if no holder was found."""
+    kept: Composition
+    """The tensors."""
+    first_use: bool = False
+    """True for a cache: the next run finds it full (`FIRST_USE`)."""
+
+    @property
+    def text(self) -> str:
+        """``"kept in: Net.seen[...]"``, as every report names the holder."""
+        if not self.path:
+            return HOLDER_NOT_FOUND
+        return f"{FIRST_USE if self.first_use else KEPT_IN}: {self.path}"
+
+
+def ranked(holders: Iterable[Holder]) -> tuple[Holder, ...]:
+    """Return holders in the order of the bytes that they keep, the most first."""
+    return tuple(sorted(holders, key=lambda holder: (-holder.kept.total, holder.path)))
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Result of a recorded run of a step."""
@@ -294,8 +328,8 @@ class Explanation:
     """The bytes that were asked for when memory ran out; ``None`` where it did not."""
     over_time: OverTime | None = None
     """The step's bytes from its beginning to its end, where a report shows them."""
-    holders: tuple[str, ...] = ()
-    """Attributes and variables that keep tensors of ``retained``: ``"Net.seen[...]"``, ``"test_it.<locals>.losses[...]"``."""
+    holders: tuple[Holder, ...] = ()
+    """The holders of the tensors of ``retained``, `ranked`. Their rows add up to those of ``retained``."""
     gpu: str | None = None
     """The GPU that it is of, ``"cuda:1"``, in a process that sees several."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
@@ -312,5 +346,6 @@ class Explanation:
             peak=self.peak.kept(),
             retained=self.retained.kept(),
             garbage=self.garbage.kept(),
+            holders=tuple(replace(holder, kept=holder.kept.kept()) for holder in self.holders),
             other_phases=near,
         )

@@ -14,7 +14,7 @@ from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.growths import ENOUGH
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.values.composition import REST, Composition, Explanation, Row
+from pytest_gpumem.values.composition import FIRST_USE, REST, Composition, Explanation, Holder, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 MB = 10**6
@@ -121,14 +121,15 @@ def test_lines_of_two_releases_of_a_package_are_the_same():
 
 def test_what_each_step_keeps_is_counted_with_the_peak_that_grows_by_it():
     kept = replace(SCORES, nbytes=2 * MB)
-    explanation = Explanation(Composition(0, ()), Composition(2 * MB, (kept,)), holders=("Block.seen[...]",))
+    kept_by_step = Composition(2 * MB, (kept,))
+    explanation = Explanation(Composition(0, ()), kept_by_step, holders=(Holder("Block.seen[...]", kept_by_step),))
     growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
     (cause,) = causes_of([regressed("test_a", (SCORES, 18 * MB), explanation=explanation, metrics=(growth,))]).causes
     assert {share.growth.metric: share.amount for share in cause.shares} == {
         "growth": 2 * MB,
         "peak_allocated": 18 * MB,
     }
-    assert cause.holders == ("Block.seen[...]",)
+    assert (cause.kind, cause.holder, cause.lines) == ("holder", "Block.seen[...]", ("model.py:38",))
     assert (cause.metric, cause.total) == ("growth", 2 * MB)
 
 
@@ -259,3 +260,55 @@ def test_a_thousand_tests_have_their_causes(lines):
     for number in range(1000):
         share = shares[f"test_it.py::test_{number}", f"model.py:{number % lines}"]
         assert share >= ENOUGH * (number + 1) * MB
+
+
+# What is kept: the holder
+
+
+def leaking(name, *held, first_use=False):
+    """A test that retains rows, given as (path to the holder, row, bytes)."""
+    rows = [(path, replace(row, nbytes=nbytes)) for path, row, nbytes in held]
+    total = sum(nbytes for _, _, nbytes in held)
+    holders = tuple(Holder(path, Composition(row.nbytes, (row,)), first_use=first_use) for path, row in rows)
+    explanation = Explanation(Composition(0, ()), Composition(total, tuple(row for _, row in rows)), holders=holders)
+    retained = MetricVerdict("retained", Outcome.REGRESSED, total, 0, 1000)
+    return TestVerdict("test_it.py", name, (verdict(retained, explanation=explanation),))
+
+
+def test_two_tests_that_leak_through_one_holder_are_one_cause_wherever_tensors_were_made():
+    found = causes_of(
+        [leaking("test_a", ("lib.CACHE[...]", SCORES, 6 * MB)), leaking("test_b", ("lib.CACHE[...]", MLP, 5 * MB))]
+    )
+    (cause,) = found.causes
+    assert (cause.kind, cause.holder, cause.total) == ("holder", "lib.CACHE[...]", 11 * MB)
+    assert cause.lines == ("model.py:38", "model.py:60")
+
+
+def test_one_line_that_two_holders_keep_is_two_causes():
+    found = causes_of(
+        [leaking("test_a", ("Net.seen[...]", SCORES, 6 * MB)), leaking("test_b", ("lib.CACHE[...]", SCORES, 5 * MB))]
+    )
+    assert [(cause.holder, cause.lines) for cause in found.causes] == [
+        ("Net.seen[...]", ("model.py:38",)),
+        ("lib.CACHE[...]", ("model.py:38",)),
+    ]
+
+
+def test_a_peak_that_grew_at_the_line_of_what_a_holder_keeps_has_the_same_cause():
+    found = causes_of([leaking("test_a", ("Net.seen[...]", SCORES, 6 * MB)), regressed("test_b", (SCORES, 5 * MB))])
+    (cause,) = found.causes
+    assert (cause.holder, cause.tests) == ("Net.seen[...]", ("test_it.py::test_a", "test_it.py::test_b"))
+    assert (cause.metric, cause.total) == ("retained", 6 * MB)
+
+
+def test_tensors_without_a_holder_have_their_line_as_the_cause_and_that_is_said():
+    (cause,) = causes_of([leaking("test_a", ("", SCORES, 6 * MB))]).causes
+    assert (cause.kind, cause.lines, cause.lacks_holder) == ("line", ("model.py:38",), True)
+    (other,) = causes_of([regressed("test_b", (SCORES, 5 * MB))]).causes
+    assert not other.lacks_holder
+
+
+def test_a_cache_that_the_first_use_fills_has_a_cause_without_a_line():
+    row = Row("other", 0, tensor="float32[512, 512]")
+    (cause,) = causes_of([leaking("test_a", ("lib.CACHE[...]", row, MB), first_use=True)]).causes
+    assert (cause.holder, cause.lines, cause.reason) == ("lib.CACHE[...]", (), FIRST_USE)

@@ -14,6 +14,7 @@ from pytest_gpumem.reports.explanation import (
     count_tables,
     explained_on,
     grown_counts,
+    holder_lines,
     retained_title,
 )
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
@@ -181,7 +182,7 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield f"{measurement.recomputed} module calls were repeated in backward"
     if explanation is not None:
         yield from explanation.peak.notes
-        yield from (f"kept in: {holder}" for holder in explanation.holders)
+        yield from holder_lines(explanation, units)
         yield from (f"cycle: {cycle}" for cycle in explanation.cycles)
     for sample in measurement.times.samples if measurement.times is not None else ():
         if sample.invalid is not None:
