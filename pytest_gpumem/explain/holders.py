@@ -77,12 +77,21 @@ def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
     looked_at = _some_of(blocks)
     with everything_in_sight():
         paths = _paths_to(_tensors_at(looked_at), looked_at)
-        lost = {address for address in looked_at if all(path.kind >= _Kind.NOWHERE for path in paths[address])}
+        lost = _without_holder(paths)
         if lost:
             for address, of_roots in _paths_to(graphs_that_save(lost), lost).items():
                 paths[address] += (replace(path, of_graph=True) for path in of_roots)
+        lost = _without_holder(paths)
+        if lost and "numpy" in sys.modules:
+            arrays = _arrays_on({address: blocks[address] for address in lost})
+            for address, of_arrays in _paths_to(arrays, lost).items():
+                paths[address] += of_arrays
     texts = {address: _text_of(of_block) for address, of_block in paths.items()}
     return texts | _of_same_size(texts, blocks)
+
+
+def _without_holder(paths: Mapping[int, Sequence[_Path]]) -> set[int]:
+    return {address for address, some in paths.items() if all(path.kind >= _Kind.NOWHERE for path in some)}
 
 
 def _paths_to(owners: dict[int, list[Any]], addresses: Collection[int]) -> dict[int, list[_Path]]:
@@ -129,6 +138,29 @@ def _tensors_at(addresses: Collection[int]) -> dict[int, list[Any]]:
         where = address_of(storage)
         if where is not None and where in addresses:
             found.setdefault(where, []).append(storage)
+    return found
+
+
+def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
+    """Return NumPy's arrays on the memory of blocks, by the address of the block.
+
+    Python's collector does not go through arrays, so each is looked for among what an object refers to.
+    """
+    import numpy
+
+    arrays = {
+        id(one): one
+        for holder in gc.get_objects()
+        for one in gc.get_referents(holder)
+        if issubclass(type(one), numpy.ndarray)
+    }
+    found: dict[int, list[Any]] = {}
+    interface: Any = numpy.ndarray.__dict__["__array_interface__"]
+    for array in arrays.values():
+        begin, _ = interface.__get__(array)["data"]
+        for address, nbytes in blocks.items():
+            if address <= begin < address + nbytes:
+                found.setdefault(address, []).append(array)
     return found
 
 
@@ -255,7 +287,7 @@ class _Search:
             path = self._end(place, holder, height)
             if path is not None:
                 found[place].append(path)
-            elif not _is_passed_over(self._objects[holder]):
+            elif not _is_passed_over(self._objects[holder], self._objects[place]):
                 above.setdefault(place, []).append(holder)
         for place in filter(self._is_object, places if height else ()):
             is_used = id(self._objects[place]) in self._in_use
@@ -361,15 +393,19 @@ def _path_in_function(function: types.FunctionType, value: object) -> _Path | No
     return _Path(_Kind.ROOT, before=f"{text}.") if value is instance_dict(function) else None
 
 
-def _is_passed_over(holder: object) -> bool:
-    """Return whether what holds a holder does not matter: a running frame, what has been seen to be an end, or pytest's."""
+def _is_passed_over(holder: object, value: object) -> bool:
+    """Return whether what holds a holder of a value does not matter.
+
+    That is a running frame, what has been seen to be an end, or pytest's. The attributes of this package's functions are
+    copies: `functools.wraps` takes them from the function that each stands for.
+    """
     kind = type(holder)
     if kind is types.FrameType:
         # One that has ended is kept by the traceback of an exception, with its variables.
         return any(frame is holder for frame in _running())
     return (
         kind in (types.ModuleType, LRU_CACHE)
-        or (kind is types.FunctionType and not is_ours(holder))
+        or (kind is types.FunctionType and (not is_ours(holder) or value is instance_dict(holder)))
         or issubclass(kind, type)
         or module_name(holder) is not None
         or is_excluded(module_of(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import importlib
 import sys
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pytest_gpumem.explain.holders import HIGHEST, MOST_TENSORS, holders_of
+from pytest_gpumem.explain.holders import HIGHEST, MOST_TENSORS, NO_OBJECT, holders_of
+from pytest_gpumem.host_values.backward import _in_mode
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from tests.heap import own_objects_out_of_sight
 
@@ -395,3 +397,119 @@ def test_what_torch_caches_is_told_as_torchs():
     with torch.nn.utils.parametrize.cached():
         kept = address(module.weight)
         assert told({kept}) == (f"torch {version('torch')}: torch.nn.utils.parametrize._cache[...]",)
+
+
+# This package's own
+
+
+class Watcher:
+    """A callable with state, as a hook or a strategy is."""
+
+    def __init__(self):
+        self.memo = []
+
+    def __call__(self, *given):
+        return given
+
+
+def ours(function):
+    """Return a function as this package makes them around others, such as hooks on an emulated GPU."""
+    return _in_mode(None, function)
+
+
+WRAPPED = {
+    "a closure": ours,
+    "a closure of a closure": lambda watcher: ours(ours(watcher)),
+    "a bound method": lambda watcher: ours(watcher.__call__),
+    "a partial": lambda watcher: functools.partial(ours(watcher), 1),
+    "a partial within": lambda watcher: ours(functools.partial(watcher, 1)),
+}
+
+
+@pytest.mark.parametrize("way", WRAPPED)
+def test_functions_of_this_package_are_seen_through(registry, way):
+    watcher = Watcher()
+    watcher.memo.append(torch.ones(31))
+    kept = address(watcher.memo[0])
+    registry["hook"] = WRAPPED[way](watcher)
+    del watcher
+    assert told({kept}) == ("young.REGISTRY[...] -> Watcher.memo[...]",)
+
+
+# What only an autograd graph holds
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        tripled = x * 3
+        ctx.save_for_backward(tripled)
+        ctx.extra = x * 4
+        ctx.places = [address(tripled), address(ctx.extra)]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def saved_by_an_operator():
+    inner = torch.ones(32, requires_grad=True) * 2
+    result = inner.exp()
+    return result.sum(), address(result)
+
+
+def saved_by_a_function():
+    result = Doubled.apply(torch.ones(33, requires_grad=True))
+    return result.sum(), result.grad_fn.places[0]
+
+
+def an_attribute_of_a_function():
+    result = Doubled.apply(torch.ones(34, requires_grad=True))
+    return result.sum(), result.grad_fn.places[1]
+
+
+def a_leaf():
+    leaf = torch.ones(35, requires_grad=True)
+    return (leaf * 2).sum(), address(leaf)
+
+
+def with_hooks():
+    def unpack(packed):
+        raise AssertionError(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        return saved_by_an_operator()
+
+
+@pytest.mark.parametrize(
+    "make", [saved_by_an_operator, saved_by_a_function, an_attribute_of_a_function, a_leaf, with_hooks]
+)
+def test_what_only_an_autograd_graph_holds_is_told_with_what_keeps_the_graph(registry, make):
+    loss, kept = make()
+    registry["losses"] = [loss]
+    del loss
+    assert told({kept}) == ("the autograd graph of young.REGISTRY[...]",)
+
+
+def test_the_root_of_a_graph_is_the_holder_and_no_tensor_within_it(registry):
+    loss, kept = saved_by_an_operator()
+    registry["losses"] = [loss * 2]
+    loss = weakref.ref(loss)
+    assert loss() is None
+    assert told({kept}) == ("the autograd graph of young.REGISTRY[...]",)
+
+
+def test_what_no_object_of_python_holds_is_said():
+    nobodys = torch.empty(36)
+    where = address(nobodys)
+    del nobodys
+    assert told({where}) == (NO_OBJECT,)
+
+
+def test_an_array_of_numpys_on_the_memory_is_followed_to_its_holder(registry):
+    kept = torch.ones(37)
+    where = address(kept)
+    registry["arrays"] = [kept[5:].numpy()[3:]]
+    del kept
+    assert holders_of({where: 37 * 4}) == {where: "young.REGISTRY[...]"}
