@@ -145,3 +145,75 @@ def test_the_first_use_of_a_cache_tells_the_holder_and_no_line(caches):
         (holder,) = explanation["holders"]
         assert (holder["path"], holder["first_use"], holder["kept"]["rows"]) == (path, True, rows)
     assert "  filled by the first use: lib.MASKS[...]" in result.outlines
+
+
+LAST = """
+import torch
+
+PLANTED = False
+
+
+class Flip(torch.nn.Module):
+    def forward(self, x):
+        flipped = x.flip(-1)
+        if PLANTED:
+            self.last = flipped
+        return flipped
+
+
+MODEL = Flip()
+
+
+class Last:
+    value = None
+"""
+KEEPS_LAST = """
+import flips
+
+
+@pytest.mark.gpumem
+def test_call():
+    flips.MODEL(torch.rand(300, 300))
+
+
+@pytest.mark.gpumem
+def test_replaces():
+    flips.Last.value = None
+    flips.Last.value = torch.ones(300, 300) if flips.PLANTED else None
+    torch.ones(300, 300)
+
+
+def test_region(gpumem):
+    model = flips.Flip()
+    with gpumem.track():
+        model(torch.rand(300, 300))
+
+
+def test_step(gpumem):
+    model = flips.Flip()
+    gpumem.measure(lambda: model(torch.rand(300, 300)))
+"""
+
+
+def test_what_keeps_the_last_result_is_told_of_calls_regions_and_inputs_of_steps(project):
+    project.write(LAST, "flips.py")
+    project.write(KEEPS_LAST)
+    project.run("--gpumem-update=new", "--no-gpumem-time").assert_outcomes(passed=4)
+    project.write(LAST.replace("PLANTED = False", "PLANTED = True"), "flips.py")
+    result = project.run("--gpumem-baseline", "--no-gpumem-time", "-vv", "-p", "no:randomly")
+    result.assert_outcomes(failed=4)
+    result.stdout.fnmatch_lines(
+        [
+            "*test_call*",
+            "  activations *360.00 kB *Flip *flips.py:13 *flip *1 x float32?300, 300?",
+            "  kept in: flips.MODEL -> Flip.last",
+            "*test_replaces*",
+            "  other *360.00 kB *1 x float32?300, 300?",
+            "  kept in: Last.value",
+            "*test_region*",
+            "  note: kept in: Flip.last",
+            "*test_step*",
+            "  inputs *360.00 kB *Flip *flips.py:13 *flip *1 x float32?300, 300?",
+            "  kept in: Flip.last",
+        ]
+    )

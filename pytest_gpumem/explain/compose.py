@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from pytest_gpumem.explain.renewed_inputs import renewals
 from pytest_gpumem.explain.trace import Label, Mark
 from pytest_gpumem.values.composition import Composition, Holder, Row, joined, merged, ranked
 
@@ -54,10 +55,19 @@ def holders_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[Holder, ..
         timeline: The recorded step.
         paths: The path to the holder of each block that the step left, by address.
     """
+    return _holders(timeline, ((block, paths.get(block.address)) for block in left_by(timeline)))
+
+
+def holders_of_inputs_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[Holder, ...]:
+    """Return the holders of the inputs that the step makes anew. ``paths`` are as for `holders_in`."""
+    return _holders(timeline, ((freed, paths.get(made.address)) for freed, made in renewals(timeline.lifetimes)))
+
+
+def _holders(timeline: Timeline, blocks_with_paths: Iterable[tuple[Lifetime, str | None]]) -> tuple[Holder, ...]:
     of_path: dict[str, list[Lifetime]] = {}
-    for block in left_by(timeline):
-        if block.address in paths:
-            of_path.setdefault(paths[block.address], []).append(block)
+    for block, path in blocks_with_paths:
+        if path is not None:
+            of_path.setdefault(path, []).append(block)
     return ranked(
         Holder(path, Composition(sum(block.nbytes for block in blocks), _rows(timeline, blocks)))
         for path, blocks in of_path.items()

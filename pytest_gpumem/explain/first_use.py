@@ -82,18 +82,19 @@ class LeftByRun:
     blocks: Mapping[int, _Block]
     paths: Mapping[int, str]
 
-    def holders(self, besides: Collection[str] = ()) -> tuple[Holder, ...]:
+    def holders(self, besides: Collection[str] = (), *, is_once: bool = False) -> tuple[Holder, ...]:
         """Return the holders, `ranked`. Those with a path in ``besides`` are left out.
 
         Args:
             besides: Paths to what the next run gave tensors to as well.
+            is_once: Whether there was no next run, so that a cache cannot be told from a leak.
         """
         rows: dict[tuple[str, bool], list[Row]] = defaultdict(list)
         for address, path in self.paths.items():
             if path not in besides:
                 block = self.blocks[address]
                 # What the next run has replaced is no cache, although the holder keeps no more than before.
-                rows[path, block.is_alive(address)].append(block.row)
+                rows[path, not is_once and block.is_alive(address)].append(block.row)
         return ranked(
             Holder(path, Composition(sum(row.nbytes for row in some), merged(some)), first_use=is_alive)
             for (path, is_alive), some in rows.items()

@@ -76,12 +76,17 @@ def function_text(function: types.FunctionType, *, outer: bool = False, of: str 
         outer: Whether the function around it is meant, if there is one.
         of: What of the function is meant, to stand before it.
     """
-    qualname = str(getattr(function.__code__, "co_qualname", function.__qualname__))
+    qualname = code_name(function.__code__, function.__qualname__)
     around, _, _ = qualname.rpartition(".<locals>.")
     text = (around or qualname) if outer else qualname
     module = module_name(function.__globals__)
     release = None if module is None else _release(function.__globals__)
     return f"{of}{text}" if release is None else f"{release}: {of}{module}.{text}"
+
+
+def code_name(code: types.CodeType, name: str | None = None) -> str:
+    """Return the qualified name of code; until Python 3.10, whose code has none, ``name`` or else the plain one."""
+    return str(getattr(code, "co_qualname", name or code.co_name))
 
 
 def lru_cache_text(cached: Any) -> str | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.explain.holder_names import (
     LRU_CACHE,
     class_text,
+    code_name,
     context_variable_text,
     function_text,
     is_excluded,
@@ -35,8 +36,8 @@ from pytest_gpumem.torch_support.static_access import (
     instance_dict,
     layout_of,
     module_of,
+    named_variables_of,
     package_of,
-    variables_of,
 )
 
 if TYPE_CHECKING:
@@ -184,10 +185,12 @@ class _Kind(IntEnum):
     """At a module, a class or a function."""
     IN_USE = 1
     """At an object that the running test, a fixture or the step that is measured has."""
-    NOWHERE = 2
+    VARIABLE = 2
+    """At a variable of a function that runs."""
+    NOWHERE = 3
     """At an object that nothing with a name holds."""
-    TOO_FAR = 3
-    NO_REFERRER = 4
+    TOO_FAR = 4
+    NO_REFERRER = 5
     """At a tensor that no object refers to."""
 
 
@@ -215,7 +218,7 @@ class _Path:
 
     def rank(self, *, is_object: bool) -> tuple[object, ...]:
         """Return a sort key: the shortest path comes first, whatever the order of objects in memory is."""
-        lost = self.kind >= _Kind.NOWHERE
+        lost = self.kind >= _Kind.VARIABLE
         # An object is told by its class; a container only by where it was found.
         silent = not is_object and not (self.parts or self.before or self.names)
         length = self.kind if lost else 0, len(self.parts) + (self.before is not None or bool(self.names))
@@ -260,7 +263,7 @@ class _Search:
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._places: dict[int, int] = {}
-        self._in_use = _ids_in_use()
+        self._in_use = _variables_in_use()
 
     def add(self, one: object) -> int:
         """Return the place of an object."""
@@ -289,9 +292,8 @@ class _Search:
                 found[place].append(path)
             elif not _is_passed_over(self._objects[holder], self._objects[place]):
                 above.setdefault(place, []).append(holder)
-        for place in filter(self._is_object, places if height else ()):
-            is_used = id(self._objects[place]) in self._in_use
-            found[place].append(_Path(_Kind.IN_USE if is_used else _Kind.NOWHERE))
+        for place in places:
+            found[place] += self._beginning_at(place, height)
         open_ended = [place for place in above if not any(self._is_enough(path, place) for path in found[place])]
         wanted = Counter(holder for place in open_ended for holder in above[place])
         if wanted:
@@ -301,6 +303,13 @@ class _Search:
                     if holder in paths:
                         found[place] += self._below(paths[holder], holder, place)
         return {place: self._best(place, paths, height) for place, paths in found.items() if paths}
+
+    def _beginning_at(self, place: int, height: int) -> list[_Path]:
+        """Return the path that begins at an object, or at the variable of a running function that has a container or tensor."""
+        variable = self._in_use.get(id(self._objects[place]))
+        if height and self._is_object(place):
+            return [_Path(_Kind.NOWHERE if variable is None else _Kind.IN_USE)]
+        return [_Path(_Kind.VARIABLE, (variable,))] if variable else []
 
     def _best(self, place: int, paths: list[_Path], height: int) -> _Path:
         is_object = height > 0 and self._is_object(place)
@@ -412,12 +421,18 @@ def _is_passed_over(holder: object, value: object) -> bool:
     )
 
 
-def _ids_in_use() -> set[int]:
-    """Return the ids of what running functions have in their variables."""
-    found: set[int] = set()
+def _variables_in_use() -> dict[int, str]:
+    """Return the variables of running functions, ``"test_it.<locals>.out"``, by the id of the value.
+
+    The text is empty for functions of pytest and of this package.
+    """
+    found: dict[int, str] = {}
     for frame in _running():
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            found.update(map(id, variables_of(frame)))
+            around = "" if is_excluded(str(frame.f_globals.get("__name__"))) else code_name(frame.f_code)
+            for name, value in named_variables_of(frame).items():
+                found[id(value)] = found.get(id(value)) or (around and f"{around}.<locals>.{name}")
+            value = None
         del frame  # this function's own one would be a cycle, with all the frames that called it
     return found
 

@@ -17,11 +17,13 @@ from pytest_gpumem.explain.compose import (
     composition_of_retained,
     compositions_of_phases,
     holders_in,
+    holders_of_inputs_in,
     left_by,
 )
 from pytest_gpumem.explain.cycles import collect_cycles
 from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
+from pytest_gpumem.explain.renewed_inputs import renewals, with_makers_of_inputs
 from pytest_gpumem.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
 from pytest_gpumem.torch_support.private_api import compiled_graphs
@@ -110,7 +112,7 @@ class Recorded:
     """The mark of the innermost call that failed; -1 for none."""
     left: Left = field(default_factory=Left)
     holders: Mapping[int, str] = field(default_factory=dict)
-    """The path to the holder of each block that the step left, by address (`holders_of`)."""
+    """The path to the holder of each block that the step left or made anew, by address (`holders_of`)."""
 
     def with_what_was_left(self) -> Recorded:
         """Return the same recording with the blocks that an earlier run left as the step's own."""
@@ -256,7 +258,8 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
     if error is None:
         with suppress(Exception):
             # Names of holders are beside the explanation, and must not cost it.
-            holders = holders_of({block.address: block.nbytes for block in left_by(timeline)})
+            kept = [*left_by(timeline), *(made for _, made in renewals(timeline.lifetimes))]
+            holders = holders_of({block.address: block.nbytes for block in kept})
     return Recorded(trace, timeline, own_bytes, cycles, error, level, tracker.failed_in, left, holders)
 
 
@@ -295,13 +298,14 @@ def phase(tracker: Tracker, name: str) -> Iterator[None]:
 
 
 def _explained(done: Recorded) -> Explanation:
-    timeline = done.timeline
+    timeline = with_makers_of_inputs(done.timeline)
     return Explanation(
         composition_of_peak(timeline, done.own_bytes),
         composition_of_retained(timeline),
         composition_of_garbage(timeline),
         done.cycles,
         holders=holders_in(timeline, done.holders),
+        holders_of_inputs=holders_of_inputs_in(timeline, done.holders),
         other_phases=compositions_of_phases(timeline, done.own_bytes),
     )
 

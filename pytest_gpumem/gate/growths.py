@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
-    from pytest_gpumem.values.composition import Explanation, Holder, Row
+    from pytest_gpumem.values.composition import Holder, Row
     from pytest_gpumem.values.operator_counts import Tally
 
 _WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
@@ -104,8 +104,9 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
     syncs = [name for name in work if name == "syncs"]
     chosen = [*_one_of_each(memory), *syncs] or work[:1] or names[:1]
     parts = {name: _parts(verdict, name) for name in chosen}
-    if explanation is not None and not KEPT.isdisjoint(chosen):
-        parts = {name: _at_holders(mine, explanation) if METRICS[name].peak else mine for name, mine in parts.items()}
+    if explanation is not None:
+        holders = (*explanation.holders_of_inputs, *(() if KEPT.isdisjoint(chosen) else explanation.holders))
+        parts = {name: _at_holders(mine, holders) if METRICS[name].peak else mine for name, mine in parts.items()}
     if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
         # Of tests that were not recorded the work is known at least.
         parts |= {name: _parts(verdict, name) for name in work[:1]}
@@ -163,18 +164,18 @@ def _held(holder: Holder, row: Row) -> tuple[Place, Part] | None:
     return Place("", "", holder=holder.path), part
 
 
-def _at_holders(parts: Mapping[Place, Part], explanation: Explanation) -> dict[Place, Part]:
+def _at_holders(parts: Mapping[Place, Part], holders: Iterable[Holder]) -> dict[Place, Part]:
     """Return the parts of a peak, with those that a holder keeps at the holder: they are there because it keeps them.
 
     A row without a line and a module may be other tensors, and so stays where it is.
     """
-    holders: dict[Place, set[Place]] = defaultdict(set)
-    for holder in explanation.holders:
+    of_place: dict[Place, set[Place]] = defaultdict(set)
+    for holder in holders:
         for row in holder.kept.rows:
             found, held = _of_row(row, row.nbytes), _held(holder, row)
             if found is not None and held is not None:
-                holders[found[0]].add(held[0])
-    unique = {place: next(iter(some)) for place, some in holders.items() if len(some) == 1 and not place.category}
+                of_place[found[0]].add(held[0])
+    unique = {place: next(iter(some)) for place, some in of_place.items() if len(some) == 1 and not place.category}
     return _summed((unique.get(place, place), part) for place, part in parts.items())
 
 

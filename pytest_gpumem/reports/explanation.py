@@ -304,6 +304,7 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
     if difference is not None and difference.nbytes > 0:
         where = f" in {moved.compared}" if moved is not None else ""
         tables.append(change_table(difference, units, title=f"what grew{where}{explained_on(verdict)}"))
+    lines = _holders_of_grown_inputs(verdict)
     # What grew where the peak was is not all that made it move.
     is_all = bool(tables) and (moved is None or moved.compared == moved.after)
     if not is_all and moved is not None and explanation is not None and moved.before in explanation.other_phases:
@@ -312,13 +313,26 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
             composition_table(f"in {moved.after}, not in {moved.before}{explained_on(verdict)}", only_here, units)
         )
     if tables:
-        return [*map(Explained, tables[:-1]), Explained(tables[-1], notes=notes)]
+        return [*map(Explained, tables[:-1]), Explained(tables[-1], lines, notes)]
     if explanation is None:
         return []
     if verdict.origin is not None and difference is None and not notes:
         notes = (_NO_COMPOSITION,)
     title = f"what is there at the peak{explained_on(verdict)}"
     return [Explained(composition_table(title, explanation.peak, units), notes=notes)]
+
+
+def _holders_of_grown_inputs(verdict: Verdict) -> tuple[str, ...]:
+    """Return a line for each holder of inputs that there are more of than in the baseline: ``"kept in: Net.last_output"``."""
+    difference, explanation = verdict.difference, verdict.measurement.explanation
+    if difference is None or explanation is None:
+        return ()
+    grown = {_places_of(one.row) for one in difference.changes if one.nbytes > 0 and one.row.category == "input"}
+    return tuple(
+        holder.text
+        for holder in explanation.holders_of_inputs[:MOST_HOLDERS]
+        if holder.path and any(_places_of(row) in grown for row in holder.kept.rows)
+    )
 
 
 def _moved_note(moved: Moved, units: UnitSystem) -> str:

@@ -12,7 +12,8 @@ from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ra
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import largest_of, live_everywhere, read_once
-from pytest_gpumem.measurement import HELD_NOTHING, Measurement, MeasuringError, check_name
+from pytest_gpumem.measurement import HELD_NOTHING, Measurement, MeasuringError, Workload, check_name
+from pytest_gpumem.reports.explanation import MOST_HOLDERS
 from pytest_gpumem.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.runtest.explaining import call_again
 from pytest_gpumem.runtest.judging import NOT_TIMED
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measure.context import MeasuringContext
     from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
     from pytest_gpumem.measure.reading import ByDevice
-    from pytest_gpumem.measurement import Environment, Workload
+    from pytest_gpumem.measurement import Environment
     from pytest_gpumem.runtest.explaining import ExplainPolicy
     from pytest_gpumem.runtest.judging import Judged, Judging
     from pytest_gpumem.runtest.ownership import Ownership
@@ -170,18 +171,35 @@ class TestRun:
             self._nested = self._nested if self._under_way else None
 
     @contextmanager
-    def tracked(self, *, whole_call: bool = False) -> Iterator[Callable[[], ByDevice]]:
-        """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended.
+    def tracked(self) -> Iterator[Callable[[], ByDevice]]:
+        """Measure the call. Its figures are there, by calling what is yielded, when it has ended.
 
-        The ``whole_call`` begins right after `begin_call`, whose readings are its own.
+        It begins right after `begin_call`, whose readings are its own.
         """
-        not_own = self.not_own
-        if not whole_call:
-            self.device.settle()
-        with read_once(self.device, not_own, self._held, self._at_call if whole_call else None) as figures:
+        with read_once(self.device, self.not_own, self._held, self._at_call) as figures:
             yield figures
-            if whole_call and self._made_by_call is not None:
+            if self._made_by_call is not None:
                 self._made_by_call.ended()
+
+    @contextmanager
+    def region(self, name: str | None) -> Iterator[Callable[[], Measurement]]:
+        """Measure what runs within, once. Calling what is yielded keeps its measurement, when it has ended."""
+        self.device.settle()
+        made = TensorsMadeBy()
+        with read_once(self.device, self.not_own, self._held) as figures:
+            yield lambda: self.keep(self._judged_region(figures(), name, made))
+            made.ended()
+
+    def _judged_region(self, figures: ByDevice, name: str | None, made: TensorsMadeBy) -> Judged:
+        """Return what was measured of a region with its verdict. If it fails by what it left, the notes name the holders."""
+        judged = self.judge_figures(Workload("region"), figures, name)
+        if self.context.sites is None or not self._policy.should_find_holders(judged):
+            return judged
+        measurement, device = judged.measurement, self.context.named(self._policy.device_to_explain(judged))
+        left = self._left_by(made, device)
+        holders = () if left is None else left.holders(is_once=True)
+        notes = (*measurement.notes, *(holder.text for holder in holders[:MOST_HOLDERS]))
+        return judged.explained(replace(measurement, notes=notes))
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
         """Measure a step. If memory runs out, report where it went."""
@@ -332,21 +350,21 @@ class TestRun:
             return judged
         measurement, on = judged.measurement, policy.device_to_explain(judged)
         device = self.context.named(on)
-        left = self._left_by_call(device) if policy.should_find_holders(judged) else None
+        left = self._left_by(self._made_by_call, device) if policy.should_find_holders(judged) else None
         peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
         explanation = self.context.explain(subject(device), Expected(peak, turnover=None), device)
         if left is not None and not isinstance(explanation, str):
             explanation = left.joined_to(explanation)
         return self._with_packages(self._explained(judged, explanation, explain), sites)
 
-    def _left_by_call(self, device: Device) -> LeftByRun | None:
-        """Return the tensors that the test's call left on one of `Device.everywhere`; before anything else runs."""
-        if self._made_by_call is None:
+    def _left_by(self, made: TensorsMadeBy | None, device: Device) -> LeftByRun | None:
+        """Return the tensors that a call or a region left on one of `Device.everywhere`; before anything else runs."""
+        if made is None:
             return None
         own = self._ownership.everywhere[self.device.everywhere.index(device)].storages(self.item)
         with suppress(Exception):
             # Names of holders are beside the explanation, and must not cost it.
-            return left_by_run(self._made_by_call, device.torch_device, {storage.data_ptr() for storage in own})
+            return left_by_run(made, device.torch_device, {storage.data_ptr() for storage in own})
         return None
 
     def _explained(self, judged: Judged, explanation: Explanation | str, asked: bool | None) -> Judged:

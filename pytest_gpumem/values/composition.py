@@ -330,6 +330,8 @@ class Explanation:
     """The step's bytes from its beginning to its end, where a report shows them."""
     holders: tuple[Holder, ...] = ()
     """The holders of the tensors of ``retained``, `ranked`. Their rows add up to those of ``retained``."""
+    holders_of_inputs: tuple[Holder, ...] = ()
+    """The holders of inputs that each step frees and makes anew, such as ``self.last_output``."""
     gpu: str | None = None
     """The GPU that it is of, ``"cuda:1"``, in a process that sees several."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
@@ -347,5 +349,6 @@ class Explanation:
             retained=self.retained.kept(),
             garbage=self.garbage.kept(),
             holders=tuple(replace(holder, kept=holder.kept.kept()) for holder in self.holders),
+            holders_of_inputs=tuple(replace(holder, kept=holder.kept.kept()) for holder in self.holders_of_inputs),
             other_phases=near,
         )

@@ -513,3 +513,10 @@ def test_an_array_of_numpys_on_the_memory_is_followed_to_its_holder(registry):
     registry["arrays"] = [kept[5:].numpy()[3:]]
     del kept
     assert holders_of({where: 37 * 4}) == {where: "young.REGISTRY[...]"}
+
+
+def test_a_variable_of_a_running_function_is_told_if_nothing_else_holds_the_tensor(registry):
+    alone, also_elsewhere = torch.ones(38), torch.ones(39)
+    registry["also"] = also_elsewhere
+    assert told({address(alone)}) == (f"{sys._getframe().f_code.co_name}.<locals>.alone",)
+    assert told({address(also_elsewhere)}) == ("young.REGISTRY[...]",)

@@ -89,7 +89,7 @@ def explained(text: str) -> Explanation:
     composition = replace(composition, phase=text)
     phases = {text: composition}
     holders = (Holder(text, composition, first_use=True),)
-    return Explanation(composition, composition, composition, (text,), 1, over_time, holders, text, phases)
+    return Explanation(composition, composition, composition, (text,), 1, over_time, holders, holders, text, phases)
 
 
 def made_of(text: str) -> tuple[Tally, ...]:
