@@ -115,15 +115,20 @@ class LeftByRun:
         )
 
 
-def left_by_run(made: TensorsMadeBy, device: torch.device, own: Collection[int]) -> LeftByRun:
+def left_by_run(
+    made: TensorsMadeBy, device: torch.device, own: Collection[int], others: Mapping[int, int]
+) -> LeftByRun:
     """Return what a run left. Nothing may have run since then.
 
     Args:
         made: The tensors of the run, which has ended.
         device: The device of the blocks.
         own: Addresses of blocks that are kept on purpose.
+        others: Blocks that the run left, as far as the device knows them: some are the memory of no tensor in Python.
     """
-    blocks: dict[int, _Block] = {}
+    blocks = {
+        address: _Block(Row("other", nbytes), (), device) for address, nbytes in others.items() if address not in own
+    }
     for address, tensors in made.left(device).items():
         if address not in own:
             nbytes = blocks_of(tensors, device)[address]

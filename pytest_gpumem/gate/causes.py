@@ -220,27 +220,20 @@ def _joined(chosen: Sequence[Place], growths: Sequence[Explained]) -> dict[Place
 
 
 def _by_line(chosen: Sequence[Place], growths: Sequence[Explained]) -> Collection[list[Place]]:
-    """Return places in groups: those of a line of the project, and a holder with the lines whose tensors it alone keeps.
+    """Return places in groups: those of a line of the project, and each other one by itself.
 
     A line of the project is one cause in whichever modules it ran: a model has a module by its attribute, a test of the module
     alone by its class.
     """
-    holders: dict[str, set[Place]] = defaultdict(set)
-    of_packages = set()
-    for one in growths:
-        for place, part in one.parts.items():
-            if place.holder and place in chosen:
-                for line in part.lines:
-                    holders[line].add(place)
-            elif one.at(place) > 0 and any(map(package_of, part.lines)):
-                of_packages.add(place)
+    of_packages = {
+        place
+        for one in growths
+        for place, part in one.parts.items()
+        if one.at(place) > 0 and any(map(package_of, part.lines))
+    }
     groups: dict[Place | str, list[Place]] = defaultdict(list)
-    for place in sorted(chosen, key=lambda place: not place.holder):
-        if place.holder or place in of_packages or not place.line:
-            groups[place].append(place)
-        else:
-            of_line = holders[place.line]
-            groups[next(iter(of_line)) if len(of_line) == 1 else place.line].append(place)
+    for place in chosen:
+        groups[place if place in of_packages or not place.line else place.line].append(place)
     return groups.values()
 
 

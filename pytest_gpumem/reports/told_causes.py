@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.causes import LEAST
-from pytest_gpumem.gate.growths import KEPT
 from pytest_gpumem.gate.verdict import FAILING
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.causes import name_of
@@ -100,8 +99,6 @@ def told_before(found: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[t
             continue
         for cause in found.of(test.nodeid):
             mine = [one for one in cause.shares if one.growth.test == test.nodeid]
-            # A test whose peak grew at the line names no holder.
-            mine = [one for one in mine if one.growth.metric in KEPT or not cause.holder]
             if any(one.amount >= LEAST * one.growth.amount for one in mine):
                 told.setdefault(cause, test.nodeid)
     return short

@@ -362,9 +362,11 @@ class TestRun:
         if made is None:
             return None
         own = self._ownership.everywhere[self.device.everywhere.index(device)].storages(self.item)
+        new = {address for address, _ in device.known() - self._known_at_call} if made is self._made_by_call else set()
+        others = {address: nbytes for address, nbytes in device.blocks().items() if address in new}
         with suppress(Exception):
             # Names of holders are beside the explanation, and must not cost it.
-            return left_by_run(made, device.torch_device, {storage.data_ptr() for storage in own})
+            return left_by_run(made, device.torch_device, {storage.data_ptr() for storage in own}, others)
         return None
 
     def _explained(self, judged: Judged, explanation: Explanation | str, asked: bool | None) -> Judged:

@@ -6,6 +6,7 @@ import collections
 import functools
 import gc
 import importlib
+import logging
 import sys
 import threading
 import types
@@ -520,3 +521,18 @@ def test_a_variable_of_a_running_function_is_told_if_nothing_else_holds_the_tens
     registry["also"] = also_elsewhere
     assert told({address(alone)}) == (f"{sys._getframe().f_code.co_name}.<locals>.alone",)
     assert told({address(also_elsewhere)}) == ("young.REGISTRY[...]",)
+
+
+def test_a_gradient_that_nobody_has_read_is_told_with_its_parameter(registry):
+    registry["weight"] = weight = torch.ones(40, requires_grad=True)
+    (weight * 2).sum().backward()
+    where = address(weight.grad)
+    del weight
+    assert told({where}) == ("the gradient of young.REGISTRY[...]",)
+
+
+def test_a_record_of_logging_is_told_with_what_keeps_the_record(registry):
+    kept = torch.ones(41)
+    registry["records"] = [logging.makeLogRecord({"args": (kept,)})]
+    kept = address(kept)
+    assert told({kept}) == ("young.REGISTRY[...] -> LogRecord.args[...]",)
