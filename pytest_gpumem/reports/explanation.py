@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.difference import Difference, Moved
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.units import UnitSystem
-    from pytest_gpumem.values.composition import Row
+    from pytest_gpumem.values.composition import Holder, Row
     from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 MOST_ROWS = 5
@@ -271,7 +271,7 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     if {"growth", "retained"}.intersection(metrics) and explanation.retained.rows:
         table = composition_table(retained_title(verdict) + where, explanation.retained, units)
         notes = (FILLED_ONCE,) if any(holder.first_use for holder in explanation.holders[:MOST_HOLDERS]) else ()
-        found.append(Explained(table, holder_lines(explanation, units), notes))
+        found.append(Explained(table, holder_lines(explanation.holders, units), notes))
     if any(METRICS[name].peak for name in metrics):
         found += _of_the_peak(verdict, units)
     if "cyclic_garbage" in metrics and explanation.garbage.rows:
@@ -280,17 +280,17 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     return [*found, *map(Explained, count_tables(verdict, metrics, units))]
 
 
-def holder_lines(explanation: Explanation, units: UnitSystem) -> tuple[str, ...]:
+def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, ...]:
     """Return a line for each of the first holders, with its bytes if there are several: ``"kept in: Net.seen[...]"``.
 
     A holder of less than 1 % of the bytes is left out: the list of losses beside their autograd graphs.
     """
-    kept = sum(holder.kept.total for holder in explanation.holders)
-    holders = [holder for holder in explanation.holders if holder.kept.total >= LEAST_HELD * kept]
-    if len(holders) < 2:
-        return tuple(holder.text for holder in holders)
-    lines = [f"{holder.text} ({format_bytes(holder.kept.total, units)})" for holder in holders[:MOST_HOLDERS]]
-    more = len(holders) - MOST_HOLDERS
+    kept = sum(holder.kept.total for holder in holders)
+    large = [holder for holder in holders if holder.kept.total >= LEAST_HELD * kept]
+    if len(large) < 2:
+        return tuple(holder.text for holder in large)
+    lines = [f"{holder.text} ({format_bytes(holder.kept.total, units)})" for holder in large[:MOST_HOLDERS]]
+    more = len(large) - MOST_HOLDERS
     return (*lines, *([f"and {counted(more, 'other holder')}"] if more > 0 else []))
 
 

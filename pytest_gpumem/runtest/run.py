@@ -13,7 +13,7 @@ from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import largest_of, live_everywhere, read_once
 from pytest_gpumem.measurement import HELD_NOTHING, Measurement, MeasuringError, Workload, check_name
-from pytest_gpumem.reports.explanation import MOST_HOLDERS
+from pytest_gpumem.reports.explanation import holder_lines
 from pytest_gpumem.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.runtest.explaining import call_again
 from pytest_gpumem.runtest.judging import NOT_TIMED
@@ -198,7 +198,7 @@ class TestRun:
         measurement, device = judged.measurement, self.context.named(self._policy.device_to_explain(judged))
         left = self._left_by(made, device)
         holders = () if left is None else left.holders(is_once=True)
-        notes = (*measurement.notes, *(holder.text for holder in holders[:MOST_HOLDERS]))
+        notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
         return judged.explained(replace(measurement, notes=notes))
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
