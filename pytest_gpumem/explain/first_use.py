@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.holders import holders_of
-from pytest_gpumem.torch_support.garbage_collector import is_heap_frozen
 from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import dense_bytes, dtype_and_shape, tensor_text
 from pytest_gpumem.values.composition import Composition, Holder, Row, merged, ranked
@@ -32,14 +32,14 @@ class TensorsMadeBy:
         # An id is used again, so it counts only while its tensor lives.
         self._older = _references()
         self._newer: list[weakref.ref[torch.Tensor]] = []
-        self._is_frozen = is_heap_frozen()
+        self._is_frozen = _is_torch_frozen()
 
     def ended(self) -> None:
         """Note the tensors that were made since then.
 
         There are none if other code has thawed the heap, because older tensors could not be told from them.
         """
-        if self._is_frozen == is_heap_frozen():
+        if self._is_frozen == _is_torch_frozen():
             older = {number for number, reference in self._older.items() if reference() is not None}
             self._newer = [reference for number, reference in _references().items() if number not in older]
 
@@ -51,6 +51,13 @@ class TensorsMadeBy:
             for address in blocks_of([tensor], device).keys() - older.keys():
                 found[address].append(tensor)
         return found
+
+
+def _is_torch_frozen() -> bool:
+    """Return whether torch is in the frozen heap: to count the objects there takes 0.1 s."""
+    import torch
+
+    return not any(value is torch for value in gc.get_objects())
 
 
 def _references() -> dict[int, weakref.ref[torch.Tensor]]:
