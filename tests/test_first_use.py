@@ -147,6 +147,24 @@ def test_the_first_use_of_a_cache_tells_the_holder_and_no_line(caches):
     assert "  filled by the first use: lib.MASKS[...]" in result.outlines
 
 
+ONCE = """
+CACHE = {}
+
+
+@pytest.mark.gpumem(max_retained="64 kB")
+def test_it():
+    assert not CACHE
+    CACHE["mask"] = torch.ones(300, 300)
+"""
+
+
+def test_the_holder_is_a_note_if_the_call_cannot_run_again(project):
+    project.write(ONCE)
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["  note: kept in: test_it.CACHE?...?", "  note: it could not be run again *"])
+
+
 LAST = """
 import torch
 

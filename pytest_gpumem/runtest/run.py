@@ -195,9 +195,12 @@ class TestRun:
         judged = self.judge_figures(Workload("region"), figures, name)
         if self.context.sites is None or not self._policy.should_find_holders(judged):
             return judged
-        measurement, device = judged.measurement, self.context.named(self._policy.device_to_explain(judged))
-        left = self._left_by(made, device)
-        holders = () if left is None else left.holders(is_once=True)
+        device = self.context.named(self._policy.device_to_explain(judged))
+        return self._noted(judged, self._left_by(made, device))
+
+    def _noted(self, judged: Judged, left: LeftByRun | None) -> Judged:
+        """Return what was measured with the holders of what it ``left`` as notes, where no explanation names them."""
+        measurement, holders = judged.measurement, () if left is None else left.holders(is_once=True)
         notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
         return judged.explained(replace(measurement, notes=notes))
 
@@ -330,10 +333,15 @@ class TestRun:
     def explain_call(self) -> None:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
         if not self.measures_itself:
-            self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject)
+            self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, made=self._made_by_call)
 
     def explain_once(
-        self, judged: Judged, subject: Callable[[Device], Subject], *, explain: bool | None = None
+        self,
+        judged: Judged,
+        subject: Callable[[Device], Subject],
+        *,
+        explain: bool | None = None,
+        made: TensorsMadeBy | None = None,
     ) -> Judged:
         """Return what was measured once with its explanation, where it is to be explained: it is run once more, recorded.
 
@@ -341,6 +349,7 @@ class TestRun:
             judged: The measurement, with its verdict.
             subject: Returns what to record on a device, one of `Device.everywhere`.
             explain: Whether it is explained; ``None`` where the verdict and the settings decide.
+            made: The tensors that it made, if the holders of those that it left are looked for before it is run once more.
         """
         policy, sites = self._policy, self.context.sites
         if sites is None:
@@ -350,10 +359,12 @@ class TestRun:
             return judged
         measurement, on = judged.measurement, policy.device_to_explain(judged)
         device = self.context.named(on)
-        left = self._left_by(self._made_by_call, device) if policy.should_find_holders(judged) else None
+        left = self._left_by(made, device) if policy.should_find_holders(judged) else None
         peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
         explanation = self.context.explain(subject(device), Expected(peak, turnover=None), device)
-        if left is not None and not isinstance(explanation, str):
+        if isinstance(explanation, str):
+            judged = self._noted(judged, left)
+        elif left is not None:
             explanation = left.joined_to(explanation)
         return self._with_packages(self._explained(judged, explanation, explain), sites)
 
