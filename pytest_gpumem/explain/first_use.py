@@ -46,11 +46,11 @@ class TensorsMadeBy:
     def left(self, device: torch.device) -> dict[int, list[torch.Tensor]]:
         """Return those that are still alive, by the address of their memory on a device that no older tensor has."""
         older = blocks_of(_alive(self._older.values()), device)
-        found: dict[int, list[torch.Tensor]] = defaultdict(list)
+        by_address: dict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor in _alive(self._newer):
             for address in blocks_of([tensor], device).keys() - older.keys():
-                found[address].append(tensor)
-        return found
+                by_address[address].append(tensor)
+        return by_address
 
 
 def _is_torch_frozen() -> bool:
@@ -103,8 +103,8 @@ class LeftByRun:
                 # What the next run has replaced is no cache, although the holder keeps no more than before.
                 rows[path, not is_once and block.is_alive(address)].append(block.row)
         return ranked(
-            Holder(path, Composition(sum(row.nbytes for row in some), merged(some)), first_use=is_alive)
-            for (path, is_alive), some in rows.items()
+            Holder(path, Composition(sum(row.nbytes for row in its_rows), merged(its_rows)), first_use=is_alive)
+            for (path, is_alive), its_rows in rows.items()
         )
 
     def joined_to(self, explanation: Explanation) -> Explanation:

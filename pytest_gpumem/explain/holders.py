@@ -136,27 +136,27 @@ def _tensors_at(addresses: Collection[int]) -> dict[int, list[Any]]:
     """Return the tensors and storages whose memory lies at some addresses, by address."""
     import torch
 
-    found: dict[int, list[Any]] = {}
+    by_address: dict[int, list[Any]] = {}
     for tensor in alive(torch.Tensor):
         for address in blocks_of([tensor]).keys() & addresses:
-            found.setdefault(address, []).append(tensor)
+            by_address.setdefault(address, []).append(tensor)
     for storage in alive(torch.UntypedStorage):
         where = address_of(storage)
         if where is not None and where in addresses:
-            found.setdefault(where, []).append(storage)
-    return found
+            by_address.setdefault(where, []).append(storage)
+    return by_address
 
 
 def _leaves_with_gradient_at(addresses: Collection[int]) -> dict[int, list[Any]]:
     """Return the leaves whose gradients lie at some addresses: a gradient that nobody has read is no object of Python's."""
     import torch
 
-    found: dict[int, list[Any]] = {}
+    by_address: dict[int, list[Any]] = {}
     for tensor in alive(torch.Tensor):
         gradient = gradient_of(tensor)
         for address in () if gradient is None else blocks_of([gradient]).keys() & addresses:
-            found.setdefault(address, []).append(tensor)
-    return found
+            by_address.setdefault(address, []).append(tensor)
+    return by_address
 
 
 def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
@@ -167,19 +167,19 @@ def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
     import numpy
 
     arrays = {
-        id(one): one
+        id(referent): referent
         for holder in gc.get_objects()
-        for one in gc.get_referents(holder)
-        if issubclass(type(one), numpy.ndarray)
+        for referent in gc.get_referents(holder)
+        if issubclass(type(referent), numpy.ndarray)
     }
-    found: dict[int, list[Any]] = {}
+    by_address: dict[int, list[Any]] = {}
     interface: Any = numpy.ndarray.__dict__["__array_interface__"]
     for array in arrays.values():
         begin, _ = interface.__get__(array)["data"]
         for address, nbytes in blocks.items():
             if address <= begin < address + nbytes:
-                found.setdefault(address, []).append(array)
-    return found
+                by_address.setdefault(address, []).append(array)
+    return by_address
 
 
 def _text_of(paths: Sequence[_Path]) -> str:
@@ -444,15 +444,15 @@ def _variables_in_use() -> dict[int, str]:
 
     The text is empty for functions of pytest and of this package.
     """
-    found: dict[int, str] = {}
+    variables: dict[int, str] = {}
     for frame in _running():
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             around = "" if is_excluded(str(frame.f_globals.get("__name__"))) else code_name(frame.f_code)
             for name, value in named_variables_of(frame).items():
-                found[id(value)] = found.get(id(value)) or (around and f"{around}.<locals>.{name}")
+                variables[id(value)] = variables.get(id(value)) or (around and f"{around}.<locals>.{name}")
             value = None
         del frame  # this function's own one would be a cycle, with all the frames that called it
-    return found
+    return variables
 
 
 def _running() -> Iterator[types.FrameType]:

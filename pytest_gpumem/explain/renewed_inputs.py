@@ -26,28 +26,28 @@ def renewals(lifetimes: Iterable[Lifetime]) -> list[tuple[Lifetime, Lifetime]]:
         Pairs of blocks. The blocks of a size are left out if there are not as many new ones as old ones, or if several
         lines make them, because it would be a guess which line made which.
     """
-    old: dict[int, list[Lifetime]] = defaultdict(list)
-    new: dict[int, list[Lifetime]] = defaultdict(list)
+    freed: dict[int, list[Lifetime]] = defaultdict(list)
+    left: dict[int, list[Lifetime]] = defaultdict(list)
     for block in lifetimes:
         if block.label is not None and block.label.category == "input" and block.allocated < 0:
             if block.freed is not None:
-                old[block.nbytes].append(block)
+                freed[block.nbytes].append(block)
         elif block.label is None and block.allocated >= 0 and block.freed is None:
-            new[block.nbytes].append(block)
+            left[block.nbytes].append(block)
     return [
         pair
-        for nbytes, freed in old.items()
-        if len(freed) == len(new[nbytes]) and len({_origin(block) for block in new[nbytes]}) == 1
-        for pair in zip(freed, new[nbytes], strict=True)
+        for nbytes, inputs in freed.items()
+        if len(inputs) == len(left[nbytes]) and len({_origin(block) for block in left[nbytes]}) == 1
+        for pair in zip(inputs, left[nbytes], strict=True)
     ]
 
 
 def with_makers_of_inputs(timeline: Timeline) -> Timeline:
     """Return a timeline that has the line and the operator of each input that the step makes anew."""
-    makers = {id(freed): made for freed, made in renewals(timeline.lifetimes)}
+    makers = {id(old): maker for old, maker in renewals(timeline.lifetimes)}
     lifetimes = (
-        replace(block, mark=made.mark, operator=made.operator, node=made.node) if made is not None else block
-        for block, made in ((block, makers.get(id(block))) for block in timeline.lifetimes)
+        replace(block, mark=maker.mark, operator=maker.operator, node=maker.node) if maker is not None else block
+        for block, maker in ((block, makers.get(id(block))) for block in timeline.lifetimes)
     )
     return replace(timeline, lifetimes=tuple(lifetimes))
 

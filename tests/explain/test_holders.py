@@ -536,3 +536,12 @@ def test_a_record_of_logging_is_told_with_what_keeps_the_record(registry):
     registry["records"] = [logging.makeLogRecord({"args": (kept,)})]
     kept = address(kept)
     assert told({kept}) == ("young.REGISTRY[...] -> LogRecord.args[...]",)
+
+
+def test_a_gradient_is_the_leafs_also_if_a_graph_leads_to_the_leaf(registry):
+    registry["weight"] = weight = torch.ones(42, requires_grad=True)
+    registry["kept"] = [(weight * 2).sum()]
+    (weight * 2).sum().backward()
+    where = address(weight.grad)
+    del weight
+    assert told({where}) == ("the gradient of young.REGISTRY[...]",)

@@ -275,7 +275,7 @@ def leaking(name, *held, first_use=False):
     return TestVerdict("test_it.py", name, (verdict(retained, explanation=explanation),))
 
 
-def test_two_tests_that_leak_through_one_holder_are_one_cause_wherever_tensors_were_made():
+def test_two_tests_that_leak_through_one_holder_are_one_cause():
     found = causes_of(
         [leaking("test_a", ("lib.CACHE[...]", SCORES, 6 * MB)), leaking("test_b", ("lib.CACHE[...]", MLP, 5 * MB))]
     )
