@@ -20,6 +20,7 @@ from pytest_gpumem.config.options import (
     check_words,
     is_measured,
 )
+from pytest_gpumem.config.unread import unread_settings
 from pytest_gpumem.session.stash import SESSION
 
 if TYPE_CHECKING:
@@ -137,8 +138,10 @@ class Collecting:
             self._config.stash[SESSION] = GpumemSession(self._config, self._files, self._not_collected)
         return self._config.stash[SESSION]
 
-    def pytest_report_header(self) -> str | None:
-        return self.session().header() if SESSION in self._config.stash else None
+    def pytest_report_header(self) -> list[str]:
+        unread = unread_settings(self._config)
+        header = self.session().header() if SESSION in self._config.stash else None
+        return [*([] if header is None else [header]), *([] if unread is None else [f"gpumem: {unread}"])]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(

@@ -1,4 +1,4 @@
-"""Steps that are prepared and measured once, as nothing but a test of theirs needs them."""
+"""Steps that are prepared and measured and timed once, as nothing but a test of theirs needs them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 def measure_function(*args: Any, **kwargs: Any) -> MeasuredStep:
     with prepared_function(*args, **kwargs) as prepared:
-        return prepared.measure()
+        return prepared.time(prepared.measure())
 
 
 def measure_train_step(*args: Any, **kwargs: Any) -> MeasuredStep:
     with prepared_train_step(*args, **kwargs) as prepared:
-        return prepared.measure()
+        return prepared.time(prepared.measure())
 
 
 def measure_infer_step(*args: Any, **kwargs: Any) -> MeasuredStep:
     with prepared_infer_step(*args, **kwargs) as prepared:
-        return prepared.measure()
+        return prepared.time(prepared.measure())

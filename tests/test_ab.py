@@ -460,6 +460,25 @@ def test_what_the_plugin_measures_is_what_a_run_gives_and_no_store_is_written(re
     assert not any(store.exists() for store in stores)
 
 
+def test_a_changed_line_that_calls_what_allocates_is_named_before_it(repository, forks):
+    repository.write("src/helper.py", "import torch\n\n\ndef copied(x, count):\n    return torch.cat([x] * count)\n")
+    call = "from helper import copied\n\n\ndef step(x):\n    return copied(\n        x,\n        {},\n    )\n"
+    repository.write("tests/conftest.py", "")
+    repository.write(
+        "tests/test_it.py",
+        "import torch\nfrom model import step\n\n\n"
+        "def test_a(gpumem):\n    gpumem.measure(lambda: step(torch.ones(65536)))\n",
+    )
+    for tag, count in (("before", 2), ("after", 4)):
+        repository.write("src/model.py", call.format(count))
+        repository.commit(tag)
+    result = ab("before", "after", "--", *PLAIN, "--gpumem-device=cpu", "--no-gpumem-time")
+    assert result.exit_code == 1, result.output
+    (row,) = [line for line in result.stdout.splitlines() if " cat " in line]
+    assert "src/model.py:5, which calls src/helper.py:5" in row
+    assert "changed line" in row
+
+
 def test_the_command_does_not_load_torch():
     code = "import sys, pytest_gpumem.cli.main, pytest_gpumem.ab.compare_variants, pytest_gpumem.reports.comparison_formats; "
     loaded = subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 RIGHT = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1_000_000).sum()\n"
@@ -211,3 +213,42 @@ def test_a_test_file_outside_of_the_root_directory_is_named_with_what_mends_it(p
     mended = project.run("outside/test_it.py", f"--rootdir={project.path}", "--gpumem-update=new")
     mended.assert_outcomes(passed=1)
     assert list(project.stored()) == ["cpu-x86_64/outside/test_it.py.toml"]
+
+
+MEASURED = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(10)\n"
+
+
+@pytest.mark.parametrize("file", ["pytest.ini", "tox.ini", "pyproject.toml"])
+@pytest.mark.parametrize("source", [MEASURED, "def test_it(): ..."], ids=["measured", "not measured"])
+def test_settings_above_the_root_directory_are_pointed_out(project, monkeypatch, file, source):
+    project.settings("[tool.gpumem]\nbaseline = true\n")
+    inner = project.path / "packages" / "inner"
+    project.write(source, "packages/inner/test_it.py")
+    (inner / file).write_text("[tool.pytest.ini_options]\n" if file == "pyproject.toml" else "[pytest]\n")
+    monkeypatch.chdir(inner)
+    told = (
+        f"gpumem: [tool.gpumem] in {project.path / 'pyproject.toml'} has no effect: pytest's root directory is {inner} "
+        f"({file}); move the table into the pyproject.toml of that folder, or add --rootdir={Path('..', '..')}"
+    )
+    result, quiet = project.run(), project.run("-q")
+    result.assert_outcomes(passed=1)
+    is_measured = source == MEASURED
+    assert result.outlines.count(told) == 1 + is_measured  # in the header, and at the end
+    assert quiet.outlines.count(told) == is_measured
+
+
+@pytest.mark.parametrize("reason", ["a table of its own", "a repository of its own", "the root directory is named"])
+def test_settings_above_the_root_directory_of_another_project_are_left_alone(project, monkeypatch, reason):
+    project.settings("[tool.gpumem]\ndevice = 'cpu'\n")
+    inner = project.path / "inner"
+    project.write(MEASURED, "inner/test_it.py")
+    (inner / "pytest.ini").write_text("[pytest]\n")
+    if reason == "a table of its own":
+        (inner / "pyproject.toml").write_text("[tool.gpumem]\ndevice = 'cpu'\n")
+    if reason == "a repository of its own":
+        (inner / ".git").mkdir()
+    monkeypatch.chdir(inner)
+    arguments = [f"--rootdir={project.path}"] if reason == "the root directory is named" else []
+    result = project.run(*arguments)
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*has no effect*")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.cli.main import main
+from pytest_gpumem.cli.streams import WholeLines
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
 COMMANDS = main.list_commands(click.Context(main))
@@ -73,3 +75,19 @@ def test_a_misspelt_command_is_told_with_the_nearest_one():
 def test_wrong_usage_ends_with_2():
     ended = {command: CliRunner().invoke(main, [command, "--no-such-option"]).exit_code for command in COMMANDS}
     assert ended == dict.fromkeys(COMMANDS, 2)
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["a log", "a terminal"])
+def test_progress_is_in_whole_lines_whatever_torch_writes_in_between(monkeypatch, terminal):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stderr", stream)
+    progress = WholeLines()
+    progress.write("[1] fp32 ... ")
+    stream.write("[W1129 10:00:00 Context.cpp:1] Warning: TF32\n")
+    progress.write("12.00 MB\n")
+    progress.write("[2] amp-bf16 ... 8.00 MB\n")
+    lines = [line.rpartition("\x1b[K")[2] for line in stream.getvalue().strip().split("\n")]
+    assert lines[-2:] == ["[1] fp32 ... 12.00 MB", "[2] amp-bf16 ... 8.00 MB"]
+    begun = "[1] fp32 ... " if terminal else ""
+    assert lines[0] == f"{begun}[W1129 10:00:00 Context.cpp:1] Warning: TF32"

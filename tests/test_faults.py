@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -162,8 +163,75 @@ def test_a_store_that_cannot_be_written_ends_red_and_keeps_the_old_text(project)
     result.stdout.fnmatch_lines(
         ["gpumem: baselines were not written: *test_it.py.toml: cannot be written: *No space left*"]
     )
+    assert "accepted" not in result.stdout.str()
     assert project.stored() == before
     assert not list(project.store.rglob(".*.toml.*"))
+
+
+FULL_DISK = """
+import pathlib
+
+original = pathlib.Path.replace
+
+
+def full(self, target):
+    if "test_b" in str(target):
+        raise OSError(28, "No space left on device")
+    return original(self, target)
+
+
+pathlib.Path.replace = full
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "accounting"),
+    [("new", "1 recorded, new; 2 not recorded, new"), ("all", "3 gated, 1 accepted, 2 regressed")],
+)
+def test_on_a_full_disk_the_accounting_says_what_was_written(project, mode, accounting):
+    for name in "abc":
+        project.write(GOOD.format(name=name), f"test_{name}.py")
+    if mode == "all":
+        project.run("--gpumem-update=new")
+        for name in "abc":
+            project.write(GOOD.format(name=name).replace("1_000_000", "2_000_000"), f"test_{name}.py")
+    (project.path / "conftest.py").write_text(FULL_DISK, encoding="utf-8")
+    result = project.run(f"--gpumem-update={mode}", "--gpumem-report=report.json", separate=True)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            f"gpumem store: 1 baseline written ({mode}), the others were not",
+            "gpumem: baselines were not written: *test_b.py.toml: cannot be written: *No space left*",
+            f"gpumem: {accounting}",
+        ]
+    )
+    report = json.loads((project.path / "report.json").read_text(encoding="utf-8"))
+    assert [result["unwritten"] for result in report["results"]] == [False, True, True]
+    (text,) = (text for path, text in project.stored().items() if "test_a" in path)
+    assert f"peak_allocated = {4_000_000 if mode == 'new' else 8_000_000}\n" in text
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no FIFOs")
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device", "folder"])
+@pytest.mark.parametrize("name", ["cpu-x86_64/test_it.py.toml", ".gitignore"])
+def test_a_file_of_the_store_that_is_no_regular_file_is_an_error(project, monkeypatch, kind, name):
+    project.write(GOOD.format(name="it"))
+    path = project.store / name
+    path.parent.mkdir(parents=True)
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as server, monkeypatch.context() as patch:
+            patch.chdir(path.parent)  # the address of a socket is a short path
+            server.bind(path.name)
+    result = project.run("--gpumem-update=new")
+    assert result.ret == (pytest.ExitCode.TESTS_FAILED if name == ".gitignore" else pytest.ExitCode.USAGE_ERROR)
+    lines = [*result.outlines, *result.errlines]
+    assert any(f"{path.name} is not a regular file; remove it" in line and str(project.store) in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,9 @@ def test_a_changed_batch_is_stale_and_says_what_changed(project):
     project.run("--gpumem-update=new")
     project.write(source.format(rows=8))
     result = project.run("--gpumem-baseline")
-    result.stdout.fnmatch_lines(["stale: batch float32?8, 64?, was float32?4, 64?", "gpumem: 0 gated, 1 stale"])
+    result.stdout.fnmatch_lines(
+        ["stale: batch float32?8, 64?, was float32?4, 64?; peak *, baseline * kB", "gpumem: 0 gated, 1 stale"]
+    )
     strict = project.run("--gpumem-baseline", "--gpumem-strict")
     strict.assert_outcomes(failed=1)
     strict.stdout.fnmatch_lines(

@@ -469,6 +469,26 @@ def test_it(gpumem):
     assert figures(verdicts, "test_it")["peak_allocated"] < 2_000_000
 
 
+SHORT = """
+def test_it(gpumem):
+    kept, training = [], Training()
+    with gpumem.loop(explain=True) as loop:
+        for _ in range(60):
+            kept.append(torch.ones(1000, 100))  # leak
+            training.step()
+    peak, retained = loop.measurement.composition, loop.measurement.explanation.retained
+    assert [(row.site, row.nbytes) for row in retained.rows] == [("test_it.py:33", 400_000)]
+    assert peak.total == sum(row.nbytes for row in peak.rows) == loop.measurement.peak_allocated
+    assert all(row.nbytes > 0 for row in peak.rows)
+"""
+
+
+def test_a_short_loop_that_leaks_is_explained_before_its_steps_go_for_times(project, loops):
+    project.settings('[tool.gpumem]\ntime_budget = "0.5 s"\n')
+    result, _ = loops(SHORT, timed=True)
+    result.assert_outcomes(passed=1)
+
+
 GROWING = """
 import itertools
 import os

@@ -14,6 +14,7 @@ import pytest_gpumem
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.judge import judge
+from pytest_gpumem.measure.prepared import PreparedStep
 from pytest_gpumem.measure.reading import Figures
 from pytest_gpumem.measure.runner import FURTHER_STEPS
 from pytest_gpumem.measurement import Measurement
@@ -152,4 +153,23 @@ def test_a_step_is_judged_once_more_after_each_other_sample_of_its_time(recorded
     assert recorded.run("--gpumem-baseline", "--gpumem-time", "--junitxml=report.xml", timed=True).ret == 0
     (verdict,) = recorded.verdicts()["test_it"]["verdicts"]
     assert len(verdict["measurement"]["times"]["samples"]) == 3
-    assert route.times(judge) == 3
+    assert route.times(judge) == 4, "once before it is explained, and after each sample"
+
+
+def test_a_step_is_explained_before_it_is_timed(recorded, monkeypatch):
+    asked = []
+    recorded.settings('[tool.gpumem]\ntime_budget = "0.1 s"\n')
+    for method in ("explain", "time"):
+        original = getattr(PreparedStep, method)
+
+        def noted(*args, method=method, original=original):
+            asked.append(method)
+            return original(*args)
+
+        monkeypatch.setattr(PreparedStep, method, noted)
+    arguments = ("--gpumem-baseline", "--gpumem-explain=always", "--gpumem-time", "--junitxml=report.xml")
+    assert recorded.run(*arguments, timed=True).ret == 0
+    assert asked == ["explain", "time"]
+    (verdict,) = recorded.verdicts()["test_it"]["verdicts"]
+    assert verdict["measurement"]["explanation"] is not None
+    assert len(verdict["measurement"]["times"]["samples"]) >= 1

@@ -12,12 +12,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ab.changed_code import ChangedCode, Code, with_changed_code
 from pytest_gpumem.ab.checkout import BASE, HEAD, clear_leftovers, temporary_folder
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Runner
 from pytest_gpumem.ab.variants import Provisioner, Variant, changed_packages, why_unused
-from pytest_gpumem.ab.verdicts import compare_runs
+from pytest_gpumem.ab.verdicts import compare_runs, with_marked_lines
+from pytest_gpumem.changed_code.marks import ChangedCode
+from pytest_gpumem.changed_code.sources import Folders
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings, read_table, settings_from_table
 from pytest_gpumem.gate.verdict import Outcome
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.ab.checkout import Checkout, Side
     from pytest_gpumem.ab.runs import Run
+    from pytest_gpumem.ab.variants import ProvisionedVariant
     from pytest_gpumem.processes import Stop
     from pytest_gpumem.reports.comparison import Compared, ComparedChange
     from pytest_gpumem.requirements.environments import Environments
@@ -198,6 +200,14 @@ def settings_in(root: Path) -> Settings:
         return Settings()
 
 
+def changed_code(base: ProvisionedVariant, base_run: Run, head: ProvisionedVariant, head_run: Run) -> ChangedCode:
+    """Return the lines that differ between two variants that have run."""
+    old, new = (Folders(one.top / run.root, one.site_folders) for one, run in ((base, base_run), (head, head_run)))
+    compared = {one.name for one in changed_packages(base, head)}
+    # The project's own code belongs to no package.
+    return ChangedCode(old, new, compared | ({""} if base.variant.revision != head.variant.revision else set()))
+
+
 def compare_variants(plan: Plan, environments: Environments, stop: Stop, progress: Progress) -> Ended:
     """Compare until all tests are decided, a run fails, or a signal is noted in ``stop``."""
     settings = Settings()
@@ -222,12 +232,12 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
             unused = why_unused(provided[BASE], provided[HEAD], base.imported | head.imported)
             if unused is not None:
                 raise RunFailed(unused)
-            changed = ChangedCode(Code.of(provided[BASE], base), Code.of(provided[HEAD], head))
+            changed = changed_code(provided[BASE], base, provided[HEAD], head)
         assert changed is not None, "the first pair has been compared"
         tolerances = {**DEFAULT_TOLERANCES, **settings.tolerances}
         found = compare_runs(pairs, plan.base.title, plan.head.title, plan.tolerance, tolerances)
         found = replace(found, packages=changed_packages(provided[BASE], provided[HEAD]))
-        return with_changed_code(found, changed)
+        return with_marked_lines(found, changed)
 
     try:
         with ExitStack() as stack:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
@@ -19,7 +20,7 @@ from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.requirements.installed import versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.ab.checkout import Checkout
     from pytest_gpumem.git import Revision
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 AS_IT_IS = "what is here"
 """The name of the checkout as it is with the packages that are installed."""
+_PATH = re.compile(r"(?<![\w:/.~])(?:(?:git\+)?file://)?(/[^\s,;\[\]]+)")
+"""An absolute path in a requirement, or in a file's URL."""
 _MOST_TOLD = 8
 """Packages of a new environment that are told one by one."""
 
@@ -40,6 +43,8 @@ class Variant:
 
     revision: Revision | None = None
     requirements: RequirementSet | None = None
+    requirements_name: str = ""
+    """Name for the requirements in reports; empty to use the set's own."""
 
     @property
     def short(self) -> str:
@@ -55,7 +60,29 @@ class Variant:
         return self._named(str(self.revision) if self.revision else "")
 
     def _named(self, revision: str) -> str:
-        return " with ".join(filter(None, [revision, str(self.requirements or "")])) or AS_IT_IS
+        return (
+            " with ".join(filter(None, [revision, self.requirements_name or str(self.requirements or "")])) or AS_IT_IS
+        )
+
+
+def without_folders(variants: Sequence[Variant]) -> list[Variant]:
+    """Return variants with shortened absolute paths in their names. Different paths stay different.
+
+    Example: ``/home/ada/old/gpt`` and ``/home/ada/new/gpt`` become ``old/gpt`` and ``new/gpt``. People read reports on other
+    machines, and the rest of a path says nothing there.
+    """
+    names = [str(one.requirements or "") for one in variants]
+    paths = {PurePosixPath(path) for name in names for path in _PATH.findall(name)}
+
+    def short(found: re.Match[str]) -> str:
+        path = PurePosixPath(found.group(1))
+        for count in range(1, len(path.parts)):
+            tail = path.parts[-count:]
+            if sum(one.parts[-count:] == tail for one in paths) == 1:
+                return "/".join(tail)
+        return found.group()
+
+    return [replace(one, requirements_name=_PATH.sub(short, name)) for one, name in zip(variants, names, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

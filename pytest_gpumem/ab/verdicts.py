@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.changed_code.marks import with_changed_code
 from pytest_gpumem.gate.baseline import Budget, Key, baseline_of
 from pytest_gpumem.gate.judge import judge
 from pytest_gpumem.gate.speed import OUTCOMES
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.comparison import Compared, ComparedChange, ComparedRow, LeftOut, changes_of
 from pytest_gpumem.reports.values import shown
-from pytest_gpumem.timing.comparison import compare_pairs
+from pytest_gpumem.timing.comparison import compare_pairs, typical_seconds
+from pytest_gpumem.units import format_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.ab.runs import Run
+    from pytest_gpumem.changed_code.marks import ChangedCode
     from pytest_gpumem.gate.verdict import TestVerdict, Verdict
     from pytest_gpumem.git import Revision
     from pytest_gpumem.measurement import Measurement
@@ -97,6 +99,15 @@ def _why_not(
     return "; ".join(f"{reason}, in {side}" for side, reason in reasons.items()) or None
 
 
+def with_marked_lines(report: Compared, changed: ChangedCode) -> Compared:
+    """Return a comparison whose explanations say which lines have changed, and name these first."""
+    rows = (
+        row if row.verdict is None else replace(row, verdict=with_changed_code(row.verdict, changed))
+        for row in report.rows
+    )
+    return replace(report, rows=tuple(rows))
+
+
 _MOST_OF_A_MESSAGE = 400
 """Characters of an exception's message that are shown."""
 
@@ -150,13 +161,20 @@ def _compare(
     if differences:
         # An increase in bytes is judged with another workload, too; nothing else can be compared.
         another = f"another workload: {'; '.join(differences)}"
-        return (exact, (another, *_notes(taken))) if exact else another
+        return (exact, (another, *_notes(taken))) if exact else f"{another}{_both_peaks(taken)}"
     speed = _speed(taken, tolerance)
     if speed is not None:
         return (speed, *exact), tuple(_notes(taken))
     timed = [one.times is not None for one in (*taken.bases, *taken.heads)]
     once = f"timed in {'base' if taken.bases[-1].times else 'head'} only"
     return exact, (*([once] if any(timed) else []), *_notes(taken))
+
+
+def _both_peaks(taken: _Taken) -> str:
+    """Return ``"; peak 22.00 MB in base, 4.00 MB in head"``, or nothing if the peaks are equal."""
+    base, head = closest(*taken.values("peak_allocated").values())
+    texts = [f"{shown('peak_allocated', peak, 'si')} in {side}" for side, peak in (("base", base), ("head", head))]
+    return "" if base == head else f"; peak {', '.join(texts)}"
 
 
 def _not_comparable(taken: _Taken) -> str | None:
@@ -176,8 +194,10 @@ def _speed(taken: _Taken, tolerance: float) -> ComparedChange | None:
     if not samples:
         return None
     found = compare_pairs(samples, tolerance)
-    base, head = (statistics.median(sample.median for sample in side) for side in zip(*samples, strict=True))
+    base, head = typical_seconds(samples)
     reason = found.reason if found.outcome == "uncertain" else None
+    if found.outcome == "not slower" and found.high > 1 + tolerance:
+        reason = f"a slowdown of up to {format_ratio(found.high - 1).lstrip('+')} would not have been seen"
     return ComparedChange("step_time", base, head, OUTCOMES[found.outcome], tolerance * base, reason, found.seconds)
 
 

@@ -9,6 +9,7 @@ from pytest_gpumem.baselines.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
 
 SUFFIX = ".toml"
@@ -16,6 +17,9 @@ SUFFIX = ".toml"
 
 class Backend(Protocol):
     """Storage of text files by relative path (``"cpu-x86_64/tests/test_gpt.py.toml"``). All raise `BackendError`."""
+
+    folder: Path | None = None
+    """The folder on this machine that the files are in; ``None`` if they are elsewhere."""
 
     def paths(self) -> list[str]:
         """Return the paths of all files of baselines, sorted."""

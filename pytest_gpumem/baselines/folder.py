@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,14 @@ class Folder(Backend):
     """A folder on this machine: files are replaced whole, under the system's lock."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = self.folder = root
 
     def paths(self) -> list[str]:
         return sorted(path.relative_to(self.root).as_posix() for path in self.root.rglob(f"*{SUFFIX}"))
 
     def read(self, path: str) -> str | None:
         try:
-            return (self.root / path).read_text(encoding="utf-8")
+            return _read_text(self.root / path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
@@ -80,7 +81,7 @@ class Folder(Backend):
         """
         ignored = self.root / ".gitignore"
         try:
-            lines = ignored.read_text(encoding="utf-8").splitlines() if ignored.exists() else [_ITSELF]
+            lines = _read_text(ignored).splitlines() if ignored.exists() else [_ITSELF]
             missing = [line for line in _IGNORED if line not in lines]
             # Only a .gitignore of ours ignores itself; another one is the user's.
             if _ITSELF in lines and (missing or not ignored.exists()):
@@ -92,6 +93,13 @@ class Folder(Backend):
 
     def shown(self, path: str) -> str:
         return str(self.root / path)
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a file. Raises ``OSError`` for a FIFO or a device, because reading it may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is not a regular file; remove it")
+    return path.read_text(encoding="utf-8")
 
 
 class GitBackend(Backend):

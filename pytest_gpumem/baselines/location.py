@@ -37,8 +37,9 @@ def backend_of(location: str, base: Path) -> Backend:
 
 def _folder(root: Path) -> Folder:
     there = next((path for path in (root, *root.parents) if path.exists()), root)
-    if there.is_file():
-        raise BackendError(f"the store {root}: {there} is a file, expected a folder")
+    if there.exists() and not there.is_dir():
+        kind = "a file" if there.is_file() else "neither a file nor a folder"
+        raise BackendError(f"the store {root}: {there} is {kind}, expected a folder")
     return Folder(root)
 
 

@@ -7,12 +7,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.baselines.backend import SUFFIX, Backend
-from pytest_gpumem.baselines.errors import FormatError, StoreError
+from pytest_gpumem.baselines.errors import BackendError, FormatError, IncompleteChangeError, StoreError
 from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.gate.baseline import Baseline, Key, NoBaseline
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
 
 _UP = "__up__"
 _SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
@@ -27,6 +28,11 @@ class Store:
         self._backend = backend
         self._paths: list[str] | None = None
         self._read: dict[str, _Read] = {}
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder on this machine that it is in; ``None`` for a bucket or a commit."""
+        return self._backend.folder
 
     def check(self) -> None:
         """Read every file. Raises `StoreError` for the first that cannot be understood."""
@@ -66,7 +72,7 @@ class Store:
 
         Merged, entry by entry, with what others wrote meanwhile. A file without entries goes. Returns, as a clause, why
         others could not be kept from writing at the same time, if that is so. Raises `StoreError` or `BackendError`; a file
-        that cannot be understood is left as it was.
+        that cannot be understood is left as it was. Raises `IncompleteChangeError` if files before the failed one were written.
         """
         written: dict[str, dict[Key, Baseline]] = {}
         removed: dict[str, set[Key]] = {}
@@ -75,21 +81,29 @@ class Store:
         for slug, key in gone:
             removed.setdefault(path_of(slug, key.file), set()).add(key)
         paths = sorted(written.keys() | removed.keys())
+        self._paths = None
         with self._backend.locked() as unlocked:
             self._read_files(paths)
-            for path in paths:
-                stored = self._read[path].entries
-                kept = {key: entry for key, entry in stored.items() if key not in removed.get(path, ())}
-                merged = kept | written.get(path, {})
-                if merged:
-                    text = render(merged)
-                    self._backend.write(path, text)
-                    self._read[path] = _Read(text, merged)
-                elif stored:
-                    self._backend.remove(path)
-                    del self._read[path]
-        self._paths = None
+            for position, path in enumerate(paths):
+                try:
+                    self._change_file(path, written.get(path, {}), removed.get(path, ()))
+                except BackendError as error:
+                    left = paths[position:]
+                    keys = [key for path in left for key in (*written.get(path, ()), *removed.get(path, ()))]
+                    done = sum(len(written.get(path, ())) for path in paths[:position])
+                    raise IncompleteChangeError(error, done, frozenset((key.file, key.test) for key in keys)) from error
         return unlocked
+
+    def _change_file(self, path: str, entries: Mapping[Key, Baseline], gone: Collection[Key]) -> None:
+        stored = self._read[path].entries
+        merged = {**{key: entry for key, entry in stored.items() if key not in gone}, **entries}
+        if merged:
+            text = render(merged)
+            self._backend.write(path, text)
+            self._read[path] = _Read(text, merged)
+        elif stored:
+            self._backend.remove(path)
+            del self._read[path]
 
     def _known_paths(self) -> list[str]:
         if self._paths is None:

@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.ab.changed_code import ChangedCode, Code, with_changed_code
 from pytest_gpumem.ab.checkout import BASE, HEAD
-from pytest_gpumem.ab.compare_variants import reports_in_turns, settings_in
+from pytest_gpumem.ab.compare_variants import changed_code, reports_in_turns, settings_in
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.variants import why_unused
-from pytest_gpumem.ab.verdicts import compare_runs
+from pytest_gpumem.ab.verdicts import compare_runs, with_marked_lines
 from pytest_gpumem.bisect.candidates import graph_of
 from pytest_gpumem.bisect.search import bounds, next_ones
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings
@@ -188,8 +187,8 @@ class Search:
         """Return the comparison of the last good one and the first bad one, which says what lines have changed."""
         report = self._compared(good, bad)
         with self.provisioner.provide({BASE: good.variant, HEAD: bad.variant}) as provided:
-            before, after = (Code.of(provided[side], self._end(one)) for side, one in ((BASE, good), (HEAD, bad)))
-            return with_changed_code(report, ChangedCode(before, after))
+            changed = changed_code(provided[BASE], self._end(good), provided[HEAD], self._end(bad))
+            return with_marked_lines(report, changed)
 
     def _report(self, pairs: Sequence[tuple[Run, Run]], base: Candidate, head: Candidate) -> Compared:
         tolerances = {**DEFAULT_TOLERANCES, **self._settings.tolerances}

@@ -12,7 +12,7 @@ import click
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.compare_variants import Ended, Plan, Progress, compare_variants
 from pytest_gpumem.ab.runs import AFTER_SETUP, refused
-from pytest_gpumem.ab.variants import Variant
+from pytest_gpumem.ab.variants import Variant, without_folders
 from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, renamed, screen, write_lines
 from pytest_gpumem.git import GitError, plain_environment
 from pytest_gpumem.processes import noted_signals
@@ -211,7 +211,7 @@ def ab(
         why_not = refused(arguments, checkout.top)
         if why_not is not None:
             raise click.UsageError(why_not)
-    variants = [Variant(*one) for one in zip(revisions, wanted, strict=True)]
+    variants = without_folders([Variant(*one) for one in zip(revisions, wanted, strict=True)])
     plan = Plan(checkout, variants[0], variants[1], arguments, setup, rounds, max_slowdown)
     tell_uncommitted(uncommitted)
     with noted_signals() as stop:

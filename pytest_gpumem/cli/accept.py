@@ -14,7 +14,7 @@ from pytest_gpumem.accept.commit import why_other_commit
 from pytest_gpumem.accept.from_report import Candidate, by_device, candidates_of
 from pytest_gpumem.accept.selection import Refusal, UnfitReport, UnknownTest, check_report, chosen
 from pytest_gpumem.baselines.changes import Source
-from pytest_gpumem.baselines.errors import BackendError, StoreError
+from pytest_gpumem.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.cli.project import backend_in
@@ -104,7 +104,7 @@ def accept(
 
     Exit status: 0 when all that was to be accepted is in the store, also when there is nothing to accept, 1 when a test of it
     was refused, 2 for wrong input: no such report, test or commit, or a store that cannot be read or written, 130 when
-    interrupted. With 2 and 130 nothing was written.
+    interrupted. With 130 nothing was written, and with 2 as much as the message says.
     """
     if tests and causes:
         raise click.UsageError("tests are named, or chosen by --cause, not both")
@@ -136,7 +136,7 @@ def accept(
         click.echo("\ninterrupted; nothing was written", err=True)
         sys.exit(INTERRUPTED)
     with input_errors(StoreError, BackendError):
-        unlocked = {there.change(entries, gone) for entries, gone in by_device(accepted).values()}
+        unlocked = _write(there, accepted)
     titles = Counter(one.title for one in candidates)
     refused = [
         (f"{one.title} on {one.device}" if titles[one.title] > 1 else one.title, one.refused)
@@ -151,6 +151,23 @@ def accept(
         click.echo(f"warning: {why}", err=True)
     write_lines([_accounting(candidates, accepted, changing, [why for _, why in refused])])
     sys.exit(1 if refused else 0)
+
+
+def _write(store: Store, accepted: Sequence[Candidate]) -> set[str | None]:
+    """Write what was accepted, and return for each device why others could not be kept from writing, or ``None``.
+
+    Raises `BackendError`, which says how much was written, and `StoreError`.
+    """
+    unlocked: set[str | None] = set()
+    written = 0
+    for entries, gone in by_device(accepted).values():
+        try:
+            unlocked.add(store.change(entries, gone))
+        except BackendError as error:
+            written += error.written if isinstance(error, IncompleteChangeError) else 0
+            raise BackendError(f"{error}; {counted(written, 'baseline')} written") from error
+        written += len(entries)
+    return unlocked
 
 
 def _is_terminal() -> bool:

@@ -34,6 +34,7 @@ from pytest_gpumem.cli.project import devices_of_plugins, own_gpus_around
 from pytest_gpumem.cli.streams import (
     INTERRUPTED,
     InputError,
+    WholeLines,
     WholeNumber,
     format_option,
     input_errors,
@@ -329,7 +330,7 @@ def _advised_here(
         return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
 
     name = device.environment().device
-    trials = Trials(search.fits, subject, search, try_one, _say).run(name)
+    trials = Trials(search.fits, subject, search, try_one, WholeLines().write).run(name)
     notes = _notes(search)
     if trials.tried and not device.tells_time:
         notes += (f"{name}: memory as of PyTorch's own allocator, no times",)
@@ -366,7 +367,9 @@ def _advised_on_cards(
     for gpu in gpus:
         card = gpu if search.fits is None else with_capacity(gpu, search.fits)
         where = f"{card.title}: " if len(gpus) > 1 else ""
-        trials = Trials(capacity_of(card), subject, search, partial(try_on, card), _say, where, bool(done), elsewhere)
+        trials = Trials(
+            capacity_of(card), subject, search, partial(try_on, card), WholeLines().write, where, bool(done), elsewhere
+        )
         done.append(trials.run(card.title))
         if not done[-1].finished:
             break
@@ -393,10 +396,6 @@ def _notes(search: Search) -> tuple[str, ...]:
     return notes if search.task.lora is None else (*notes, DTYPE_OF_ADAPTERS)
 
 
-def _say(text: str) -> None:
-    click.echo(text, nl=False, err=True)
-
-
 def _with_code(
     found: Advice, subject: AdviceSubject, device_type: str, explain: Callable[[str, StepConfig], Explanation | str]
 ) -> Advice:
@@ -411,12 +410,13 @@ def _with_code(
         explanation: Explanation | str = ""
         # After Ctrl-C nothing more is begun.
         if found.finished:
-            click.echo(f"{config}: what its peak is made of ... ", nl=False, err=True)
+            progress = WholeLines()
+            progress.write(f"{config}: what its peak is made of ... ")
             try:
                 explanation = explain(device_name, config)
-                click.echo(explanation if isinstance(explanation, str) else "known", err=True)
+                progress.write(f"{explanation if isinstance(explanation, str) else 'known'}\n")
             except KeyboardInterrupt:
-                click.echo("interrupted", err=True)
+                progress.write("interrupted\n")
                 found = replace(found, finished=False)
         why_not, known = (explanation, None) if isinstance(explanation, str) else ("", explanation)
         configs.append(Recommended(config, device_name, code, known, why_not))

@@ -7,7 +7,7 @@ import os
 import click
 
 from pytest_gpumem.cli.project import own_gpus_around
-from pytest_gpumem.emulated_process.before_torch import PEAKS
+from pytest_gpumem.emulated_process.before_torch import PEAKS, QUIET
 from pytest_gpumem.emulated_process.start import environment_for
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import emulated_gpu
@@ -16,7 +16,12 @@ from pytest_gpumem.values.option_words import EMULATED
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--quiet", "-q", is_flag=True, help="Print no peaks, and record no history of the allocator.")
+@click.option(
+    "--quiet",
+    "-q",
+    is_flag=True,
+    help="Print no peaks and record no allocator history. Reasons why the program's own figures are wrong are still printed.",
+)
 @click.argument("gpu")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
@@ -46,7 +51,7 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     command = command[1:] if command[0] == "--" else command
     if not command:
         raise click.UsageError("there is no command after --")
-    environment = {**os.environ, **environment_for(emulated, os.environ), **({} if quiet else {PEAKS: "1"})}
+    environment = {**os.environ, **environment_for(emulated, os.environ), PEAKS: QUIET if quiet else "1"}
     try:
         os.execvpe(command[0], command, environment)  # noqa: S606 -- it takes this process's place, signals and status
     except OSError as error:

@@ -125,6 +125,26 @@ def write_lines(lines: Iterable[Line | str]) -> None:
         click.echo()
 
 
+class WholeLines:
+    """Writes to standard error in whole lines, since torch writes warnings of its own there in between.
+
+    A terminal shows a line that has begun as well, and the whole line in its place once it ends.
+    """
+
+    def __init__(self) -> None:
+        self._begun = ""
+
+    def write(self, text: str) -> None:
+        """Write a text, which ends a line or is continued by the next one."""
+        self._begun += text
+        has_ended = self._begun.endswith("\n")
+        if sys.stderr.isatty():
+            click.echo(f"\r\x1b[K{self._begun}", nl=False, err=True)
+        elif has_ended:
+            click.echo(self._begun, nl=False, err=True)
+        self._begun = "" if has_ended else self._begun
+
+
 def read_report(path: Path) -> SessionReport:
     """Return the report in a JSON file. Raises `InputError`, which names the file."""
     try:

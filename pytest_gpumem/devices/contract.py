@@ -62,6 +62,8 @@ class Peak:
     allocated: int
     reserved: int | None = None
     """``None`` where the device has no such thing."""
+    reaching: int | None = None
+    """The same as ``allocated`` with the most that unplanned workspaces take; ``None`` if the device plans all workspaces."""
 
 
 def highest(first: Peak | None, second: Peak) -> Peak:
@@ -437,7 +439,10 @@ class Device(ABC):
         tokens.extend(found)
 
     def keep_snapshot(self, path: Path) -> None:
-        """Write what the allocator itself recorded in the latest `recorded` region, where it does. Raises ``OSError``."""
+        """Write the allocator's own record of the latest `recorded` region to a file, whole. Raises ``OSError``.
+
+        A device whose allocator records nothing writes no file.
+        """
 
     def unrecorded(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is recorded or slowed down, for taking times. No window sees its peak.

@@ -21,6 +21,7 @@ from pytest_gpumem.emulation.load import CONTEXT_BYTES
 from pytest_gpumem.measurement import Environment
 from pytest_gpumem.torch_support.private_api import tf32_allowed
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
+from pytest_gpumem.whole_file import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -233,7 +234,7 @@ class CudaDevice(Device):
 
     def keep_snapshot(self, path: Path) -> None:
         if self._snapshot is not None:
-            with path.open("wb") as file:
+            with replacing(path) as draft, draft.open("wb") as file:
                 pickle.dump(self._snapshot, file)
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    from pytest_gpumem.devices.contract import Peak
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.emulation.load import Emulation
     from pytest_gpumem.host_values.mode import HostValues
@@ -51,7 +52,7 @@ class EmulatedDevice(CudaDevice):
 
     def lacks(self, feature: str) -> str | None:
         if feature == "values":
-            return "an emulated GPU does not compute the values of tensors, but of small ones"
+            return "an emulated GPU computes the values of small tensors only"
         if feature.startswith("max-autotune"):
             return f"compile={feature} takes the kernels that are fastest, and an emulated GPU does not know which"
         return super().lacks(feature)
@@ -73,6 +74,15 @@ class EmulatedDevice(CudaDevice):
         # What was read before belongs to no measured test.
         self.lost()
         self.take_reads()
+
+    def peak(self) -> Peak:
+        peak = super().peak()
+        reaching = self._emulation.cudnn.reaching(self.torch_device.index, self._counter)
+        return replace(peak, reaching=max(peak.allocated, reaching))
+
+    def reset_peak(self) -> None:
+        super().reset_peak()
+        self._emulation.cudnn.forget_reaching(self.torch_device.index)
 
     def lost(self) -> str | None:
         values = _values()

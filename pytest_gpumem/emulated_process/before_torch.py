@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 DESCRIPTION = "GPUMEM_EMULATED_GPU"
 """Variable with the figures of the emulated GPU, which may be of a project that a process knows nothing of."""
 PEAKS = "GPUMEM_EMULATED_PEAKS"
-"""Set if a program's peaks are printed when it ends."""
+"""Set for each process of a program that `gpumem emulate` runs. It prints its peaks when it ends, or with `QUIET` only what is
+wrong with them."""
+QUIET = "quiet"
 USAGE = "GPUMEM_EMULATED_USAGE"
 """The folder to which each process writes its usage, if it does."""
 STEPS = "GPUMEM_EMULATED_STEPS"
@@ -85,10 +87,10 @@ def gpu_told() -> Mapping[str, Gpu]:
 
 def record_if_told_to() -> None:
     """Record peaks or usage of this process where the environment says so. torch has been imported."""
-    if os.environ.get(PEAKS):
+    if printed := os.environ.get(PEAKS):
         from pytest_gpumem.emulated_process.peaks import print_at_exit
 
-        print_at_exit()
+        print_at_exit(is_quiet=printed == QUIET)
     if folder := os.environ.get(USAGE):
         from pytest_gpumem.emulated_process.usage_recorder import record_usage
 

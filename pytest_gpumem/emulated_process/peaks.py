@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.host_values.scope import current
 from pytest_gpumem.torch_support.private_api import cuda_snapshot, start_cuda_history, when_cuda_begins
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.units import format_bytes
@@ -105,18 +107,34 @@ def line_of(frames: Sequence[Mapping[str, Any]], torchs: str) -> str:
     return NOWHERE
 
 
-def print_at_exit() -> None:
-    """Record the allocator once CUDA is used, and print the peaks when the process ends."""
-    when_cuda_begins(_begin)
+def print_at_exit(*, is_quiet: bool) -> None:
+    """Print the peaks when the process ends, and why they may be wrong.
+
+    Args:
+        is_quiet: Print only why the figures that the program prints itself may be wrong, and record no history.
+    """
+    when_cuda_begins(partial(_begin, is_quiet))
 
 
-def _begin() -> None:
+def _begin(is_quiet: bool) -> None:
     peaks = KeptPeaks()
     peaks.begin()
-    backend = torch.cuda.memory.get_allocator_backend()
-    if backend == "native":
-        start_cuda_history()
-    atexit.register(_print, peaks, backend)
+    atexit.register(_print_doubts, peaks)
+    if not is_quiet:
+        backend = torch.cuda.memory.get_allocator_backend()
+        if backend == "native":
+            start_cuda_history()
+        atexit.register(_print, peaks, backend)  # before what was registered earlier
+
+
+def _print_doubts(peaks: KeptPeaks) -> None:
+    peaks.take()
+    emulation, values = current_emulation(), current()
+    lacking = None if emulation is None else emulation.cudnn.lacking(peaks.allocated)
+    if lacking is not None:
+        _say(f"gpumem: peaks may be too low: {lacking}")
+    if values is not None and values.reads.first_trouble is not None:
+        _say(f"gpumem: peaks may be wrong: {values.reads.first_trouble}")
 
 
 def _print(peaks: KeptPeaks, backend: str) -> None:
@@ -130,10 +148,6 @@ def _print(peaks: KeptPeaks, backend: str) -> None:
             if allocated:
                 peak = _peak(device, allocated, peaks.reserved[device])
                 _say(f"{peak}. What was live then is not known: the allocator ({backend}) keeps no history")
-    emulation = current_emulation()
-    lacking = None if emulation is None else emulation.cudnn.lacking()
-    if lacking is not None:
-        _say(f"gpumem: peaks may be too low: {lacking}")
 
 
 def _tell_with_lines(peaks: KeptPeaks) -> None:

@@ -96,7 +96,7 @@ class _Recorder:
             expandable=bool(used) and expandable_segments_are_on(),
             unknown=values.reads.first_trouble if values is not None else None,
             without_statistics=not keeps_statistics(),
-            lacking=emulation.cudnn.lacking() if emulation is not None else None,
+            lacking=emulation.cudnn.lacking(self._peaks.allocated) if emulation is not None else None,
             no_kernels=no_kernels(torch.__version__, torch.cuda.get_arch_list(), emulation.gpu.capability)
             if emulation is not None
             else None,

@@ -18,7 +18,7 @@ from pytest_gpumem.emulation.neighbours import Needs, needed_beside
 from pytest_gpumem.emulation.torch_build import needs_of_triton
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.emulation.libraries import Library
     from pytest_gpumem.emulation.torch_build import TorchBuild
@@ -27,7 +27,10 @@ FIRST = "libcudart"
 """Loaded before the others, which link to it: it has the GPU."""
 LINKED = "libcuda.so"
 """The driver's name for a linker, for older releases of Triton."""
-_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=default", "-fexceptions", "-w")
+PLANNER = "cudnn_planner"
+"""The program in which the real cuDNN plans convolutions."""
+_C = ("-std=gnu11", "-O2", "-w")
+_FLAGS = (*_C, "-fPIC", "-shared", "-fvisibility=default", "-fexceptions")
 
 
 class _Needed(NamedTuple):
@@ -123,6 +126,7 @@ def _compile_all(compiler: str, torch: TorchBuild, beside: Needs, draft: Path) -
     for soname in sorted(needed, key=lambda soname: soname != first):
         link = () if soname == first else (str(draft / first),)
         _compile(compiler, torch, soname, needed[soname], sources, (*link, "-ldl", "-lpthread"))
+    _compile_planner(compiler, sources)
     shutil.rmtree(sources)
     (draft / LINKED).symlink_to(DRIVER)
 
@@ -146,13 +150,24 @@ def _compile(
     command = [compiler, *_FLAGS, f"-I{sources}", *(f"-D{name}={value}" for name, value in definitions.items())]
     command += [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}", "-o", str(sources.parent / soname)]
     command += [*(str(sources / name) for name in library.sources), str(rest), *link]
+    _run_compiler(compiler, command, soname)
+
+
+def _compile_planner(compiler: str, sources: Path) -> None:
+    """Compile the program that plans convolutions with the real cuDNN, beside the libraries."""
+    program = sources.parent / PLANNER
+    command = [compiler, *_C, f"-I{sources}", "-o", str(program), str(sources / f"{PLANNER}.c"), "-ldl"]
+    _run_compiler(compiler, command, PLANNER)
+
+
+def _run_compiler(compiler: str, command: Sequence[str], product: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise EmulationError(f"the C compiler {compiler} cannot be run: {error.strerror}") from None
     if done.returncode != 0:
         raise EmulationError(
-            f"the C compiler {compiler} failed on the emulated GPU's {soname}:\n{done.stderr.strip()[-2000:]}"
+            f"the C compiler {compiler} failed on the emulated GPU's {product}:\n{done.stderr.strip()[-2000:]}"
         )
 
 

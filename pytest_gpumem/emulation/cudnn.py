@@ -11,6 +11,8 @@ from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.option_words import NO_CUDNN
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pytest_gpumem.emulation.torch_build import TorchBuild
 
 _OLDEST = (9, 8)
@@ -22,6 +24,9 @@ WHY_RECURRENT = (
     "(0 on GPUs that are not Hopper's), since cuDNN tells both on a GPU only"
 )
 """The reason why peaks with recurrent layers may be too low, as a clause."""
+
+
+_UNPLANNED = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 class Cudnn:
@@ -38,6 +43,12 @@ class Cudnn:
         self._installed = installed_cudnn(torch) if torch.cudnn >= _OLDEST else None
         if self._installed is not None:
             stand_in.gpumem_use_cudnn(str(self._installed).encode())
+        self._unplanned = _UNPLANNED(self._take_unplanned)
+        stand_in.gpumem_tell_unplanned(self._unplanned)
+        self._most = 0
+        """The largest estimate of a workspace that nobody has planned."""
+        self._reaching: dict[int, dict[str, int]] = {}
+        """The most live bytes at a convolution with the estimate of its workspace, by GPU and statistic of the allocator."""
 
     def convolutions(self) -> int:
         """Return how many convolutions were run in this process, backward ones included."""
@@ -48,24 +59,54 @@ class Cudnn:
         number = int(self._stand_in.gpumem_cudnn_release())
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else NO_CUDNN
 
+    def reaching(self, gpu: int, statistic: str) -> int:
+        """Return the most bytes that may have been live since `forget_reaching`, with workspaces that nobody has planned.
+
+        Args:
+            gpu: The index of the GPU.
+            statistic: What the allocator's statistic counts: ``"requested_bytes"`` or ``"allocated_bytes"``.
+
+        Returns:
+            0 if no convolution ran without a plan.
+        """
+        return self._reaching.get(gpu, {}).get(statistic, 0)
+
+    def forget_reaching(self, gpu: int) -> None:
+        """Forget what `reaching` returns for a GPU."""
+        self._reaching.pop(gpu, None)
+
+    def _take_unplanned(self, most: int) -> None:
+        import torch
+
+        self._most = max(self._most, most)
+        gpu = torch.cuda.current_device()
+        reaching = self._reaching.setdefault(gpu, {})
+        for statistic, live in torch.cuda.memory_stats_as_nested_dict(gpu).items():
+            if statistic in ("requested_bytes", "allocated_bytes"):
+                reaching[statistic] = max(reaching.get(statistic, 0), live["all"]["current"] + most)
+
     def recurrent(self) -> int:
         """Return how many passes of recurrent layers were run in this process, backward ones included."""
         return int(self._stand_in.gpumem_recurrent())
 
-    def lacking(self) -> str | None:
-        """Return why peaks of this process may be too low, as a clause; ``None`` if all that ran in it is known."""
-        return "; ".join(filter(None, (self.lacking_of_convolutions(), self.lacking_of_recurrent()))) or None
+    def lacking(self, peaks: Mapping[int, int] | None = None) -> str | None:
+        """Return why peaks of this process may be too low, as a clause; ``None`` if all that ran in it is known.
 
-    def lacking_of_convolutions(self) -> str | None:
-        """Return what peaks lack of convolutions; ``None`` if none ran, or cuDNN plans them.
-
-        A workspace is freed after its convolution, so a peak is too low by one of them at most.
+        Args:
+            peaks: The process's peak of allocated bytes by GPU, if it is known.
         """
-        if not self.convolutions() or self.release() != NO_CUDNN:
-            return None
-        most = ctypes.c_int64()
-        self._stand_in.gpumem_tell_most_workspace(ctypes.byref(most))
-        return f"{self.why_zero()}; the largest is estimated at {format_bytes(most.value)} at most"
+        return "; ".join(filter(None, (self.lacking_of_convolutions(peaks), self.lacking_of_recurrent()))) or None
+
+    def lacking_of_convolutions(self, peaks: Mapping[int, int] | None = None) -> str | None:
+        """Return what peaks lack of convolutions; ``None`` if it is nothing, or cuDNN plans them.
+
+        A workspace is freed after its convolution. So a peak lacks at most what one convolution reaches above it. For example,
+        100 MB live and a workspace of 50 MB change no peak of 180 MB.
+        """
+        missing = self._most
+        if peaks is not None:
+            missing = max((self.reaching(gpu, "allocated_bytes") - peak for gpu, peak in peaks.items()), default=0)
+        return f"{self.why_zero()}; a peak lacks at most {format_bytes(missing)}" if missing > 0 else None
 
     def lacking_of_recurrent(self) -> str | None:
         """Return what peaks may lack of recurrent layers; ``None`` if none ran."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.explain.over_time import over_time_of
 from pytest_gpumem.values.plain import to_plain
+from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,11 +42,13 @@ class Artifacts:
             return None
         self._count += 1
         name = artifact_name(self._nodeid, self._count)
+        timeline, snapshot = (self._folder / f"{name}.{suffix}" for suffix in ("timeline.json", "snapshot.pickle"))
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            timeline = json.dumps(timeline_to_plain(self._nodeid, recorded)) + "\n"
-            (self._folder / f"{name}.timeline.json").write_text(timeline, encoding="utf-8")
-            self._device.keep_snapshot(self._folder / f"{name}.snapshot.pickle")
+            for earlier in (timeline, snapshot):
+                # An earlier session's file must not be taken for this one's.
+                earlier.unlink(missing_ok=True)
+            write_whole(timeline, json.dumps(timeline_to_plain(self._nodeid, recorded)) + "\n")
+            self._device.keep_snapshot(snapshot)
         except OSError as error:
             return f"{self._folder}: cannot write what was recorded (--gpumem-artifacts): {error}"
         return None

@@ -12,6 +12,7 @@ from pytest_gpumem.torch_support.private_api import next_node_number, running_no
 from pytest_gpumem.torch_support.reachability import storage_of, tensors_in
 from pytest_gpumem.values.layers import folded
 from pytest_gpumem.values.operator_counts import NOWHERE, OperatorSite
+from pytest_gpumem.values.source_lines import all_chains
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +53,7 @@ class OperatorSites:
         self._first_number = next_node_number()
         self._made: dict[int, tuple[int, OperatorSite]] = {}
         """Thread and place of each node's creation, by autograd's number, which each thread counts."""
-        self._at_line: dict[Site, OperatorSite] = {}
+        self._at_line: dict[tuple[str, str], OperatorSite] = {}
         """Place of the first operator of forward at each line."""
         self.modules: set[str] = set()
         """Paths of the modules in which operators ran."""
@@ -68,16 +69,16 @@ class OperatorSites:
         module, site = self._tracker.module, self._sites.here(2)
         self.modules.add(module)
         number = running_node_number()
+        place = OperatorSite(module, site.user, site.library, all_chains([site.callers]))
+        line = site.user, site.library
         if number is None:
-            place = OperatorSite(module, *site)
             # Of any layer: what is recomputed there does not tell of which it is.
-            self._at_line.setdefault(site, replace(place, module=folded(module)))
+            self._at_line.setdefault(line, replace(place, module=folded(module)))
             self._in_module.setdefault((module, site.library), place)
         elif site.user or site.library:
             # What a node runs in Python: a part that is computed again, or a function's own backward.
-            place = OperatorSite(module, *site)
             if not module:
-                place = self._at_line.get(site, place)
+                place = self._at_line.get(line, place)
             elif not site.user:
                 place = self._in_module.get((module, site.library), place)
         else:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.renewed_inputs import renewals
+from pytest_gpumem.explain.survivors import is_workspace, survivors_of
 from pytest_gpumem.explain.trace import Label, Mark
-from pytest_gpumem.values.composition import Composition, Holder, Row, joined, merged, ranked
+from pytest_gpumem.units import format_bytes
+from pytest_gpumem.values.composition import Composition, Row, holder_at, joined, merged, ranked
+from pytest_gpumem.values.source_lines import all_chains
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from pytest_gpumem.explain.lifetimes import Lifetime, Timeline
-
-
-_T = TypeVar("_T")
+    from pytest_gpumem.explain.blocks import Lifetime, Timeline
+    from pytest_gpumem.explain.survivors import Ambiguous, Replacement
+    from pytest_gpumem.values.composition import Holder
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
@@ -42,76 +43,108 @@ def compositions_of_phases(timeline: Timeline, own: int) -> dict[str, Compositio
     }
 
 
-def composition_of_retained(timeline: Timeline) -> Composition:
-    """Return the composition of retained bytes: allocated in the step, and live after garbage was collected."""
-    left = left_by(timeline)
-    return _composition(timeline, left, sum(block.nbytes for block in left))
+def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
+    """Return the composition of the bytes kept by the step. ``growth`` is the argument of `survivors_of`."""
+    survivors = survivors_of(timeline, growth)
+    step = (timeline, *timeline.following)[survivors.step]
+    rows = [
+        *(_row(block, step) for block in survivors.blocks),
+        *(_row_of_ambiguous(pool, step) for pool in survivors.ambiguous),
+        *(replace(_row(larger.block, step), nbytes=larger.nbytes) for larger in survivors.replacements),
+    ]
+    notes = [*map(_note_on_ambiguous, survivors.ambiguous)]
+    if survivors.replacements:
+        notes.append(
+            f"{format_bytes(survivors.difference)} is a difference: a larger tensor replaces the one before, as the result of "
+            "torch.cat replaces a cache"
+        )
+    return Composition(survivors.nbytes, joined(merged(rows), timeline.layers), timeline.recomputed, tuple(notes))
 
 
-def holders_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[Holder, ...]:
-    """Return the holders of the retained bytes.
+def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) -> tuple[Holder, ...]:
+    """Return the holders of the bytes kept by the step.
+
+    A holder is certain unless its blocks are ambiguous and these blocks have several holders.
 
     Args:
-        timeline: The recorded step.
-        paths: The path to the holder of each block that the step left, by address.
+        timeline: The recorded step and the following steps.
+        paths: The path to the holder of each block that is live at the end of the recording, by address.
+        growth: The argument of `survivors_of`.
     """
-    return _holders(timeline, ((block, paths.get(block.address)) for block in left_by(timeline)))
+    survivors = survivors_of(timeline, growth)
+    step = (timeline, *timeline.following)[survivors.step]
+    rows = [
+        *(([block], _row(block, step)) for block in survivors.blocks),
+        *((pool.blocks, _row_of_ambiguous(pool, step)) for pool in survivors.ambiguous),
+        *(part for larger in survivors.replacements for part in _rows_of_replacement(larger, step)),
+    ]
+    return _holders(timeline, rows, paths)
+
+
+def _rows_of_replacement(larger: Replacement, timeline: Timeline) -> Iterator[tuple[Sequence[Lifetime], Row]]:
+    """Yield the latest blocks of a replacement, with the difference as a row.
+
+    If several blocks have equal sizes, their differences are equal. Example: a line replaces a cache of keys and a cache of
+    values. Otherwise the difference of each block is not known, and the row has all blocks.
+    """
+    row = _row(larger.block, timeline)
+    number = len(larger.latest)
+    is_shared = number > 1 and len({block.nbytes for block in larger.latest}) == 1 and larger.nbytes % number == 0
+    for blocks in ([block] for block in larger.latest) if is_shared else [larger.latest]:
+        yield blocks, replace(row, nbytes=larger.nbytes // number if is_shared else larger.nbytes)
 
 
 def holders_of_inputs_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[Holder, ...]:
     """Return the holders of the inputs that the step makes anew. ``paths`` are as for `holders_in`."""
-    return _holders(timeline, ((freed, paths.get(made.address)) for freed, made in renewals(timeline.lifetimes)))
-
-
-def _holders(timeline: Timeline, blocks_with_paths: Iterable[tuple[Lifetime, str | None]]) -> tuple[Holder, ...]:
-    of_path: dict[str, list[Lifetime]] = {}
-    for block, path in blocks_with_paths:
-        if path is not None:
-            of_path.setdefault(path, []).append(block)
-    return ranked(
-        Holder(path, Composition(sum(block.nbytes for block in blocks), _rows(timeline, blocks)))
-        for path, blocks in of_path.items()
-    )
-
-
-def left_by(timeline: Timeline) -> list[Lifetime]:
-    """Return the blocks that the step allocated and that are live after garbage was collected.
-
-    Without those in whose place an older one was freed: a gradient that is made anew in each step is not kept by it. That is
-    first one of the same owner, then any of the same size, whose owner may have been another or not known.
-    """
-    left = [
-        block
-        for block in timeline.lifetimes
-        if block.allocated >= 0 and block.freed is None and not _is_workspace(block, timeline)
+    rows = [
+        ([renewal.latest], _row(renewal.freed, timeline))
+        for renewal in renewals(timeline)
+        if renewal.freed.own and renewal.latest is not None
     ]
-    replaced = Counter(
-        _owner_and_size(block)
-        for block in timeline.lifetimes
-        if block.own and block.allocated < 0 and block.freed is not None
+    return _holders(timeline, rows, paths)
+
+
+def _holders(
+    timeline: Timeline, rows: Iterable[tuple[Sequence[Lifetime], Row]], paths: Mapping[int, str]
+) -> tuple[Holder, ...]:
+    """Return the holders of rows, each with the blocks that may be its memory. Without any path a row is left out."""
+    rows_at: dict[frozenset[str], list[Row]] = {}
+    for blocks, row in rows:
+        at = frozenset(paths[block.address] for block in blocks if block.address in paths)
+        if at:
+            rows_at.setdefault(at, []).append(row)
+    return ranked(
+        holder_at(at, Composition(sum(row.nbytes for row in its_rows), joined(merged(its_rows), timeline.layers)))
+        for at, its_rows in rows_at.items()
     )
-    kept = _without(left, replaced, _owner_and_size)
-    sizes: Counter[int] = Counter()
-    for (nbytes, _, _), number in replaced.items():
-        sizes[nbytes] += number
-    return _without(kept, sizes, lambda block: block.nbytes)
 
 
-def _without(blocks: Iterable[Lifetime], replaced: Counter[_T], key: Callable[[Lifetime], _T]) -> list[Lifetime]:
-    """Return the blocks without as many of each ``key`` as were ``replaced``, which are taken off from that."""
-    kept = []
-    for block in blocks:
-        same = key(block)
-        if replaced[same]:
-            replaced[same] -= 1
-        else:
-            kept.append(block)
-    return kept
+def _row_of_ambiguous(pool: Ambiguous, timeline: Timeline) -> Row:
+    """Return a row with the lines of all blocks. Its other texts are empty if the blocks differ."""
+    rows = merged(_row(block, timeline) for block in pool.blocks)
+
+    def common(texts: Iterable[str], otherwise: str = "") -> str:
+        different = set(texts)
+        return different.pop() if len(different) == 1 else otherwise
+
+    return Row(
+        common((row.category for row in rows), "other"),
+        pool.blocks[0].nbytes * pool.number,
+        module=common(row.path for row in rows),
+        site=" or ".join(sorted({row.where for row in rows if row.where})),
+        operator=" or ".join(sorted({row.operator for row in rows if row.operator})),
+        tensor=common(row.tensor for row in rows),
+        count=pool.number,
+    )
 
 
-def _owner_and_size(block: Lifetime) -> tuple[int, str, str]:
-    label = block.label
-    return (block.nbytes, "", "") if label is None else (block.nbytes, label.category, label.module)
+def _note_on_ambiguous(pool: Ambiguous) -> str:
+    nbytes, number = format_bytes(pool.blocks[0].nbytes), len(pool.blocks)
+    freed = number - pool.number
+    return (
+        f"{pool.number} of {number} tensors with {nbytes} each is kept, and which one is not known: the step freed "
+        f"{freed} older of this size"
+    )
 
 
 def composition_of_garbage(timeline: Timeline) -> Composition:
@@ -124,15 +157,11 @@ def composition_of_garbage(timeline: Timeline) -> Composition:
 
 
 def _composition(timeline: Timeline, lifetimes: Iterable[Lifetime], total: int) -> Composition:
-    rows = _rows(timeline, lifetimes)
+    rows = joined(merged(_row(block, timeline) for block in lifetimes if block.own), timeline.layers)
     unattributed = total - sum(row.nbytes for row in rows)
     if unattributed:
         rows = (*rows, Row("unattributed", unattributed, count=1))
     return Composition(total, rows, timeline.recomputed)
-
-
-def _rows(timeline: Timeline, lifetimes: Iterable[Lifetime]) -> tuple[Row, ...]:
-    return joined(merged(_row(block, timeline) for block in lifetimes if block.own), timeline.layers)
 
 
 def _row(block: Lifetime, timeline: Timeline) -> Row:
@@ -147,6 +176,7 @@ def _row(block: Lifetime, timeline: Timeline) -> Row:
         library=mark.library,
         operator=block.node or block.operator.removeprefix("aten::"),
         tensor=label.tensor or block.tensor,
+        callers=all_chains([mark.callers]),
     )
 
 
@@ -156,7 +186,7 @@ def category_of(block: Lifetime, timeline: Timeline) -> str:
         return category_of(block.matched, timeline)
     if block.label is not None:
         return block.label.category
-    if _is_workspace(block, timeline) or (block.allocated >= 0 and _freed_by(block, block.call_ended)):
+    if is_workspace(block, timeline) or (block.allocated >= 0 and _freed_by(block, block.call_ended)):
         return "workspace"
     if block.allocated < 0:
         return "other"
@@ -177,14 +207,6 @@ def _of_python_code(block: Lifetime, timeline: Timeline) -> str:
         return "activation"
     ended = timeline.step_ended if timeline.step_ended is not None else len(timeline.live)
     return "temporary" if _freed_by(block, ended) else "other"
-
-
-def _is_workspace(block: Lifetime, timeline: Timeline) -> bool:
-    """Return whether the block was freed with the workspaces that the backend gave back after the step."""
-    if timeline.workspaces is None or block.freed is None:
-        return False
-    begin, end = timeline.workspaces
-    return begin <= block.freed <= end
 
 
 def _freed_by(block: Lifetime, moment: int | None) -> bool:

@@ -109,7 +109,8 @@ class LeftByRun:
 
     def joined_to(self, explanation: Explanation) -> Explanation:
         """Return the explanation of the recorded run, with what the measured run left and the recorded one did not."""
-        more = self.holders({holder.path for holder in explanation.holders})
+        besides = {path for holder in explanation.holders for path in (holder.path, *holder.alternatives)}
+        more = self.holders(besides)
         if not more:
             return explanation
         retained = explanation.retained

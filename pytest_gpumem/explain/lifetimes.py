@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
-from itertools import cycle
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.explain.blocks import Lifetime, Timeline
+from pytest_gpumem.explain.leftovers import with_leftovers
 from pytest_gpumem.explain.trace import WHOLE_STEP, GraphCalls, Label, Mark, SpanStack
 from pytest_gpumem.torch_support.static_access import tensor_text
 from pytest_gpumem.values.composition import item_bits
@@ -19,75 +19,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.explain.trace import Trace
     from pytest_gpumem.values.layers import Numbers
-    from pytest_gpumem.values.module_calls import ModuleCalls
-
-
-@dataclass(frozen=True, slots=True)
-class Lifetime:
-    """A block from its allocation to its free. Moments are indices of tokens; -1 is before the recording."""
-
-    address: int
-    nbytes: int
-    allocated: int
-    freed: int | None = None
-    """``None`` when it outlived the recording."""
-    own: bool = True
-    """True if it is the step's: allocated by it, or held when it began."""
-    phase: str = ""
-    """The step's phase; of code that has none, ``forward``, ``backward`` or ``optimizer``."""
-    operator: str = ""
-    node: str = ""
-    """Node of the autograd graph that allocated it; empty where Python code of the step or of a module did."""
-    in_optimizer: bool = False
-    recomputed: bool = False
-    """True if Python code allocated it during backward: recomputed code."""
-    mark: Mark | None = None
-    """The innermost mark around its allocation; in backward that around the operator that made the node."""
-    call_ended: int | None = None
-    """The end of the innermost call that allocated it: of a torch function, a node, or an operator."""
-    module_ended: int | None = None
-    """The end of the innermost module that allocated it; ``None`` outside of modules."""
-    tensor: str = ""
-    label: Label | None = None
-    matched: Lifetime | None = None
-    """For a block that an earlier step left: the block of its size that this step leaves, which was made in the same way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """Live bytes over a recording, less what was live when it began: after each token, and the highest of them.
-
-    Moments are indices of tokens.
-    """
-
-    live: tuple[int, ...]
-    peak: int
-    """Moment of the peak; -1 when live bytes never exceeded those of the beginning."""
-    peak_bytes: int
-    lifetimes: tuple[Lifetime, ...]
-    recomputed: Mapping[str, int]
-    nodes: tuple[int, ...] = ()
-    """The moments at which nodes of the autograd graph began to run."""
-    step_ended: int | None = None
-    garbage: tuple[int, int] | None = None
-    """First and last moment of the collection of cycles, after the step."""
-    workspaces: tuple[int, int] | None = None
-    """First and last moment of the release of the backend's workspaces, after the step."""
-    no_grad: ModuleCalls = field(default_factory=dict)
-    no_backward: ModuleCalls = field(default_factory=dict)
-    """Calls of modules with grad mode off, and without a part in backward: see `GraphCalls`."""
-    layers: Mapping[str, frozenset[Numbers]] = field(default_factory=dict)
-    """The layers that there are of each module, by its folded path."""
-    phases: Mapping[str, int] = field(default_factory=dict)
-    """Moment of the peak of each phase in which anything was allocated."""
-
-    def at(self, moment: int) -> list[Lifetime]:
-        """Return the blocks that are live right after a moment."""
-        return [
-            block
-            for block in self.lifetimes
-            if block.allocated <= moment and (block.freed is None or block.freed > moment)
-        ]
 
 
 def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
@@ -96,38 +27,29 @@ def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
     ``own_bytes`` are the step's when it began. Those not found on anything that it holds were left by earlier steps, as in a
     list, or by a graph: of a step that repeats, each does what this one did.
     """
-    timeline = _Reader(trace).read()
+    timeline = _with_following(_Reader(trace).read(), trace)
     if own_bytes is None:
         return timeline
-    return replace(timeline, lifetimes=_with_leftovers(timeline.lifetimes, own_bytes))
+    return replace(timeline, lifetimes=with_leftovers(timeline, own_bytes))
 
 
-def _with_leftovers(lifetimes: tuple[Lifetime, ...], own_bytes: int) -> tuple[Lifetime, ...]:
-    """Match older blocks without an owner with blocks of the same size that this step leaves behind.
-
-    They are the step's as far as ``own_bytes`` has room for them beside what else it held when it began.
-    """
-    kept: dict[int, list[Lifetime]] = {}
-    for block in lifetimes:
-        if block.allocated >= 0 and block.freed is None and block.label is None:
-            kept.setdefault(block.nbytes, []).append(block)
-    turns = {nbytes: cycle(blocks) for nbytes, blocks in kept.items()}
-
-    def is_leftover(block: Lifetime) -> bool:
-        return block.allocated < 0 and block.label is None and block.nbytes in kept
-
-    room = own_bytes - sum(
-        block.nbytes for block in lifetimes if block.allocated < 0 and block.own and not is_leftover(block)
-    )
-    found = [block for block in lifetimes if not is_leftover(block)]
-    for block in _in_turn(filter(is_leftover, lifetimes), kept):
-        # What it held and frees is none of what later steps have kept, even where those leave no room for it.
-        if block.nbytes <= room or (block.own and block.freed is not None):
-            room -= block.nbytes
-            found.append(replace(block, own=True, matched=next(turns[block.nbytes])))
-        else:
-            found.append(replace(block, own=False))
-    return tuple(sorted(found, key=lambda block: (block.allocated, block.address)))
+def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
+    """Return the timeline with those of the steps that ran after it, and with the blocks that outlived these steps."""
+    steps = [timeline]
+    for tokens in trace.following:
+        there = {block.address: block.nbytes for block in steps[-1].lifetimes if block.freed is None}
+        steps.append(_Reader(replace(trace, tokens=tokens, before=there, own=frozenset(), following=())).read())
+    freed_later: frozenset[int] = frozenset()
+    for number in range(len(steps) - 2, -1, -1):
+        freed_later |= {
+            block.address for block in steps[number + 1].lifetimes if block.is_older and block.freed is not None
+        }
+        lifetimes = (
+            replace(block, lasts=block.address not in freed_later) if block.freed is None else block
+            for block in steps[number].lifetimes
+        )
+        steps[number] = replace(steps[number], lifetimes=tuple(lifetimes))
+    return replace(steps[0], following=tuple(steps[1:]))
 
 
 def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | None) -> Iterator[Lifetime]:
@@ -138,26 +60,6 @@ def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | 
             yield replace(block, own=True)
         else:
             yield block
-
-
-def _in_turn(leftovers: Iterable[Lifetime], kept: Mapping[int, list[Lifetime]]) -> list[Lifetime]:
-    """Return leftovers in the order in which they are taken for the step's, so that addresses do not decide which are.
-
-    Those that it frees come first: later steps have not kept them. The others come a step's worth of all sizes at a time, the
-    step's own first, as it is known what leads to them. ``kept`` are the blocks that the step leaves, by size.
-    """
-    ordered = sorted(leftovers, key=lambda block: (block.freed is None, not block.own))
-    freed = Counter(block.nbytes for block in ordered if block.freed is not None)
-    seen: Counter[int] = Counter()
-    turns = []
-    for block in ordered:
-        if block.freed is not None:
-            turns.append(-1)
-            continue
-        each_step = max(1, len(kept[block.nbytes]) - freed[block.nbytes])
-        turns.append(seen[block.nbytes] // each_step)
-        seen[block.nbytes] += 1
-    return [block for _, block in sorted(zip(turns, ordered, strict=True), key=lambda pair: pair[0])]
 
 
 def _is_more_specific(label: Label, block: Lifetime) -> bool:
@@ -199,8 +101,8 @@ class _Reader:
         self._spans: dict[str, tuple[int, int]] = {}
         self._lines: set[tuple[str, str]] = set()
         """The lines that forward reached: backward that reaches one of them computes it again."""
-        self._sites: dict[str, tuple[str, str]] = {}
-        """The latest line in forward of each module."""
+        self._sites: dict[str, Mark] = {}
+        """The latest mark in forward of each module that has a line."""
         self._paths: dict[tuple[str, str], str] = {}
         """The module in which forward reached a line, for code that is recomputed outside of any module's call."""
         self._calls = GraphCalls(trace.marks)
@@ -276,7 +178,7 @@ class _Reader:
             event.nbytes,
             moment,
             phase=_phase(around),
-            operator=around.operator,
+            operator=around.operator_of(event.nbytes),
             node=around.node.name if around.node is not None else "",
             in_optimizer=around.in_optimizer,
             recomputed=around.recomputed,
@@ -299,8 +201,8 @@ class _Reader:
         if not mark.path:
             return replace(mark, path=self._paths.get((mark.site, mark.library), ""))
         if not mark.site and not mark.library and mark.path in self._sites:
-            site, library = self._sites[mark.path]
-            return replace(mark, site=site, library=library)
+            forward = self._sites[mark.path]
+            return replace(mark, site=forward.site, library=forward.library, callers=forward.callers)
         return mark
 
     def _opened(self, moment: int, span: Open) -> None:
@@ -328,7 +230,7 @@ class _Reader:
         if in_node is None:
             self._lines.add((mark.site, mark.library))
             if mark.path:
-                self._sites[mark.path] = mark.site, mark.library
+                self._sites[mark.path] = mark
                 self._paths.setdefault((mark.site, mark.library), mark.path)
             return
         above = [self._trace.marks[span.mark].kind for _, span in self._open[in_node + 1 : -1] if span.kind == "mark"]

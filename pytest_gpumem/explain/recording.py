@@ -18,12 +18,12 @@ from pytest_gpumem.explain.compose import (
     compositions_of_phases,
     holders_in,
     holders_of_inputs_in,
-    left_by,
 )
 from pytest_gpumem.explain.cycles import collect_cycles
 from pytest_gpumem.explain.holders import holders_of
-from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
+from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.renewed_inputs import renewals, with_makers_of_inputs
+from pytest_gpumem.explain.survivors import survivors_of
 from pytest_gpumem.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
 from pytest_gpumem.torch_support.private_api import compiled_graphs
@@ -33,16 +33,21 @@ from pytest_gpumem.values.composition import Explanation
 from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
 
     from pytest_gpumem.devices.contract import Device
+    from pytest_gpumem.explain.blocks import Timeline
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Site, Sites
+    from pytest_gpumem.explain.survivors import Survivors
     from pytest_gpumem.values.events import Token
 
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
+FOLLOWING_STEPS = 4
+"""Following steps in a recording, if steps keep bytes. The number distinguishes a leak from a list of the latest four entries
+and from two buffers in turn. Sizes of random batches rarely rise in each of these steps."""
 _GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
@@ -58,8 +63,9 @@ class Expected:
     turnover: int | None
     own: int | None = None
     """Bytes that it held when it began, where each step keeps more: bytes of later steps are not of this peak."""
-    keeps: bool = False
-    """True if a step is wanted that keeps bytes, where not each one need do so."""
+    growth: int = 0
+    """Bytes kept by each step on average. If this is more than 0, the recording must include a step that keeps bytes. The
+    following steps are recorded, too, because they free the tensors that each step replaces."""
     steps: int = 1
     """The number of steps that are recorded until one of them is as measured: more than one where they differ."""
 
@@ -113,6 +119,10 @@ class Recorded:
     left: Left = field(default_factory=Left)
     holders: Mapping[int, str] = field(default_factory=dict)
     """The path to the holder of each block that the step left or made anew, by address (`holders_of`)."""
+    growth: int = 0
+    """Measured bytes kept by each step on average."""
+    ended: str = ""
+    """The reason why fewer steps followed than `FOLLOWING_STEPS`, as a clause."""
 
     def with_what_was_left(self) -> Recorded:
         """Return the same recording with the blocks that an earlier run left as the step's own."""
@@ -126,13 +136,26 @@ class Recorded:
             return self
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
 
+    def held_against(self, expected: Expected) -> Recorded:
+        """Return the same recording with as many own bytes at its beginning as the measured step had."""
+        done = self
+        if self.left.nbytes and not self.is_as(expected):
+            wider = self.with_what_was_left()
+            done = wider if wider.is_as(expected) else self
+        return done if expected.own is None else done.without_later_growth(expected.own)
+
     def is_as(self, expected: Expected) -> bool:
         """Return whether it allocated as many bytes as were measured, and keeps some if that is wanted."""
         return (
             self.peak == expected.peak
             and expected.turnover in (None, self.turnover)
-            and (not expected.keeps or bool(left_by(self.timeline)))
+            and (not expected.growth or self.survivors.nbytes > 0)
         )
+
+    @property
+    def survivors(self) -> Survivors:
+        """The blocks kept by the step."""
+        return survivors_of(self.timeline, self.growth)
 
     @property
     def peak(self) -> int:
@@ -160,36 +183,48 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
     raises without marks, too. On several ranks it is recorded as often on all, as they decide (`Device.consensus`).
     """
     closest: Recorded | None = None
+    attempts = max(device.consensus.exchange(expected.steps))
+    growth = expected.growth if any(device.consensus.exchange(expected.growth)) else None
     levels = _CLOSELY[2:] if subject.compiled else _CLOSELY[:1] if subject.once else _CLOSELY
-    for level in (*levels[:1] * expected.steps, *levels[1:]):
+    for level in (*levels[:1] * attempts, *levels[1:]):
         graphs = compiled_graphs()
-        done = record(device, sites, subject, level)
+        done = record(device, sites, subject, level, growth)
         if device.consensus.any(done.error is not None):
             if level == levels[-1] and done.error is not None and closest is None:
                 raise done.error
             continue
-        if done.left.nbytes and not done.is_as(expected):
-            wider = done.with_what_was_left()
-            done = wider if wider.is_as(expected) else done
-        if expected.own is not None:
-            done = done.without_later_growth(expected.own)
+        as_it_ran, done = done, done.held_against(expected)
         if device.consensus.all(done.is_as(expected) and compiled_graphs() == graphs):
             return _explained(done), done
         # Of equal ones the first, which has the most detail.
         if closest is None or abs(done.peak - expected.peak) < abs(closest.peak - expected.peak):
             closest = done
+        # A cache that becomes larger in each step never has an earlier size again.
+        if device.consensus.all(bool(done.survivors.replacements) and done.peak > expected.peak):
+            closest = as_it_ran
+            break
     assert closest is not None, "an error of the last level is raised"
     explanation = _explained(closest)
     if closest.peak != expected.peak:
-        note = f"the recorded run needed {closest.peak} bytes, the measured one {expected.peak}"
-        if expected.steps > 1:
-            note = (
-                f"this is a step that needed {format_bytes(closest.peak)}: the one that needed {format_bytes(expected.peak)} "
-                f"has not come again in {expected.steps} more; to see what grew, let batches come again within so many steps, "
-                "or measure the largest by itself"
-            )
-        explanation = replace(explanation, peak=replace(explanation.peak, notes=(note,)))
+        explanation = replace(explanation, peak=replace(explanation.peak, notes=(_note_on_another(closest, expected),)))
     return explanation, closest
+
+
+def _note_on_another(closest: Recorded, expected: Expected) -> str:
+    """Return a clause if the recorded step needed other bytes than the measured step."""
+    needed, measured = format_bytes(closest.peak), format_bytes(expected.peak)
+    if closest.survivors.replacements:
+        return (
+            f"each step needs more than the one before: the recorded step needed {needed}, the measured one {measured}"
+        )
+    if expected.steps > 1:
+        return (
+            f"this is a step that needed {needed}: the one that needed {measured} has not come again in {expected.steps} "
+            "more; to see what grew, let batches come again within so many steps, or measure the largest by itself"
+        )
+    change = closest.peak - expected.peak
+    compared = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
+    return f"the recorded run needed {needed}, {compared} than the measured one"
 
 
 def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:
@@ -201,10 +236,18 @@ def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tup
     return Explanation(peak, asked=asked_for(done.error)), done
 
 
-def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Recorded:
+def record(device: Device, sites: Sites, subject: Subject, level: Level, growth: int | None = None) -> Recorded:
     """Run ``subject`` once and record it. Its exceptions are kept in the result, except Ctrl-C and the like.
 
     Python's cyclic collector has to be off, as in the steps that were measured.
+
+    Args:
+        device: The device that is recorded.
+        sites: Finds the lines of calls.
+        subject: The step or call.
+        level: The detail of the recording.
+        growth: The bytes kept by each step on average. Unless this is ``None``, `FOLLOWING_STEPS` more steps are recorded to
+            find the blocks that the first step keeps. All other figures come from the first step.
     """
     subject.prepare()
     if subject.once:
@@ -249,18 +292,60 @@ def record(device: Device, sites: Sites, subject: Subject, level: Level) -> Reco
             with tracker.mark(Mark("rest", "result")):
                 result = None
                 gc.collect()
+        following, ended = 0, ""
+        if growth is not None and not device.consensus.any(error is not None):
+            following, ended = _follow(device, subject, tracker)
     device.restore_workspaces()
     trace = Trace(
         tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results
-    )
+    ).apart(following)
     timeline = timeline_of(trace, own_bytes)
     holders: Mapping[int, str] = {}
     if error is None:
         with suppress(Exception):
             # Names of holders are beside the explanation, and must not cost it.
-            kept = [*left_by(timeline), *(made for _, made in renewals(timeline.lifetimes))]
-            holders = holders_of({block.address: block.nbytes for block in kept})
-    return Recorded(trace, timeline, own_bytes, cycles, error, level, tracker.failed_in, left, holders)
+            holders = holders_of(_blocks_to_hold(timeline, growth or 0, trace.freed_at_end))
+    return Recorded(
+        trace, timeline, own_bytes, cycles, error, level, tracker.failed_in, left, holders, growth or 0, ended
+    )
+
+
+def _follow(device: Device, subject: Subject, tracker: Tracker) -> tuple[int, str]:
+    """Run `FOLLOWING_STEPS` more steps, each in its own mark, and collect garbage after each step.
+
+    Returns:
+        The number of completed steps, and the reason why there were no more as a clause: a loop has ended.
+    """
+    for number in range(FOLLOWING_STEPS):
+        ended = ""
+        with tracker.mark(Mark("next")):
+            try:
+                with tracker.watching():
+                    subject.run(tracker)
+            except Exception as raised:  # noqa: BLE001 - the recorded step is there, and is explained without those after it
+                clear_frames(raised)
+                ended = str(raised).partition("\n")[0] or type(raised).__name__
+            tracker.snapshot()
+            with tracker.mark(Mark("rest", "workspaces")):
+                device.release_workspaces()
+            with tracker.mark(Mark("rest", "garbage")):
+                gc.collect()
+        clause = device.consensus.first(ended or None)
+        if clause is not None:
+            return number, clause
+    return FOLLOWING_STEPS, ""
+
+
+def _blocks_to_hold(timeline: Timeline, growth: int, freed: Collection[int]) -> dict[int, int]:
+    """Return the size of each block whose holder is looked for, by address, without the blocks ``freed`` since then."""
+    survivors = survivors_of(timeline, growth)
+    blocks = [
+        *survivors.blocks,
+        *(block for pool in survivors.ambiguous for block in pool.blocks),
+        *(block for larger in survivors.replacements for block in larger.latest),
+        *(renewal.latest for renewal in renewals(timeline) if renewal.latest is not None),
+    ]
+    return {block.address: block.nbytes for block in blocks if block.address not in freed}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -299,15 +384,30 @@ def phase(tracker: Tracker, name: str) -> Iterator[None]:
 
 def _explained(done: Recorded) -> Explanation:
     timeline = with_makers_of_inputs(done.timeline)
+    retained = composition_of_retained(timeline, done.growth)
     return Explanation(
         composition_of_peak(timeline, done.own_bytes),
-        composition_of_retained(timeline),
+        replace(retained, notes=(*retained.notes, *_notes_on_growth(done))),
         composition_of_garbage(timeline),
         done.cycles,
-        holders=holders_in(timeline, done.holders),
+        holders=holders_in(timeline, done.holders, done.growth),
         holders_of_inputs=holders_of_inputs_in(timeline, done.holders),
         other_phases=compositions_of_phases(timeline, done.own_bytes),
     )
+
+
+def _notes_on_growth(done: Recorded) -> Iterator[str]:
+    """Yield clauses if the recorded step kept other bytes than the measured steps."""
+    nbytes = done.survivors.nbytes
+    if not done.growth:
+        return
+    if not nbytes:
+        yield "no recorded step kept bytes, so the lines that keep bytes are not known"
+        return
+    if not done.timeline.following:
+        yield f"{done.ended}: no step came after the recorded step, so a tensor that each step replaces may be in the table"
+    if nbytes != done.growth:
+        yield f"the recorded step kept {format_bytes(nbytes)}; on average each step keeps {format_bytes(done.growth)}"
 
 
 def _moment_of_failure(done: Recorded) -> int:

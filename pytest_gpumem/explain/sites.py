@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import types
 
     from pytest_gpumem.requirements.installed import Package
+    from pytest_gpumem.values.source_lines import Chain
 
 
 # pytest, and packages that call test functions.
@@ -22,11 +23,17 @@ _OUTERMOST = ("_engine_run_backward", "pytest_pyfunc_call")
 """Functions that call what their own callers know nothing of: the code of a backward pass, a test."""
 
 
+MOST_CALLERS = 16
+"""The most callers that are kept between the allocating line and the user's line, and again above the user's line."""
+
+
 class Site(NamedTuple):
     """``file.py:line`` of the user's frame, and of the library's frame that it called; empty where there is none."""
 
     user: str = ""
     library: str = ""
+    callers: Chain = ()
+    """The frames that led there, innermost first. ``user`` is among them if there is a library's frame."""
 
 
 class _File(NamedTuple):
@@ -59,22 +66,31 @@ class Sites:
     def here(self, depth: int = 1) -> Site:
         """Return the site of the caller, ``depth`` frames up."""
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - inspect.currentframe() under a public name, with a depth
-        library = ""
-        while frame is not None:
+        user = ""
+        # As keys: a function that calls itself is told once.
+        beneath: dict[str, None] = {}
+        above: dict[str, None] = {}
+        while frame is not None and len(above) < MOST_CALLERS:
             name = frame.f_code.co_filename
             if name not in self._files:
                 self._files[name] = self._file(name)
             file = self._files[name]
             if file is not None:
-                if file.is_users:
-                    return Site(f"{file.shown}:{frame.f_lineno}", library)
-                library = library or f"{file.shown}:{frame.f_lineno}"
-                if file.package is not None:
-                    self.packages.add(file.package)
+                line = f"{file.shown}:{frame.f_lineno}"
+                if user:
+                    above[line] = None
+                elif file.is_users:
+                    user = line
+                else:
+                    beneath[line] = None
+                    if file.package is not None:
+                        self.packages.add(file.package)
             elif frame.f_code.co_name in _OUTERMOST:
                 break
             frame = frame.f_back
-        return Site("", library)
+        library, *between = beneath or [""]
+        callers = [*between[:MOST_CALLERS], *([user] if user and library else []), *above]
+        return Site(user, library, tuple(callers))
 
     def _file(self, name: str) -> _File | None:
         """Return what is known of a file; ``None`` for one whose frames are skipped."""

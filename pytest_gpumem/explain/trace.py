@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.values.events import AllocationEvent, Close, Open
 from pytest_gpumem.values.layers import folded
 from pytest_gpumem.values.module_calls import ModuleCalls, counted
 
@@ -13,10 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from pytest_gpumem.values.events import Open, Seen, Token
+    from pytest_gpumem.values.events import Seen, Token
+    from pytest_gpumem.values.source_lines import Chain
 
 
-MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest"]
+MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest", "next"]
 
 WHOLE_STEP = "step"
 """The only phase of a step that has no others."""
@@ -25,11 +28,17 @@ WHOLE_STEP = "step"
 _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
 
 
+_CAST = "aten::_to_copy"
+AUTOCAST = "autocast's cached cast"
+"""The operator name for a weight's copy in lower precision. The profiler shows the copy within the weight's first user."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A span of Python code: a phase, a module's call, a torch function's call, an optimizer's step.
 
     ``snapshot`` is a moment at which blocks were labelled; ``rest`` is what comes after the step (``workspaces``, ``garbage``).
+    ``next`` is the span of one of the steps that run after it.
     """
 
     kind: MarkKind
@@ -37,8 +46,12 @@ class Mark:
     """The module's path; the phase's name; the name of the rest."""
     site: str = ""
     library: str = ""
+    callers: Chain = ()
+    """The lines that led there, as in `Site`."""
     grad: bool = True
     """True if autograd recorded when a module's call began."""
+    casts: frozenset[int] = frozenset()
+    """Sizes in bytes: autocast may copy weights in a call to lower precision, and keep the copies until it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,36 @@ class Trace:
     own: frozenset[int] = frozenset()
     results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
     """The tensors that each call returned, by the index of its mark: operators have only those that they take."""
+    following: tuple[tuple[Token, ...], ...] = ()
+    """The tokens of each step that ran after it, with those of its ``rest``."""
+    freed_at_end: frozenset[int] = frozenset()
+    """The addresses of blocks freed by a following step that failed, which is not in `following`."""
+
+    def apart(self, steps: int) -> Trace:
+        """Return the trace with its later tokens in `following`, for the first ``steps`` steps after the recorded step."""
+        begins = [n for n, token in enumerate(self.tokens) if self._is_next(token)]
+        if not begins:
+            return self
+        ends = [*begins[1:], len(self.tokens)]
+        following = (self._within(self.tokens[begin:end]) for begin, end in zip(begins, ends, strict=True))
+        failed = self.tokens[begins[steps] :] if steps < len(begins) else ()
+        freed = (token.address for token in failed if isinstance(token, AllocationEvent) and token.nbytes < 0)
+        return replace(
+            self,
+            tokens=self.tokens[: begins[0]],
+            following=tuple(following)[:steps],
+            freed_at_end=frozenset(freed),
+        )
+
+    def _is_next(self, token: Token) -> bool:
+        return isinstance(token, Open) and token.kind == "mark" and self.marks[token.mark].kind == "next"
+
+    @staticmethod
+    def _within(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+        """Return ``tokens``, which begin with the opening of a span, without that and the span's end."""
+        depths = accumulate(isinstance(token, Open) - isinstance(token, Close) for token in tokens)
+        end = next((n for n, depth in enumerate(depths) if depth == 0), len(tokens))
+        return tokens[1:end] + tokens[end + 1 :]
 
 
 class GraphCalls:
@@ -139,17 +182,25 @@ class SpanStack:
     within_node: bool = False
     recomputed: bool = False
     mark: Mark | None = None
+    is_cast_within: bool = False
+    """True within a cast that another operator runs, as ``linear`` under autocast casts its weight."""
 
     def operator_begins(self, opened: int, span: Open) -> None:
         if self.outermost_operator < 0:
             self.outermost_operator = opened
+        self.is_cast_within |= span.name == _CAST and not _FACTORY.match(self.operator or _CAST)
         if not self.operator or not _FACTORY.match(span.name):
             self.operator = span.name
+
+    def operator_of(self, nbytes: int) -> str:
+        """Return the name of the operator that allocates so many bytes."""
+        is_weight = self.is_cast_within and self.mark is not None and nbytes in self.mark.casts
+        return AUTOCAST if is_weight else self.operator
 
     def node_begins(self, opened: int, span: Open) -> None:
         self.node, self.call, self.module, self.mark = span, opened, -1, None
         self.within_node, self.recomputed = True, False
-        self.operator, self.outermost_operator = "", -1
+        self.operator, self.outermost_operator, self.is_cast_within = "", -1, False
 
     def mark_begins(self, opened: int, mark: Mark) -> None:
         if mark.kind == "phase":
@@ -157,7 +208,7 @@ class SpanStack:
         elif mark.kind == "optimizer":
             self.in_optimizer = True
         elif mark.kind in ("call", "module"):
-            self.operator, self.outermost_operator = "", -1
+            self.operator, self.outermost_operator, self.is_cast_within = "", -1, False
             self.mark = mark
             if mark.kind == "module":
                 self.module, self.call = opened, -1

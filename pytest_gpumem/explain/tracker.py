@@ -20,7 +20,7 @@ from pytest_gpumem.torch_support.static_access import contents_of, dense_bytes, 
 from pytest_gpumem.values.events import Seen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -55,6 +55,7 @@ class Tracker:
         """The tensors that each call returned, by the index of its mark."""
         self.failed_in = -1
         """The innermost call that an exception came out of first; -1 for none."""
+        self._device = device
         self._sites = sites
         self._level = level
         self._takes_snapshots = snapshots
@@ -130,7 +131,7 @@ class Tracker:
         # Above: this, __torch_function__.
         site = self._sites.here(3)
         number = len(self.marks)
-        with self.mark(Mark("call", self.module, *site)):
+        with self.mark(Mark("call", self.module, *site, casts=self._casts(args, kwargs))):
             result = func(*args, **kwargs)
             returned = tuple(self._seen(result))
             if returned:
@@ -140,6 +141,28 @@ class Tracker:
         elif name == "backward":
             self.snapshot()
         return result
+
+    def _casts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
+        """Return the sizes in bytes of weights' copies: autocast may make and cache them in a call with these arguments.
+
+        For example 1 MiB for a float32[1024, 512] under bfloat16. autocast caches copies of float32 leaves with a gradient, so
+        a weight used twice is cast once. A size is left out if another argument's copy has it, because nothing tells the two
+        copies apart.
+        """
+        import torch
+
+        kind = self._device.type
+        if not torch.is_autocast_enabled(kind) or not torch.is_autocast_cache_enabled():
+            return frozenset()
+        item = torch.get_autocast_dtype(kind).itemsize
+        cached: set[int] = set()
+        others: set[int] = set()
+        with outside_torch_function():
+            for value in (*args, *kwargs.values()):
+                if type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype is torch.float32:
+                    sizes = cached if value.is_leaf and value.requires_grad else others
+                    sizes.add(value.numel() * item)
+        return frozenset(cached - others)
 
     def _begin(self, mark: Mark) -> AbstractContextManager[object]:
         started = span(f"{MARK_PREFIX}{len(self.marks)}")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.measurement import largest
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs, run_of
-from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, kept, total
+from pytest_gpumem.values.composition import without_callers
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, kept, tallies_without_callers, total
 from pytest_gpumem.values.step_peaks import StepPeaks
 
 if TYPE_CHECKING:
@@ -175,15 +176,17 @@ def baseline_of(
         metrics,
         recorded,
         commit,
-        None if explained is None else replace(explained.peak, notes=()),
+        None if explained is None else replace(without_callers(explained.peak), notes=()),
         reason=reason,
         by_operator={
-            name: kept(tallies)
+            name: kept(tallies_without_callers(tallies))
             for name, tallies in measurement.by_operator.items()
             if name in metrics and total(tallies) == metrics[name]
         },
         by_device=by_device,
-        other_phases={} if explained is None else explained.other_phases,
+        other_phases={}
+        if explained is None
+        else {phase: without_callers(one) for phase, one in explained.other_phases.items()},
         workspaces=measurement.workspaces if "peak_reserved" in metrics else None,
         unused_before=measurement.unused_before if "peak_reserved" in metrics else None,
         step_peaks=_differing(measurement.step_peaks),

@@ -10,17 +10,18 @@ import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pytest_gpumem.gate.growths import ENOUGH, KEPT, growths_of
+from pytest_gpumem.gate.growths import ENOUGH, KEPT, growths_of, proven
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import counted
+from pytest_gpumem.values.composition import KEPT_IN
 from pytest_gpumem.values.source_lines import file_and_line, package_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from pytest_gpumem.gate.growths import Explained, Growth, Part, Place
+    from pytest_gpumem.gate.growths import Alternatives, Explained, Growth, Part, Place
     from pytest_gpumem.gate.verdict import TestVerdict
 
 LEAST = 0.1
@@ -114,12 +115,22 @@ class Cause:
         return [share for share in self.shares if share.growth.metric == self.metric]
 
 
+class Unproven(NamedTuple):
+    """Lines or holders that may be the cause. Nothing proves which of them it is."""
+
+    lines: tuple[str, ...]
+    """Lines, or clauses on holders: ``kept in Net.seen[...]``."""
+    shares: tuple[Share, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Causes:
     """Causes, those of most tests first, and what none of them explains: the shares of a growth add up to it exactly."""
 
     causes: tuple[Cause, ...] = ()
     not_explained: tuple[Share, ...] = ()
+    unproven: tuple[Unproven, ...] = ()
+    """Alternatives for a part of `not_explained`, sorted by their number of tests."""
 
     def of(self, test: str) -> tuple[Cause, ...]:
         """Return the causes of a test."""
@@ -134,6 +145,7 @@ class Causes:
 def causes_of(tests: Iterable[TestVerdict]) -> Causes:
     """Return the causes of what grew in tests: the same in whichever order these are."""
     growths = growths_of(tests)
+    growths = proven(growths, _chosen(growths))
     first_of = _joined(_chosen(growths), growths)
     shares: dict[Place, list[tuple[Explained, float]]] = defaultdict(list)
     for one in growths:
@@ -151,7 +163,30 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
         for share in cause.shares:
             left[share.growth] -= share.amount
     not_explained = tuple(Share(growth, amount) for growth, amount in left.items() if amount)
-    return Causes(tuple(sorted(found, key=_order)), not_explained)
+    return Causes(tuple(sorted(found, key=_order)), not_explained, _unproven(growths))
+
+
+def _unproven(growths: Iterable[Explained]) -> tuple[Unproven, ...]:
+    """Return the remaining alternatives, joined if their lines and holders are equal apart from package releases."""
+    groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
+    for explained in growths:
+        for alternatives in explained.alternatives:
+            lines = frozenset(place.holder or place.line for place in alternatives.parts if place.holder or place.line)
+            if lines and alternatives.amount >= LEAST * explained.growth.amount:
+                groups[lines].append((explained.growth, alternatives))
+    unproven = [
+        Unproven(
+            tuple(sorted({line for _, each in group for place in each.parts for line in _named(place, each)})),
+            tuple(Share(growth, each.amount) for growth, each in group),
+        )
+        for group in groups.values()
+    ]
+    return tuple(sorted(unproven, key=lambda each: (-len({share.growth.test for share in each.shares}), each.lines)))
+
+
+def _named(place: Place, alternatives: Alternatives) -> tuple[str, ...]:
+    """Return a clause on the holder at a place, or else the lines there."""
+    return (f"{KEPT_IN} {place.holder}",) if place.holder else alternatives.parts[place].lines
 
 
 def _order(cause: Cause) -> tuple[object, ...]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from pytest_gpumem.gate.smaller_rows import attribution
 from pytest_gpumem.values.composition import REST, Composition, Row, RowText, each_layer, item_bits, joined
 from pytest_gpumem.values.layers import Numbers
 from pytest_gpumem.values.module_calls import no_longer
-from pytest_gpumem.values.source_lines import file_and_line, without_release
+from pytest_gpumem.values.source_lines import file_and_line, one_of, without_release
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from pytest_gpumem.values.module_calls import Calls
 
 
@@ -80,6 +83,8 @@ class Change(NamedTuple):
     after: RowText | None
     reason: str = ""
     """A clause that says why, where it can be known: ``"was bfloat16, now float32"``."""
+    alternatives: tuple[RowText, ...] = ()
+    """Rows that may have grown, the largest first, if `REST` grew and nothing proves which row did."""
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +97,17 @@ class Change(NamedTuple):
         row = self.after or self.before
         assert row is not None, "a change has at least one side"
         return row
+
+    def among(self, rows: Collection[Row]) -> tuple[Change, ...]:
+        """Return the change if only ``rows`` may have grown. A single row takes as many bytes as it can."""
+        if len(rows) != 1:
+            return (self._replace(alternatives=tuple(rows)),)
+        (row,) = rows
+        grown = min(self.nbytes, row.nbytes)
+        earlier = Row(row.category, row.nbytes - grown, operator=REST) if row.nbytes > grown else None
+        rest = self.nbytes - grown
+        sums = [Change(self.before, replace(self.row, nbytes=self.row.nbytes - grown))] if rest else []
+        return Change(earlier, row), *sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,55 +184,83 @@ def difference_of_peaks(
     return difference(before, after)
 
 
-_LEAST_SHARE = 0.1
+LEAST_SHARE = 0.1
 """Share of the increase from which on a row at a line that has changed is named before larger ones at lines that have not."""
 
 
-def with_changed_lines(difference: Difference, has_changed: Callable[[Row], bool]) -> Difference:
+def with_changed_lines(
+    difference: Difference, has_changed: Callable[[Row], bool], is_own: Callable[[Row], bool] = lambda _: True
+) -> Difference:
     """Return a difference that says which increases are at lines that have changed, with these first.
 
-    What grew at a line that is as it was is a consequence of a change elsewhere.
+    What grew at a line that is as it was is a consequence of a change elsewhere. If alternatives are at changed lines, only
+    these remain.
+
+    Args:
+        difference: The difference.
+        has_changed: Whether the code at a row's line, or at one of the line's callers, has changed.
+        is_own: Whether it is the line itself. Such rows come first, because a caller may lead to many lines.
     """
+    changes = [change for one in difference.changes for change in _with_changed_alternatives(one, has_changed)]
     changed = [
         one._replace(reason="; ".join(filter(None, [CHANGED_LINE, one.reason])))
         if one.nbytes > 0 and one.after is not None and has_changed(one.after)
         else one
-        for one in difference.changes
+        for one in changes
     ]
 
-    def rank(one: Change) -> bool:
-        return not (one.reason.startswith(CHANGED_LINE) and one.nbytes >= _LEAST_SHARE * difference.nbytes)
+    def rank(one: Change) -> int:
+        if not one.reason.startswith(CHANGED_LINE) or one.nbytes < LEAST_SHARE * difference.nbytes:
+            return 2
+        return 0 if is_own(one.row) else 1
 
     return replace(difference, changes=tuple(sorted(changed, key=rank)))
 
 
+def _with_changed_alternatives(change: Change, has_changed: Callable[[Row], bool]) -> tuple[Change, ...]:
+    changed = tuple(filter(has_changed, change.alternatives))
+    return change.among(changed) if changed else (change,)
+
+
+def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str]]) -> Difference:
+    """Return a difference whose increases name a caller before the line that allocates.
+
+    Args:
+        difference: The difference.
+        named: The lines to name for a row. Of several the first is named, and the reason says that it is one of them.
+    """
+
+    def with_name(one: Change) -> Change:
+        lines = named(one.after) if one.nbytes > 0 and one.after is not None else ()
+        if one.after is None or not lines:
+            return one
+        reason = "; ".join(filter(None, [one.reason, *one_of(lines)]))
+        return one._replace(after=replace(one.after, named=lines[0]), reason=reason)
+
+    return replace(difference, changes=tuple(map(with_name, difference.changes)))
+
+
 def difference(before: Composition, after: Composition) -> Difference:
     """Return what changed. The rows of a category that a side did not keep, as a baseline's, are compared as one."""
-    (old, not_kept), (new, rests) = _without_rests(before), _without_rests(after)
-    smallest, smallest_now = (min((row.nbytes for row in rows), default=0) for rows in (old, new))
+    was, is_now = _side(before), _side(after)
+    old, new = was.rows, is_now.rows
     for key in _SAME:
         old, new = _without_equals(old, new, key)
     old, new = _without_equal_layers(old, new)
     new = _least_increase_first(old, new)
     for key in _MOVED:
         old, new = _without_moved(old, new, key)
-    not_kept_now = dict(rests)
-    for category, most in not_kept.items():
-        # Older baselines do not say of what category the rows are that they did not keep.
-        within = None if category == "other" and before.rest else category
-        new, rests[category] = _folded(new, within, smallest, most, rests[category])
-    for category, most in not_kept_now.items():
-        old, not_kept[category] = _folded(old, category, smallest_now, most, not_kept[category])
-    old += [Row(category, nbytes, operator=REST) for category, nbytes in not_kept.items() if nbytes]
-    new += [Row(category, nbytes, operator=REST) for category, nbytes in rests.items() if nbytes]
-    changes: list[Change] = []
+    old, new, changes, alternatives = _with_sums(was._replace(rows=old), is_now._replace(rows=new))
     for key in _GREW:
         old, new, found = _paired(old, new, key)
         changes += found
     changes += [Change(row, None) for row in old]
     changes += [Change(None, row) for row in new]
     explained = [
-        change._replace(reason=reason(change.before, change.after, before, after))
+        change._replace(
+            reason=reason(change.before, change.after, before, after),
+            alternatives=alternatives.get(change.row.category, ()) if change.row.operator == REST else (),
+        )
         for change in changes
         if change.nbytes != 0
     ]
@@ -233,13 +277,27 @@ def _ranked(changes: list[Change]) -> tuple[Change, ...]:
     return tuple(sorted(changes, key=rank))
 
 
-def _without_rests(composition: Composition) -> tuple[list[Row], Counter[str]]:
-    """Return the rows that were kept one by one, and the bytes of the others, by category."""
-    rests = Counter({"other": composition.rest} if composition.rest else {})
-    for row in composition.rows:
-        if row.operator == REST:
-            rests[row.category] += row.nbytes
-    return [row for row in composition.rows if row.operator != REST], rests
+class _Side(NamedTuple):
+    """The listed rows of a composition, and the sums of its other rows."""
+
+    rows: list[Row]
+    sums: dict[str, Row]
+    """By category. Baselines from older versions have a single sum for all categories, with a count of 0."""
+    smallest: int | None
+    """Bytes of the smallest listed row. No row in a sum has more. ``None`` if no row is listed."""
+
+
+def _side(composition: Composition) -> _Side:
+    rows = [row for row in composition.rows if row.operator != REST]
+    sums = {row.category: row for row in composition.rows if row.operator == REST}
+    if composition.rest:
+        sums["other"] = Row("other", composition.rest, operator=REST, count=0)
+    return _Side(rows, sums, min((row.nbytes for row in rows if row.nbytes > 0), default=None))
+
+
+def _sum_of(category: str, rows: Iterable[Row]) -> Row:
+    rows = list(rows)
+    return Row(category, sum(row.nbytes for row in rows), operator=REST, count=sum(row.count for row in rows))
 
 
 def _without_equals(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
@@ -355,26 +413,64 @@ def _identity(row: Row) -> tuple[str, str, str, str]:
     return row.category, row.module, row.operator, row.tensor
 
 
-def _folded(rows: list[Row], category: str | None, smallest: int, most: int, folded: int) -> tuple[list[Row], int]:
-    """Return a side's rows without those that the other would not have kept, up to the size of its rest, and their bytes.
+def _with_sums(was: _Side, is_now: _Side) -> tuple[list[Row], list[Row], list[Change], dict[str, tuple[Row, ...]]]:
+    """Move each row that the other side may have summed up to the sums of its own side.
 
-    They may exceed the rest by less than the smallest row that was kept, as a difference within that is no row's increase.
+    Returns:
+        The rows and sums on both sides, changes of rows that were partly in a sum, and the alternatives by category.
+    """
+    old, new = was.rows, is_now.rows
+    changes: list[Change] = []
+    alternatives: dict[str, tuple[Row, ...]] = {}
+    older = any(not row.count for side in (was, is_now) for row in side.sums.values())
+    for category in ("other",) if older else sorted({*was.sums, *is_now.sums}):
+        sum_before, sum_now = (
+            _sum_of(category, side.sums.values() if older else filter(None, [side.sums.get(category)]))
+            for side in (was, is_now)
+        )
+        # A row at a place that both sides list grew or shrank.
+        listed = set(map(_of_no_layer, old)) & set(map(_of_no_layer, new))
+        of_category = None if older else category
+        gone, old = _small_enough(old, of_category, is_now.smallest, 2 * sum_now.nbytes, listed)
+        came, new = _small_enough(new, of_category, was.smallest, None, listed)
+        before, now = _sum_of(category, [sum_before, *gone]), _sum_of(category, [sum_now, *came])
+        blocks = 0 if older else now.count - before.count
+        grown, alternatives[category] = attribution(came, sum_before.nbytes, now.nbytes - before.nbytes, blocks)
+        changes += [Change(earlier, row) for earlier, row in grown if earlier is not None]
+        old += _rest(before, (earlier for earlier, _ in grown if earlier is not None))
+        new += [*(row for earlier, row in grown if earlier is None), *_rest(now, (row for _, row in grown))]
+    return old, new, changes, alternatives
+
+
+def _rest(total: Row, others: Iterable[Row]) -> list[Row]:
+    """Return the sum without the bytes of other rows, if any bytes remain."""
+    nbytes = total.nbytes - sum(row.nbytes for row in others)
+    return [Row(total.category, nbytes, operator=REST)] if nbytes else []
+
+
+def _small_enough(
+    rows: Iterable[Row], category: str | None, smallest: int | None, most: int | None, listed: Collection[Row]
+) -> tuple[list[Row], list[Row]]:
+    """Return the rows that the other side may have in a sum, and the others.
 
     Args:
-        rows: The rows that the other side has not.
-        category: Of which rows are folded; ``None`` for all.
-        smallest: Bytes of the smallest row that the other side kept.
-        most: Bytes of the rows that it did not keep.
-        folded: Bytes that are folded already.
+        rows: The rows of a side.
+        category: The category of the sum; ``None`` for all.
+        smallest: Bytes of the smallest row that the other side lists; ``None`` if it lists none.
+        most: Bytes that the rows may have together; ``None`` for any.
+        listed: Rows without bytes and layers at places that the other side lists.
     """
-    kept: list[Row] = []
+    small: list[Row] = []
+    others: list[Row] = []
+    left = most
     for row in sorted(rows, key=lambda row: row.nbytes):
-        fits = row.nbytes <= smallest and folded + row.nbytes < most + smallest
-        if fits and category in (None, row.category):
-            folded += row.nbytes
+        fits = (smallest is None or row.nbytes <= smallest) and (left is None or row.nbytes <= left)
+        if fits and category in (None, row.category) and _of_no_layer(row) not in listed:
+            small.append(row)
+            left = None if left is None else left - row.nbytes
         else:
-            kept.append(row)
-    return kept, folded
+            others.append(row)
+    return small, others
 
 
 def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row], list[Change]]:
@@ -451,8 +547,8 @@ def _how_often(calls: Calls) -> str:
 
 
 def _became(old: Row, new: Row) -> str:
-    if old.category != new.category and new.category == "activation":
-        return "no longer freed before backward"
+    if old.category == "temporary" and new.category == "activation":
+        return "was temporary, now kept"
     if old.tensor and new.tensor and old.shape == new.shape and old.dtype != new.dtype:
         wider = item_bits(new.dtype) > item_bits(old.dtype)
         return f"was {old.dtype}, now {new.dtype}" if wider else f"now {new.dtype}"

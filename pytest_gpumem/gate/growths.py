@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.gate.verdict import Outcome
@@ -69,6 +70,14 @@ class Part:
         return replace(larger, amount=self.amount + other.amount, lines=tuple(reversed(lines.values())))
 
 
+class Alternatives(NamedTuple):
+    """Places for a part of a growth. Nothing proves which place it is."""
+
+    amount: float
+    parts: Mapping[Place, Part]
+    """The part at each place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Explained:
     """A growth, its parts by place, and what else may be its cause."""
@@ -78,6 +87,8 @@ class Explained:
     packages: tuple[str, ...]
     budget: str
     """The limit that is exceeded, where there is no more than in a baseline; else empty."""
+    alternatives: tuple[Alternatives, ...] = ()
+    """Parts without a proven place."""
 
     def at(self, place: Place) -> float:
         """Return by how much more there is at a place; 0 where it is not more."""
@@ -103,13 +114,14 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
     # More operators are what memory grows by; who reads a value may do so anywhere.
     syncs = [name for name in work if name == "syncs"]
     chosen = [*_one_of_each(memory), *syncs] or work[:1] or names[:1]
-    parts = {name: _parts(verdict, name) for name in chosen}
+    holders: tuple[Holder, ...] = ()
     if explanation is not None:
         holders = (*explanation.holders_of_inputs, *(() if KEPT.isdisjoint(chosen) else explanation.holders))
-        parts = {name: _at_holders(mine, holders) if METRICS[name].peak else mine for name, mine in parts.items()}
+    held = _holder_places(holders)
+    parts = {name: _parts(verdict, name, held) for name in chosen}
     if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
         # Of tests that were not recorded the work is known at least.
-        parts |= {name: _parts(verdict, name) for name in work[:1]}
+        parts |= {name: _parts(verdict, name, held) for name in work[:1]}
     for name, mine in parts.items():
         one = worse[name]
         no_more = one.baseline is None or one.value <= one.baseline
@@ -118,6 +130,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
             mine,
             verdict.changed_packages,
             f"{one.budget}" if one.outcome is Outcome.OVER_BUDGET and no_more else "",
+            _alternatives(verdict, name, held),
         )
 
 
@@ -140,17 +153,18 @@ def _amount(one: MetricVerdict) -> float:
     return next((amount for amount in by if amount > 0), 0)
 
 
-def _parts(verdict: Verdict, metric: str) -> dict[Place, Part]:
-    """Return what explains a metric of a measurement, by place."""
+def _parts(verdict: Verdict, metric: str, held: Mapping[Place, Place]) -> dict[Place, Part]:
+    """Return what explains a metric of a measurement, by place. ``held`` are `_holder_places`."""
     explanation = verdict.measurement.explanation
     if metric in verdict.count_changes:
         return _summed(_of_tally(tally) for tally in verdict.count_changes[metric])
     if METRICS[metric].peak:
-        return _parts_of_peak(verdict)
+        return _parts_of_peak(verdict, held)
     if explanation is None or metric not in {*KEPT, "cyclic_garbage"}:
         return {}
     if metric in KEPT and explanation.holders:
-        return _summed(_held(holder, row) for holder in explanation.holders for row in holder.kept.rows)
+        certain = (holder for holder in explanation.holders if not holder.alternatives)
+        return _summed(_held(holder, row) for holder in certain for row in holder.kept.rows)
     left = explanation.retained if metric in KEPT else explanation.garbage
     return _summed(_of_row(row, row.nbytes) for row in left.rows)
 
@@ -164,30 +178,104 @@ def _held(holder: Holder, row: Row) -> tuple[Place, Part] | None:
     return Place("", "", holder=holder.path), part
 
 
-def _at_holders(parts: Mapping[Place, Part], holders: Iterable[Holder]) -> dict[Place, Part]:
-    """Return the parts of a peak, with those that a holder keeps at the holder: they are there because it keeps them.
+def _holder_places(holders: Iterable[Holder]) -> dict[Place, Place]:
+    """Return the place of the holder for each line whose tensors it keeps: these are at the peak because it keeps them.
 
-    A row without a line and a module may be other tensors, and so stays where it is.
+    A line with several holders is left out. A row without a line and a module may be other tensors, and is left out, too.
     """
     of_place: dict[Place, set[Place]] = defaultdict(set)
     for holder in holders:
         for row in holder.kept.rows:
             found, held = _of_row(row, row.nbytes), _held(holder, row)
             if found is not None and held is not None:
-                of_place[found[0]].add(held[0])
-    unique = {place: next(iter(some)) for place, some in of_place.items() if len(some) == 1 and not place.category}
-    return _summed((unique.get(place, place), part) for place, part in parts.items())
+                of_place[found[0]] |= {held[0], *(Place("", "", holder=path) for path in holder.alternatives)}
+    return {place: next(iter(some)) for place, some in of_place.items() if len(some) == 1 and not place.category}
 
 
-def _parts_of_peak(verdict: Verdict) -> dict[Place, Part]:
+def _at_holder(row: Row, nbytes: int, held: Mapping[Place, Place], reason: str = "") -> tuple[Place, Part] | None:
+    """Return a row of a peak as a part, at its holder if there is a single holder for its line."""
+    of_row = _of_row(row, nbytes, reason)
+    if of_row is None:
+        return None
+    place, part = of_row
+    # Rows of a holder have no changed caller that is named before their line.
+    unnamed = _of_row(replace(row, named=""), nbytes) if row.named else None
+    return held.get(place if unnamed is None else unnamed[0], place), part
+
+
+def _parts_of_peak(verdict: Verdict, held: Mapping[Place, Place]) -> dict[Place, Part]:
     """Return what grew at the peak; where that is many small rows, also what was left, which was there at the peak."""
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None:
         return {}
-    parts = _summed(_of_row(change.row, change.nbytes, change.reason) for change in difference.changes)
+    parts = _summed(_at_holder(change.row, change.nbytes, held, change.reason) for change in difference.changes)
     if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
-        parts = {**_summed(_of_row(row, row.nbytes) for row in explanation.retained.rows), **parts}
+        parts = {**_summed(_at_holder(row, row.nbytes, held) for row in explanation.retained.rows), **parts}
     return parts
+
+
+def _alternatives(verdict: Verdict, metric: str, held: Mapping[Place, Place]) -> tuple[Alternatives, ...]:
+    """Return the parts of a growth whose place is not proven. ``held`` are `_holder_places`."""
+    explanation = verdict.measurement.explanation
+    if METRICS[metric].peak:
+        return _alternatives_of_peak(verdict, held)
+    if metric not in KEPT or explanation is None:
+        return ()
+    kept = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
+    # The line of small rows is not known, so the other holder would seem to be proven.
+    return tuple(alternatives for alternatives in kept if len(alternatives.parts) > 1)
+
+
+def _alternative_holders(holder: Holder) -> Alternatives:
+    """Return the alternatives for a holder that is not certain. The line stands for a holder that was not found."""
+    places = (
+        _summed(_held(replace(holder, path=path, alternatives=()), row) for row in holder.kept.rows)
+        for path in holder.alternatives
+    )
+    return Alternatives(holder.kept.total, {place: part for each in places for place, part in each.items()})
+
+
+def _alternatives_of_peak(verdict: Verdict, held: Mapping[Place, Place]) -> tuple[Alternatives, ...]:
+    """Return the parts of a peak's growth whose place is not proven, the largest first."""
+    peak_alternatives = []
+    for change in verdict.difference.changes if verdict.difference is not None else ():
+        parts: dict[Place, Part] = {}
+        for row in change.alternatives:
+            of_row = _at_holder(row, min(change.nbytes, row.nbytes), held)
+            if of_row is not None:
+                # Rows at one place do not grow together by more than the change.
+                parts.setdefault(*of_row)
+        peak_alternatives += [Alternatives(change.nbytes, parts)] if parts else []
+    return tuple(peak_alternatives)
+
+
+def proven(growths: Sequence[Explained], causes: Sequence[Place]) -> list[Explained]:
+    """Return growths without alternatives that have a single line, or a single line that is a cause of another growth."""
+    named: dict[Place | str, set[Growth]] = defaultdict(set)
+    for place in causes:
+        named[place.line or place] |= {explained.growth for explained in growths if explained.at(place) > 0}
+    return [_proven(explained, named) for explained in growths]
+
+
+def _proven(explained: Explained, named: Mapping[Place | str, set[Growth]]) -> Explained:
+    parts, remaining = [*explained.parts.items()], []
+    for alternatives in explained.alternatives:
+        lines: dict[Place | str, list[tuple[Place, Part]]] = defaultdict(list)
+        for place, part in alternatives.parts.items():
+            lines[place.line or place].append((place, part))
+        causes = [line for line in lines if named.get(line, set()) - {explained.growth}]
+        proven_lines = [*lines] if len(lines) == 1 else causes
+        if len(proven_lines) == 1:
+            parts.append(_at_line(lines[proven_lines[0]]))
+        else:
+            remaining.append(alternatives)
+    return replace(explained, parts=_summed(parts), alternatives=tuple(remaining))
+
+
+def _at_line(parts: Sequence[tuple[Place, Part]]) -> tuple[Place, Part]:
+    """Return the largest of some parts at one line, without its module if another module may be meant."""
+    place, part = parts[0]
+    return parts[0] if len(parts) == 1 else (place._replace(module=""), replace(part, module=""))
 
 
 def _summed(parts: Iterable[tuple[Place, Part] | None]) -> dict[Place, Part]:
@@ -199,7 +287,7 @@ def _summed(parts: Iterable[tuple[Place, Part] | None]) -> dict[Place, Part]:
 
 def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | None:
     """Return the place of a row, and the row as a part; ``None`` for the sum of small rows."""
-    line = row.library or row.site
+    line = row.named or row.library or row.site
     if row.operator == REST:
         return None
     place = Place(without_release(line), row.module, "" if line or row.module else row.category)
@@ -208,29 +296,33 @@ def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | Non
 
 
 def _of_tally(tally: Tally) -> tuple[Place, Part]:
-    line, module = tally.place.library or tally.place.site, tally.place.module
+    line, module = tally.place.named or tally.place.library or tally.place.site, tally.place.module
     # Of kernels the lines are not known.
     place = Place(without_release(line), module) if line or module else Place("", tally.operator)
-    return place, Part(tally.amount, tally.amount, (line,) if line else (), module, tally.operator, "")
+    lines = (line,) if line else ()
+    return place, Part(tally.amount, tally.amount, lines, module, tally.operator, "", reason=tally.place.reason)
 
 
 def _of_inner_modules(growths: Sequence[Explained]) -> list[Explained]:
     """Return growths in which a module at a line has one name in all tests, without those of what is around it in some."""
     modules: dict[str, set[str]] = defaultdict(set)
     for one in growths:
-        for place in one.parts:
+        for place in chain(one.parts, *(alternatives.parts for alternatives in one.alternatives)):
             modules[place.line].add(place.module)
     inner: dict[tuple[str, str], str] = {}
     for line, names in modules.items():
         for name in names:
             ends = {part for part in _ends(name) if line and part in names}
             inner[line, name] = min(ends, key=len, default=name)
+
+    def of_inner(parts: Mapping[Place, Part]) -> dict[Place, Part]:
+        return _summed((place._replace(module=inner[place.line, place.module]), part) for place, part in parts.items())
+
     return [
         replace(
             one,
-            parts=_summed(
-                (place._replace(module=inner[place.line, place.module]), part) for place, part in one.parts.items()
-            ),
+            parts=of_inner(one.parts),
+            alternatives=tuple(each._replace(parts=of_inner(each.parts)) for each in one.alternatives),
         )
         for one in growths
     ]

@@ -229,7 +229,8 @@ def _judge_metric(
         if why_not is None or (metric.unit == "bytes" and grew):
             return compared
     if tolerance is not None and why_not is not None:
-        return MetricVerdict(metric.name, why_not, value, budget=limit)
+        # The baseline of another workload is shown beside the value, though neither is judged by the other.
+        return MetricVerdict(metric.name, why_not, value, earlier, budget=limit)
     outcome = Outcome.RECORDED if limit is None else Outcome.OK
     return MetricVerdict(metric.name, outcome, value, earlier, budget=limit)
 
@@ -352,14 +353,16 @@ def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement
     here, there = measurement.environment.details, baseline.environment.details
     for detail in details:
         if detail in here and detail in there and here[detail] != there[detail]:
-            return f"{detail} was {there[detail]}, now {here[detail]}, which moves {metric.title} by itself"
+            # One reason for every metric of its kind, so reports tell it once.
+            figures = {"bytes": "bytes", "count": "counts"}.get(metric.unit, "times")
+            return f"{detail} was {there[detail]}, now {here[detail]}, which moves {figures} by itself"
     return None
 
 
 def failing_outcomes(
     verdict: TestVerdict, *, strict: bool, compares: bool, accepts: frozenset[Outcome]
 ) -> frozenset[Outcome]:
-    """Return the outcomes for which a test must fail.
+    """Return the outcomes for which the gate must fail a test: none if it has failed by itself.
 
     Args:
         verdict: The verdict on the test.
@@ -367,6 +370,8 @@ def failing_outcomes(
         compares: Whether a regression is a failure (``--gpumem-baseline``); an update compares only to know what to write.
         accepts: The outcomes that this session writes into the store, and so are no failures.
     """
+    if verdict.failed_by_itself:
+        return frozenset()
     seen = {metric.outcome for one in verdict.verdicts for metric in one.metrics}
     if verdict.unmeasured:
         seen.add(Outcome.UNMEASURED)

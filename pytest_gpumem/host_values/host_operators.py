@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gpumem.torch_support.private_api import takes_numbers_for_tensors, unwrapped
 from pytest_gpumem.torch_support.reachability import sparse_parts
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Operator:
     """Its result, or the size of its result, depends on values that the host reads."""
     calls_readers: bool = False
     """Its kernel calls operators of which that is true."""
+    only_tensors: tuple[int, ...] = ()
+    """Positions of the arguments that have to be tensors: a number does not stand for one."""
 
     def read_of(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors whose values the host reads in a call."""
@@ -124,6 +127,9 @@ def operator_of(func: Any) -> Operator:
         reads=name not in _INDEXED | _READ_BEFORE
         and (bool(reads) or not _READ_UNTAGGED.isdisjoint((name, f"{name}.{overload}"))),
         calls_readers=name in _CALLS_READERS and not overload.startswith("Scalar"),
+        only_tensors=()
+        if takes_numbers_for_tensors(name)
+        else tuple(at for at, one in enumerate(schema.arguments) if str(one.type) == "Tensor"),
     )
 
 
@@ -149,8 +155,13 @@ def is_ordinary(kind: type) -> bool:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements are in one storage; those of sparse and nested ones are in several."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+    """Return whether a tensor's elements are in one storage.
+
+    Sparse and nested tensors have several. The zeros that forward-mode derivatives start from (`torch.func.jvp`) and the
+    wrappers of `torch.func` and `torch.export` have none.
+    """
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and not tensor._is_zerotensor() and unwrapped(tensor) is tensor  # noqa: SLF001 -- no public name
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

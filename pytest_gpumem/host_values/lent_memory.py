@@ -8,6 +8,7 @@ from weakref import ref
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_gpumem.host_values.host_operators import has_storage
+from pytest_gpumem.torch_support.private_api import unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ class LentMemory:
 
     def note(self, tensor: torch.Tensor, array: object = None) -> None:
         """Note that a tensor's memory is another library's as well, for as long as ``array`` is there, if one is given."""
+        tensor = unwrapped(tensor)
         if tensor.device.type != "cpu" or not has_storage(tensor):
             return
         if len(self._noted) > _MOST_NOTED:

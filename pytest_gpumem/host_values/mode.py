@@ -40,10 +40,18 @@ from pytest_gpumem.host_values.lent_memory import LentMemory
 from pytest_gpumem.host_values.reads import Reads
 from pytest_gpumem.host_values.routing import CHOOSING, MAKE_ZEROS, Choosing
 from pytest_gpumem.host_values.unknown_float import UNKNOWN, is_unknown_number
-from pytest_gpumem.torch_support.private_api import never_compiled, run_kernel
+from pytest_gpumem.torch_support.private_api import (
+    beneath_modes,
+    is_higher_order,
+    is_tracing,
+    never_compiled,
+    run_kernel,
+    untraced,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pytest_gpumem.values.option_words import Routing
 
@@ -164,6 +172,9 @@ class HostValues(TorchDispatchMode):
         self._made_of_unknown = False
         """True if `torch.tensor` is making a tensor of others, which are not all known."""
 
+    supports_higher_order_operators = True
+    """Asks torch to pass operators that take functions to this mode, as `torch.cond`. Without it torch raises."""
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch.compile run compiled code beneath this mode."""
@@ -178,14 +189,22 @@ class HostValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_tracing():
+            with untraced():  # this call is in the trace already
+                return self.__torch_dispatch__(func, types, args, kwargs)
         named = kwargs or {}
         for kind in types:
             if not is_ordinary(kind):
                 # One without memory has nothing to compute; what others are made of comes here again.
                 return func(*args, **named) if kind.__name__ == "FakeTensor" else NotImplemented
+        if is_higher_order(func):
+            return self._run_functions(func, args, named)
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = operator_of(func)
+        if any(isinstance(args[at], (int, float, complex)) for at in operator.only_tensors if at < len(args)):
+            # A script's constant: torch gives a mode the number that the tensor was made of.
+            args = tuple(torch.as_tensor(one) if at in operator.only_tensors else one for at, one in enumerate(args))
         if (self._in_kernel or torch.is_inference_mode_enabled()) and (operator.view or operator.reads):
             # These leave operators whole that are made of others, and what those read would not be seen.
             self._read_by(operator, args, named)
@@ -217,6 +236,23 @@ class HostValues(TorchDispatchMode):
         if is_hosts:
             return self._run_on_host(call, known)
         return self._communicate(call) if operator.collective else self._run(call, known)
+
+    def _run_functions(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run an operator that takes functions (`torch.cond`) beneath this mode, and its functions within."""
+
+        def within(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*given: Any, **more: Any) -> Any:
+                with self:
+                    return function(*given, **more)
+
+            return run
+
+        # A function may be a module: the compiler makes one of it.
+        result = func(*(within(argument) if callable(argument) else argument for argument in args), **named)
+        for tensor in tensors_among((result,)):
+            if is_ordinary(type(tensor)) and self.is_unknown(tensor):
+                self.note_unknown(tensor)
+        return result
 
     def _read_number(self, call: _Call, known: bool) -> Any:
         noted = self.constants.noted_as(call.args[0])
@@ -269,9 +305,11 @@ class HostValues(TorchDispatchMode):
         self.running = operator.name
         result = self._run_kernel(call, "cuda")
         self.running = ""
-        if room is not None and args[0].untyped_storage().nbytes() == room:
-            return result  # another shape on the same bytes
         made = tensors_among((result,))
+        is_reshaped = room is not None and args[0].untyped_storage().nbytes() == room  # on the same bytes
+        # `torch.export` makes tensors without memory beneath this mode.
+        if is_reshaped or not all(is_ordinary(type(tensor)) for tensor in made):
+            return result
         if not made and not operator.written and not operator.written_names:
             # What takes less memory is not assumed of a mask that is not known.
             return result and known if operator.calls_readers else result
@@ -491,7 +529,12 @@ class HostValues(TorchDispatchMode):
         """Return whether a tensor's values were not computed."""
         if tensor.numel() == 0 or tensor.device.type not in ("cpu", "cuda"):
             return False
+        if type(tensor).__name__ == "FakeTensor":
+            return False  # it has no values
         if not has_storage(tensor):
+            within = unwrapped(tensor)
+            if within is not tensor:
+                return is_ordinary(type(within)) and self.is_unknown(within)
             return tensor.is_cuda
         where = tensor.untyped_storage().data_ptr()
         if tensor.is_cuda:
@@ -598,4 +641,5 @@ def _contains_unknown(tensor: torch.Tensor) -> bool:
     """Return whether a new tensor was made of numbers among which are uncomputed ones."""
     if not tensor.is_floating_point() or not is_small((tensor,)):
         return False
-    return bool((on_host(tensor) == UNKNOWN).any())
+    with beneath_modes():  # a program's mode may trace what is done here
+        return bool((on_host(tensor) == UNKNOWN).any())

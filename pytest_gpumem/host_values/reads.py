@@ -31,6 +31,7 @@ _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCHS = f"{Path(torch.__file__).parent}{os.sep}"
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
+_TEXTS_OF_PYTEST = f"{_INSTALLED}_pytest{os.sep}_io{os.sep}"
 _SAFETENSORS = f"{_INSTALLED}safetensors{os.sep}"
 
 _CHECKING = frozenset({"warn_if_padding_and_no_attention_mask", "gaussian_nll_loss"})
@@ -135,7 +136,13 @@ def _users_line_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
 
 
 def _of_no_memory() -> bool:
-    """Return whether weights are being initialised, some of them again while values are out of a range, or a library warns."""
+    """Return whether weights are initialised, a library warns, or pytest shows the values of a failed assertion.
+
+    An initialisation may draw some weights again while values are out of a range.
+    """
     frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
     codes = (frame.f_code for frame, _ in frames)
-    return any(code.co_filename == torch.nn.init.__file__ or code.co_name in _CHECKING for code in codes)
+    return any(
+        code.co_filename == torch.nn.init.__file__ or code.co_name in _CHECKING or _TEXTS_OF_PYTEST in code.co_filename
+        for code in codes
+    )

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _OF_CALLS: dict[str, Use] = {
     **dict.fromkeys(("int", "round", "floor", "ceil", "trunc", "range"), "integer"),
+    # Of a size: `torch.arange(number + 3)`, `interpolate(x, scale_factor=number)`.
+    **dict.fromkeys(("arange", "interpolate"), "integer"),
     **dict.fromkeys(("sorted", "sort"), "order"),
     **dict.fromkeys(("min", "max"), "branch"),
 }
@@ -27,7 +29,7 @@ _OF_CALLS: dict[str, Use] = {
 _OF_FINITE = frozenset({"isnan", "isinf", "isfinite", "len", "isinstance", "type", "id"})
 """Functions that ask whether a float is finite, which uncomputed ones are taken to be, or that do not look at it."""
 _OF_NUMBERS = frozenset(
-    {"abs", "float", "min", "max", "sum", "pow", "exp", "log", "log2", "log10", "sqrt", "mean", "round"}
+    {"abs", "float", "min", "max", "sum", "pow", "exp", "log", "log2", "log10", "sqrt", "mean", "round", "elapsed_time"}
 )
 """Functions that make a number of numbers."""
 _TEXTS = frozenset({"str", "repr", "format"})

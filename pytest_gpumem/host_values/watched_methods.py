@@ -17,10 +17,13 @@ from pytest_gpumem.host_values.unknown_float import UNKNOWN, UnknownFloat, is_un
 from pytest_gpumem.host_values.use_of_float import TEXT, use_of_conversion
 from pytest_gpumem.torch_support.private_api import (
     current_dispatch_mode,
+    is_tracing,
     never_compiled,
     outside_torch_function,
     remember_functions_that_take_a_device,
     script_as,
+    untraced,
+    unwrapped,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ def watch_methods(mode: HostValues) -> None:
         (comm, "broadcast_coalesced", _broadcast),
         (comm, "reduce_add", _add),
         (plateau, "step", _step),
+        (torch.cuda.Event, "elapsed_time", _elapse),  # `torch.Event`'s cannot be replaced
     ):
         setattr(owner, name, _watched(mode, getattr(owner, name), watching))
 
@@ -70,7 +74,11 @@ def _watched(mode: HostValues, original: Callable[..., Any], watching: Callable[
     @never_compiled
     @wraps(original)
     def watched(*args: Any, **named: Any) -> Any:
-        return watching(mode, original, *args, **named)
+        if not is_tracing():
+            return watching(mode, original, *args, **named)
+        # A trace makes tensors of sizes: whoever asks for those here would be called for their values again.
+        with untraced() as traced:
+            return watching(mode, traced(original), *args, **named)
 
     return watched
 
@@ -174,7 +182,7 @@ def _read(
     # Of a tensor around others, which has no values of its own, theirs are read.
     is_unknown = _is_unknown(mode, tensor) or (mode.values_read > before and not outer)
     with outside_torch_function():
-        return seen(mode, tensor, value) if is_unknown else value
+        return seen(mode, unwrapped(tensor), value) if is_unknown else value
 
 
 def _is_unknown(mode: HostValues, tensor: Any) -> bool:
@@ -367,6 +375,15 @@ def _step(
     if is_unknown_number(metrics) or _is_unknown(mode, metrics):
         mode.reads.of_float("branch")
     return original(scheduler, metrics, *args, **named)
+
+
+def _elapse(mode: HostValues, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    """Call ``elapsed_time`` of an event, and note a decision that the program takes by it: no time passes here."""
+    value, caller = original(*args, **named), _caller()
+    is_programs = caller is not None and not caller.f_code.co_filename.startswith(_OURS_AND_TORCHS)
+    if is_programs and use_of_conversion(caller) != "kept":
+        mode.reads.of_float("branch")
+    return value
 
 
 def _caller() -> FrameType | None:

@@ -1,10 +1,9 @@
-"""A loop that owns its steps: the memory of so many of them in a row, then counts, times and an explanation of others."""
+"""A loop that owns its steps: the memory of so many of them in a row, then counts, an explanation and times of others."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,9 @@ from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_by_devic
 from pytest_gpumem.measure.loop import LoopEnded
 from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
 from pytest_gpumem.measure.reading import Reading, live_of_program, run_one_step
-from pytest_gpumem.measure.runner import FURTHER_STEPS, unrecorded_steps
+from pytest_gpumem.measure.runner import FURTHER_STEPS
 from pytest_gpumem.measure.settling import figures_of_steps, have_same_peaks
 from pytest_gpumem.measurement import MeasuringError
-from pytest_gpumem.timing.sampling import time_step
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import named_modules, named_tensors
@@ -27,11 +25,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.devices.contract import BlockIds, Device, Window
+    from pytest_gpumem.devices.contract import Device, Window
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.measure.reading import ByDevice
     from pytest_gpumem.measure.settling import StepFigures
-    from pytest_gpumem.values.times import Times
 
 STEPS = 20
 """Steps that a loop's memory is read from: the first, in which it builds what it needs, and enough to tell growth."""
@@ -55,14 +52,14 @@ class PreparedLoop(PreparedStep):
     """Addresses of tensors that were there before, and are not the test's."""
 
     def measure(self) -> MeasuredStep:
-        """Run the loop's next steps, and measure them.
+        """Run the loop's next steps, and measure their memory and counts.
 
         Raises:
             MeasuringError: It ended before there were `FEWEST_STEPS`.
         """
         device = self.context.device
         notes: tuple[str, ...] = ()
-        counted, times = NOTHING_COUNTED, None
+        counted, is_over = NOTHING_COUNTED, False
         longer: Sequence[ByDevice] = ()
         # And freeze what the loop has made for all its steps, so that collecting after each of them is fast.
         collect_everything()
@@ -78,20 +75,25 @@ class PreparedLoop(PreparedStep):
                 ended = (
                     f"the loop ended after {made} of" if made < self.steps else "the loop of another rank ended before"
                 )
-                notes = (f"{ended} {self.steps} steps: nothing was counted or timed",)
+                notes, is_over = (f"{ended} {self.steps} steps: nothing was counted or timed",), True
             else:
-                earlier = device.known()
                 latest = seen[-FURTHER_STEPS - 1 :]
                 alike = device.consensus.all(all(have_same_peaks(*pair) for pair in pairwise(latest)))
                 with device.peak_ignored():
                     counted = count_step(self._run_counted, device, alike=alike)
                 if device.consensus.any(keeps_now_and_then(_growth_window(seen))):
                     longer = list(self._steps(WINDOW))
-                times, notes = self._timed(earlier)
-        figures = replace(loop_figures(seen, longer), counted=counted, times=times)
+        figures = replace(loop_figures(seen, longer), counted=counted)
         parameters = {id(parameter): parameter.numel() for parameter in self._parameters()}
         workload = replace(self.workload, parameters=sum(parameters.values()) or None)
-        return MeasuredStep(figures, workload, self.work, (*notes, *figures.notes()))
+        return MeasuredStep(figures, workload, self.work, (*notes, *figures.notes()), is_over=is_over)
+
+    def time(self, step: MeasuredStep) -> MeasuredStep:
+        """Return ``step``, which was measured, with its times, if the loop has steps for these."""
+        try:
+            return PreparedStep.time(self, step)
+        except LoopEnded as ended:
+            return replace(step, notes=(*step.notes, f"not timed: {ended}"), is_over=True)
 
     def time_again(self, step: MeasuredStep) -> MeasuredStep:
         """Return ``step``, which was measured and timed, with one more sample of its time, if the loop has steps for it."""
@@ -111,23 +113,6 @@ class PreparedLoop(PreparedStep):
                 yield run_one_step(self.phases, self.context.device, self.not_own, older_garbage=False)
         except LoopEnded:
             return
-
-    def _timed(self, earlier: BlockIds) -> tuple[Times | None, tuple[str, ...]]:
-        """Return the times of further steps, or ``None`` and a note that says why not.
-
-        ``earlier`` is what the device knew before the last recorded step.
-        """
-        device, time_budget = self.context.device, self.context.time_budget
-        if time_budget is None:
-            return None, ()
-        run_step = partial(run_one_step, self.phases, device, self.not_own)
-        times = None
-        try:
-            with unrecorded_steps(device, earlier, self._storages, run_step):
-                times = time_step(self.phases[0].run, self.phases, device, time_budget)
-        except LoopEnded as ended:
-            return times, () if times is not None else (f"not timed: {ended}",)
-        return times, ()
 
     def _register(self, owners: TensorOwners) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""A step that is ready to run under its config, and is measured, timed again, located and explained as its caller asks."""
+"""A step that is ready to run under its config, and is measured, located, explained and timed as its caller asks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_gpumem.measure.counting import TALLIED, located
 from pytest_gpumem.measure.growth import WINDOW
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.measure.reading import run_phases
-from pytest_gpumem.measure.runner import SECONDS_BETWEEN_SAMPLES, measure_step, sample_again
+from pytest_gpumem.measure.runner import SECONDS_BETWEEN_SAMPLES, first_times, measure_step, sample_again
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ class MeasuredStep:
     """Training steps: module calls that were repeated in backward; ``None`` of others."""
     is_over: bool = False
     """True if it cannot be run again: a step of a loop that has ended."""
+
+    @property
+    def may_be_timed(self) -> bool:
+        """True if it has no times yet, and can be run again."""
+        return self.figures.times is None and not self.is_over
 
     @property
     def may_be_timed_again(self) -> bool:
@@ -95,19 +100,28 @@ class PreparedStep:
     """The copies of gradients that ``DistributedDataParallel`` sends, by their addresses."""
 
     def measure(self) -> MeasuredStep:
-        """Run the step until it repeats, then measure it."""
+        """Run the step until it repeats, then measure its memory and its counts."""
         figures = measure_step(
             self.phases,
             self.context.device,
-            own=self._storages,
             not_own=self.not_own,
-            time_budget=self.context.time_budget,
             state=self.state,
             compiled=self.compiled,
             peak_only=self.context.peak_only,
         )
         recomputed = None if self.recomputed is None else self.recomputed()
         return MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
+
+    def time(self, step: MeasuredStep) -> MeasuredStep:
+        """Return ``step``, which was measured, with its times; as it is if nothing is timed.
+
+        Explain a step before: timing runs hundreds of steps, and a leak grows in each of them.
+        """
+        time_budget = self.context.time_budget
+        if time_budget is None or not step.may_be_timed:
+            return step
+        times = first_times(self.phases, self.context.device, self._storages, time_budget)
+        return replace(step, figures=replace(step.figures, times=times))
 
     def time_again(self, step: MeasuredStep) -> MeasuredStep:
         """Return ``step``, which was measured and timed, with one more sample of its time."""
@@ -151,9 +165,9 @@ class PreparedStep:
             memory.memory_metrics()["peak_allocated"],
             memory.turnover if one.turnover() and alike else None,
             memory.own if grows else None,
-            keeps=grows,
-            # Of a leak at least as many as growth is told by.
-            steps=1 if alike else max(len(figures.seen), WINDOW if grows else 0),
+            on_it.growth if grows else 0,
+            # If not every step keeps bytes, as many steps as growth is measured in.
+            steps=max(1 if alike else len(figures.seen), WINDOW if grows and not on_it.always_keeps else 0),
         )
         return self.context.explain(self.subject(one), expected, one)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.devices.contract import highest
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off
+from pytest_gpumem.units import format_bytes
+from pytest_gpumem.values.option_words import LACKS_WORKSPACES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,6 +57,11 @@ class Figures:
         return self.peak.allocated - self.not_own
 
     @property
+    def missing(self) -> int:
+        """Bytes that the peak may lack because the device did not plan workspaces of convolutions."""
+        return 0 if self.peak.reaching is None else max(0, self.peak.reaching - self.peak.allocated)
+
+    @property
     def peak_reserved(self) -> int | None:
         """Bytes that were reserved for the region at most; ``None`` where the device does not reserve."""
         if self.peak.reserved is None or self.reserved_before is None:
@@ -91,6 +98,12 @@ def largest_of(metrics: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for one in metrics:
         largest |= {name: max(value, largest.get(name, value)) for name, value in one.items()}
     return largest
+
+
+def notes_on_missing(figures: Iterable[Figures]) -> tuple[str, ...]:
+    """Return a note on what peaks lack of workspaces, on the GPU that lacks most; none if nothing is missing."""
+    missing = max((one.missing for one in figures), default=0)
+    return (f"{LACKS_WORKSPACES}: at most {format_bytes(missing)} more is needed",) if missing else ()
 
 
 ByDevice = Mapping[str, Figures]

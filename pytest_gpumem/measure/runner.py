@@ -1,4 +1,4 @@
-"""Measures a step that repeats: its memory once it has settled, its growth, its counts, and its time."""
+"""Measures a step that repeats: its memory once it has settled, its growth and its counts, and then its time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measure.reading import Phase
     from pytest_gpumem.measure.settling import StepFigures
     from pytest_gpumem.timing.sampling import TimeBudget
-    from pytest_gpumem.values.times import Sample
+    from pytest_gpumem.values.times import Sample, Times
 
 MOST_WARM_UPS = 6
 FURTHER_STEPS = 4
@@ -41,9 +41,7 @@ def measure_step(
     phases: Sequence[Phase],
     device: Device,
     *,
-    own: Callable[[], Iterable[torch.UntypedStorage]],
     not_own: Sequence[int],
-    time_budget: TimeBudget | None,
     state: Callable[[], object] | None = None,
     compiled: bool = False,
     peak_only: bool = False,
@@ -52,12 +50,10 @@ def measure_step(
 
     Runs it until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
     optimizer state and autotuning are behind, then `FURTHER_STEPS` more: what happens every second to sixth time is seen.
-    ``not_own`` bytes are live that are not the step's own, on each of `Device.everywhere`;
-    ``own`` gives the storages that are its own at any moment. A step that changes ``state()`` (graphs that were compiled,
-    the gradient scale) is not like the next one, and up to `MOST_UNSTABLE_WARM_UPS` are run until it stays. Without an
-    ``time_budget`` no time is taken. Of a step that was ``compiled`` no operators are counted. With ``peak_only``
-    no further steps are run, and nothing is counted. On several ranks all run as many steps, as they decide
-    (`Device.consensus`).
+    ``not_own`` bytes are live that are not the step's own, on each of `Device.everywhere`. A step that changes ``state()``
+    (graphs that were compiled, the gradient scale) is not like the next one, and up to `MOST_UNSTABLE_WARM_UPS` are run until
+    it stays. Of a step that was ``compiled`` no operators are counted. With ``peak_only`` no further steps are run, and
+    nothing is counted. On several ranks all run as many steps, as they decide (`Device.consensus`).
     """
     run_step = functools.partial(run_one_step, phases, device, not_own)
     step = functools.partial(run_phases, phases)
@@ -80,18 +76,37 @@ def measure_step(
             if device.consensus.any(any(one.keeps for step in further for one in step.values()))
             else {}
         )
-        times = None
-        earlier = device.known()
         # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
         with device.peak_ignored():
             alike = device.consensus.all(
                 settled_at is not None and all(do_the_same(*pair) for pair in pairwise(further))
             )
             counted = NOTHING_COUNTED if peak_only else count_step(step, device, compiled=compiled, alike=alike)
-        if time_budget is not None:
-            with unrecorded_steps(device, earlier, own, run_step):
-                times = time_step(step, phases, device, time_budget)
-    return replace(figures_of_steps(seen, settled_at), times=times, counted=counted, growth=growth)
+    return replace(figures_of_steps(seen, settled_at), counted=counted, growth=growth)
+
+
+def first_times(
+    phases: Sequence[Phase],
+    device: Device,
+    own: Callable[[], Iterable[torch.UntypedStorage]],
+    time_budget: TimeBudget,
+) -> Times:
+    """Return the first sample of a measured step's time, and the times of its phases.
+
+    A recorded step begins and ends it, because timing runs hundreds of steps unrecorded.
+
+    Args:
+        phases: The parts of the step, in order.
+        device: Where it runs.
+        own: Returns the storages that are the step's own at any moment.
+        time_budget: The seconds that are left for timing.
+    """
+    run_step = functools.partial(run_one_step, phases, device, [0] * len(device.everywhere))
+    with cyclic_collector_off():
+        earlier = device.known()
+        run_step()
+        with unrecorded_steps(device, earlier, own, run_step):
+            return time_step(functools.partial(run_phases, phases), phases, device, time_budget)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.measure.counting import NOTHING_COUNTED, Counted
-from pytest_gpumem.measure.reading import largest_of, on_each
+from pytest_gpumem.measure.reading import largest_of, notes_on_missing, on_each
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.step_peaks import StepPeaks, spread
@@ -43,6 +43,11 @@ class DeviceFigures:
         """The memory of the latest step with this peak that kept bytes; `memory` if there is none."""
         peak = self.memory.own_peak
         return next((one for one in reversed(self._counting) if one.own_peak == peak and one.keeps), self.memory)
+
+    @property
+    def always_keeps(self) -> bool:
+        """True if each step kept bytes."""
+        return all(step.keeps for step in self._counting)
 
     @property
     def step_peaks(self) -> StepPeaks:
@@ -100,7 +105,9 @@ class StepFigures:
 
     def notes(self) -> tuple[str, ...]:
         """Return notes on the figures, as clauses."""
-        return (*filter(None, (self._differing_note(), self._left_out_note())), *self.counted.notes())
+        own = filter(None, (self._differing_note(), self._left_out_note()))
+        missing = notes_on_missing(one.memory for one in self.devices.values())
+        return (*own, *missing, *self.counted.notes())
 
     def _differing_note(self) -> str | None:
         """Return a clause that says how the steps' peaks differ, if they do."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.gate.causes import Causes, causes_of
+from pytest_gpumem.gate.growths import ENOUGH
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports import escaping
-from pytest_gpumem.reports.explanation import PLURALS
+from pytest_gpumem.reports.explanation import MOST_ROWS, PLURALS
 from pytest_gpumem.reports.layout import Column, Span, Table, without_empty
 from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.units import counted
@@ -139,11 +141,24 @@ def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
         lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
     if most is not None and len(causes) > most:
         lines.append(f"... and {counted(len(causes) - most, 'other cause')}{f' ({hint})' if hint else ''}")
-    left = found.causes.unexplained
-    if left:
-        tests = sorted({share.growth.test for share in left})
+    unproven = found.causes.unproven
+    with_lines = Counter[Any]()
+    for alternatives in unproven:
+        with_lines.update({share.growth: share.amount for share in alternatives.shares})
+    left = [
+        replace(share, amount=share.amount - with_lines[share.growth])
+        for share in found.causes.unexplained
+        if share.amount - with_lines[share.growth] > (1 - ENOUGH) * share.growth.amount
+    ]
+    notes: list[tuple[str, Sequence[Any]]] = [("not explained", left)] if left else []
+    notes += [
+        (f"not certain: {' or '.join(alternatives.lines[:MOST_ROWS])}", alternatives.shares)
+        for alternatives in unproven[:most]
+    ]
+    for title, shares in notes:
+        tests = sorted({share.growth.test for share in shares})
         others = f" and {counted(len(tests) - 1, 'other')}" if len(tests) > 1 else ""
-        lines.append(f"not explained: {_sums(left, units)} in {counted(len(tests), 'test')}: {tests[0]}{others}")
+        lines.append(f"{title}: {_sums(shares, units)} in {counted(len(tests), 'test')}: {tests[0]}{others}")
     return lines
 
 

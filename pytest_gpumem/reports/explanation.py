@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.gate.difference import CHANGED_LINE, LEAST_SHARE
 from pytest_gpumem.gate.difference import difference as difference_of
+from pytest_gpumem.gate.smaller_rows import MAY_BE_ALL
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Table, plain_lines
@@ -18,9 +20,9 @@ from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Expl
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, total
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
-    from pytest_gpumem.gate.difference import Difference, Moved
+    from pytest_gpumem.gate.difference import Change, Difference, Moved
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.composition import Holder, Row
@@ -51,6 +53,7 @@ _NO_COMPOSITION = (
     "the baseline keeps no composition to compare with; one is kept when it is next accepted "
     "(not under --gpumem-explain=never)"
 )
+_NOT_LISTED = "the baseline does not list them"
 _PLACES = (
     Column("module", left=True, least=10),
     Column("line", left=True, least=10),
@@ -104,9 +107,10 @@ class PartTable:
 
 def composition_table(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> PartTable:
     """Return the largest rows of a composition."""
-    rows = [row for row in composition.rows if row.operator != REST][:most]
+    # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
+    rows = [row for row in composition.rows if row.operator != REST and row.nbytes > 0][:most]
     largest = max((row.nbytes for row in rows), default=0)
-    rest = composition.total - sum(row.nbytes for row in rows)
+    rest = max(0, composition.total - sum(row.nbytes for row in rows))
     parts = (
         Part(
             _category_of(row),
@@ -130,20 +134,7 @@ def change_table(
     largest = max((abs(one.nbytes) for one in changes), default=0)
     others = len(difference.changes) - len(changes)
     rest = difference.nbytes - sum(one.nbytes for one in changes)
-    parts = (
-        Part(
-            _category_of(one.row),
-            (
-                *("" if row is None else format_bytes(row.nbytes, units) for row in (one.before, one.after)),
-                format_bytes_change(one.nbytes, units),
-            ),
-            _places_of(one.row),
-            one.reason,
-            abs(one.nbytes) / largest if largest else 0.0,
-            "shrank" if one.nbytes < 0 else "grew",
-        )
-        for one in changes
-    )
+    parts = [part for change in changes for part in _parts_of(change, units, largest)]
     return PartTable(
         title,
         ("baseline", "now", "change"),
@@ -151,6 +142,35 @@ def change_table(
         counted(others, "other change") if others else "",
         format_bytes_change(rest, units) if others else "",
     )
+
+
+def _parts_of(change: Change, units: UnitSystem, largest: int) -> Iterator[Part]:
+    """Yield the part for a change, then a part for each alternative."""
+    alternatives = change.alternatives
+    yield Part(
+        _alternatives_title(change) if alternatives else _category_of(change.row),
+        (
+            *("" if row is None else format_bytes(row.nbytes, units) for row in (change.before, change.after)),
+            format_bytes_change(change.nbytes, units),
+        ),
+        _places_of(change.row),
+        _NOT_LISTED if alternatives else change.reason,
+        abs(change.nbytes) / largest if largest else 0.0,
+        "shrank" if change.nbytes < 0 else "grew",
+    )
+    for row in alternatives[:MOST_ROWS]:
+        yield Part(f"- {_category_of(row)}", ("", format_bytes(row.nbytes, units), ""), _places_of(row))
+    others = len(alternatives) - MOST_ROWS
+    if others > 0:
+        yield Part(f"- {counted(others, 'other row')}", ("", "", ""), ("", "", "", ""))
+
+
+def _alternatives_title(change: Change) -> str:
+    """Return a title. Example: ``one of these 2 rows``, if each row may have grown alone."""
+    number = len(change.alternatives)
+    if all(row.nbytes >= MAY_BE_ALL * change.nbytes for row in change.alternatives):
+        return f"one of these {number} rows" if number > 1 else "this row or smaller ones"
+    return f"some of these {number} rows" if number > 1 else "this row and smaller ones"
 
 
 def count_tables(
@@ -183,7 +203,13 @@ def _count_table(
     *,
     tells_lines: bool = False,
 ) -> PartTable:
-    largest_first = sorted(tallies, key=lambda one: -one.amount)[:most]
+    increase = sum(max(0, one.amount) for one in tallies)
+
+    def rank(one: Tally) -> tuple[bool, int]:
+        named_first = one.place.reason.startswith(CHANGED_LINE) and one.amount >= LEAST_SHARE * increase
+        return not named_first, -one.amount
+
+    largest_first = sorted(tallies, key=rank)[:most]
     largest = max((abs(one.amount) for one in largest_first), default=1)
     others = len(tallies) - len(largest_first)
     text_of = shown if note else difference
@@ -192,6 +218,7 @@ def _count_table(
             one.operator,
             (text_of(metric, one.amount, units),),
             _place_of(one.place, tells_lines=tells_lines),
+            one.place.reason,
             share=abs(one.amount) / largest,
             bar="shrank" if one.amount < 0 else "grew",
         )
@@ -268,10 +295,11 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     explanation = verdict.measurement.explanation or Explanation(Composition(0, ()))
     where = explained_on(verdict)
     found = []
-    if {"growth", "retained"}.intersection(metrics) and explanation.retained.rows:
-        table = composition_table(retained_title(verdict) + where, explanation.retained, units)
-        notes = (FILLED_ONCE,) if any(holder.first_use for holder in explanation.holders[:MOST_HOLDERS]) else ()
-        found.append(Explained(table, holder_lines(explanation.holders, units), notes))
+    retained = explanation.retained
+    if {"growth", "retained"}.intersection(metrics) and (retained.rows or retained.notes):
+        table = composition_table(retained_title(verdict) + where, retained, units)
+        filled = (FILLED_ONCE,) if any(holder.first_use for holder in explanation.holders[:MOST_HOLDERS]) else ()
+        found.append(Explained(table, holder_lines(explanation.holders, units), (*retained.notes, *filled)))
     if any(METRICS[name].peak for name in metrics):
         found += _of_the_peak(verdict, units)
     if "cyclic_garbage" in metrics and explanation.garbage.rows:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 
 _MEASURE_AGAIN = "let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
+_REGION = (
+    "a region of gpumem.track() runs once and is not recorded, so no line and tensor of it is known; to see them, move its "
+    "code into a function and call gpumem.measure(function)"
+)
 _MARK_AGAIN = "give it @pytest.mark.gpumem or the fixture again, or name it in [tool.gpumem] mark"
 
 
@@ -127,12 +131,13 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     explained = [*failing_metrics(verdict, failing), *failing_metrics(verdict, failing, "work")]
     for block in (_metric_table(verdict, failing, units), *explanation_blocks(verdict, explained, units)):
         lines += ["", *(f"  {line}" for line in block)]
-    reasons = [
-        f"{METRICS[metric.metric].title}: {metric.reason}"
-        for metric in verdict.metrics
-        if metric.reason and _bears_on(metric, _failed_by(verdict, failing))
+    reasons = _reasons(verdict, _failed_by(verdict, failing), lines[0])
+    notes = [
+        *reasons,
+        *(note for note in verdict.measurement.notes if not any(note in line for line in (lines[0], *reasons))),
     ]
-    notes = [*reasons, *(note for note in verdict.measurement.notes if not any(note in reason for reason in reasons))]
+    if verdict.measurement.workload.step == "region" and verdict.measurement.explanation is None and explained:
+        notes.append(_REGION)
     by_device = peaks_by_device(verdict.measurement, units)
     notes += [] if by_device is None else [by_device]
     lines += ["", *(f"  note: {note}" for note in notes)] if notes else []
@@ -140,6 +145,18 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
         lines += ["", f"  baseline: {origin_line(verdict.origin)}"]
         lines += [f"  reason:   {verdict.origin.reason}"] if verdict.origin.reason else []
     return "\n".join(map(Screen().legible, lines))
+
+
+def _reasons(verdict: Verdict, failed_by: Collection[Kind], headline: str) -> list[str]:
+    """Return each reason of the metrics that bear on a failure, unless the headline has it.
+
+    A reason of several metrics comes once: ``"peak allocated, peak reserved: the step's peak did not settle"``.
+    """
+    titles: dict[str, list[str]] = {}
+    for metric in verdict.metrics:
+        if metric.reason and metric.reason not in headline and _bears_on(metric, failed_by):
+            titles.setdefault(metric.reason, []).append(METRICS[metric.metric].title)
+    return [f"{', '.join(metrics)}: {reason}" for reason, metrics in titles.items()]
 
 
 def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, memory: str) -> str:

@@ -127,7 +127,9 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     if changed:
         title = "Changed, and not failed for it"
         yield _Part(_CHANGED, "what changed without failing", f"#### {title}\n\n{changed}")
-    why_not = reasons((result.verdict for result in report.results if not result.failed), report.terms.update)
+    why_not = reasons(
+        (result.verdict for result in report.results if not result.failed), report.terms.units, report.terms.update
+    )
     why_not += report.of_measuring
     if why_not:
         yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in why_not))

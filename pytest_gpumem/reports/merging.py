@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.reports.errors import MergeError
+from pytest_gpumem.reports.results import badness
 from pytest_gpumem.reports.session_report import SessionReport, Stored
-from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def _results(results: Iterable[TestResult]) -> tuple[TestResult, ...]:
     kept: dict[tuple[str, str, tuple[str, ...]], TestResult] = {}
     for result in results:
         key = (result.verdict.file, result.verdict.test, _devices(result))
-        kept[key] = max((kept[key], result), key=_weight) if key in kept else result
+        kept[key] = max((kept[key], result), key=badness) if key in kept else result
     measured = {(file, test) for file, test, devices in kept if devices}
     return tuple(
         result
@@ -142,13 +141,6 @@ def _devices(result: TestResult) -> tuple[str, ...]:
     if result.verdict.unmeasured:
         return ()
     return tuple(sorted({one.measurement.environment.slug for one in result.verdict.verdicts}))
-
-
-def _weight(result: TestResult) -> tuple[bool, bool, int, bool, str]:
-    """Return a rank that is higher the worse a result is; the text decides between equals, so that order never does."""
-    verdict = result.verdict
-    text = json.dumps(to_plain(result), sort_keys=True)
-    return result.failed, not verdict.unmeasured, verdict.outcome.importance, not result.passed, text
 
 
 def _selection(selections: Sequence[Selection]) -> Selection:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.speed import NO_TIME
-from pytest_gpumem.gate.verdict import FailedIn, Outcome, TestVerdict
+from pytest_gpumem.gate.verdict import SKIPPED, WHY_FAILED, FailedIn, Outcome, TestVerdict
 from pytest_gpumem.units import counted
-from pytest_gpumem.values.plain import from_plain
+from pytest_gpumem.values.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -51,113 +51,177 @@ class TestResult:
     """The part of its run in which it failed first; ``None`` where it did not."""
     failed_by_gate: bool = False
     """True if the gate failed it, and nothing else did: all of its phases would have passed otherwise."""
+    unwritten: bool = False
+    """True if the store could not be written, for example on a full disk, and lacks what the update accepts of this test."""
 
     def is_recorded_by(self, update: UpdateMode | None) -> bool:
         """Return whether a session with this update writes what was measured as its first baselines."""
-        return self.passed and self.verdict.outcome in ACCEPTS[update] & _FIRST
+        return self.passed and not self.unwritten and self.verdict.outcome in ACCEPTS[update] & _FIRST
 
     def is_accepted_by(self, update: UpdateMode | None) -> bool:
         """Return whether a session with this update replaces the baseline by what it was compared with."""
         # Nothing is written for a test that measured nothing, and nothing removed.
-        return self.passed and bool(self.verdict.verdicts) and self.verdict.outcome in ACCEPTS[update] - _FIRST
+        is_measured = bool(self.verdict.verdicts)
+        return self.passed and not self.unwritten and is_measured and self.verdict.outcome in ACCEPTS[update] - _FIRST
+
+
+@dataclass
+class _Run:
+    """One run of a test, as its reports tell."""
+
+    verdict: TestVerdict | None = None
+    """``None`` as long as no report has one: a test that is not measured has none."""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """The outcome of each phase whose report has a verdict."""
+    failed_in: FailedIn | None = None
+    failed_beside_the_gate: bool = False
+    """True if it failed in another part than the call, which the gate fails."""
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if a plugin for reruns repeats the test, so pytest does not count this run's failure."""
+        return self.failed_in is None and not {"passed", "failed", "skipped", "xfail"}.issuperset(
+            self.outcomes.values()
+        )
+
+    @property
+    def is_rewritten(self) -> bool:
+        """True if it failed, and pytest's reports do not show that."""
+        return (
+            self.verdict is not None
+            and self.failed_in is None
+            and _is_rewritten(self.verdict, set(self.outcomes.values()))
+        )
+
+    def result(self) -> TestResult | None:
+        """Return the test's result in this run, or ``None`` without a verdict."""
+        verdict, outcomes = self.verdict, self.outcomes
+        if verdict is None or not outcomes:
+            return None
+        failed_in = "call" if self.is_rewritten else self.failed_in
+        if failed_in == "subtest" and verdict.failed_by_itself and verdict.unmeasured != WHY_FAILED["subtest"]:
+            failed_in = "call"
+        ended = outcomes.keys() >= {"call", "teardown"}
+        return TestResult(
+            verdict,
+            passed=failed_in is None and ended and set(outcomes.values()) == {"passed"},
+            failed=failed_in is not None,
+            failed_in=failed_in,
+            failed_by_gate=failed_in is not None
+            and not self.failed_beside_the_gate
+            and verdict.failure is not None
+            and not verdict.failed_by_itself
+            and ended
+            and set(outcomes.values()) <= {"passed", "failed"},
+        )
 
 
 @dataclass
 class Results:
-    """The results so far, by test. A test that is run again replaces its earlier result."""
+    """The results so far, by test.
 
-    _verdicts: dict[str, TestVerdict] = field(default_factory=dict)
-    _outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
-    _failed: dict[tuple[str, str], FailedIn] = field(default_factory=dict)
-    """The part of its run in which each test failed first, measured or not, by (node id, pytest-xdist's worker)."""
-    _not_by_gate: set[tuple[str, str]] = field(default_factory=set)
-    """Those that failed, or failed once more, in another part than the call, which the gate fails."""
-    _others: set[str] = field(default_factory=set)
-    """The ids of the tests that have no verdict."""
+    If a plugin for reruns repeats a test, its last run counts. If a test runs several times otherwise
+    (``--keep-duplicates``, ``--dist each``), its worst run counts, because pytest fails for any of them.
+    """
+
+    _runs: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
+    """The runs of each test, by node id and by pytest-xdist's worker. The last one may be under way."""
 
     def add(self, report: pytest.TestReport) -> bool:
         """Take what a report says of a measured test; of others only whether they failed. Whether it was a measured one."""
-        run = (report.nodeid, getattr(report, "worker_id", ""))
-        if report.when == "setup":
-            # It may be run again.
-            self._failed.pop(run, None)
-            self._not_by_gate.discard(run)
+        runs = self._runs.setdefault(report.nodeid, {}).setdefault(getattr(report, "worker_id", ""), [])
+        if report.when == "setup" or not runs:
+            if runs and (runs[-1].is_repeated or (runs[-1].verdict is None and runs[-1].failed_in is None)):
+                runs.pop()
+            runs.append(_Run())
+        run = runs[-1]
         if report.outcome == "failed" and not hasattr(report, "wasxfail"):
             where = _where(report)
-            self._failed.setdefault(run, where)
-            if where != "call":
-                self._not_by_gate.add(run)
+            run.failed_in = run.failed_in or where
+            run.failed_beside_the_gate |= where != "call"
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
         if payload is None:
-            self._others.add(report.nodeid)
             return False
-        outcomes = self._outcomes.setdefault(report.nodeid, {})
         if report.when != "teardown":
-            # A test that ran through its set-up has nothing to tell until its call, and may be run again.
-            outcomes.clear()
+            # A test that ran through its set-up has nothing to tell until its call.
+            run.outcomes.clear()
             verdict = from_plain(TestVerdict, json.loads(str(payload)))
-            if verdict.failed_by_itself and hasattr(report, "wasxfail"):
-                verdict = replace(verdict, failed_by_itself=False, unmeasured="it failed as expected")
-            self._verdicts[report.nodeid] = verdict
-        outcomes[report.when or "call"] = "xfail" if hasattr(report, "wasxfail") else report.outcome
+            if verdict.failed_by_itself and (hasattr(report, "wasxfail") or report.outcome == "skipped"):
+                why = "it failed as expected" if hasattr(report, "wasxfail") else SKIPPED
+                verdict = replace(verdict, failed_by_itself=False, unmeasured=why)
+            run.verdict = verdict
+        run.outcomes[report.when or "call"] = "xfail" if hasattr(report, "wasxfail") else report.outcome
         return True
+
+    def _runs_by_test(self) -> Iterable[tuple[str, list[_Run]]]:
+        for nodeid, workers in self._runs.items():
+            yield nodeid, [run for runs in workers.values() for run in runs]
 
     def rewritten(self) -> list[TestResult]:
         """Return the results of tests that failed and that pytest's reports do not show as failed: a plugin changed these."""
-        changed = self._rewritten()
-        return [result for nodeid, result in self._by_nodeid().items() if nodeid in changed]
-
-    def _rewritten(self) -> set[str]:
-        failed = {nodeid for nodeid, _ in self._failed}
-        return {
-            nodeid
-            for nodeid, verdict in self._verdicts.items()
-            if nodeid not in failed and _is_rewritten(verdict, set(self._outcomes[nodeid].values()))
-        }
+        runs = (run for _, several in self._runs_by_test() for run in several if run.is_rewritten)
+        return [result for run in runs if (result := run.result()) is not None]
 
     def all(self) -> list[TestResult]:
         """Return the results, sorted by file and test."""
-        return sorted(self._by_nodeid().values(), key=lambda result: (result.verdict.file, result.verdict.test))
-
-    def _by_nodeid(self) -> dict[str, TestResult]:
-        # A subtest that failed, or a worker that crashed in a tear-down, has a report without a verdict.
-        failed: dict[str, FailedIn] = {nodeid: where for (nodeid, _), where in self._failed.items()}
-        not_by_gate = {nodeid for nodeid, _ in self._not_by_gate}
-        for nodeid in self._rewritten():
-            failed[nodeid] = "call"
-        return {
-            nodeid: TestResult(
-                verdict,
-                passed=nodeid not in failed
-                and outcomes.keys() >= {"call", "teardown"}
-                and set(outcomes.values()) == {"passed"},
-                failed=nodeid in failed,
-                failed_in="call"
-                if failed.get(nodeid) == "subtest" and verdict.failed_by_itself
-                else failed.get(nodeid),
-                failed_by_gate=nodeid in failed
-                and nodeid not in not_by_gate
-                and verdict.failure is not None
-                and not verdict.failed_by_itself
-                and outcomes.keys() >= {"call", "teardown"}
-                and set(outcomes.values()) <= {"passed", "failed"},
-            )
-            for nodeid, verdict in self._verdicts.items()
-            if (outcomes := self._outcomes[nodeid])
-        }
+        results = (_worst_run(runs) for _, runs in self._runs_by_test())
+        return sorted(
+            (result for result in results if result is not None),
+            key=lambda result: (result.verdict.file, result.verdict.test),
+        )
 
     def others(self) -> set[tuple[str, str]]:
         """Return the tests that ran or were skipped and have no result, as (file, test)."""
+        nodeids = [nodeid for nodeid, runs in self._runs_by_test() if all(run.verdict is None for run in runs)]
         # `--dist loadgroup` appends a group to ids.
-        ids = {name for nodeid in self._others - self._verdicts.keys() for name in (nodeid, nodeid.rpartition("@")[0])}
+        ids = {name for nodeid in nodeids for name in (nodeid, nodeid.rpartition("@")[0])}
         return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
 
     def others_failed(self, measured: Collection[tuple[str, str]]) -> int:
         """Return the number of tests that failed, are not among ``measured``, the selected (file, test), and have no result."""
-        failed = {nodeid for nodeid, _ in self._failed} - self._verdicts.keys()
+        failed = [
+            nodeid
+            for nodeid, runs in self._runs_by_test()
+            if all(run.verdict is None for run in runs) and any(run.failed_in is not None for run in runs)
+        ]
         known = {f"{file}::{test}" for file, test in measured}
         # `--dist loadgroup` appends a group to ids.
         return sum(known.isdisjoint((nodeid, nodeid.rpartition("@")[0])) for nodeid in failed)
+
+
+def _worst_run(runs: Iterable[_Run]) -> TestResult | None:
+    """Return the result of a test that had these runs, or ``None`` if none of them measured it."""
+    runs = list(runs)
+    results = [result for run in runs if (result := run.result()) is not None]
+    if not results:
+        return None
+    worst = max(results, key=badness)
+    # A worker that crashed in a tear-down has a report without a verdict.
+    failed_in = worst.failed_in or next((run.failed_in for run in runs if run.failed_in is not None), None)
+    return replace(
+        worst,
+        passed=failed_in is None and all(result.passed for result in results),
+        failed=failed_in is not None,
+        failed_in=failed_in,
+        failed_by_gate=worst.failed_by_gate
+        and all(result.failed_by_gate or not result.failed for result in results)
+        and all(run.verdict is not None for run in runs if run.failed_in is not None),
+    )
+
+
+def badness(result: TestResult) -> tuple[object, ...]:
+    """Return a key that sorts several results of a test from the best to the worst.
+
+    A failure is worse than a pass, a measurement worse than none, and a serious outcome worse than a harmless one. `improved`
+    is better than `ok`, because the other run did not improve. The larger peak is worse, because a baseline with the
+    smaller peak would fail it. The text decides between equal results, so their order never does.
+    """
+    verdict = result.verdict
+    outcome = verdict.outcome
+    importance = Outcome.RECORDED.importance if outcome is Outcome.IMPROVED else outcome.importance
+    peaks = [one.measurement.peak_allocated for one in verdict.verdicts]
+    text = json.dumps(to_plain(result), sort_keys=True)
+    return result.failed, not verdict.unmeasured, importance, not result.passed, peaks, text
 
 
 def _is_rewritten(verdict: TestVerdict, outcomes: Collection[str]) -> bool:
@@ -244,12 +308,17 @@ _MOST_NOTES = 3
 
 
 def recording_notes(results: Iterable[TestResult]) -> list[str]:
-    """Return the notes on recordings, without repetition, each with the first test that has it."""
+    """Return the notes on recordings, without repetition, each with the first test that has it.
+
+    A note in the failure of its test is left out.
+    """
     first: dict[str, str] = {}
     for result in results:
         for one in result.verdict.verdicts:
             explanation = one.measurement.explanation
             for note in explanation.peak.notes if explanation is not None else ():
+                if result.verdict.failure is not None and note in result.verdict.failure:
+                    continue
                 first.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
     found = list(first.values())
     more = len(found) - _MOST_NOTES

@@ -95,12 +95,12 @@ def _grown_lines(row: ReportRow) -> Iterator[tuple[str, int]]:
     for one in row.measured:
         changes = one.verdict.difference.changes if one.verdict.difference is not None else ()
         for change in sorted(changes, key=lambda change: -change.nbytes):
-            if change.nbytes > 0 and (line := _line_of(change.row.site)):
+            if change.nbytes > 0 and (line := _line_of(change.row.named) or _line_of(change.row.site)):
                 yield line
     for one in row.measured:
         for tallies in one.verdict.count_changes.values():
             for tally in tallies:
-                if tally.amount > 0 and (line := _line_of(tally.place.site)):
+                if tally.amount > 0 and (line := _line_of(tally.place.named) or _line_of(tally.place.site)):
                     yield line
 
 

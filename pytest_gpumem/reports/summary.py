@@ -113,11 +113,14 @@ def device_lines(measured: Iterable[ShownMeasurement], units: UnitSystem) -> lis
     ]
 
 
-def reasons(tests: Iterable[TestVerdict], update: UpdateMode | None = None) -> list[str]:
+def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode | None = None) -> list[str]:
     """Return why something was not compared, or not measured: each reason once, with how often.
 
-    That there is no baseline of time yet is a note, and nothing to tell where this session's ``update`` adds one.
+    A reason in the failure of its test is left out. A reason that a single test has comes with both of its peaks, because
+    the table has no column of baselines. That there is no
+    baseline of time yet is a note, and nothing to tell where this session's ``update`` adds one.
     """
+    peaks: dict[str, str] = {}
     counts: Counter[str] = Counter()
     whole: Counter[str] = Counter()
     metrics: Counter[str] = Counter()
@@ -127,15 +130,35 @@ def reasons(tests: Iterable[TestVerdict], update: UpdateMode | None = None) -> l
         elif test.unmeasured:
             counts[f"{Outcome.UNMEASURED.words}: {test.unmeasured}"] += 1
         for one in () if test.unmeasured else test.verdicts:
-            if one.reason:
-                whole[f"{_not_compared(one)}: {one.reason}"] += 1
+            if one.reason and not _is_told(test, one.reason):
+                reason = f"{_not_compared(one)}: {one.reason}"
+                whole[reason] += 1
+                peaks[reason] = _both_peaks(one, units) if whole[reason] == 1 else ""
             for metric in one.metrics:
-                if metric.reason and not (metric.lacks_time and Outcome.NEW in ACCEPTS[update]):
+                if (
+                    metric.reason
+                    and not _is_told(test, metric.reason)
+                    and not (metric.lacks_time and Outcome.NEW in ACCEPTS[update])
+                ):
                     word = "note" if metric.lacks_time and test.failure is None else metric.outcome.words
                     metrics[f"{word}: {metric.reason}"] += 1
     return [
-        f"{reason}{f' ({times} times)' if times > 1 else ''}" for reason, times in (counts + whole + metrics).items()
+        f"{reason}{peaks.get(reason, '')}{f' ({times} times)' if times > 1 else ''}"
+        for reason, times in (counts + whole + metrics).items()
     ]
+
+
+def _is_told(test: TestVerdict, text: str) -> bool:
+    """Return whether the failure of a test has a reason or a note already."""
+    return test.failure is not None and text in test.failure
+
+
+def _both_peaks(verdict: Verdict, units: UnitSystem) -> str:
+    """Return ``"; peak 4.00 MB, baseline 22.00 MB"`` for another workload that was not judged; else nothing."""
+    peak = verdict.of("peak_allocated")
+    if peak is None or peak.outcome is not Outcome.STALE or peak.baseline in (None, peak.value):
+        return ""
+    return f"; peak {shown(peak.metric, peak.value, units)}, baseline {shown(peak.metric, peak.baseline, units)}"
 
 
 def _not_compared(verdict: Verdict) -> str:
@@ -162,10 +185,13 @@ def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
 
 
 def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
-    """Return the notes of measurements, each once, with the first measurement that has it and how many others do."""
+    """Return the notes of measurements, each once, with the first measurement that has it and how many others do.
+
+    A note in the failure of its test is left out.
+    """
     having: dict[str, list[str]] = {}
     for one in measured:
-        for note in one.verdict.measurement.notes:
+        for note in (note for note in one.verdict.measurement.notes if not _is_told(one.test, note)):
             having.setdefault(note, []).append(one.title)
     return [f"note: {_first_of(titles)}: {note}" for note, titles in having.items()]
 

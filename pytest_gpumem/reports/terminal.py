@@ -168,7 +168,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += map(_line, device_lines(chosen, units))
     if not quiet:
         compared = (one.verdict for one in report.results if one.verdict.verdicts)
-        remarks = [*reasons(compared, report.terms.update), *notes(measured)]
+        remarks = [*reasons(compared, units, report.terms.update), *notes(measured)]
         pieces += map(_line, remarks if everything else first_remarks(remarks))
         pieces += [NOTHING] if pieces else []
         ranks = peaks_by_rank(report.results)

@@ -83,7 +83,7 @@ def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
         for tally in tallies
         if name in failing and tally.amount > 0
     )
-    lines = ((place.library or place.site, place.module) for place in grown)
+    lines = ((place.named or place.library or place.site, place.module) for place in grown)
     return any(line and file_and_line(line)[0] not in files and module not in modules for line, module in lines)
 
 

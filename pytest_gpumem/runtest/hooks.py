@@ -13,6 +13,7 @@ import pytest
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.explain.artifacts import Artifacts
 from pytest_gpumem.explain.sites import Sites
+from pytest_gpumem.gate.verdict import WHY_FAILED
 from pytest_gpumem.hookspecs import HookError, environment_of
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measurement import MeasuringError, Workload
@@ -22,6 +23,7 @@ from pytest_gpumem.runtest.explaining import ExplainPolicy
 from pytest_gpumem.runtest.judging import (
     Judging,
     complete_report,
+    errors_kept_by,
     fail_again,
     failure_of,
     forget_verdict,
@@ -130,6 +132,7 @@ class Measuring:
             run = item.stash.get(_RUN, None)
             if run is not None:
                 run.failed(error)
+                self._report_missing_values(item, run.device, error, "setup")
             _record_end(item, measured, run, error, "setup")
             raise
 
@@ -196,22 +199,59 @@ class Measuring:
             else:
                 result = yield from _call_measured(run)
         except BaseException as error:
-            run.failed(error)
-            run.explain_call_out_of_memory(error)
-            _report_missing_values(item, run, error)
-            if run.judged:
-                item.add_report_section("call", PROPERTY, measured_section(run.measurements, self.settings.units))
-            _record_end(item, measured, run, error, "call")
+            self._call_has_failed(run, error)
             raise
+        finally:
+            run.is_called = False
+        errors = errors_kept_by(item)
+        if errors:
+            self._call_has_failed(run, *errors)
+        else:
+            self._judge_call(run)
+        return result
+
+    def _judge_call(self, run: TestRun) -> None:
+        """Judge a test whose call has ended without an error, and fail it if it must fail."""
+        item, judging = run.item, run.judging
         fail_again(item)
+        if run.has_failed_subtest and not run.judged:
+            judging.conclude(judging.measured.not_measured(WHY_FAILED["subtest"], failed_by_itself=True))
+            return
         if run.lost is None:
-            run.lost = run.device.lost() or self.fixtures.shared.lost(item)
+            run.lost = self._lost(item, run.device)
         if run.lost is None and not run.judged and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
         if run.lost is None:
             run.explain_call()
-        run.judging.conclude(run.verdict(), run.device.memory_title)
-        return result
+        judging.conclude(run.verdict(), run.device.memory_title)
+
+    def _call_has_failed(self, run: TestRun, error: BaseException, *later_errors: BaseException) -> None:
+        """Add a failed call's measurements to its report, and record ``error`` as its end."""
+        item = run.item
+        run.failed(error, *later_errors)
+        run.explain_call_out_of_memory(error)
+        self._report_missing_values(item, run.device, error, "call")
+        if run.judged:
+            item.add_report_section("call", PROPERTY, measured_section(run.measurements, self.settings.units))
+        _record_end(item, run.judging.measured, run, error, "call")
+
+    def _lost(self, item: pytest.Item, device: Device) -> str | None:
+        """Return why the test's figures are not valid because of what ran since it began, as a clause."""
+        return device.lost() or self.fixtures.shared.lost(item)
+
+    def _report_missing_values(self, item: pytest.Item, device: Device, error: BaseException, when: FailedIn) -> None:
+        """Report beside an error which uncomputed values the test read: the error may follow from them."""
+        no_values = device.lacks("values")
+        if no_values is None or not isinstance(error, (Exception, pytest.fail.Exception)):
+            return
+        lost, reads = self._lost(item, device), self.fixtures.shared.reads(item, device).notes()
+        clauses = [*([lost] if lost else []), *reads]
+        if clauses:
+            text = f"before this error: {'; '.join(clauses)}. The error may come from these reads and not from the code"
+            item.add_report_section(when, "gpumem values", text)
+        elif isinstance(error, AssertionError):
+            text = f"{no_values}: an assertion on larger ones says nothing here"
+            item.add_report_section(when, "gpumem values", text)
 
     def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
         verdict = measured.not_measured(item.stash[_UNAVAILABLE])
@@ -229,7 +269,11 @@ class Measuring:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         measured = self.measured.get(item)
-        if measured is not None:
+        run = item.stash.get(_RUN, None)
+        if run is not None and run.is_called:
+            # A subtest's report. Its error is let go, because the test goes on and may measure.
+            run.has_failed_subtest |= report.failed
+        elif measured is not None:
             complete_report(item, measured, call, report)
         return report
 
@@ -270,13 +314,6 @@ def _record_end(
         record_verdict(item, not_measured(measured, error, when))
 
 
-def _report_missing_values(item: pytest.Item, run: TestRun, error: BaseException) -> None:
-    """Report with a failed assertion that its values may not have been computed."""
-    no_values = run.device.lacks("values")
-    if no_values is not None and isinstance(error, AssertionError):
-        item.add_report_section("call", "gpumem values", f"{no_values}: an assertion on others says nothing here")
-
-
 def _call_measured(run: TestRun) -> Generator[None, object, object]:
     """Measure the call of a test as a whole. Returns its result."""
     ended = False
@@ -284,7 +321,7 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
         with run.tracked() as figures:
             result = yield
             ended = True
-        if not run.measures_itself:
+        if not run.measures_itself and not run.has_failed_subtest and not errors_kept_by(run.item):
             run.keep(run.judge_figures(Workload("call"), figures()))
     except MeasuringError as error:
         if not ended:

@@ -12,6 +12,7 @@ import pytest
 
 from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.changed_code.marks import without_callers
 from pytest_gpumem.config.marker import sets_itself
 from pytest_gpumem.config.options import ARGUMENT, COMMAND, Command
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, options_given
@@ -24,6 +25,7 @@ from pytest_gpumem.metrics import METRICS, RealMetric, Tolerance
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.failure import accept_command, bisect_command, failure_text, prune_command
 from pytest_gpumem.reports.results import PROPERTY
+from pytest_gpumem.runtest.since_baseline import SinceBaselines
 from pytest_gpumem.timing.comparison import is_undecided
 from pytest_gpumem.torch_support.static_access import reads_any
 from pytest_gpumem.values.plain import to_plain
@@ -45,6 +47,9 @@ _TIMES = frozenset(
     {*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "costs", "roi"}
 )
 """Attributes of a `Measurement` that are times, or made of them."""
+
+_WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
+_SINCE = pytest.StashKey[SinceBaselines]()
 
 _T = TypeVar("_T")
 _FAILURE = pytest.StashKey[BaseException]()
@@ -81,6 +86,14 @@ def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -
     if isinstance(error, pytest.skip.Exception):
         return measured.not_measured(SKIPPED)
     return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
+
+
+def errors_kept_by(item: pytest.Item) -> list[BaseException]:
+    """Return errors and skips in a ``unittest.TestCase`` test: unittest hands them to the item and raises nothing.
+
+    pytest puts one error into each report, in this order: the call's first, then the tear-down's.
+    """
+    return [excinfo.value for excinfo in getattr(item, "_excinfo", None) or ()]
 
 
 def failure_of(item: pytest.Item) -> BaseException | None:
@@ -264,12 +277,33 @@ class Judging:
         ``memory`` is what a failure calls that of the device that measured.
         """
         item = self.item
+        verdict = self._with_changed_lines(verdict)
         record_verdict(item, verdict)
         decided = self.ranks.agreed(verdict, lambda whole: self._decided(whole, memory))
         record_verdict(item, decided)
         if decided.failure is not None:
             item.stash[_FAILURE] = failure = pytest.fail.Exception(decided.failure, pytrace=False)
             raise failure from None
+
+    def _with_changed_lines(self, verdict: TestVerdict) -> TestVerdict:
+        """Return the verdict, which says of what is worse which lines have changed since the baseline."""
+        verdicts = []
+        for one in verdict.verdicts:
+            if any(metric.outcome in _WORSE for metric in one.metrics):
+                slug = self.settings.compared_slug(one.measurement.environment.slug)
+                one = self._since.marked(one, self.measured.key(one.measurement.name), slug)  # noqa: PLW2901
+            explained = one.measurement.explanation is not None or one.difference is not None or one.count_changes
+            # What runs both versions of the code asks for all explanations, and finds the lines that differ by itself.
+            verdicts.append(without_callers(one) if explained and self.settings.explain != "always" else one)
+        return replace(verdict, verdicts=tuple(verdicts))
+
+    @property
+    def _since(self) -> SinceBaselines:
+        """The lines that have changed since the baselines of this session."""
+        stash = self.config.stash
+        if _SINCE not in stash:
+            stash[_SINCE] = SinceBaselines(self.config.rootpath, self.store.folder)
+        return stash[_SINCE]
 
     def _decided(self, verdict: TestVerdict, memory: str) -> TestVerdict:
         """Return the verdict with the text of its failure, if the test must fail."""

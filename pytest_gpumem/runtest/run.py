@@ -11,7 +11,7 @@ from pytest_gpumem.explain.first_use import TensorsMadeBy, left_by_run
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
-from pytest_gpumem.measure.reading import largest_of, live_everywhere, read_once
+from pytest_gpumem.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
 from pytest_gpumem.measurement import HELD_NOTHING, Measurement, MeasuringError, Workload, check_name
 from pytest_gpumem.reports.explanation import holder_lines
 from pytest_gpumem.requirements.installed import needed_by_torch, versions
@@ -62,7 +62,12 @@ class TestRun:
     """The number of relations that the test asserted with the fixture, and that held."""
     lost: str | None = None
     """The reason why its figures are not valid, as a clause."""
-    _failure: BaseException | None = None
+    is_called: bool = False
+    """True while pytest calls the test."""
+    has_failed_subtest: bool = False
+    """True if a subtest failed, so that the test may have left out measurements."""
+    _errors: list[BaseException] = field(default_factory=list)
+    """The test's errors. Their tracebacks keep its tensors alive until `release`."""
     _at_call: tuple[list[int], list[int]] | None = None
     """The test's own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
     _random: RandomNumbers | None = None
@@ -91,7 +96,8 @@ class TestRun:
             verdict, judged = self.judging.measured.not_measured(self.lost), []
         else:
             verdict, judged = self.judging.verdict(self.judged, self.relations), self.judged
-        return replace(verdict, missing=self.judging.missing(judged, self._environment.slug))
+        missing = () if self.has_failed_subtest else self.judging.missing(judged, self._environment.slug)
+        return replace(verdict, missing=missing)
 
     def refused(self, why: str) -> TestVerdict:
         """Return the verdict on the test, which cannot be measured as the clause ``why`` says."""
@@ -100,6 +106,7 @@ class TestRun:
 
     def begin_call(self) -> None:
         """Prepare for the call: what is allocated from here on is the test's."""
+        self.is_called = True
         self.device.quiesce()
         self._random = RandomNumbers.now(self.device)
         own = self._held()
@@ -215,28 +222,46 @@ class TestRun:
     def judge(
         self, prepared: PreparedStep, step: MeasuredStep, name: str | None, *, explain: bool | None = None
     ) -> Judged:
-        """Judge a step that was measured, with more samples of its time if needed; then explain it.
+        """Judge a step that was measured, explain it if its memory or counts ask for that, and judge it with its times.
 
         ``explain`` says whether it is explained; ``None`` where the verdict and the settings decide.
         """
-        consensus = self.device.consensus
+        consensus, sites = self.device.consensus, self.context.sites
         judged = self.judging.judge(self._measurement_of(step, name))
+        explanation = None
+        if sites is not None:
+            sites.packages.clear()
+            step, explanation = self._explain_step(prepared, step, judged, explain)
+        if self.context.time_budget is not None and consensus.all(step.may_be_timed):
+            step = prepared.time(step)
+            judged = self.judging.judge(self._measurement_of(step, name))
         while consensus.all(step.may_be_timed_again) and consensus.any(self._should_time_again(judged)):
             step = prepared.time_again(step)
             judged = self.judging.judge(self._measurement_of(step, name))
-        policy = self._policy
-        sites = self.context.sites
         if sites is None:
             return judged
-        sites.packages.clear()
-        if explain is not False and consensus.any(policy.should_locate_counts(judged)):
-            by_operator = prepared.locate(step).figures.counted.by_operator
+        by_operator = step.figures.counted.by_operator
+        if by_operator != judged.measurement.by_operator:
             judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
-        if consensus.any(policy.should_explain(judged) if explain is None else explain):
-            judged = self._explained(judged, prepared.explain(step, policy.device_to_explain(judged)), explain)
+        if explanation is not None:
+            judged = self._explained(judged, explanation, explain)
         judged = self._with_packages(judged, sites)
         consensus.release()  # what the step holds is freed next
         return judged
+
+    def _explain_step(
+        self, prepared: PreparedStep, step: MeasuredStep, judged: Judged, asked: bool | None
+    ) -> tuple[MeasuredStep, Explanation | str | None]:
+        """Return a step with the lines of its counts, and its explanation, if its memory and counts ask for these.
+
+        Its times do not decide, because they are taken later.
+        """
+        consensus, policy = self.device.consensus, self._policy
+        if asked is not False and consensus.any(policy.should_locate_counts(judged)):
+            step = prepared.locate(step)
+        if not consensus.any(policy.should_explain(judged) if asked is None else asked):
+            return step, None
+        return step, prepared.explain(step, policy.device_to_explain(judged))
 
     def _should_time_again(self, judged: Judged) -> bool:
         time_budget = self.context.time_budget
@@ -263,6 +288,7 @@ class TestRun:
             workspaces=max(one.workspaces for one in figures.values()),
             unused_before=max(one.unused_before for one in figures.values()),
             by_device=self._by_device(metrics),
+            notes=notes_on_missing(figures.values()),
         )
         return self.judging.judge(measurement)
 
@@ -465,15 +491,15 @@ class TestRun:
     def _instance_dict(self) -> dict[str, object]:
         return instance_dict(getattr(self.item, "instance", None)) or {}
 
-    def failed(self, error: BaseException) -> None:
-        """Note the ``error`` of the test, whose traceback keeps its tensors alive until `release`."""
-        self._failure = error
+    def failed(self, *errors: BaseException) -> None:
+        """Note ``errors``: their tracebacks keep the test's tensors alive until `release`."""
+        self._errors += errors
 
     def release(self) -> None:
-        """Release everything that the test's failure and this run hold."""
-        if self._failure is not None:
-            clear_frames(self._failure)
-        self._failure = None
+        """Release everything that the test's errors and this run hold."""
+        for error in self._errors:
+            clear_frames(error)
+        self._errors.clear()
         self._at_call = None
         self._made_by_call = None
         self.device.close()

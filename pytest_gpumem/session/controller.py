@@ -31,7 +31,7 @@ from pytest_gpumem.session.packing import Packed
 from pytest_gpumem.session.store_at_end import StoreAtEnd
 from pytest_gpumem.session.told_once import tell_causes_once
 from pytest_gpumem.units import counted
-from pytest_gpumem.values.option_words import NO_CUDNN
+from pytest_gpumem.values.option_words import LACKS_WORKSPACES
 from pytest_gpumem.values.plain import from_plain
 from pytest_gpumem.values.selection import Selection
 
@@ -144,8 +144,10 @@ class Controller:
         if self._settings.gates:
             self._check_selected(session, results)
         if self._settings.update is not None:
-            with self._or_error("baselines were not written: "):
-                self._closing += self._store.write(results, self._settings.update)
+            written = self._store.write(results, self._settings.update)
+            results = written.results
+            self._closing += written.said
+            self._errors += [] if written.error is None else [written.error]
         self._note_too_low(results)
         if self._packed:
             self._closing.append(reduce(Packed.merged, (packed() for packed in self._packed)).line())
@@ -169,12 +171,12 @@ class Controller:
             session.testsfailed += 1
 
     @contextmanager
-    def _or_error(self, what: str = "") -> Iterator[None]:
-        """Make the session red where the store cannot be read or written."""
+    def _or_error(self) -> Iterator[None]:
+        """Make the session red where the store cannot be read."""
         try:
             yield
         except (StoreError, BackendError) as error:
-            self._errors.append(f"{what}{error}")
+            self._errors.append(str(error))
 
     def lost(self, verdict: TestVerdict | None, why: str) -> None:
         """Report, in place of the end of the session, that it cannot come to its end. Nothing is written into the store.
@@ -248,9 +250,9 @@ class Controller:
 
     def _note_too_low(self, results: list[TestResult]) -> None:
         """Note how many measurements have peaks without what convolutions and recurrent layers take on a GPU."""
-        details = [one.measurement.environment.details for result in results for one in result.verdict.verdicts]
-        convolutions = sum(one.get("emulated_cudnn") == NO_CUDNN for one in details)
-        recurrent = sum("emulated_rnn" in one for one in details)
+        measurements = [one.measurement for result in results for one in result.verdict.verdicts]
+        convolutions = sum(any(note.startswith(LACKS_WORKSPACES) for note in one.notes) for one in measurements)
+        recurrent = sum("emulated_rnn" in one.environment.details for one in measurements)
         if not convolutions and not recurrent:
             return
         from pytest_gpumem.emulation.cudnn import WHY_RECURRENT
@@ -261,7 +263,7 @@ class Controller:
             return
         cudnn = emulation.cudnn
         for title, without, why in (
-            ("convolutions", convolutions, cudnn.lacking_of_convolutions() or cudnn.why_zero()),
+            ("convolutions", convolutions, cudnn.why_zero()),
             ("recurrent layers", recurrent, cudnn.lacking_of_recurrent() or WHY_RECURRENT),
         ):
             if without:

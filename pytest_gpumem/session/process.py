@@ -15,6 +15,7 @@ from pytest_gpumem.config.marker import remember_markers
 from pytest_gpumem.config.options import OPTIONS, is_measured
 from pytest_gpumem.config.selection import MeasuredTest, idle_patterns, mark, measured_of, whole_files_of
 from pytest_gpumem.config.settings import check_device, settings_of
+from pytest_gpumem.config.unread import unread_settings
 from pytest_gpumem.ranks.errors import LaunchError
 from pytest_gpumem.runtest.one_process import OneProcess
 from pytest_gpumem.session.exit_status import EndOfProcess, is_lost
@@ -180,13 +181,12 @@ class GpumemSession:
         return True
 
     def _select(self, everything: list[pytest.Item], items: list[pytest.Item]) -> None:
-        idle = idle_patterns(self.settings, everything, self._measured, self._config)
         whole_files = whole_files_of(self._config, self._files)
         kept = {item: self._measured[item] for item in items if item in self._measured}
         self.selection = Selection(
             measured=frozenset((measured.file, measured.test) for measured in kept.values()),
             files=whole_files if len(kept) == len(self._measured) else frozenset(),
-            idle_budgets=idle,
+            idle_budgets=self._settings_without_effect(everything, is_measured=bool(kept)),
             collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
             collected_files=whole_files,
         )
@@ -212,6 +212,12 @@ class GpumemSession:
                     from pytest_gpumem.session.packing import NOT_AMONG_RANKS
 
                     self._controller.packs(lambda: NOT_AMONG_RANKS)
+
+    def _settings_without_effect(self, everything: list[pytest.Item], *, is_measured: bool) -> tuple[str, ...]:
+        """Return sentences on patterns that match nothing, and on a table that is not read although this run needs settings."""
+        idle = idle_patterns(self.settings, everything, self._measured, self._config)
+        unread = unread_settings(self._config) if is_measured or self._gate_typed else None
+        return (*idle, *([] if unread is None else [unread]))
 
     def _no_longer_measured(
         self, items: list[pytest.Item]

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_gpumem.gate.rank_verdicts import RankEnd
 from pytest_gpumem.ranks.errors import BoardError, RankLost
-from pytest_gpumem.runtest.judging import failure_of, record_verdict
+from pytest_gpumem.runtest.judging import errors_kept_by, failure_of, record_verdict
 from pytest_gpumem.values.rank import Rank
 
 if TYPE_CHECKING:
@@ -79,7 +79,11 @@ class RankHooks:
     def _until_it_ends(self, item: pytest.Item, measured: MeasuredTest, phase: str) -> Generator[None, object, object]:
         """Run a phase of a measured test, and if it ends the test, by itself, do so on all ranks."""
         try:
-            return (yield)
+            result = yield
+            errors = errors_kept_by(item)
+            if errors and not self.ranks.has_ended:
+                self._end(item, measured, errors[0], phase)
+            return result
         except _LEAVES:
             raise
         except BaseException as error:
@@ -108,7 +112,8 @@ class RankHooks:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "failed" or hasattr(report, "wasxfail"):
             return
-        if report.when == "teardown" or not any(item.nodeid == report.nodeid for item in self.measured):
+        is_in_no_verdict = report.when == "teardown" or hasattr(report, "context")  # which a subtest's report has
+        if is_in_no_verdict or not any(item.nodeid == report.nodeid for item in self.measured):
             phase = {"setup": "set-up", "teardown": "tear-down"}.get(report.when or "", "call")
             text = str(report.longrepr).strip()[-_MOST_TEXT:]
             self._failed.append(f"{report.nodeid} failed in its {phase}: {_last_line(report)}\n{text}")

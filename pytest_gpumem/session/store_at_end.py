@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.changes import Source, changes_of
+from pytest_gpumem.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.baselines.selecting import unused, unused_line
 from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.git import commit_of
-from pytest_gpumem.reports.session_report import Stored
+from pytest_gpumem.reports.session_report import STORE, Stored
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
@@ -25,15 +26,41 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """An update of the store, complete or not."""
+
+    said: list[str]
+    """Lines on what became of the store."""
+    results: list[TestResult]
+    """The session's results. Those that could not be written say so."""
+    error: str | None = None
+    """The reason why not everything was written, as a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreAtEnd:
-    """The store of a session with what it measured. All methods raise `StoreError` and `BackendError`."""
+    """The store of a session with what it measured. Methods that read it raise `StoreError` and `BackendError`."""
 
     store: Store
     settings: Settings
     root: Path
 
-    def write(self, results: list[TestResult], mode: UpdateMode) -> list[str]:
-        """Write what ``mode`` accepts, and return what became of the store, each as a line."""
+    def write(self, results: list[TestResult], mode: UpdateMode) -> Written:
+        """Write what ``mode`` accepts."""
+        try:
+            return Written(self._write(results, mode), results)
+        except IncompleteChangeError as error:
+            said = f"{STORE}{counted(error.written, 'baseline')} written ({mode}), the others were not"
+            marked = [
+                replace(result, unwritten=(result.verdict.file, result.verdict.test) in error.left)
+                for result in results
+            ]
+            return Written([said], marked, f"baselines were not written: {error}")
+        except (StoreError, BackendError) as error:
+            marked = [replace(result, unwritten=True) for result in results]
+            return Written([], marked, f"baselines were not written: {error}")
+
+    def _write(self, results: list[TestResult], mode: UpdateMode) -> list[str]:
         passed = [result.verdict for result in results if result.passed]
         reason = self.settings.reason
         source = Source(datetime.now(timezone.utc).date().isoformat(), commit_of(self.root), reason)

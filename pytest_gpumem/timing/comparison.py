@@ -27,6 +27,8 @@ SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 
 MOST_UNKNOWN = 0.25
 """A slowdown that is not excluded and larger than this leaves a comparison uncertain, though nothing looks slower."""
+MOST_UNKNOWN_IN_TURNS = 2
+"""The same limit for an A/B, as a multiple of the tolerance. More pairs of runs can narrow that interval."""
 SLOWER_MACHINE = 0.03
 """The share by which the clock may run slower than in the slowest of a baseline's runs before the effect is taken off a
 slowdown. Up to the slowest of them, the interval over runs has what a slower clock does."""
@@ -146,20 +148,36 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
     Their number is small, so the interval is a bootstrap over pairs and over the rounds of each, widened by Student's t over
     the normal distribution.
     """
-    undisturbed = [(base, head) for base, head in pairs if base.invalid is None and head.invalid is None]
-    # What is disturbed is left out, unless there is too little else.
-    shown = undisturbed if len(undisturbed) >= FEWEST_PAIRS else pairs
+    shown = _compared_pairs(pairs)
     known = f"as far as {len(shown)} pairs of runs tell"
+    most = MOST_UNKNOWN_IN_TURNS * tolerance
     seconds, cycles = _seconds_and_cycles([(base.counted, head.counted) for base, head in shown])
     if len(pairs) < FEWEST_PAIRS:
         few = f"only {len(pairs)} of {FEWEST_PAIRS} pairs of runs"
-        return _judged(seconds, cycles, tolerance, _first_disturbance(pairs) or few, known)
+        return _judged(seconds, cycles, tolerance, _first_disturbance(pairs) or few, known, most_unknown=most)
     why_not = _first_disturbance(shown) or (_slower_in_turns(shown) if cycles is not None else None)
-    found = _judged(seconds, cycles, tolerance, why_not, known)
+    found = _judged(seconds, cycles, tolerance, why_not, known, most_unknown=most)
     if why_not is None or found.outcome != "uncertain":
         return found
     left = _seconds_and_cycles([(base.counted, _left(head, _pace(base))) for base, head in shown])
-    return _beyond(found, _judged(*left, tolerance, None, known))
+    return _beyond(found, _judged(*left, tolerance, None, known, most_unknown=most))
+
+
+def _compared_pairs(pairs: Sequence[tuple[Sample, Sample]]) -> Sequence[tuple[Sample, Sample]]:
+    """Return the undisturbed pairs, or all pairs if too few are undisturbed."""
+    undisturbed = [(base, head) for base, head in pairs if base.invalid is None and head.invalid is None]
+    return undisturbed if len(undisturbed) >= FEWEST_PAIRS else pairs
+
+
+def typical_seconds(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[float, float]:
+    """Return a step's seconds in base and in head. Their ratio equals the ratio from `compare_pairs` exactly.
+
+    Both are geometric means over the pairs. Medians over each side's runs can have a ratio with the other sign, because a
+    drift from pair to pair stays in them.
+    """
+    sides = zip(*_compared_pairs(pairs), strict=True)
+    base, head = (statistics.geometric_mean(statistics.median(_seconds(one.counted)) for one in side) for side in sides)
+    return base, head
 
 
 def _first_disturbance(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
@@ -250,6 +268,8 @@ def _judged(
     invalid: str | None,
     known: str,
     lost: float | None = None,
+    *,
+    most_unknown: float | None = None,
 ) -> Comparison:
     """Judge ratios of times.
 
@@ -260,6 +280,8 @@ def _judged(
         invalid: Why the samples cannot show a slowdown; ``None`` if they can.
         known: A clause that says from how many runs the variation of times is known.
         lost: By what factor the clock ran slower; ``None`` to take it from the two ratios.
+        most_unknown: The interval may reach up to this slowdown, as a ratio, before the comparison is uncertain; ``None``
+            takes the limit for single runs.
     """
     slower = 1 + tolerance
     intervals = [seconds] if cycles is None else [seconds, cycles]
@@ -275,7 +297,7 @@ def _judged(
         if cycles is not None and not looks_slower:
             reason = f"the clock runs slower than it did: {seconds} in seconds is {cycles} in cycles"
         return Comparison("uncertain", seconds, cycles, invalid or reason)
-    if seconds.high > 1 + max(MOST_UNKNOWN, 2 * tolerance):
+    if seconds.high > 1 + (max(MOST_UNKNOWN, 2 * tolerance) if most_unknown is None else most_unknown):
         return Comparison("uncertain", seconds, cycles, invalid or f"the times vary too much to tell: {seconds}")
     looks_faster = all(one.ratio < 1 / slower for one in intervals)
     if looks_faster and invalid is None and any(one.high < 1 / slower for one in intervals):

@@ -169,6 +169,13 @@ def run_kernel(operator: Any, device_type: str, args: tuple[Any, ...], kwargs: d
     )
 
 
+def is_higher_order(operator: object) -> bool:
+    """Return whether an operator takes functions: `torch.cond`, ``while_loop`` and ``flex_attention`` do."""
+    from torch._ops import HigherOrderOperator
+
+    return isinstance(operator, HigherOrderOperator)
+
+
 def compiled_graphs() -> int:
     """Return how many graphs torch.compile has compiled in this process, recompiled ones included."""
     if "torch._dynamo" not in sys.modules:
@@ -282,6 +289,70 @@ def outside_torch_function() -> AbstractContextManager[object]:
     import torch
 
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
+
+
+def takes_numbers_for_tensors(name: str) -> bool:
+    """Return whether an operator (``"mul"``) takes numbers for its tensors: ``torch.ops.aten.mul(tensor, 2)``."""
+    import torch
+
+    return bool(torch._C._should_allow_numbers_as_tensors(name))
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor within the wrappers of `torch.func`'s transformations and of `torch.export`, which have no storage."""
+    import torch
+    from torch._C import _functorch
+
+    while True:
+        if _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        elif torch._is_functional_tensor(tensor):
+            tensor = torch._from_functional_tensor(tensor)
+        else:
+            return tensor
+
+
+def is_tracing() -> bool:
+    """Return whether `torch.jit.trace` records the operators of this thread."""
+    import torch
+
+    return torch._C._get_tracing_state() is not None
+
+
+@contextmanager
+def untraced() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
+    """Keep torch calls within the context out of the trace that `torch.jit.trace` records.
+
+    A trace turns sizes into tensors: ``tensor.numel() == 0`` then calls ``Tensor.__bool__``, and adds operators to the trace.
+
+    Yields:
+        A wrapper for the program's own functions, which it runs as a part of the trace again.
+    """
+    import torch
+
+    core: Any = torch._C
+    state = core._get_tracing_state()
+    included, excluded = core._dispatch_tls_local_include_set(), core._dispatch_tls_local_exclude_set()
+    # The state cannot be changed within an operator, where the tracer's key is excluded.
+    tracer = core.DispatchKeySet(core._parse_dispatch_key("Tracer"))
+
+    def traced(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            core._set_tracing_state(state)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                core._set_tracing_state(None)
+
+        return run
+
+    with core._ForceDispatchKeyGuard(included - tracer, excluded - tracer):
+        core._set_tracing_state(None)
+        try:
+            yield traced
+        finally:
+            core._set_tracing_state(state)
 
 
 @contextmanager

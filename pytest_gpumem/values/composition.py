@@ -12,7 +12,7 @@ from pytest_gpumem.units import counted, format_bytes, nearest
 from pytest_gpumem.values.layers import Layers, Numbers, apart, kinds_of, members, named
 from pytest_gpumem.values.module_calls import Calls, outermost
 from pytest_gpumem.values.plain import Form, FrozenValue
-from pytest_gpumem.values.source_lines import line_of
+from pytest_gpumem.values.source_lines import Chain, all_chains, chains_from_text, chains_to_text, line_of
 from pytest_gpumem.values.timeline import OverTime
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ KEPT_SHARE = 0.95
 """The share of the peak that a baseline's rows make up."""
 MOST_KEPT = 100
 """The most rows that a baseline keeps. Of a transformer 30 make up 95 %, of a U-Net, whose blocks differ, 100 to 190."""
+MOST_TIED = 50
+"""The most further rows that a baseline keeps because they have the size of its last row."""
 REST = "smaller rows"
 """The operator of a row that stands for all rows of its category that were not kept."""
 
@@ -84,6 +86,10 @@ class Row:
     count: int = 1
     layers: Layers = ()
     """The layers of the module that it is of, ``((0, 2),)``, where it is not the same in all of them."""
+    callers: tuple[Chain, ...] = field(default=(), compare=False)
+    """The lines that led to its line, innermost first. They do not tell rows apart, and no baseline keeps them."""
+    named: str = field(default="", compare=False)
+    """The caller that is named before its line, for example because the caller has changed."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -109,7 +115,7 @@ class Row:
     @property
     def where(self) -> str:
         """The line as a person reads it: the library's own, and from which of the user's lines it was reached."""
-        return line_of(self.site, self.library)
+        return line_of(self.site, self.library, self.named)
 
     @property
     def what(self) -> str:
@@ -122,15 +128,24 @@ class Row:
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
 
 
+def text_with_callers(row: Row) -> str:
+    """Return the text of a row, followed by the callers and the named caller if there are any."""
+    if not row.callers and not row.named:
+        return row.text()
+    more = (chains_to_text(row.callers), row.named)
+    return _SEPARATOR.join([row.text(), *(part.replace("|", "/") for part in more)])
+
+
 def row_from_text(text: str) -> Row:
-    """Return the row that `Row.text` wrote. Raises `CompositionError`."""
+    """Return the row that `Row.text` or `text_with_callers` wrote. Raises `CompositionError`."""
     parts = text.split(_SEPARATOR)
-    if len(parts) != 7:
+    if len(parts) not in (7, 9):
         raise CompositionError(
             f"{text!r} has {len(parts)} parts, expected 7: category | module | operator | line | library's line | "
             "count x dtype[shape] | bytes"
         )
-    category, module, operator, site, library, what, nbytes = parts
+    category, module, operator, site, library, what, nbytes = parts[:7]
+    callers, named = parts[7:] or ("", "")
     if category not in CATEGORIES:
         raise CompositionError(f"{text!r}: {category!r} is no category; {nearest(category, list(CATEGORIES))}")
     count, times, tensor = what.partition(" x ")
@@ -140,11 +155,22 @@ def row_from_text(text: str) -> Row:
     digits = nbytes.removeprefix("-") if category == "unattributed" else nbytes
     if not digits.isdecimal():
         raise CompositionError(f"{text!r}: {nbytes!r} is no number of bytes")
-    return Row(category, int(nbytes), module, site, library, operator, "" if tensor == "block" else tensor, int(count))
+    return Row(
+        category,
+        int(nbytes),
+        module,
+        site,
+        library,
+        operator,
+        "" if tensor == "block" else tensor,
+        int(count),
+        callers=chains_from_text(callers),
+        named=named,
+    )
 
 
-RowText = Annotated[Row, Form(str, Row.text, row_from_text)]
-"""A row that is written as its text."""
+RowText = Annotated[Row, Form(str, text_with_callers, row_from_text)]
+"""A row that is written as its text, with its callers."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -198,23 +224,30 @@ class Composition(FrozenValue):
 
         The rows make up 95 % of all bytes, and 95 % of those beside workspaces, which on a GPU are more than a small model.
         Those that are not kept are joined to one of each category (`REST`).
+
+        If up to 50 further rows have the size of the last row, they are kept, too. Example: ``to_q``, ``to_k`` and ``to_v``
+        have equal sizes. Without ``to_v`` a new row with this size would look like ``to_v``. A larger tie is split.
         """
         workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
         # Keep negative rows; without them the kept rows could add up to more than the total.
         kept = [row for row in self.rows if row.nbytes < 0]
+        rests = [row for row in self.rows if row.nbytes >= 0 and row.operator == REST]
+        rows = [row for row in self.rows if row.nbytes >= 0 and row.operator != REST]
         missing = self.total - sum(row.nbytes for row in kept)
         missing_beside = missing - workspaces
-        others = []
-        for row in self.rows[: len(self.rows) - len(kept)]:
-            enough = missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (
+        number = 0
+        while number < len(rows) and len(kept) + number < MOST_KEPT:
+            row = rows[number]
+            if missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (
                 self.total - workspaces
-            )
-            if row.operator == REST or len(kept) >= MOST_KEPT or enough:
-                others.append(row)
-                continue
-            kept.append(row)
+            ):
+                break
+            number += 1
             missing -= row.nbytes
             missing_beside -= row.nbytes if row.category != "workspace" else 0
+        tied = [row for row in rows[number:] if number and row.nbytes == rows[number - 1].nbytes]
+        number += len(tied) if len(tied) <= MOST_TIED else 0
+        kept, others = [*kept, *rows[:number]], [*rests, *rows[number:]]
         joined = merged(Row(row.category, row.nbytes, operator=REST, count=row.count) for row in others)
         return replace(
             self, rows=(*kept, *joined), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward)
@@ -223,12 +256,15 @@ class Composition(FrozenValue):
 
 def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Return rows with those joined that differ in nothing but count and bytes."""
-    found: dict[Row, tuple[int, int]] = {}
+    found: dict[Row, tuple[int, int, dict[Chain, None]]] = {}
     for row in rows:
         key = replace(row, nbytes=0, count=0)
-        nbytes, count = found.get(key, (0, 0))
-        found[key] = nbytes + row.nbytes, count + row.count
-    return tuple(replace(key, nbytes=nbytes, count=count) for key, (nbytes, count) in found.items())
+        nbytes, count, chains = found.get(key, (0, 0, {}))
+        found[key] = nbytes + row.nbytes, count + row.count, chains | dict.fromkeys(row.callers)
+    return tuple(
+        replace(key, nbytes=nbytes, count=count, callers=all_chains(chains))
+        for key, (nbytes, count, chains) in found.items()
+    )
 
 
 def each_layer(row: Row) -> dict[Numbers, Row]:
@@ -248,15 +284,19 @@ def joined(rows: Iterable[Row], there: Mapping[str, Collection[Numbers]]) -> tup
         there: The layers that there are of each module.
     """
     found: dict[Row, dict[Numbers, tuple[int, ...]]] = {}
+    callers: dict[Row, dict[Chain, None]] = {}
     whole = []
     for row in rows:
         layers_of_row = each_layer(row)
+        key = replace(row, nbytes=0, count=0, layers=())
         for numbers, one in layers_of_row.items():
-            found.setdefault(replace(row, nbytes=0, count=0, layers=()), {})[numbers] = one.nbytes, one.count
+            found.setdefault(key, {})[numbers] = one.nbytes, one.count
+        callers.setdefault(key, {}).update(dict.fromkeys(row.callers))
         whole += [] if layers_of_row else [row]
     for key, each in found.items():
         for layers, number, (nbytes, count) in kinds_of(each, there.get(key.module, ())):
-            whole.append(replace(key, nbytes=nbytes * number, count=count * number, layers=layers))
+            chains = all_chains(callers[key])
+            whole.append(replace(key, nbytes=nbytes * number, count=count * number, layers=layers, callers=chains))
     return merged(whole)
 
 
@@ -280,6 +320,8 @@ def _within(row: Row, pattern: str) -> bool:
 
 KEPT_IN = "kept in"
 HOLDER_NOT_FOUND = "holder not found"
+MOST_ALTERNATIVES = 3
+"""The most alternatives that the path of a holder names."""
 FIRST_USE = "filled by the first use"
 """Says of a holder that the measured run gave tensors to it, and the next run none: a cache."""
 
@@ -293,11 +335,19 @@ class Holder(FrozenValue):
     """
 
     path: str
-    """``"Net.seen[...]"``, ``"the autograd graph of losses[...]"``; empty if no holder was found."""
+    """``"Net.seen[...]"``, ``"the autograd graph of losses[...]"``; empty if no holder was found.
+
+    ``"Net.seen[...] or Net.last"`` and ``"perhaps Net.seen[...]"`` name `alternatives`.
+    """
     kept: Composition
     """The tensors."""
     first_use: bool = False
     """True for a cache: the next run finds it full (`FIRST_USE`)."""
+    alternatives: tuple[str, ...] = ()
+    """The paths to several possible holders, if nothing proves which of them keeps the tensors; else empty.
+
+    An empty path stands for a holder that was not found.
+    """
 
     @property
     def text(self) -> str:
@@ -305,6 +355,17 @@ class Holder(FrozenValue):
         if not self.path:
             return HOLDER_NOT_FOUND
         return f"{FIRST_USE if self.first_use else KEPT_IN}: {self.path}"
+
+
+def holder_at(paths: Iterable[str], kept: Composition) -> Holder:
+    """Return the holder at a path, or a holder with alternatives if there are several paths."""
+    alternatives = tuple(sorted(set(paths)))
+    if len(alternatives) < 2:
+        return Holder("".join(alternatives), kept)
+    named = [path for path in alternatives if path]
+    more = len(named) - MOST_ALTERNATIVES
+    text = " or ".join([*named[:MOST_ALTERNATIVES], *([counted(more, "other")] if more > 0 else [])])
+    return Holder(text if len(named) == len(alternatives) else f"perhaps {text}", kept, alternatives=alternatives)
 
 
 def ranked(holders: Iterable[Holder]) -> tuple[Holder, ...]:
@@ -352,3 +413,25 @@ class Explanation:
             holders_of_inputs=tuple(replace(holder, kept=holder.kept.kept()) for holder in self.holders_of_inputs),
             other_phases=near,
         )
+
+
+def without_callers(composition: Composition) -> Composition:
+    """Return a composition without the callers of its rows' lines."""
+    return replace(composition, rows=tuple(replace(row, callers=()) for row in composition.rows))
+
+
+def explanation_without_callers(explanation: Explanation) -> Explanation:
+    """Return an explanation without the callers of its rows' lines."""
+
+    def without(holders: Iterable[Holder]) -> tuple[Holder, ...]:
+        return tuple(replace(holder, kept=without_callers(holder.kept)) for holder in holders)
+
+    return replace(
+        explanation,
+        peak=without_callers(explanation.peak),
+        retained=without_callers(explanation.retained),
+        garbage=without_callers(explanation.garbage),
+        holders=without(explanation.holders),
+        holders_of_inputs=without(explanation.holders_of_inputs),
+        other_phases={phase: without_callers(one) for phase, one in explanation.other_phases.items()},
+    )

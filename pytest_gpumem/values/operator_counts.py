@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import format_count
 from pytest_gpumem.values.layers import apart, folded, kinds_of, members, named
 from pytest_gpumem.values.plain import Form
-from pytest_gpumem.values.source_lines import line_of
+from pytest_gpumem.values.source_lines import Chain, all_chains, chains_from_text, chains_to_text, line_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,11 +39,17 @@ class OperatorSite:
     """File and line of the innermost frame that is the user's own code."""
     library: str = ""
     """Package, file and line of the model library's frame beneath it, if there is one."""
+    callers: tuple[Chain, ...] = field(default=(), compare=False)
+    """The lines that led to its line, as in `Row`."""
+    named: str = field(default="", compare=False)
+    """The caller that is named before its line, as in `Row`."""
+    reason: str = field(default="", compare=False)
+    """A clause that says what is known of its line: ``"changed line"``."""
 
     @property
     def where(self) -> str:
         """The line as a person reads it."""
-        return line_of(self.site, self.library)
+        return line_of(self.site, self.library, self.named)
 
 
 NOWHERE = OperatorSite()
@@ -61,10 +68,16 @@ class Tally:
 def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
     """Return tallies with those of the same operator and place added up, without empty ones, in a fixed order."""
     found: dict[tuple[OperatorSite, str], int] = {}
+    callers: dict[OperatorSite, dict[Chain, None]] = {}
     for tally in tallies:
         key = tally.place, tally.operator
         found[key] = found.get(key, 0) + tally.amount
-    nonzero = [Tally(operator, amount, place) for (place, operator), amount in found.items() if amount]
+        callers.setdefault(tally.place, {}).update(dict.fromkeys(tally.place.callers))
+    nonzero = [
+        Tally(operator, amount, replace(place, callers=all_chains(callers[place])) if callers[place] else place)
+        for (place, operator), amount in found.items()
+        if amount
+    ]
     return tuple(sorted(nonzero, key=lambda tally: (*_order(tally.place), tally.operator)))
 
 
@@ -142,6 +155,13 @@ def without_places(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
     return summed(replace(tally, place=NOWHERE) for tally in tallies)
 
 
+def tallies_without_callers(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
+    """Return the tallies without the callers of their lines."""
+    return tuple(
+        replace(tally, place=replace(tally.place, callers=())) if tally.place.callers else tally for tally in tallies
+    )
+
+
 def total(tallies: Iterable[Tally]) -> int:
     """Return the value of the metric that they add up to."""
     return sum(tally.amount for tally in tallies)
@@ -152,16 +172,22 @@ def varied_clause(metric: str, lowest: int, highest: int) -> str:
     return f"{METRICS[metric].title} between {format_count(lowest)} and {format_count(highest)} from step to step"
 
 
-def to_texts(tallies: Iterable[Tally]) -> list[str]:
+def to_texts(tallies: Iterable[Tally], *, with_callers: bool = False) -> list[str]:
     """Return a line for each place: ``module | line | library's line | 4 addmm, 8 mm``; `from_texts` is the inverse.
 
-    Where the place is not known, a line each operator.
+    Where the place is not known, a line each operator. If it is to be ``with_callers``, the callers, the named caller and the
+    reason of a place that has any follow.
     """
     texts = []
     for place, group in groupby(summed(tallies), key=lambda tally: tally.place):
         parts = [f"{tally.amount} {_plain(tally.operator).replace(',', ';')}" for tally in group]
-        named = _SEPARATOR.join(map(_plain, (place.module, place.site, place.library)))
-        texts += [f"{named}{_SEPARATOR}{part}" for part in (parts if place == NOWHERE else [", ".join(parts)])]
+        more: tuple[str, ...] = ()
+        if with_callers and (place.callers or place.named or place.reason):
+            more = chains_to_text(place.callers), place.named, place.reason
+        for amounts in parts if place == NOWHERE else [", ".join(parts)]:
+            texts.append(
+                _SEPARATOR.join([*map(_plain, (place.module, place.site, place.library)), amounts, *map(_plain, more)])
+            )
     return texts
 
 
@@ -170,19 +196,22 @@ def from_texts(texts: Iterable[str]) -> tuple[Tally, ...]:
     return summed(tally for text in texts for tally in _from_text(text))
 
 
-Tallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], to_texts, from_texts)]
+Tallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], partial(to_texts, with_callers=True), from_texts)]
 """Tallies that are written as the texts of their places."""
-KeptTallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], lambda tallies: to_texts(kept(tallies)), from_texts)]
+KeptTallies = Annotated[
+    tuple[Tally, ...], Form(tuple[str, ...], lambda tallies: to_texts(kept(tallies), with_callers=True), from_texts)
+]
 """Tallies of which only the places with the largest amounts are written."""
 
 
 def _from_text(text: str) -> Iterable[Tally]:
     parts = text.split(_SEPARATOR)
-    if len(parts) != 4:
+    if len(parts) not in (4, 7):
         raise ValueError(
             f"{text!r} has {len(parts)} parts, expected 4: module | line | library's line | 4 operator, 8 operator"
         )
-    place = OperatorSite(*parts[:3])
+    callers, named, reason = parts[4:] or ("", "", "")
+    place = OperatorSite(parts[0], parts[1], parts[2], chains_from_text(callers), named, reason)
     for part in parts[3].split(", "):
         amount, space, operator = part.partition(" ")
         digits = amount.removeprefix("-")

@@ -1,6 +1,7 @@
 """Values as JSON has them, and back, as the annotations of their types say.
 
-A dataclass is an object with a key for each field, a named tuple an array, and a frozen set a sorted one. `Form` in an
+A dataclass is an object with a key for each field, a named tuple an array, and a frozen set a sorted one. If an
+array from an older version lacks the last fields of a named tuple, they have their defaults. `Form` in an
 annotation says what is otherwise, and `KEY` in a field's metadata names the key where that is not the field's name.
 """
 
@@ -93,7 +94,8 @@ def _codec(kind: Any) -> _Codec:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _Codec(kind, attrgetter("value"))
     if isinstance(kind, type) and issubclass(kind, tuple):
-        return _array(lambda parts: kind(*parts), list(get_type_hints(kind, include_extras=True).values()))
+        hints = list(get_type_hints(kind, include_extras=True).values())
+        return _array(lambda parts: kind(*parts), hints, defaults=len(getattr(kind, "_field_defaults", ())))
     return _NUMBERS.get(kind, _AS_IT_IS)
 
 
@@ -106,10 +108,15 @@ def _object(kind: Any) -> _Codec:
     )
 
 
-def _array(make: Callable[[Any], Any], kinds: Iterable[Any]) -> _Codec:
+def _array(make: Callable[[Any], Any], kinds: Iterable[Any], defaults: int = 0) -> _Codec:
     codecs = list(map(_codec, kinds))
+
+    def read(plain: Any) -> Any:
+        present = codecs[: max(len(plain), len(codecs) - defaults)]
+        return make([codec.read(one) for codec, one in zip(present, plain, strict=True)])
+
     return _Codec(
-        lambda plain: make([codec.read(one) for codec, one in zip(codecs, plain, strict=True)]),
+        read,
         lambda value: [codec.write(one) for codec, one in zip(codecs, value, strict=True)],
     )
 

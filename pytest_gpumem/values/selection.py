@@ -10,8 +10,8 @@ class Selection:
     """The selected tests, as a process that collects them passes them to the one that reports.
 
     ``measured`` are the (file, test) that were selected to run, ``files`` the test files of which all tests were.
-    ``idle_budgets`` are patterns of ``[tool.gpumem]`` that hold or mark nothing, each as a sentence. ``error`` is a usage error
-    that stopped the collection.
+    ``idle_budgets`` are patterns of ``[tool.gpumem]`` that hold or mark nothing, and a table that is not read, each as a
+    sentence. ``error`` is a usage error that stopped the collection.
     """
 
     measured: frozenset[tuple[str, str]] = frozenset()

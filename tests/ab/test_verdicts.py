@@ -67,6 +67,23 @@ def test_memory_is_held_to_the_tolerance_that_the_project_sets():
     assert only_figure(report, "peak_allocated").outcome is Outcome.OK
 
 
+def test_what_is_not_slower_says_what_slowdown_it_would_not_have_seen():
+    pairs = [timed(0.1, 0.1 * ratio)[0] for ratio in (0.99, 1.01, 0.99, 1.01, 0.99, 1.01)]
+    figure = only_figure(compare_runs(pairs, BASE, HEAD, 0.01, {}), "step_time")
+    assert figure.word == "not slower"
+    assert figure.reason == f"a slowdown of up to {100 * (figure.interval.high - 1):.1f} % would not have been seen"
+    assert figure.interval.high > 1.01
+    certain = only_figure(compare_runs(pairs, BASE, HEAD, 0.05, {}), "step_time")
+    assert (certain.word, certain.reason) == ("not slower", None)
+
+
+def test_the_change_of_a_time_has_the_sign_of_its_row():
+    # Head takes longer in three of four pairs, and its median is the smaller one.
+    pairs = [timed(base, head)[0] for base, head in ((0.10, 0.104), (0.13, 0.134), (0.16, 0.1), (0.07, 0.074))]
+    figure = only_figure(compare_runs(pairs, BASE, HEAD, 0.01, {}), "step_time")
+    assert figure.new / figure.old == pytest.approx(figure.ratio)
+
+
 def test_a_slowdown_that_is_tolerated_is_none():
     report = compare_runs(timed(0.1, 0.105), BASE, HEAD, 0.1, {})
     assert only_figure(report, "step_time").word == "not slower"
@@ -97,6 +114,11 @@ def test_a_slowdown_that_is_tolerated_is_none():
             measured("test_a", measurement()),
             measured("test_a", measurement(batch="float32[8]")),
             "another workload: batch float32[8], was float32[4]",
+        ),
+        (
+            measured("test_a", measurement(peak=22_000_000)),
+            measured("test_a", measurement(peak=4_000_000, batch="float32[8]")),
+            "another workload: batch float32[8], was float32[4]; peak 22.00 MB in base, 4.00 MB in head",
         ),
         (
             measured("test_a", measurement(slug="left")),

@@ -255,6 +255,39 @@ def test_an_engine_that_cannot_be_planned_is_passed_over(on_gpu, fake_cudnn, con
     assert told == "4096 9.20.0 1 None\n"
 
 
+def test_the_library_is_in_a_process_of_its_own_which_is_no_child(on_gpu, fake_cudnn):
+    source = (
+        CONVOLUTIONS
+        + """
+import os
+x, w = operands(torch.float32, torch.contiguous_format)
+def taken():
+    return beside(lambda: [conv2d(x, w, padding=1)])
+print(taken(), "fake.so" in open("/proc/self/maps").read())
+try:
+    os.wait()
+except ChildProcessError:
+    print("no child")
+x = torch.cat([x, x])
+child = os.fork()
+if not child:
+    os._exit(taken() // 4096)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), taken())
+"""
+    )
+    assert on_gpu(fake_cudnn + source, before="import os\n").split("\n")[:-1] == ["4096 False", "no child", "1 4096"]
+
+
+def test_a_planner_that_crashes_fails_its_convolution_and_ends_no_session(session, tmp_path):
+    done = session(fake(tmp_path, "-DCRASHES"))
+    assert done.returncode == 1
+    assert (
+        "RuntimeError: the real cuDNN, which plans convolutions for the emulated GPU in a process of its own, ended"
+        in (done.stdout)
+    )
+    assert "1 failed, 1 passed" in done.stdout.splitlines()[-1]
+
+
 def test_attention_is_not_asked_of_it(on_gpu, fake_cudnn):
     told = on_gpu(fake_cudnn + ATTENTION)
     assert on_gpu(NOTHING + ATTENTION) == told
@@ -268,7 +301,8 @@ RUN = (
     + "x, w = operands(torch.float32, torch.contiguous_format)\nprint(beside(lambda: [conv2d(x, w, padding=1)]))\n"
 )
 # Elements of input and output, of the weight, and of the input at the nine places of the weight; and 16 MiB.
-AT_MOST = f"the largest is estimated at {format_bytes(4 * (11 * 32 * 64 * 56 * 56 + 64 * 64 * 9) + 2**24)} at most"
+MOST = 4 * (11 * 32 * 64 * 56 * 56 + 64 * 64 * 9) + 2**24
+AT_MOST = f"a peak lacks at most {format_bytes(MOST)}"
 
 
 def test_without_it_workspaces_are_taken_as_0_and_that_is_said(on_gpu):
@@ -292,13 +326,43 @@ def test_one_that_cannot_be_told_of_a_gpu_is_none(on_gpu, tmp_path):
     )
 
 
-def test_a_program_is_told_of_at_its_end(on_gpu):
-    fails = on_gpu(NOTHING + RUN + "raise SystemExit(1)\n", fails=True, GPUMEM_EMULATED_PEAKS="1")
+@pytest.mark.parametrize("printed", ["1", "quiet"])
+def test_a_program_is_told_at_its_end_what_its_own_peak_may_lack(on_gpu, printed):
+    end = "raise SystemExit(1)\n"
+    fails = on_gpu(NOTHING + RUN + end, fails=True, GPUMEM_EMULATED_PEAKS=printed)
     assert "gpumem: peaks may be too low: workspaces of convolutions are taken as 0, since " in fails
-    fails = on_gpu(
-        NOTHING + "torch.ones(9, device='cuda')\nraise SystemExit(1)\n", fails=True, GPUMEM_EMULATED_PEAKS="1"
+    # Input, weight and output are live at the convolution, and so is the peak.
+    assert f"; {AT_MOST}\n" in fails
+    assert ("peak 51." in fails) == (printed == "1")
+    large = f"del x, w; torch.empty({MOST} + 10**8, dtype=torch.uint8, device='cuda')\n"
+    assert "too low" not in on_gpu(NOTHING + RUN + large + end, fails=True, GPUMEM_EMULATED_PEAKS=printed)
+    nothing = NOTHING + "torch.ones(9, device='cuda')\n" + end
+    assert "too low" not in on_gpu(nothing, fails=True, GPUMEM_EMULATED_PEAKS=printed)
+
+
+@pytest.mark.parametrize("printed", ["1", "quiet"])
+def test_a_program_is_told_at_its_end_that_an_uncomputed_value_was_read(on_gpu, printed):
+    read = "x = torch.rand(3000, 3000, device='cuda')\nx[x > 0.5]\nraise SystemExit(1)\n"
+    told = on_gpu(read, fails=True, GPUMEM_EMULATED_PEAKS=printed)
+    assert "gpumem: peaks may be wrong: a boolean index reads values that an emulated GPU does not compute, at " in told
+
+
+def test_the_estimate_takes_the_elements_as_wide_as_they_are(on_gpu):
+    source = (
+        NOTHING
+        + CONVOLUTIONS
+        + """
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    x, w = operands(dtype, torch.contiguous_format)
+    cudnn._most = 0
+    conv2d(x, w, padding=1)
+    print(cudnn._most)
+"""
     )
-    assert "too low" not in fails
+    elements, weight, parts = 11 * 32 * 64 * 56 * 56, 64 * 64 * 9, 2**24
+    full, *halves = map(int, on_gpu(source).split())
+    assert full == 4 * (elements + weight) + parts
+    assert halves == 2 * [2 * elements + 4 * weight + parts]
 
 
 # Sessions
@@ -363,7 +427,7 @@ def test_a_baseline_from_where_it_was_installed_is_not_held_against_what_is_not(
     other = session(then, "--gpumem-baseline")
     assert other.returncode == 0, other.stdout
     was, now = ("9.20.0", "none") if with_it == "first" else ("none", "9.20.0")
-    assert f"uncertain: emulated_cudnn was {was}, now {now}, which moves peak allocated by itself" in other.stdout
+    assert f"uncertain: emulated_cudnn was {was}, now {now}, which moves bytes by itself" in other.stdout
     assert "improved" not in other.stdout
     strict = session(then, "--gpumem-baseline", "--gpumem-strict")
     assert strict.returncode == 1
@@ -377,7 +441,7 @@ def test_a_session_says_how_many_peaks_lack_them(session):
     assert (
         "gpumem convolutions: the peaks of 1 measurement may be too low: workspaces of convolutions are" in told.stdout
     )
-    assert "; the largest is estimated at 16.82 MB at most" in told.stdout
+    assert "without cuDNN the peak lacks workspaces of convolutions: at most 16.82 MB more is needed" in told.stdout
 
 
 def test_only_a_measurement_in_which_convolutions_ran_depends_on_cudnn(session, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -322,3 +323,81 @@ def test_models_and_batches_that_draw_with_a_generator_of_the_cpu_are_measured(p
     done = processes.pytest("-v")
     assert done.returncode == 0, done.stdout
     assert "6 passed" in done.stdout
+
+
+READ_BEFORE = """
+import pytest
+import torch
+
+
+def values():
+    return torch.rand(300, 300, device="cuda")
+
+
+@pytest.fixture
+def smallest():
+    return values()[values() > 0.5].min()  # line 12
+
+
+def test_error(gpumem):
+    gpumem.measure(lambda: values()[values() > 0.5].min())  # line 16
+
+
+def test_assertion(gpumem):
+    gpumem.measure(values)
+    assert (values() > 0.5).any()  # line 21
+
+
+def test_branch(gpumem):
+    if float(values().sum()) < 1:  # line 25
+        pytest.fail("too small")
+
+
+def test_set_up(gpumem, smallest):
+    gpumem.measure(values)
+
+
+def test_others_assertion(gpumem):
+    assert 1 == 2
+
+
+def test_others_error(gpumem):
+    raise KeyError("of the test")
+
+
+def test_skip(gpumem):
+    if values().sum().item() < 1:
+        pytest.skip("too small")
+
+
+def test_trace(gpumem):
+    gpumem.measure(lambda: torch.jit.trace(lambda x: x * 2 if x.any() else x, values(), check_trace=False))
+
+
+def test_after(gpumem):
+    gpumem.measure(values)
+"""
+
+
+def test_an_error_after_a_read_of_uncomputed_values_names_the_line_that_read(processes, tmp_path):
+    (tmp_path / "test_it.py").write_text(READ_BEFORE, encoding="utf-8")
+    done = processes.pytest()
+    assert "INTERNALERROR" not in done.stdout + done.stderr
+    assert "5 failed, 2 passed, 1 skipped" in done.stdout.splitlines()[-1]
+    titles = re.split(r"^_+ (?:ERROR at setup of )?(test_\w+) _+$", done.stdout, flags=re.MULTILINE)
+    told = dict(zip(titles[1::2], titles[2::2], strict=True))
+    before = {name: re.findall(r"^before this error: .*$", text, re.MULTILINE) for name, text in told.items()}
+    lines = {name: re.findall(r"test_it\.py:(\d+)", "".join(text)) for name, text in before.items()}
+    assert lines == {
+        "test_set_up": ["12"],
+        "test_error": ["16"],
+        "test_assertion": ["21"],
+        "test_branch": ["25"],
+        "test_others_assertion": [],
+        "test_others_error": [],
+    }
+    assert "a boolean index reads values that an emulated GPU does not compute, at " in before["test_error"][0]
+    assert before["test_error"][0].endswith(". The error may come from these reads and not from the code")
+    said = "an emulated GPU computes the values of small tensors only: an assertion on larger ones says nothing here"
+    assert [name for name, text in told.items() if said in text] == ["test_others_assertion"]
+    assert re.search(r"^gpumem: .*\b1 recorded \(no budget, and no", done.stdout, re.MULTILINE)

@@ -215,6 +215,139 @@ def test_a_value_that_is_not_computed_is_told_with_the_line_that_reads_it(on_gpu
         assert ("(prediction == target).float().mean().item()" in told) == (said == "a value is read")
 
 
+READING = """
+import copy, io, warnings
+import numpy
+warnings.simplefilter("ignore")
+reading = {
+    "bool": lambda x: x * 2 if (x > 0).any() else x,
+    "item": lambda x: x + x.sum().item(),
+    "float": lambda x: x + float(x.sum()),
+    "int": lambda x: x + int((x > 0).sum()),
+    "index": lambda x: x[: (x > 0).sum() + 1],
+    "complex": lambda x: x + complex(x.sum()).real,
+    "tolist": lambda x: x + sum(x[0, :3].tolist()),
+    "numpy": lambda x: x + float(x.cpu().numpy().sum()),
+    "to": lambda x: x.cpu().to("cuda") + 1,
+    "text": lambda x: x + len(f"{x.sum():.3f}") + len(repr(x)),
+    "mask": lambda x: x[x > 0.5].sum() + x,
+    "nonzero": lambda x: x + (x > 0).nonzero().shape[0],
+    "is_nonzero": lambda x: x * 2 if torch.is_nonzero(x.sum()) else x,
+    "tensor": lambda x: x + torch.tensor([x.sum(), 1.0], device="cuda").sum(),
+    "as_tensor": lambda x: x + torch.as_tensor(x.sum()),
+    "new_tensor": lambda x: x + x.new_tensor([1.0, 2.0]).sum(),
+    "tensor_split": lambda x: torch.tensor_split(x, torch.tensor([1, 2]))[0],
+    "data_ptr": lambda x: x + x.data_ptr() % 2,
+    "deepcopy": lambda x: copy.deepcopy(x) + x,
+    "sparse": lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1], [0, 1]], device="cuda"), x[0, :2]).to_dense(),
+    "equal": lambda x: x if torch.equal(x, x) else x + 1,
+    "contains": lambda x: x if 1.0 in x else x + 1,
+    "iterate": lambda x: sum(list(x)[:2]),
+    "apply": lambda x: x + x.cpu().apply_(abs).cuda(),
+    "sizes": lambda x: x.view(x.shape[0] * x.shape[1]) + torch.zeros(x.numel(), device=x.device),
+    "dlpack": lambda x: torch.from_dlpack(x) + x,
+    "unique": lambda x: torch.unique((x * 3).long()).sum() + x,
+    "from_numpy": lambda x: x + torch.from_numpy(numpy.ones(3, "float32")).cuda().sum(),
+    "save": lambda x: (torch.save(x, io.BytesIO()), x + 1)[1],
+}
+x = torch.rand(300, 300, device="cuda")
+"""
+
+
+def test_no_read_calls_itself_while_a_program_is_traced(on_gpu):
+    source = """
+for name, read in reading.items():
+    try:
+        script = torch.jit.trace(read, x, check_trace=False)
+        if str(script.graph).count("aten::numel") > (name == "sizes"):
+            print(name, "is traced with an operator of ours")
+        script(x)
+    except Exception as error:
+        print(name, type(error), error)
+print(len(reading), seen())
+"""
+    told = on_gpu(SEEN + READING + source)
+    assert told.startswith("29 a value is read that an emulated GPU does not compute"), told
+
+
+def test_reads_under_transformations_and_export_end_as_they_do_on_the_cpu(on_gpu):
+    source = """
+from torch.fx.experimental.proxy_tensor import make_fx
+class Reader(torch.nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+    def forward(self, x):
+        return self.read(x)
+del reading["sparse"], reading["save"]  # parts and storages: a GPU has other operators for them than the CPU
+for name, read in reading.items():
+    for run in (
+        lambda: torch.func.jvp(read, (x,), (x,)),
+        lambda: torch.func.grad(lambda y: read(y).sum())(x),
+        lambda: torch.vmap(read)(x[None]),
+        lambda: make_fx(read)(x),
+        lambda: torch.export.export(Reader(read), (x,), strict=False),
+    ):
+        try:
+            run()
+            print(name, "ends")
+        except Exception as error:
+            print(name, type(error).__name__)
+"""
+    on_cpu = (READING + source).replace('"cuda"', '"cpu"').replace(".cuda()", "")
+    cpu, gpu = on_gpu(on_cpu).splitlines(), on_gpu(READING + source).splitlines()
+    assert len(cpu) == 27 * 5
+    assert [pair for pair in zip(cpu, gpu, strict=True) if pair[0] != pair[1]] == []
+
+
+def test_operators_that_take_functions_run_and_what_they_read_is_told(on_gpu):
+    source = """
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+import warnings
+warnings.simplefilter("ignore")
+def run(device):
+    x, q = torch.ones(300, 300, device=device), torch.ones(1, 2, 128, 64, device=device, requires_grad=device == "cuda")
+    yes, at = torch.ones((), dtype=torch.bool, device=device), torch.zeros((), dtype=torch.long, device=device)
+    twice = torch.cond(yes, lambda x: torch.cat([x, x]), lambda x: x + 1, (x,))
+    end, powers = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (at, x))
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device=device)
+    attended = flex_attention(q, q, q, block_mask=mask)
+    if device == "cuda":
+        attended.sum().backward()
+        assert q.grad.shape == q.shape
+    rows = map_rows(lambda row: row[:7] * 2, x)
+    last, sums = scan(lambda carry, row: (carry + row, carry * row), torch.zeros(300, device=device), x)
+    return [int(end), *(one.shape for one in (twice, powers, attended, rows, last, sums))]
+assert run("cuda") == run("cpu"), (run("cuda"), run("cpu"))
+print(seen())
+x = torch.rand(300, 300, device="cuda")
+torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x + 1, (x,))
+print(seen())
+"""
+    # The compiler, which `torch.cond` asks, looks names up in the main module.
+    known, unknown = on_gpu(SEEN + source, before="import os\n").splitlines()
+    assert known == "None"
+    assert unknown.startswith("a value is read that an emulated GPU does not compute")
+
+
+def test_a_decision_by_the_time_between_events_is_noted(on_gpu):
+    source = """
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+begin.record()
+end.record()
+torch.cuda.synchronize()
+milliseconds = begin.elapsed_time(end)
+print(f"{milliseconds:.1f} ms", current().reads.take_others().notes())
+if begin.elapsed_time(end) > 5:
+    print("slow")
+print(len(current().reads.take_others().decided), seen())
+"""
+    assert on_gpu(SEEN + source) == "1.0 ms ()\n1 None\n"
+
+
 def test_random_integers_repeat_with_the_seed_and_leave_the_hosts_numbers_alone(on_gpu):
     source = """
 def drawn():

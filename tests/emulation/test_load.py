@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.emulated_process.before_torch import PEAKS
+from pytest_gpumem.emulated_process.before_torch import PEAKS, QUIET
 from pytest_gpumem.emulated_process.start import STARTUP
 from pytest_gpumem.emulation import load
 from pytest_gpumem.emulation.errors import EmulationError
@@ -129,7 +129,7 @@ def test_it_can_be_quiet(executed, monkeypatch):
     monkeypatch.delenv(PEAKS, raising=False)
     emulate("--quiet", "l4", "--", "python", "-q")
     ((_, command, environment),) = executed
-    assert (command, PEAKS in environment) == (("python", "-q"), False)
+    assert (command, environment[PEAKS]) == (("python", "-q"), QUIET)
 
 
 @pytest.mark.usefixtures("_nothing_is_compiled")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.explain.lifetimes import Timeline, timeline_of
+from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.trace import Label, Mark, MarkKind, Trace
 from pytest_gpumem.values.events import AllocationEvent, Close, Open, Seen, Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_gpumem.explain.lifetimes import Lifetime
+    from pytest_gpumem.explain.blocks import Lifetime, Timeline
     from pytest_gpumem.values.events import SpanKind
 
 

@@ -162,6 +162,19 @@ def test_an_absolute_folder_is_that_folder(tmp_path):
     assert len(list((tmp_path / "there").iterdir())) == 1
 
 
+def full_disk(_descriptor):
+    raise OSError(28, "No space left on device")
+
+
+def test_on_a_full_disk_a_timeline_is_absent_and_not_an_earlier_one(tmp_path, monkeypatch):
+    assert artifacts(tmp_path).keep(step()) is None
+    monkeypatch.setattr("os.fsync", full_disk)
+    trouble = artifacts(tmp_path).keep(step())
+    assert trouble is not None
+    assert "No space left on device" in trouble
+    assert list((tmp_path / "recordings").iterdir()) == []
+
+
 def test_a_snapshot_that_cannot_be_written_is_told_as_well(tmp_path):
     class FullDevice(CpuDevice):
         def keep_snapshot(self, path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from pytest_gpumem.explain import first_use
 from pytest_gpumem.explain.first_use import TensorsMadeBy, left_by_run
-from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row
+from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row, holder_at
 from tests.heap import own_objects_out_of_sight
 
 CPU = torch.device("cpu")
@@ -102,3 +102,12 @@ def test_a_cache_is_what_the_next_run_finds_full(cache, next_run):
     told = left.joined_to(recorded)
     assert told.holders == expected
     assert told.retained.total == 3600
+
+
+def test_a_possible_holder_of_what_the_next_run_keeps_is_no_cache(cache):
+    made = TensorsMadeBy()
+    cache["new"] = torch.ones(30, 30)
+    made.ended()
+    row = Row("activation", 3600, site="net.py:7")
+    recorded = explained(holder_at(("Net.last", "young.CACHE[...]"), Composition(3600, (row,))))
+    assert left_by_run(made, CPU, (), {}).joined_to(recorded) == recorded

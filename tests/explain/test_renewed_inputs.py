@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from pytest_gpumem.explain.blocks import Lifetime, Timeline
 from pytest_gpumem.explain.compose import composition_of_peak, holders_of_inputs_in
-from pytest_gpumem.explain.lifetimes import Lifetime, Timeline
 from pytest_gpumem.explain.renewed_inputs import renewals, with_makers_of_inputs
 from pytest_gpumem.explain.trace import Label, Mark
 from pytest_gpumem.values.composition import Composition, Holder, Row
@@ -46,5 +48,30 @@ def test_an_input_that_is_made_anew_has_the_line_that_makes_it_and_the_holder():
     ],
 )
 def test_the_line_of_an_input_is_not_guessed(blocks):
-    assert renewals(blocks) == []
+    assert renewals(timeline(*blocks)) == []
     assert with_makers_of_inputs(timeline(*blocks)) == timeline(*blocks)
+
+
+def followed(*blocks: Lifetime, last: tuple[Lifetime, ...]) -> Timeline:
+    """The timeline of a step that one more step follows."""
+    return replace(timeline(*blocks), following=(timeline(*last),))
+
+
+@pytest.mark.parametrize(
+    ("last", "holders"),
+    [
+        pytest.param((new(4),), ("Flip.last",), id="the next step makes it anew, too"),
+        pytest.param((new(4), new(5)), (), id="the next step makes two"),
+        pytest.param((new(4, mark=OTHER),), (), id="another line makes it"),
+    ],
+)
+def test_the_holder_is_that_of_the_tensor_from_the_last_step(last, holders):
+    """The tensor that the recorded step makes is freed by the next one, and its address may be another tensor's."""
+    step = followed(old(1), replace(new(2), lasts=False), last=last)
+    paths = {2: "another", 4: "Flip.last", 5: "Flip.list[...]"}
+    assert tuple(holder.path for holder in holders_of_inputs_in(with_makers_of_inputs(step), paths)) == holders
+
+
+def test_a_tensor_that_the_next_steps_keep_is_no_input_made_anew():
+    step = followed(old(1), replace(new(2), lasts=False), replace(new(3, mark=OTHER), lasts=True), last=(new(4),))
+    assert [(one.freed.address, one.made.address) for one in renewals(step)] == [(1, 2)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pytest_gpumem
-from pytest_gpumem.explain.sites import Site, Sites
+from pytest_gpumem.explain.sites import MOST_CALLERS, Site, Sites
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +34,12 @@ class Code:
         return scope[name]
 
     def here(self) -> Site:
-        """The site of whoever calls this."""
-        return self.sites.here(2)
+        """The site of whoever calls this, without callers."""
+        return self.sites.here(2)._replace(callers=())
+
+    def callers(self) -> tuple[str, ...]:
+        """The callers of whoever calls this, as far as the project's or a library's."""
+        return tuple(line for line in self.sites.here(2).callers if "test_sites.py" not in line)
 
 
 @pytest.fixture
@@ -77,6 +81,39 @@ def test_of_several_frames_of_libraries_the_innermost_is_told(code):
 def test_a_library_that_calls_back_into_the_users_code_is_not_beneath_it(code):
     user, library = code.calling("model.py"), code.calling(f"{INSTALLED}/trainers/loop.py")
     assert library(partial(user, code.here)) == Site("model.py:2", "")
+
+
+def test_the_frames_between_the_users_line_and_the_allocating_line_are_its_callers(code):
+    user = code.calling("train.py")
+    model = code.calling(f"{INSTALLED}/models/gpt.py")
+    helper = code.calling(f"{INSTALLED}/helpers/ops.py")
+    assert user(partial(model, partial(helper, code.callers))) == ("models/gpt.py:2", "train.py:2")
+    assert user(partial(helper, code.callers)) == ("train.py:2",)
+
+
+def test_the_users_frames_above_the_innermost_are_callers(code):
+    train, wrapper, helper = code.calling("train.py"), code.calling("wrappers.py"), code.calling("helper.py")
+    assert train(partial(wrapper, partial(helper, code.callers))) == ("wrappers.py:2", "train.py:2")
+
+
+def test_a_function_that_calls_itself_is_one_caller(code):
+    train = code.calling("train.py")
+    scope: dict[str, Any] = {}
+    source = "def call(next, depth=0):\n    return next() if not depth else call(next, depth - 1)\n"
+    exec(compile(source, str(code.root / "tree.py"), "exec"), scope)
+    assert train(partial(scope["call"], code.callers, 300)) == ("tree.py:2", "train.py:2")
+
+
+def test_so_many_callers_are_kept_on_each_side_of_the_users_line(code):
+    chain = code.callers
+    for number in range(MOST_CALLERS + 4):
+        chain = partial(code.calling(f"{INSTALLED}/deep/f{number}.py"), chain)
+    for number in range(MOST_CALLERS + 4):
+        chain = partial(code.calling(f"u{number}.py"), chain)
+    found = chain()
+    assert found[0] == "deep/f1.py:2"
+    assert found[MOST_CALLERS - 1 : MOST_CALLERS + 2] == (f"deep/f{MOST_CALLERS}.py:2", "u0.py:2", "u1.py:2")
+    assert len(found) == 2 * MOST_CALLERS + 1
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])

@@ -14,7 +14,8 @@ from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.growths import ENOUGH
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.values.composition import FIRST_USE, REST, Composition, Explanation, Holder, Row
+from pytest_gpumem.reports.causes import CausesOf, cause_notes
+from pytest_gpumem.values.composition import FIRST_USE, REST, Composition, Explanation, Holder, Row, holder_at
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 MB = 10**6
@@ -188,6 +189,85 @@ def test_more_than_in_the_baseline_is_no_cause_by_its_budget():
     assert [share.amount for share in found.unexplained] == [3 * MB]
 
 
+def one_of(name, *rows, nbytes=6 * MB, others=()):
+    """A test whose peak has grown by one of several rows."""
+    whole = regressed(name, (OTHERS, nbytes), *others)
+    (measured,) = whole.verdicts
+    (change,) = [change for change in measured.difference.changes if change.row.operator == REST]
+    alternatives = change._replace(alternatives=tuple(replace(row, nbytes=nbytes) for row in rows))
+    changes = tuple(alternatives if one is change else one for one in measured.difference.changes)
+    return replace(whole, verdicts=(replace(measured, difference=replace(measured.difference, changes=changes)),))
+
+
+NORM = replace(SCORES, site="model.py:70", operator="native_layer_norm")
+
+
+def test_one_of_several_rows_is_the_one_that_is_a_cause_in_another_test():
+    known = regressed("test_a", (SCORES, 9 * MB))
+    found = causes_of([known, one_of("test_b", MLP, SCORES)])
+    assert told(found) == [(("model.py:38",), 2, 15 * MB)]
+    assert found.not_explained == found.unproven == ()
+
+
+def test_one_of_several_rows_is_no_cause_if_nothing_proves_which():
+    pair = [one_of(name, MLP, SCORES) for name in ("test_a", "test_b")]
+    both = [*pair, regressed("test_c", (SCORES, 9 * MB)), regressed("test_d", (MLP, 9 * MB))]
+    for tests, lines in ((pair, []), (both, ["model.py:38", "model.py:60"])):
+        found = causes_of(tests)
+        assert sorted(cause.lines[0] for cause in found.causes) == lines
+        (unproven,) = found.unproven
+        assert unproven.lines == ("model.py:38", "model.py:60")
+        assert [share.growth.test for share in unproven.shares] == ["test_it.py::test_a", "test_it.py::test_b"]
+        assert [share.amount for share in found.unexplained] == [6 * MB, 6 * MB]
+
+
+def test_what_other_tests_do_not_name_leaves_the_alternatives_open():
+    elsewhere = regressed("test_a", (NORM, 9 * MB))
+    found = causes_of([elsewhere, one_of("test_b", MLP, SCORES)])
+    assert told(found) == [(("model.py:70",), 1, 9 * MB)]
+    assert [one.lines for one in found.unproven] == [("model.py:38", "model.py:60")]
+
+
+def test_rows_of_one_line_are_a_cause_whichever_of_them_grew():
+    other = replace(SCORES, tensor="float32[8, 1, 256]")
+    found = causes_of([one_of("test_a", other, SCORES)])
+    assert told(found) == [(("model.py:38",), 1, 6 * MB)]
+    assert found.unproven == ()
+
+
+def test_a_growth_that_is_partly_open_is_not_explained_by_its_remaining_bytes():
+    """Of 60 MB 12 MB are at one of two lines, and nothing is known of the others."""
+    test = one_of("test_a", MLP, SCORES, nbytes=12 * MB, others=((replace(NORM, site="", module=""), 48 * MB),))
+    (measured,) = test.verdicts
+    changes = tuple(
+        one if one.alternatives else one._replace(after=replace(OTHERS, category="gradient", nbytes=48 * MB))
+        for one in measured.difference.changes
+    )
+    measured = replace(measured, difference=replace(measured.difference, changes=changes))
+    tests = [replace(test, verdicts=(measured,)), one_of("test_b", MLP, SCORES)]
+    assert cause_notes(CausesOf(causes_of(tests), 2), "si") == [
+        "not explained: peak allocated +48.00 MB in 1 test: test_it.py::test_a",
+        "not certain: model.py:38 or model.py:60: peak allocated +18.00 MB in 2 tests: test_it.py::test_a and 1 other",
+    ]
+
+
+def test_rows_of_one_line_in_several_modules_are_a_cause_without_a_module():
+    in_package = replace(SCORES, library="lib 1.0: norm.py:7")
+    found = causes_of([one_of("test_a", in_package, replace(in_package, module="blocks.*.mlp"))])
+    assert [(cause.lines, cause.module) for cause in found.causes] == [(("lib 1.0: norm.py:7",), "")]
+
+
+def test_more_operators_at_the_line_of_an_alternative_decide_for_it():
+    counts = MetricVerdict("operators", Outcome.REGRESSED, 110, 100, 0)
+    changes = {"operators": (Tally("gelu", 10, OperatorSite("blocks.*.mlp", "model.py:60")),)}
+    test = one_of("test_a", MLP, SCORES)
+    (measured,) = test.verdicts
+    measured = replace(measured, metrics=(*measured.metrics, counts), count_changes=changes)
+    (cause,) = causes_of([replace(test, verdicts=(measured,))]).causes
+    assert cause.lines == ("model.py:60",)
+    assert {share.growth.metric: share.amount for share in cause.shares} == {"operators": 10, "peak_allocated": 6 * MB}
+
+
 def test_what_no_line_explains_is_of_the_packages_that_differ_or_of_a_budget_or_stays_unexplained():
     same = [regressed(name, (OTHERS, 5 * MB), packages="1.0") for name in ("test_a", "test_b")]
     over = MetricVerdict("peak_allocated", Outcome.OVER_BUDGET, 12 * MB, budget=10 * MB)
@@ -308,6 +388,77 @@ def test_tensors_without_a_holder_have_their_line_as_the_cause_and_that_is_said(
     assert (cause.kind, cause.lines, cause.lacks_holder) == ("line", ("model.py:38",), True)
     (other,) = causes_of([regressed("test_b", (SCORES, 5 * MB))]).causes
     assert not other.lacks_holder
+
+
+EITHER = ("Net.last", "Net.seen[...]")
+"""Possible holders of tensors that are kept."""
+
+
+def leaking_at(name, row, nbytes, paths):
+    """A test that retains a row, kept by one of several holders."""
+    test = leaking(name, ("", row, nbytes))
+    (measured,) = test.verdicts
+    explanation = measured.measurement.explanation
+    (holder,) = explanation.holders
+    explanation = replace(explanation, holders=(holder_at(paths, holder.kept),))
+    return replace(
+        test, verdicts=(replace(measured, measurement=replace(measured.measurement, explanation=explanation)),)
+    )
+
+
+def test_one_of_two_holders_is_no_cause_if_nothing_proves_which():
+    found = causes_of([leaking_at("test_a", SCORES, 6 * MB, EITHER)])
+    assert found.causes == ()
+    assert cause_notes(CausesOf(found, 1), "si") == [
+        "not certain: kept in Net.last or kept in Net.seen[...]: retained +6.00 MB in 1 test: test_it.py::test_a"
+    ]
+
+
+def test_one_of_two_holders_is_the_one_that_is_a_cause_in_another_test():
+    certain = leaking("test_b", ("Net.seen[...]", MLP, 5 * MB))
+    found = causes_of([leaking_at("test_a", SCORES, 6 * MB, EITHER), certain])
+    assert [(cause.holder, cause.total) for cause in found.causes] == [("Net.seen[...]", 11 * MB)]
+    assert found.not_explained == found.unproven == ()
+
+
+def test_a_holder_is_not_certain_if_another_one_was_not_found():
+    found = causes_of([leaking_at("test_a", SCORES, 6 * MB, ("", "Net.seen[...]"))])
+    assert found.causes == ()
+    assert [one.lines for one in found.unproven] == [("kept in Net.seen[...]", "model.py:38")]
+
+
+def test_the_peak_is_not_blamed_on_one_of_two_holders():
+    kept = Composition(2 * MB, (replace(SCORES, nbytes=2 * MB),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(holder_at(EITHER, kept),))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    found = causes_of([regressed("test_a", (SCORES, 18 * MB), explanation=explanation, metrics=(growth,))])
+    assert [(cause.kind, cause.lines, cause.metric) for cause in found.causes] == [
+        ("line", ("model.py:38",), "peak_allocated")
+    ]
+    assert [share.growth.metric for one in found.unproven for share in one.shares] == ["growth"]
+
+
+def test_a_peak_at_a_changed_caller_has_the_holder_of_its_line_as_the_cause():
+    kept = Composition(2 * MB, (replace(SCORES, nbytes=2 * MB),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(Holder("Block.seen[...]", kept),))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    called = replace(SCORES, named="train.py:4")
+    (cause,) = causes_of([regressed("test_a", (called, 18 * MB), explanation=explanation, metrics=(growth,))]).causes
+    assert cause.holder == "Block.seen[...]"
+    assert {share.growth.metric for share in cause.shares} == {"growth", "peak_allocated"}
+
+
+def test_a_row_of_a_peak_that_is_not_proven_is_the_one_that_the_holder_keeps():
+    kept = Composition(2 * MB, (replace(SCORES, nbytes=2 * MB),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(Holder("Block.seen[...]", kept),))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    test = one_of("test_a", MLP, SCORES)
+    (measured,) = test.verdicts
+    measurement = replace(measured.measurement, explanation=explanation)
+    measured = replace(measured, metrics=(*measured.metrics, growth), measurement=measurement)
+    found = causes_of([replace(test, verdicts=(measured,))])
+    assert [cause.holder for cause in found.causes] == ["Block.seen[...]"]
+    assert found.unproven == ()
 
 
 def test_a_cache_that_the_first_use_fills_has_a_cause_without_a_line():

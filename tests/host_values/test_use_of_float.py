@@ -6,6 +6,7 @@ import math
 import sys
 
 import pytest
+import torch
 
 from pytest_gpumem.host_values.use_of_float import use_of_comparison, use_of_conversion
 
@@ -64,6 +65,8 @@ def test_a_comparison_is_a_branch_or_an_order(compare, use):
         (lambda: [int(float(IT))], "integer"),
         (lambda: [math.ceil(float(IT) / 2)], "integer"),
         (lambda: [math.trunc(float(IT))], "integer"),
+        (lambda: [torch.arange(float(IT) + 3)], "integer"),
+        (lambda: [torch.nn.functional.interpolate(torch.ones(1, 1, 4), scale_factor=float(IT) + 2)], "integer"),
         (lambda: [range(round(float(IT) / 2))], "integer"),
         (lambda: [sorted([IT], key=float)], "order"),
         (lambda: [0.5 + float(IT)], "kept"),

@@ -13,7 +13,6 @@ from pytest_gpumem.measure.counting import MORE_COUNTED
 from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_per_step
 from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.measure.runner import MOST_WARM_UPS, measure_step
-from pytest_gpumem.torch_support.reachability import storages_of
 
 KB = 1000
 
@@ -53,13 +52,7 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 
 def measured(device, run):
-    return measure_step(
-        [Phase("step", run)],
-        device,
-        own=lambda: storages_of([], device.torch_device),
-        not_own=[device.live()],
-        time_budget=None,
-    )
+    return measure_step([Phase("step", run)], device, not_own=[device.live()])
 
 
 def keeping(every: int, kept, first: int = 0):

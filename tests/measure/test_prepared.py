@@ -118,7 +118,7 @@ def test_the_phases_of_a_step_have_times_of_their_own(bench):
 
 
 def timed_as_often_as_it_may_be(prepared) -> MeasuredStep:
-    step = prepared.measure()
+    step = prepared.time(prepared.measure())
     while step.may_be_timed_again:
         step = prepared.time_again(step)
     return step
@@ -127,7 +127,7 @@ def timed_as_often_as_it_may_be(prepared) -> MeasuredStep:
 @timed
 def test_a_step_that_is_timed_again_has_another_sample_and_the_same_bytes(bench):
     with prepared_train_step(bench, Model, batch) as prepared:
-        first = prepared.measure()
+        first = prepared.time(prepared.measure())
         again = prepared.time_again(first)
     assert len(first.figures.times.samples) == 1
     assert again.figures.times.samples[0] == first.figures.times.samples[0]

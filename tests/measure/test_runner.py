@@ -23,6 +23,7 @@ from pytest_gpumem.measure.runner import (
     MOST_UNSTABLE_WARM_UPS,
     MOST_WARM_UPS,
     ROUNDS_TO_DECIDE,
+    first_times,
     measure_step,
     sample_again,
 )
@@ -87,15 +88,9 @@ def measured(device, phases, held: list, *, timed=False, state=None, **more) -> 
     device.quiesce()
     blocks = blocks_of(reachable_tensors(held), device.torch_device)
     device.register_existing(own())
-    return measure_step(
-        phases,
-        device,
-        own=own,
-        not_own=[device.live() - sum(blocks.values())],
-        time_budget=TimeBudget(0.1) if timed else None,
-        state=state,
-        **more,
-    )
+    not_own = [device.live() - sum(blocks.values())]
+    figures = measure_step(phases, device, not_own=not_own, state=state, **more)
+    return replace(figures, times=first_times(phases, device, own, TimeBudget(0.1))) if timed else figures
 
 
 def metrics_of(device, run, held=(), **more) -> dict[str, int]:
@@ -244,7 +239,7 @@ def test_an_error_of_a_phase_goes_up_and_leaves_no_window_open(device):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        measure_step([Phase("fail", fail)], device, own=dict, not_own=[device.live()], time_budget=None)
+        measure_step([Phase("fail", fail)], device, not_own=[device.live()])
     assert device._windows == ()
     assert metrics_of(device, lambda: tensor(KB))["peak_allocated"] == KB
 
@@ -689,13 +684,11 @@ def run_scripted(timed: bool, phases=("step",), seconds: float = 2.0) -> list[st
 
 
 def measured_by(device: Scripted, phases=("step",), time_budget: TimeBudget | None = None) -> StepFigures:
-    return measure_step(
-        [Phase(name, lambda: device.asked.append("run")) for name in phases],
-        device,
-        own=lambda: [Held()],
-        not_own=[0],
-        time_budget=time_budget,
-    )
+    step = [Phase(name, lambda: device.asked.append("run")) for name in phases]
+    figures = measure_step(step, device, not_own=[0])
+    if time_budget is None:
+        return figures
+    return replace(figures, times=first_times(step, device, lambda: [Held()], time_budget))
 
 
 STEP = ["run", "settle"]
@@ -710,7 +703,7 @@ def test_a_step_is_counted_after_its_memory_and_seen_meanwhile():
 def test_times_are_taken_in_a_pause_when_the_step_has_been_counted_and_set_right_by_a_step_that_is_seen():
     untimed, asked = run_scripted(timed=False), run_scripted(timed=True)
     assert asked[: len(untimed)] == untimed
-    assert asked[len(untimed) :] == ["pause", "alone", "time", "run", "shared", *SET_RIGHT]
+    assert asked[len(untimed) :] == [*STEP, "pause", "alone", "time", "run", "shared", *SET_RIGHT]
 
 
 def test_what_counting_takes_is_in_no_window(device):
@@ -728,7 +721,7 @@ def test_what_counting_takes_is_in_no_window(device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pytest_gpumem.measure.runner.count_step", count)
         before = device.live()
-        measure_step([Phase("step", step)], device, own=list, not_own=[before], time_budget=None)
+        measure_step([Phase("step", step)], device, not_own=[before])
     assert counting
     assert device.close_window(outer).allocated - before == KB
 
@@ -831,7 +824,8 @@ def test_what_only_cpp_code_holds_is_still_known_when_a_step_has_been_timed(devi
     device.register_existing(reached())
     before = device.live()
     device.quiesce()
-    figures = measure_step(phases, device, own=reached, not_own=[before], time_budget=TimeBudget())
+    figures = measure_step(phases, device, not_own=[before])
+    first_times(phases, device, reached, TimeBudget())
     if again:
         sample_again(phases, device, reached, 0.1)
     after = run_one_step(phases, device, [before])["cpu"]

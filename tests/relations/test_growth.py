@@ -161,6 +161,48 @@ def test_a_cache_that_goes_on_filling_in_the_second_half_grows(device):
     assert grows(device, step, 10).startswith("memory grows: 400 B a step, 2.00 kB in 5 steps")
 
 
+def test_a_tensor_that_each_step_replaces_is_not_kept(device):
+    latest: dict[str, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []
+    calls: list[int] = []
+
+    def step():
+        calls.append(1)
+        latest["target"] = tensor(KB)
+        latest["batch"] = tensor(5 * KB)
+        kept.append(tensor(KB))
+
+    assert grows(device, step, 10).splitlines()[1:] == [
+        "  kept: 5 x uint8[1000], 5.00 kB",
+        f"  kept in: {here()}.<locals>.kept[...]",
+    ]
+    assert len(calls) == 11, "once more, to see what is still there"
+
+
+def test_a_cache_that_a_longer_one_replaces_is_what_grows(device):
+    latest = {"cache": tensor(0)}
+
+    def step():
+        latest["batch"] = tensor(50 * KB)
+        latest["cache"] = torch.cat([latest["cache"], tensor(KB)])
+
+    assert grows(device, step, 10).splitlines()[1:] == [
+        "  kept: 1 x uint8[11000], 11.00 kB",
+        f"  kept in: {here()}.<locals>.latest[...]",
+    ]
+
+
+def test_an_error_of_the_step_after_the_last_does_not_hide_that_memory_grows(device):
+    kept: list[torch.Tensor] = []
+    calls = iter(range(10))
+
+    def step():
+        next(calls)
+        kept.append(tensor(KB))
+
+    assert grows(device, step, 10).splitlines()[1] == "  kept: 5 x uint8[1000], 5.00 kB"
+
+
 def test_views_of_one_storage_count_once(device):
     kept: list[torch.Tensor] = []
 
@@ -201,7 +243,7 @@ def test_the_kinds_that_hold_most_are_said_first_and_the_rest_is_counted():
         "  kept: 1 x float32[40], 160 B\n"
         "  kept: 1 x float32[30], 120 B\n"
         "  kept: tensors of 2 more kinds\n"
-        "  kept: 236 B that no tensor in Python holds: saved in graphs of gradients, say"
+        "  kept: 236 B more: in tensors that replace smaller ones, or saved in graphs of gradients"
     )
 
 

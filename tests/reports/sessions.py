@@ -11,7 +11,7 @@ from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Ou
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
-from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row
+from pytest_gpumem.values.composition import REST, Composition, Explanation, Holder, Row
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally, from_texts, to_texts
@@ -88,7 +88,7 @@ def explained(text: str) -> Explanation:
     composition = Composition(9 * GB, rows, {text: 2}, (text,), *[{"(all)": Calls(1, 3), text: Calls(1, 2)}] * 2)
     composition = replace(composition, phase=text)
     phases = {text: composition}
-    holders = (Holder(text, composition, first_use=True),)
+    holders = (Holder(text, composition, first_use=True, alternatives=(text,)),)
     return Explanation(composition, composition, composition, (text,), 1, over_time, holders, holders, text, phases)
 
 
@@ -102,6 +102,7 @@ def everything(text: str) -> SessionReport:
     explanation = explained(text)
     old, new = explanation.peak.rows[1], explanation.peak.rows[0]
     changes = (Change(None, new, text), Change(old, None, text), Change(old, old))
+    changes += (Change(None, Row("activation", 3, operator=REST), "", (new, old)),)
     growth = Difference(8 * GB, 9 * GB, changes, Moved(text, text, text, 7 * GB))
     times = Times(
         (Sample((Round(0.1, 1e9, text, 1.5), Round(0.2)), 3, text, Slowed(1.2, 1.1)), Sample((Round(0.3),))),

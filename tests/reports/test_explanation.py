@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.gate.baseline import Baseline, Budget
-from pytest_gpumem.gate.difference import Difference, difference
+from pytest_gpumem.gate.difference import Change, Difference, difference
 from pytest_gpumem.gate.judge import failing_metrics, judge
 from pytest_gpumem.gate.verdict import FAILING, Outcome, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
@@ -22,7 +23,7 @@ from pytest_gpumem.reports.explanation import (
     part_lines,
 )
 from pytest_gpumem.units import parse_size
-from pytest_gpumem.values.composition import Composition, Explanation, Row
+from pytest_gpumem.values.composition import REST, Composition, Explanation, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 from tests.reports.made_up import literal_lines
 
@@ -135,10 +136,49 @@ def test_what_shrank_is_not_told_by_itself_but_in_the_sum_of_the_others():
 
 def test_what_the_baseline_did_not_keep_is_one_row():
     before = composition(WEIGHTS, rest=GB)
-    after = composition(WEIGHTS, *(row("activation", GB, f"m{number}") for number in range(3)))
+    after = composition(WEIGHTS, *(row("activation", GB // 50, f"m{number}") for number in range(150)))
     (line,) = [line for line in growth_lines(difference(before, after), "si") if line.startswith("smaller rows")]
     assert "block" not in line, "it is not one tensor"
     assert "(no module)" not in line
+
+
+KEYS, VALUES = (
+    row("activation", 50 * MB, f"{name}.*", "mm", site=f"model.py:{line}", tensor="float32[8, 64]", count=4)
+    for name, line in (("to_k", 7), ("to_v", 8))
+)
+REST_OF_ACTIVATIONS = row("activation", 60 * MB, operator=REST, count=9)
+
+
+def test_alternatives_are_told_first_each_with_its_line():
+    before = composition(WEIGHTS, REST_OF_ACTIVATIONS)
+    after = composition(WEIGHTS, KEYS, VALUES, row("activation", 10 * MB, "norm", count=5))
+    assert growth_lines(difference(before, after), "si") == literal_lines(
+        """
+        what grew            baseline        now     change  module  line        operator  tensors
+        one of these 2 rows  60.00 MB  110.00 MB  +50.00 MB                                                    the baseline does not list them
+        - activations               -   50.00 MB          -  to_k.*  model.py:7  mm        4 x float32[8, 64]
+        - activations               -   50.00 MB          -  to_v.*  model.py:8  mm        4 x float32[8, 64]
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("growth", "number", "title"),
+    [
+        (50 * MB, 1, "this row or smaller ones"),
+        (90 * MB, 1, "this row and smaller ones"),
+        (50 * MB, 3, "one of these 3 rows"),
+        (90 * MB, 3, "some of these 3 rows"),
+        (50 * MB, 7, "one of these 7 rows"),
+    ],
+)
+def test_the_title_says_whether_one_row_may_be_all_that_grew(growth, number, title):
+    sums = (replace(REST_OF_ACTIVATIONS, nbytes=nbytes) for nbytes in (GB, GB + growth))
+    rows = tuple(replace(KEYS, module=f"m{number}") for number in range(number))
+    lines = growth_lines(Difference(GB, GB + growth, (Change(*sums, "", rows),)), "si")
+    assert lines[1].startswith(f"{title}  ")
+    assert len(lines) == 2 + min(number, 5) + (number > 5)
+    assert lines[-1].startswith("- 2 other rows") is (number > 5)
 
 
 MODULES = st.sampled_from(["attn", "mlp", "norm", "head", "embed", "blocks.*.attn", "blocks.*.mlp"])
@@ -229,10 +269,10 @@ def test_a_peak_that_grew_is_explained_by_what_grew():
 
 
 def test_notes_on_a_recording_are_told_with_it():
-    now = composition(WEIGHTS, ATTENTION, notes=("the recorded run needed 5 bytes",))
+    now = composition(WEIGHTS, ATTENTION, notes=("the recorded run needed 5 B",))
     for then in (composition(WEIGHTS), None):
         (block,) = explanation_blocks(verdict_of(now, then), ["peak_allocated"], "si")
-        assert "note: the recorded run needed 5 bytes" in block
+        assert "note: the recorded run needed 5 B" in block
 
 
 def test_a_baseline_without_a_composition_is_said_to_have_none_and_how_it_gets_one():

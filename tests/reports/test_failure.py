@@ -243,13 +243,13 @@ def test_a_new_test_under_strict():
 
 
 def test_a_stale_test_under_strict():
-    earlier = stored(workload=Workload("train_step", "fp32", 1000, "int64[4, 1024]"), peak_allocated=GB)
+    earlier = stored(workload=Workload("train_step", "fp32", 1000, "int64[4, 1024]"), peak_allocated=2.2 * GB)
     assert text_of((measured(peak_allocated=GB), Budget(), earlier), strict=True) == literal(
         """
         Not compared (required by --gpumem-strict): stale, batch int64[8, 1024], was int64[4, 1024]
 
-          metric              now
-          peak allocated  1.00 GB  stale
+          metric          baseline      now   change
+          peak allocated   2.20 GB  1.00 GB  -54.5 %  stale
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
@@ -268,7 +268,7 @@ def test_a_larger_workload_is_the_first_reason_for_what_grew():
     assert table[:3] == [
         "  metric          baseline      now    change  allowed",
         "  peak allocated   1.00 GB  2.00 GB  +100.0 %   +0.5 %  regressed",
-        "  operators                       9                     stale",
+        "  operators              5        9   +80.0 %           stale",
     ]
 
 
@@ -323,7 +323,7 @@ def test_an_uncertain_regression_under_strict():
           metric          baseline      now   change  allowed
           peak allocated   1.00 GB  1.20 GB  +20.0 %   +0.5 %  uncertain
 
-          note: peak allocated: cpu_capability was AVX2, now AVX512, which moves peak allocated by itself
+          note: peak allocated: cpu_capability was AVX2, now AVX512, which moves bytes by itself
 
           baseline: 2026-11-02, CPU (x86_64), torch 2.11.0, commit abc1234
 
@@ -468,7 +468,8 @@ def test_times_of_another_machine_that_a_limit_asked_for_are_accepted_with_every
     now = timed(0.010, environment=ON_EPYC)
     text = text_of((now, Budget(max_slowdown=0.1), stored_times(0.010)), strict=True)
     reason = "time is not compared: the baseline's was taken on Xeon, 8 cores, this is EPYC, 64 cores"
-    assert f"\n  note: step time: {reason}\n" in text
+    assert f"step time: {reason}\n" in text
+    assert text.count(reason) == 1
     # "new" would leave the baseline as it is.
     assert text.endswith("--gpumem-update=all")
 
@@ -545,3 +546,27 @@ def test_what_was_measured_before_a_test_failed_by_itself():
         peak allocated  checkpointed    1.02 kB
         """
     )
+
+
+def test_a_reason_that_several_metrics_share_is_told_once():
+    note = "the step's peaks went up and down: 1.00 GB, 1.20 GB"
+    figures = {"peak_allocated": 12 * GB // 10, "peak_reserved": 12 * GB // 10, "operators": 6, "launches": 6}
+    newer = replace(H100, details={**H100.details, "torch": "2.13.0"})
+    now = measured(environment=newer, settled=False, notes=(note,), **figures)
+    text = text_of((now, Budget(), stored(peak_allocated=GB, peak_reserved=GB, operators=5, launches=5)), strict=True)
+    assert [line for line in text.splitlines() if "note: " in line] == [
+        f"  note: peak allocated, peak reserved: the step's peak did not settle: {note}",
+        "  note: operators, kernel launches: torch was 2.11.0, now 2.13.0, which moves counts by itself",
+    ]
+
+
+@pytest.mark.parametrize("budget", [Budget({"peak_allocated": GB}), Budget()], ids=["over budget", "regressed"])
+def test_a_failed_region_says_why_it_is_not_explained_and_what_explains_it(budget):
+    region = replace(measured("region", peak_allocated=2 * GB), workload=Workload("region"))
+    earlier = stored(workload=Workload("region"), peak_allocated=GB)
+    told = (
+        "gpumem.track() runs once and is not recorded, so no line and tensor of it is known; to see them, move its code"
+    )
+    assert told in text_of((region, budget, earlier))
+    step = replace(region, workload=Workload("measure"))
+    assert told not in text_of((step, budget, stored(workload=Workload("measure"), peak_allocated=GB)))

@@ -243,6 +243,7 @@ ADDED_SINCE = {
     "named_device",
     "failed_in",
     "failed_by_gate",
+    "unwritten",
     "against",
     "by_device",
     "step_peaks",

@@ -86,7 +86,7 @@ def test_a_test_that_failed_has_its_figures_what_grew_and_the_command_that_accep
     rows = cells(text)
     assert ["peak allocated", "8.12 GB", "9.31 GB", "+14.7 %", "+0.5 %", "regressed"] in rows
     assert ["activations", "", "5.00 GB", "+5.00 GB", "x", "x (from x)", "x", "24 x x", "x"] in rows
-    assert ["2 other changes", "", "", "-4.00 GB", "", "", "", "", ""] in rows
+    assert ["3 other changes", "", "", "-4.00 GB", "", "", "", "", ""] in rows
     assert "\n- so\n" in text
     assert "Baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.10.0, commit abc123456" in text
     assert 'To accept it:\n\n```text\npytest "tests/test_gpt.py::test_b" --gpumem-update=all\n```' in text

@@ -19,6 +19,7 @@ from tests.pages import output
 unhurried = settings(deadline=None)
 H100 = Environment("nvidia-h100-80gb-hbm3", "NVIDIA H100 80GB HBM3", {"torch": "2.11.0"})
 MEASUREMENT = Measurement("call", Workload("call"), H100, {"peak_allocated": 1})
+LARGER = {"peak_allocated": 2}
 
 
 def verdict_of(outcome: Outcome, test="test_a", reason=None, elsewhere=(), budget=None, allowed=None) -> TestVerdict:
@@ -99,9 +100,54 @@ def test_a_test_that_is_run_again_replaces_its_earlier_result():
     assert result == TestResult(OK, passed=True)
 
 
-def test_a_test_that_fails_again_replaces_its_earlier_success():
-    (result,) = collected(*whole(OK), *whole(REGRESSED, "failed"))
-    assert result == TestResult(REGRESSED, passed=False, failed=True, failed_in="call")
+BY_GATE = replace(REGRESSED, failure="Memory regressed")
+TWICE = {
+    "failed by itself, regressed": (FAILED, BY_GATE),
+    "regressed, failed by itself": (BY_GATE, FAILED),
+    "ok, regressed": (OK, BY_GATE),
+    "regressed, ok": (BY_GATE, OK),
+}
+
+
+@pytest.mark.parametrize("worker", ["", "gw1"], ids=["one process", "two workers"])
+@pytest.mark.parametrize("verdicts", TWICE.values(), ids=TWICE)
+def test_a_test_that_runs_twice_keeps_its_worst_verdict(verdicts, worker):
+    outcomes = ["passed" if verdict is OK else "failed" for verdict in verdicts]
+    first, second = (whole(verdict, outcome) for verdict, outcome in zip(verdicts, outcomes, strict=True))
+    for one in second:
+        one.worker_id = worker
+    (result,) = collected(*first, *second)
+    assert result.verdict == BY_GATE
+    assert (result.passed, result.failed, result.failed_in) == (False, True, "call")
+    # `gpumem accept` must not accept what another run failed beside.
+    assert result.failed_by_gate == (FAILED not in verdicts)
+
+
+def test_a_test_that_runs_twice_improves_by_its_larger_peak():
+    improved = verdict_of(Outcome.IMPROVED)
+    assert collected(*whole(improved), *whole(OK)) == collected(*whole(OK), *whole(improved))
+    (result,) = collected(*whole(improved), *whole(OK))
+    assert result == TestResult(OK, passed=True)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_test_that_runs_twice_is_recorded_with_its_larger_peak(order):
+    large = replace(NEW, verdicts=(replace(NEW.verdicts[0], measurement=replace(MEASUREMENT, metrics=LARGER)),))
+    (result,) = collected(*(one for verdict in (NEW, large)[::order] for one in whole(verdict)))
+    assert result.verdict == large
+
+
+def test_a_run_that_is_repeated_and_whose_subtest_failed_is_failed():
+    subtest = report(None, "call", "failed")
+    subtest.context = "of a subtest"
+    (result,) = collected(report(OK, "setup"), subtest, report(FAILED, "call", "rerun"), *whole(OK))
+    assert (result.failed, result.passed) == (True, False)
+
+
+def test_an_attempt_whose_call_a_plugin_keeps_to_itself_does_not_count():
+    """As of the plugin flaky, which reports set-up and tear-down of an attempt that it repeats."""
+    (result,) = collected(report(None, "setup"), report(FAILED, "teardown"), *whole(OK))
+    assert result == TestResult(OK, passed=True)
 
 
 def test_a_test_that_is_run_again_and_does_not_get_to_its_end_did_not_pass():
@@ -156,11 +202,12 @@ def test_what_pytest_does_not_count_as_a_failure_does_not_count(outcome, more):
     assert others_failed(*whole(None, outcome, **more)) == 0
 
 
-def test_a_rerun_that_passes_does_not_count():
-    first = whole(None, "failed")
-    assert others_failed(*first, report(None, "setup"), report(None, "call")) == 0
-    elsewhere = [report(None, phase, worker_id="gw1") for phase in ("setup", "call", "teardown")]
-    assert others_failed(*first, *elsewhere) == 1
+def test_of_a_test_that_runs_several_times_each_failure_counts_but_those_that_are_repeated():
+    again = [report(None, phase, worker_id="gw1") for phase in ("setup", "call", "teardown")]
+    assert others_failed(report(None, "setup"), report(None, "call", "rerun"), *whole(None)) == 0
+    for passed in (whole(None), again):
+        assert others_failed(*whole(None, "failed"), *passed) == 1
+        assert others_failed(*passed, *whole(None, "failed")) == 1
 
 
 def test_a_measured_test_that_failed_is_none_of_the_others_even_without_a_result():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pytest_gpumem.gate.baseline import Budget, NoBaseline
+from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.layout import columns, plain_lines
 from pytest_gpumem.reports.summary import (
@@ -18,7 +18,7 @@ from pytest_gpumem.reports.summary import (
 )
 from pytest_gpumem.reports.view import measured_in
 from pytest_gpumem.values.times import Round, Sample, Times
-from tests.reports.made_up import GB, literal_lines, new, ok, recorded, regressed, result, verdict_on
+from tests.reports.made_up import CALL, GB, H100, MB, literal_lines, new, ok, recorded, regressed, result, verdict_on
 
 
 def table(results, units="si", *, everything=False) -> list[str]:
@@ -161,10 +161,20 @@ def test_a_column_in_which_something_was_found_gives_way_last():
 
 def test_why_measurements_were_not_compared_is_said_once():
     rows = [new("test_a"), new("test_b"), result(verdict_on({"peak_allocated": GB}, NoBaseline(("NVIDIA A100",))))]
-    assert reasons(one.verdict for one in rows) == [
+    assert reasons((one.verdict for one in rows), "si") == [
         "new: there is no baseline for NVIDIA H100 80GB HBM3 yet (2 times)",
         "foreign: there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3",
     ]
+
+
+def test_another_workload_is_told_with_both_peaks_if_a_single_test_has_it():
+    other = replace(CALL, batch="int64[8]")
+    larger, same = (Baseline(other, H100, {"peak_allocated": peak}, "2026-11-02") for peak in (22 * MB, 4 * MB))
+    one, equal = (result(verdict_on({"peak_allocated": 4 * MB}, then)).verdict for then in (larger, same))
+    why = "stale: batch none, was int64[8]"
+    assert reasons([one], "si") == [f"{why}; peak 4.00 MB, baseline 22.00 MB"]
+    assert reasons([equal], "si") == [why]
+    assert reasons([one, one], "si") == [f"{why} (2 times)"]
 
 
 def test_a_broken_budget_is_not_why_something_was_not_compared():
@@ -175,19 +185,19 @@ def test_a_broken_budget_is_not_why_something_was_not_compared():
     assert (over.verdict.outcome, alone.verdict.outcome) == (Outcome.OVER_BUDGET,) * 2
     why = "there is no baseline for NVIDIA H100 80GB HBM3 yet"
     told = [f"new: {why}", f"not compared: {why}"]
-    assert reasons([over.verdict, alone.verdict]) == told
+    assert reasons([over.verdict, alone.verdict], "si") == told
 
 
 def test_why_times_were_not_compared_is_told_once_for_all_tests():
     now = {"peak_allocated": GB, "step_time": 0.5}
     times = Times((Sample((Round(0.5),)),))
     rows = [result(verdict_on(now, {"peak_allocated": GB}, times=times), test=f"test_{number}") for number in range(3)]
-    (told,) = reasons(one.verdict for one in rows)
+    (told,) = reasons((one.verdict for one in rows), "si")
     assert told.startswith("note: no baseline of time yet: --gpumem-update=")
     assert told.endswith(" (3 times)")
-    assert reasons((one.verdict for one in rows), "new") == []
+    assert reasons((one.verdict for one in rows), "si", "new") == []
     failed = [replace(one.verdict, failure="Not compared") for one in rows]
-    assert reasons(failed) == [told.replace("note: ", "new: ")]
+    assert reasons(failed, "si") == [told.replace("note: ", "new: ")]
 
 
 def test_a_note_is_told_with_its_test():

@@ -202,7 +202,7 @@ def test_buckets_and_modules_of_ddp_are_named_whether_the_step_was_timed_or_not(
     monkeypatch.setattr("pytest_gpumem.measure.runner.SECONDS_BETWEEN_SAMPLES", 0.0)
     context = MeasuringContext(device, TimeBudget(0.05) if times else None, sites=Sites(Path(__file__).parents[2]))
     with prepared(context, "fp32,shard=ddp,world=2") as step:
-        measured = step.measure()
+        measured = step.time(step.measure())
         if times == 2:
             measured = step.time_again(measured)
         peak = step.explain(measured).peak

@@ -22,6 +22,7 @@ from pytest_gpumem.timing.comparison import (
     compare_pairs,
     is_undecided,
     run_of,
+    typical_seconds,
 )
 from pytest_gpumem.timing.intervals import LEVEL, PRIOR_SPREAD, UNKNOWN_SPREAD, spread_of_runs
 from pytest_gpumem.values.interference import PACE, UNREAD_PACE, Slowed
@@ -522,6 +523,41 @@ def test_a_few_pairs_are_not_enough_for_slower_or_faster(number):
 
 def test_one_slow_run_among_the_pairs_is_not_slower():
     assert compare_pairs(pairs_of(1.0, 1.0, 1.0, 2.0), TOLERANCE).outcome == "uncertain"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "tolerance", "outcome"),
+    [
+        pytest.param((0.95, 1.06, 0.96, 1.03), 0.015, "uncertain", id="far beyond the tolerance"),
+        pytest.param((0.95, 1.06, 0.96, 1.03), 0.10, "not slower", id="within a tolerance that is as large"),
+        pytest.param((0.999, 1.001, 0.999, 1.001), 0.015, "not slower", id="within the tolerance"),
+        pytest.param((0.99, 1.01, 0.99, 1.01, 0.99, 1.01), 0.015, "not slower", id="a little beyond the tolerance"),
+        pytest.param((0.90, 1.01, 0.91, 0.98), 0.015, "uncertain", id="though it looks faster"),
+        pytest.param((0.5, 0.51, 0.5, 0.49), 0.015, "faster", id="faster with its whole interval"),
+    ],
+)
+def test_pairs_that_leave_a_slowdown_far_beyond_the_tolerance_possible_are_uncertain(ratios, tolerance, outcome):
+    found = compare_pairs(pairs_of(*ratios), tolerance)
+    assert (found.outcome, found.high > 1 + 2 * tolerance) == (outcome, outcome == "uncertain")
+
+
+def test_a_run_that_is_judged_by_earlier_runs_may_leave_more_open_than_pairs():
+    found = compare([noisy(1.0, spread=0.05)], stable(runs=1), 0.015)
+    assert found.high > 1 + 2 * 0.015
+    assert found.outcome == "not slower"
+
+
+@given(ratios=st.lists(st.floats(0.8, 1.25), min_size=1, max_size=8), drift=st.floats(-0.1, 0.3))
+def test_the_seconds_of_both_sides_have_the_ratio_that_is_judged(ratios, drift):
+    pairs = pairs_of(*ratios, drift=drift)
+    base, head = typical_seconds(pairs)
+    assert head / base == pytest.approx(compare_pairs(pairs, TOLERANCE).ratio)
+
+
+def test_the_seconds_of_both_sides_are_those_of_the_pairs_that_are_compared():
+    disturbed = (noisy(1.0), noisy(9.0, invalid=THROTTLED))
+    calm = [(noisy(1.0), noisy(1.25)) for _ in range(FEWEST_PAIRS)]
+    assert typical_seconds([disturbed, *calm]) == typical_seconds(calm)
 
 
 def test_the_same_ratios_of_more_pairs_narrow_the_interval():

@@ -6,7 +6,7 @@ import importlib.util
 import pickle
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +30,7 @@ from pytest_gpumem.torch_support.private_api import (
     cublas_workspace_sizes,
     event_tree,
     flop_counter,
+    is_tracing,
     lists_of_script,
     load_compiler,
     never_compiled,
@@ -40,6 +41,9 @@ from pytest_gpumem.torch_support.private_api import (
     reduced_with_attribute,
     run_kernel,
     running_node_number,
+    takes_numbers_for_tensors,
+    untraced,
+    unwrapped,
     watched_operators,
 )
 
@@ -366,6 +370,54 @@ def test_what_makes_no_node_leaves_the_next_number():
     number = next_node_number()
     torch.ones(2).exp()
     assert next_node_number() == number
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_sizes_are_numbers_out_of_the_trace_and_the_program_is_traced_within():
+    seen = []
+
+    class Looking(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.neg.default:
+                with untraced():
+                    seen.append(type(args[0].numel()))
+            return func(*args, **(kwargs or {}))
+
+    def program(x):
+        with untraced() as traced:
+            x.abs()
+            seen.append((type(x.numel()), is_tracing()))
+            return traced(torch.neg)(x)
+
+    with Looking():
+        graph = torch.jit.trace(program, torch.ones(3), check_trace=False).graph
+    assert seen == [(int, False), int]
+    assert [node.kind() for node in graph.nodes()] == ["aten::neg"]
+    assert not is_tracing()
+
+
+@pytest.mark.parametrize(("name", "takes"), [("mul", True), ("view", False), ("equal", False)])
+def test_an_operator_takes_numbers_for_tensors_or_refuses_them(name, takes):
+    operator = {"mul": torch.ops.aten.mul.Tensor, "view": torch.ops.aten.view, "equal": torch.ops.aten.equal}[name]
+    refused = nullcontext() if takes else pytest.raises(RuntimeError, match="Expected a value of type 'Tensor'")
+    with refused:
+        operator(*{"mul": (torch.ones(1), 2), "view": (2.0, [1]), "equal": (torch.ones(1), 2)}[name])
+    assert takes_numbers_for_tensors(name) == takes
+
+
+def test_a_tensor_is_found_within_all_wrappers_of_transformations():
+    seen = []
+
+    def look(x):
+        seen.append(unwrapped(x).untyped_storage().nbytes())
+        return x.sum()
+
+    torch.vmap(torch.func.grad(look))(torch.ones(5, 2))
+    assert seen == [40]
+    torch.func.functionalize(look)(torch.ones(3))
+    assert seen == [40, 12]
+    plain = torch.ones(2)
+    assert unwrapped(plain) is plain
 
 
 def test_beneath_modes_neither_modes_nor_subclasses_see_what_is_done():

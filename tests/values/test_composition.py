@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,16 +15,23 @@ from pytest_gpumem.values.composition import (
     CATEGORIES,
     KEPT_SHARE,
     MOST_KEPT,
+    MOST_TIED,
     REST,
     Composition,
     CompositionError,
     Explanation,
+    Holder,
     Row,
+    explanation_without_callers,
+    holder_at,
+    joined,
     merged,
     row_from_text,
+    text_with_callers,
 )
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.plain import from_plain, to_plain
+from pytest_gpumem.values.source_lines import MOST_CHAINS
 
 unhurried = settings(deadline=None)
 
@@ -203,6 +211,22 @@ def test_what_is_kept_makes_up_95_percent_with_as_few_rows_as_do():
     assert (kept.total, kept.rest) == (100, 0)
 
 
+@pytest.mark.parametrize("category", ["activation", "gradient", "optimizer state"])
+def test_rows_as_large_as_the_last_one_are_kept_with_it(category):
+    """95 % end at the second of three equal rows."""
+    equal = [Row(category, 4, module=name) for name in ("to_k", "to_q", "to_v")]
+    rows = [Row("activation", 88), *equal, Row("activation", 1)]
+    assert composition_of(*rows).kept().rows == (*rows[:4], Row("activation", 1, operator=REST))
+
+
+@pytest.mark.parametrize(("tied", "listed"), [(MOST_TIED, MOST_KEPT + MOST_TIED), (MOST_TIED + 1, MOST_KEPT)])
+def test_a_tie_at_the_hundredth_row_is_kept_whole_unless_it_is_large(tied, listed):
+    rows = [Row("activation", 20, module=f"m{number}") for number in range(MOST_KEPT - 1)]
+    rows += [Row("activation", 10, module=f"n{number}") for number in range(1 + tied)]
+    kept = composition_of(*rows, *(Row("activation", 9, module=f"o{number}") for number in range(99))).kept()
+    assert len([row for row in kept.rows if row.operator != REST]) == listed
+
+
 def test_workspaces_do_not_stand_for_the_rows_of_a_small_model():
     rows = [Row("workspace", 1000), *(Row("activation", 10 - number, module=f"m{number}") for number in range(4))]
     assert composition_of(*rows).kept().rows == tuple(rows)
@@ -235,10 +259,13 @@ def test_what_is_kept_and_the_rest_add_up_and_the_rest_is_never_less_than_nothin
     rows, others = ([row for row in kept.rows if (row.operator == REST) is rest] for rest in (False, True))
     assert kept.total == whole.total
     assert set(rows) <= set(whole.rows)
-    assert len(rows) <= MOST_KEPT
+    assert len(rows) <= MOST_KEPT + MOST_TIED
+    assert len(rows) <= MOST_KEPT or rows[MOST_KEPT - 1].nbytes == rows[-1].nbytes
+    left = [row.nbytes for row in whole.rows if row not in rows]
+    assert not rows or left.count(rows[-1].nbytes) in (0, *range(MOST_TIED + 1, len(left) + 1)), "no tie is split"
     assert kept.rest == whole.rest, "a file of the store with more than the peak in its rows is refused"
     rest = sum(row.nbytes for row in others)
-    assert len(rows) == MOST_KEPT or rest <= (1 - KEPT_SHARE) * whole.total + 1e-6 * whole.total
+    assert len(rows) >= MOST_KEPT or rest <= (1 - KEPT_SHARE) * whole.total + 1e-6 * whole.total
     assert [kept.of(category) for category in CATEGORIES] == [whole.of(category) for category in CATEGORIES]
     assert kept.kept() == kept
 
@@ -294,3 +321,70 @@ def test_what_was_recomputed_cannot_be_changed_afterwards():
     assert list(composition.recomputed) == ["a", "b"]
     with pytest.raises(TypeError):
         composition.recomputed["a"] = 3
+
+
+CHAIN, OTHER = ("lib 2.0: model.py:8", "train.py:9"), ("lib 2.0: head.py:3", "train.py:9")
+
+
+def test_callers_and_the_named_caller_leave_a_process_and_no_baseline_has_them():
+    row = Row("activation", 8, site="train.py:9", library="lib 2.0: ops.py:2", callers=(CHAIN, OTHER), named=CHAIN[0])
+    read = row_from_text(text_with_callers(row))
+    assert (read.callers, read.named) == (row.callers, row.named)
+    assert row_from_text(row.text()).callers == ()
+    assert text_with_callers(replace(row, callers=(), named="")) == row.text()
+
+
+def test_callers_do_not_tell_rows_apart():
+    row = Row("activation", 8, site="train.py:9", library="lib 2.0: ops.py:2", callers=(CHAIN,))
+    (one,) = merged([row, replace(row, callers=(OTHER,)), replace(row, callers=(CHAIN,))])
+    assert (one.nbytes, one.count, one.callers) == (24, 3, (CHAIN, OTHER))
+    assert one == replace(one, callers=(), named="x.py:1")
+
+
+def test_the_callers_of_all_layers_are_those_of_the_row_that_joins_them():
+    rows = [
+        Row("activation", 8, f"h.{layer}.attn", "m.py:1", callers=(chain,))
+        for layer, chain in enumerate((CHAIN, OTHER))
+    ]
+    (one,) = joined(rows, {"h.*.attn": [(0,), (1,)]})
+    assert (one.path, one.callers) == ("h.*.attn", (CHAIN, OTHER))
+
+
+def test_of_many_ways_to_a_line_a_few_are_kept():
+    row = Row("activation", 8, site="m.py:1")
+    (one,) = merged(replace(row, callers=((f"c.py:{number}",),)) for number in range(MOST_CHAINS + 3))
+    assert one.callers == tuple((f"c.py:{number}",) for number in range(MOST_CHAINS))
+
+
+@pytest.mark.parametrize(
+    ("site", "library", "named", "expected"),
+    [
+        ("t.py:9", "lib 2.0: o.py:2", "", "lib 2.0: o.py:2 (from t.py:9)"),
+        ("t.py:9", "lib 2.0: o.py:2", "lib 2.0: m.py:8", "lib 2.0: m.py:8, which calls lib 2.0: o.py:2 (from t.py:9)"),
+        ("t.py:9", "lib 2.0: o.py:2", "t.py:9", "t.py:9, which calls lib 2.0: o.py:2"),
+        ("t.py:9", "lib 2.0: o.py:2", "lib 2.0: o.py:2", "lib 2.0: o.py:2 (from t.py:9)"),
+        ("h.py:1", "", "t.py:9", "t.py:9, which calls h.py:1"),
+        ("h.py:1", "", "h.py:1", "h.py:1"),
+    ],
+)
+def test_a_named_caller_comes_before_the_line_that_it_calls(site, library, named, expected):
+    assert Row("activation", 8, site=site, library=library, named=named).where == expected
+
+
+def test_callers_leave_each_composition_of_an_explanation():
+    called = Composition(8, (Row("activation", 8, site="t.py:1", callers=(("m.py:5", "t.py:1"),)),))
+    holders = (Holder("Net.seen[...]", called),)
+    explanation = Explanation(
+        called, called, called, holders=holders, holders_of_inputs=holders, other_phases={"a": called}
+    )
+    plain = explanation_without_callers(explanation)
+    compositions = [
+        *(plain.peak, plain.retained, plain.garbage, plain.other_phases["a"]),
+        *(holder.kept for holder in (*plain.holders, *plain.holders_of_inputs)),
+    ]
+    assert [row.callers for composition in compositions for row in composition.rows] == [()] * 6
+
+
+def test_of_many_possible_holders_three_are_named():
+    holder = holder_at("edcba", Composition(8, ()))
+    assert (holder.text, holder.alternatives) == ("kept in: a or b or c or 2 others", tuple("abcde"))

@@ -14,6 +14,7 @@ from pytest_gpumem.values.operator_counts import (
     from_texts,
     kept,
     summed,
+    tallies_without_callers,
     to_texts,
     total,
     without_places,
@@ -115,3 +116,21 @@ def test_what_is_kept_has_the_same_operators_at_few_places(tallies, most):
 def test_the_places_with_most_are_kept():
     tallies = [Tally("mm", amount, at(f"m.py:{amount}")) for amount in (1, 5, 3)]
     assert kept(tallies, 2) == (Tally("mm", 3, at("m.py:3")), Tally("mm", 5, at("m.py:5")), Tally("mm", 1))
+
+
+def test_callers_of_operators_leave_a_process_and_no_baseline_has_them():
+    chains = (("lib 2.0: model.py:8", "train.py:9"), ("train.py:7",))
+    place = OperatorSite("h.*", "train.py:9", "lib 2.0: ops.py:2", chains, "train.py:7", "changed line")
+    tallies = [Tally("mm", 2, place), Tally("add", 1, place), Tally("mul", 3, at("model.py:9")), Tally("div", 1)]
+    read = {tally.operator: tally.place for tally in from_texts(to_texts(tallies, with_callers=True))}
+    assert (read["mm"].callers, read["mm"].named, read["mm"].reason) == (chains, "train.py:7", "changed line")
+    assert read["add"].callers == chains
+    assert read["mul"].callers == ()
+    assert all(tally.place.callers == () for tally in from_texts(to_texts(tallies)))
+    assert tallies_without_callers(tallies)[0].place.callers == ()
+
+
+def test_calls_at_one_line_have_the_callers_of_all_of_them():
+    one, other = (OperatorSite("h", "m.py:1", "", ((line,),)) for line in ("a.py:1", "b.py:1"))
+    (tally,) = summed([Tally("mm", 2, one), Tally("mm", 3, other)])
+    assert (tally.amount, tally.place.callers) == (5, (("a.py:1",), ("b.py:1",)))

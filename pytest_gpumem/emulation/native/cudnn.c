@@ -11,7 +11,7 @@
 enum { NOT_SUPPORTED = 3000 };
 
 /* Bytes of a cudnnBackendAttributeType_t; those that are not listed are enumerations. */
-static size_t width(int type) {
+size_t gpumem_cudnn_width(int type) {
     switch (type) {
     case HANDLE: case INT64: case 5: case 6: case DESCRIPTOR: return 8; /* 5: double, 6: pointer */
     case 2: case CHARACTER: return 1;                                   /* 2: boolean */
@@ -23,9 +23,11 @@ static size_t width(int type) {
 static long convolutions;
 /* How many convolutions were run, or captured in a graph. */
 long gpumem_convolutions(void) { return __atomic_load_n(&convolutions, __ATOMIC_RELAXED); }
-/* The largest estimate of the workspaces of those. */
+/* Called with the estimate of each workspace that nobody has planned, right before its convolution runs. */
+static void (*unplanned)(int64_t most);
+void gpumem_tell_unplanned(void (*tell)(int64_t)) { unplanned = tell; }
+/* The largest estimate of all workspaces: tests hold the planned ones against it. */
 int64_t gpumem_most_workspace;
-void gpumem_tell_most_workspace(int64_t *bytes) { *bytes = gpumem_most_workspace; }
 
 static Attribute *attribute_of(const Descriptor *descriptor, int name) {
     Attribute *one = descriptor->attributes;
@@ -61,19 +63,29 @@ int cudnnBackendDestroyDescriptor(Descriptor *descriptor) {
 }
 int cudnnBackendInitialize(Descriptor *descriptor) { return 0; }
 
+/* Bytes of an element of a cudnnDataType_t: half precision, bfloat16 and double; 4 of all others. */
+static int64_t element_width(const Attribute *type) {
+    switch (type ? *(int *)type->values : 0) {
+    case 2: case 9: return 2;
+    case 1: return 8;
+    default: return 4;
+    }
+}
+
 /* Estimates the most that a workspace takes: weight, input and output in another layout, and the input unfolded for a product
-   of matrices, with 4 bytes an element and channels in eights; and 16 MiB for parts of sums. No document bounds it, but no plan
-   that was tried takes more (tests/emulated/test_convolutions.py). */
+   of matrices, in their own data type and channels in eights; the gradient of a weight in 4 bytes an element, as it is added up
+   so; and 16 MiB for parts of sums. No document bounds it, but no plan that was tried takes more
+   (tests/emulated/test_convolutions.py). */
 static int64_t most_workspace(const Descriptor *operation) {
     int first = operation->type == FIRST_CONVOLUTION ? 703 : operation->type == LAST_CONVOLUTION ? 709 : 715;
-    int64_t elements = 0, unfolded = 1, width = 4;
+    int64_t bytes = 0, unfolded = 1, width = 1;
     for (int i = 0; i < 3; i++) { /* weight, input, output */
         const Attribute *operand = attribute_of(operation, first + i);
         const Descriptor *tensor = operand ? *(Descriptor **)operand->values : NULL;
         const Attribute *sizes = tensor ? attribute_of(tensor, TENSOR_SIZES) : NULL;
         const Attribute *type = tensor ? attribute_of(tensor, TENSOR_TYPE) : NULL;
         if (!sizes) return 0;
-        if (type && *(int *)type->values == 1) width = 8; /* double */
+        if (element_width(type) > width) width = element_width(type);
         int64_t product = 1;
         for (int64_t at = 0; at < sizes->count; at++) {
             int64_t size = ((int64_t *)sizes->values)[at];
@@ -82,9 +94,9 @@ static int64_t most_workspace(const Descriptor *operation) {
             /* Each place of the output has all channels of the input, as often as the weight has places. */
             if (at == 1 ? i == 1 : at == 0 ? i == 2 : i != 1) unfolded *= size;
         }
-        elements += product;
+        bytes += product * (i == 0 && width < 4 ? 4 : element_width(type));
     }
-    return width * (elements + unfolded) + 16 * (int64_t)MIB;
+    return bytes + width * unfolded + 16 * (int64_t)MIB;
 }
 
 /* Bytes of a sum's operand, in half precision, if it is over heads; else 0. */
@@ -115,6 +127,7 @@ int cudnnBackendExecute(void *handle, Descriptor *plan, Descriptor *pack) {
     int64_t most = __atomic_load_n(&gpumem_most_workspace, __ATOMIC_RELAXED);
     while (plan->most > most
            && !__atomic_compare_exchange_n(&gpumem_most_workspace, &most, plan->most, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    if (unplanned && plan->convolution && !plan->real) unplanned(plan->most);
     gpumem_launched("cudnnBackendExecute");
     return 0;
 }
@@ -128,7 +141,7 @@ static void made_of(Descriptor *descriptor, const Descriptor *part) {
 
 /* The attribute is kept for as long as the descriptor, and so is what it refers to. */
 int cudnnBackendSetAttribute(Descriptor *descriptor, int name, int type, int64_t count, const void *values) {
-    size_t bytes = (size_t)count * width(type);
+    size_t bytes = (size_t)count * gpumem_cudnn_width(type);
     Attribute *kept = attribute_of(descriptor, name);
     if (!kept) {
         Attribute **end = &descriptor->attributes;
@@ -178,7 +191,7 @@ int cudnnBackendGetAttribute(Descriptor *descriptor, int name, int type, int64_t
     const Attribute *kept = attribute_of(descriptor, name);
     if (kept) {
         *found = kept->count;
-        if (values) memcpy(values, kept->values, (size_t)(wanted < kept->count ? wanted : kept->count) * width(type));
+        if (values) memcpy(values, kept->values, (size_t)(wanted < kept->count ? wanted : kept->count) * gpumem_cudnn_width(type));
         return 0;
     }
     if (is == ENGINE && type == INT64 && wanted) *(int64_t *)values = 0;

@@ -1,32 +1,35 @@
 /* The real cuDNN, where it is installed: it plans convolutions, which is how large their workspaces are.
 
    It gives its heuristics and the workspaces of its plans for a GPU that is only described to it: a descriptor of the GPU's
-   properties takes the place of a handle, which needs a driver. It has a namespace of its own, in which neither it nor what it
-   loads finds the stand-ins. */
+   properties takes the place of a handle, which needs a driver. It runs in a process of its own (cudnn_planner.c), which each
+   process starts with its first convolution: one that crashes fails that convolution, and the next one starts another. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <pthread.h>
+#include <signal.h>
+#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "cudart_types.h"
+#include "cudnn_planner.h"
 #include "cudnn_store.h"
 #include "emulated.h"
 
+extern char **environ;
 int cudaGetDeviceProperties(Properties *properties, int device);
 
+enum { PLANNER_ENDED = 4000 }; /* CUDNN_STATUS_INTERNAL_ERROR */
 static char path[4096];
-static int release;
-static void *device; /* the descriptor of the GPU's properties */
-static struct {
-    size_t (*version)(void);
-    int (*create)(int, void **);
-    int (*destroy)(void *);
-    int (*finalize)(void *);
-    int (*set)(void *, int, int, int64_t, const void *);
-    int (*get)(void *, int, int, int64_t, int64_t *, void *);
-} cudnn;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* one request at a time */
+static int to_planner = -1;
+static pid_t owner;           /* the process that started the planner: a fork of it needs one of its own */
+static int generation = 1;    /* handles are of one planner */
 
 /* To be called before torch is loaded. */
 void gpumem_use_cudnn(const char *library) { snprintf(path, sizeof path, "%s", library); }
@@ -55,45 +58,140 @@ static int describe(char *text, size_t room) {
     return length < 0 || (size_t)length >= room;
 }
 
-static int open_library(void) {
-    void *library = *path ? dlmopen(LM_ID_NEWLM, path, RTLD_NOW | RTLD_LOCAL) : NULL;
-    if (!library) return 1;
-    cudnn.version = dlsym(library, "cudnnGetVersion");
-    cudnn.create = dlsym(library, "cudnnBackendCreateDescriptor");
-    cudnn.destroy = dlsym(library, "cudnnBackendDestroyDescriptor");
-    cudnn.finalize = dlsym(library, "cudnnBackendFinalize");
-    cudnn.set = dlsym(library, "cudnnBackendSetAttribute");
-    cudnn.get = dlsym(library, "cudnnBackendGetAttribute");
-    return !(cudnn.version && cudnn.create && cudnn.destroy && cudnn.finalize && cudnn.set && cudnn.get);
+/* The planner lies beside this library. */
+static int find_planner(char *text, size_t room) {
+    Dl_info here;
+    if (!dladdr(find_planner, &here) || !here.dli_fname) return 1;
+    const char *end = strrchr(here.dli_fname, '/');
+    int length = snprintf(text, room, "%.*s/cudnn_planner", end ? (int)(end - here.dli_fname) : 1, end ? here.dli_fname : ".");
+    return length < 0 || (size_t)length >= room;
 }
 
-static void load(void) {
-    char text[2048];
-    if (open_library() || describe(text, sizeof text)) return;
-    /* Releases before 9.8 do not know such a descriptor. */
-    if (cudnn.create(DEVICE_PROPERTIES, &device)) return;
-    if (cudnn.set(device, DEVICE_JSON, CHARACTER, (int64_t)strlen(text) + 1, text) || cudnn.finalize(device)) return;
-    release = (int)cudnn.version();
+static int transfer(void *values, size_t bytes, int sends) {
+    while (bytes) {
+        ssize_t moved = sends ? send(to_planner, values, bytes, MSG_NOSIGNAL) : recv(to_planner, values, bytes, 0);
+        if (moved < 0 && errno == EINTR) continue;
+        if (moved <= 0) return 1;
+        values = (char *)values + moved;
+        bytes -= (size_t)moved;
+    }
+    return 0;
 }
 
-int gpumem_cudnn_release(void) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, load);
+static void leave_planner(void) {
+    if (to_planner >= 0) close(to_planner);
+    to_planner = -1;
+    generation++;
+}
+
+static int start_planner(void) {
+    char program[4096];
+    int ends[2], failed;
+    pid_t started;
+    posix_spawn_file_actions_t actions;
+    if (find_planner(program, sizeof program) || socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends)) return 1;
+    char *arguments[] = {program, NULL};
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, ends[1], PLANNER_SOCKET);
+    failed = posix_spawn(&started, program, &actions, NULL, arguments, environ);
+    posix_spawn_file_actions_destroy(&actions);
+    close(ends[1]);
+    if (failed) { close(ends[0]); return 1; }
+    waitpid(started, NULL, 0); /* it ends at once, and its child goes on */
+    to_planner = ends[0];
+    owner = getpid();
+    return 0;
+}
+
+/* Sends a request and reads its answer, and as many of its values as there is room for. */
+static int exchange(Request asked, const void *values, Answer *answer, void *into, size_t room) {
+    if (transfer(&asked, sizeof asked, 1) || transfer((void *)values, (size_t)asked.bytes, 1)) return 1;
+    if (transfer(answer, sizeof *answer, 0)) return 1;
+    return (size_t)answer->bytes > room || transfer(into, (size_t)answer->bytes, 0);
+}
+
+/* Starts a planner if this process has none, and returns the release of its library: 0 where it cannot plan. */
+static int64_t opened(void) {
+    static int64_t release;
+    char text[sizeof path + 2048];
+    if (to_planner >= 0 && owner == getpid()) return release;
+    leave_planner();
+    if (!*path || start_planner()) return 0;
+    size_t length = strlen(path) + 1;
+    memcpy(text, path, length);
+    Answer answer = {0};
+    release = describe(text + length, 2048) ? 0 : 1;
+    Request open = {.what = OPEN, .bytes = (int64_t)(length + strlen(text + length) + 1)};
+    if (release && exchange(open, text, &answer, NULL, 0)) answer.number = 0;
+    release = answer.number;
+    if (!release) leave_planner();
     return release;
+}
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int first_release;
+static void take_lock(void) { pthread_mutex_lock(&lock); }
+static void give_lock(void) { pthread_mutex_unlock(&lock); }
+static void open_first(void) {
+    pthread_atfork(take_lock, give_lock, give_lock);
+    take_lock();
+    first_release = (int)opened();
+    give_lock();
+}
+int gpumem_cudnn_release(void) {
+    pthread_once(&once, open_first);
+    return first_release;
+}
+
+static int64_t number_of(const void *real) { return (int64_t)real & 0xffffffffffff; }
+static int is_current(const void *real) { return real && (int64_t)real >> 48 == (generation & 0x7fff); }
+
+/* Asks the planner, and raises an error of torch where it has ended: another plan than its first would be another figure. */
+static int ask(Request asked, const void *values, Answer *answer, void *into, size_t room) {
+    int failed;
+    take_lock();
+    failed = !opened() || exchange(asked, values, answer, into, room);
+    if (failed) leave_planner();
+    give_lock();
+    if (!failed) return answer->status;
+    gpumem_raise("the real cuDNN, which plans convolutions for the emulated GPU in a process of its own, ended that process");
+    return PLANNER_ENDED;
+}
+
+static int set(void *real, int name, int type, int64_t count, const void *values, size_t bytes) {
+    Answer answer;
+    Request asked = {.what = SET, .name = name, .type = type, .handle = number_of(real), .count = count, .bytes = (int64_t)bytes};
+    return ask(asked, values, &answer, NULL, 0);
+}
+
+static int create(int type, void **real) {
+    Answer answer;
+    int status = ask((Request){.what = CREATE, .type = type}, NULL, &answer, NULL, 0);
+    if (!status) *real = (void *)(answer.number | (int64_t)(generation & 0x7fff) << 48);
+    return status;
+}
+
+void gpumem_really_destroy(void *real) {
+    Answer answer;
+    take_lock();
+    /* A planner that has ended took its descriptors with it. This must not raise. */
+    if (is_current(real) && to_planner >= 0 && owner == getpid()
+        && exchange((Request){.what = DESTROY, .handle = number_of(real)}, NULL, &answer, NULL, 0)) leave_planner();
+    give_lock();
 }
 
 static int set_descriptors(void *real, const Attribute *attribute) {
     Descriptor **ours = attribute->values;
-    void **reals = calloc((size_t)attribute->count + 1, sizeof *reals);
+    int64_t *handles = calloc((size_t)attribute->count + 1, sizeof *handles);
     int status = 0;
-    if (!reals) abort();
+    if (!handles) abort();
     for (int64_t i = 0; i < attribute->count && !status; i++) {
         if (!ours[i]) continue;
         status = gpumem_really_finalize(ours[i]);
-        reals[i] = ours[i]->real;
+        handles[i] = number_of(ours[i]->real);
     }
-    if (!status) status = cudnn.set(real, attribute->name, DESCRIPTOR, attribute->count, reals);
-    free(reals);
+    if (!status) status = set(real, attribute->name, DESCRIPTOR, attribute->count, handles, 8 * (size_t)attribute->count);
+    free(handles);
     return status;
 }
 
@@ -102,39 +200,50 @@ static int fill(void *real, const Descriptor *descriptor) {
     for (const Attribute *one = descriptor->attributes; one && !status; one = one->next) {
         if (one->type == HANDLE) continue; /* the stand-in's */
         if (one->type == DESCRIPTOR) status = set_descriptors(real, one);
-        else status = cudnn.set(real, one->name, one->type, one->count, one->values);
+        else status = set(real, one->name, one->type, one->count, one->values, (size_t)one->count * gpumem_cudnn_width(one->type));
     }
-    if (!status && descriptor->type == HEURISTICS) status = cudnn.set(real, HEURISTICS_DEVICE, DESCRIPTOR, 1, &device);
-    if (!status && descriptor->type == PLAN) status = cudnn.set(real, PLAN_DEVICE, DESCRIPTOR, 1, &device);
-    return status ? status : cudnn.finalize(real);
+    Answer answer;
+    if (status) return status;
+    return ask((Request){.what = FINALIZE, .type = descriptor->type, .handle = number_of(real)}, NULL, &answer, NULL, 0);
 }
 
 /* Make the same of a descriptor and of all that it refers to, unless that has been done. */
 int gpumem_really_finalize(Descriptor *descriptor) {
     void *real;
-    if (descriptor->real) return 0;
-    int status = cudnn.create(descriptor->type, &real);
+    if (is_current(descriptor->real)) return 0;
+    int status = create(descriptor->type, &real);
     if (status) return status;
     status = fill(real, descriptor);
-    if (status) cudnn.destroy(real);
+    if (status) gpumem_really_destroy(real);
     else descriptor->real = real;
+    return status;
+}
+
+static int get(const Descriptor *descriptor, int name, int type, int64_t wanted, int64_t *found, void *values, size_t bytes) {
+    Answer answer;
+    Request asked = {
+        .what = GET, .name = name, .type = type, .has_values = values != NULL,
+        .handle = number_of(descriptor->real), .count = wanted, .bytes = values ? (int64_t)bytes : 0,
+    };
+    int status = ask(asked, values, &answer, values, bytes);
+    if (found && !status) *found = answer.number;
     return status;
 }
 
 /* Descriptors that are asked for are the caller's, which the library fills: each gets one of the library's. */
 int gpumem_really_get(Descriptor *descriptor, int name, int type, int64_t wanted, int64_t *found, void *values) {
-    if (type != DESCRIPTOR || !values) return cudnn.get(descriptor->real, name, type, wanted, found, values);
+    if (!is_current(descriptor->real)) return PLANNER_ENDED;
+    if (type != DESCRIPTOR || !values)
+        return get(descriptor, name, type, wanted, found, values, (size_t)wanted * gpumem_cudnn_width(type));
     Descriptor **ours = values;
-    void **reals = calloc((size_t)wanted + 1, sizeof *reals);
+    int64_t *handles = calloc((size_t)wanted + 1, sizeof *handles);
     int status = 0;
-    if (!reals) abort();
+    if (!handles) abort();
     for (int64_t i = 0; i < wanted && !status; i++) {
-        if (!ours[i]->real) status = cudnn.create(ours[i]->type, &ours[i]->real);
-        reals[i] = ours[i]->real;
+        if (!is_current(ours[i]->real)) status = create(ours[i]->type, &ours[i]->real);
+        handles[i] = number_of(ours[i]->real);
     }
-    if (!status) status = cudnn.get(descriptor->real, name, type, wanted, found, reals);
-    free(reals);
+    if (!status) status = get(descriptor, name, type, wanted, found, handles, 8 * (size_t)wanted);
+    free(handles);
     return status;
 }
-
-void gpumem_really_destroy(void *real) { cudnn.destroy(real); }

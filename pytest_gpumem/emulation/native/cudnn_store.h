@@ -47,5 +47,6 @@ int gpumem_cudnn_release(void); /* 92000; 0 where there is none that can plan wi
 int gpumem_really_finalize(Descriptor *descriptor);
 int gpumem_really_get(Descriptor *descriptor, int name, int type, int64_t wanted, int64_t *found, void *values);
 void gpumem_really_destroy(void *real);
+size_t gpumem_cudnn_width(int type); /* bytes of a value of an attribute */
 
 #endif

@@ -28,6 +28,8 @@ const Gpu *gpumem_told(void);
 
 /* Says on stderr, once for each name, that a function is asked for which no stand-in has. */
 void gpumem_lacks(const char *library, const char *function);
+/* Raises an error of torch, if torch has loaded C++'s library; else returns. */
+void gpumem_raise(const char *text);
 /* "the emulated GPU lacks cufftCreate of libcufft": what this thread asked for last. */
 const char *gpumem_last_lacking(void);
 /* A kernel of a library (cuBLAS, say) that is launched and does nothing. */

@@ -67,7 +67,7 @@ void gpumem_lacks(const char *library, const char *function) {
 const char *gpumem_last_lacking(void) { return what_lacks; }
 
 /* Throws C++'s std::runtime_error, by the library that the caller has loaded: we are compiled as C, and it is libtorch. */
-static void throw(const char *text) {
+void gpumem_raise(const char *text) {
     void *cxx = dlopen("libstdc++.so.6", RTLD_NOW | RTLD_NOLOAD);
     if (!cxx) return;
     void *(*allocate)(size_t) = dlsym(cxx, "__cxa_allocate_exception");
@@ -89,7 +89,7 @@ void gpumem_refuses(const char *library, const char *function, const char *why, 
     gpumem_lacks(library, function);
     if (!dladdr(caller, &from) || !from.dli_fname || !strstr(from.dli_fname, "/torch/lib/libtorch")) return;
     snprintf(text, sizeof text, "%s: %s", what_lacks, why);
-    throw(text);
+    gpumem_raise(text);
 }
 
 void gpumem_no_room(size_t bytes) {

@@ -182,6 +182,7 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield f"{measurement.recomputed} module calls were repeated in backward"
     if explanation is not None:
         yield from explanation.peak.notes
+        yield from explanation.retained.notes
         yield from holder_lines(explanation.holders, units)
         yield from (f"cycle: {cycle}" for cycle in explanation.cycles)
     for sample in measurement.times.samples if measurement.times is not None else ():

@@ -1,0 +1,1 @@
+"""Two versions of the code: the changed lines, and verdicts that name them first."""

@@ -1,0 +1,178 @@
+"""Changed lines between two versions of the code, and verdicts that name them first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Protocol
+
+from packaging.utils import canonicalize_name
+
+from pytest_gpumem.changed_code.statements import TwoVersions
+from pytest_gpumem.gate.difference import CHANGED_LINE, with_changed_lines, with_named_lines
+from pytest_gpumem.values.composition import explanation_without_callers
+from pytest_gpumem.values.operator_counts import NOWHERE, tallies_without_callers
+from pytest_gpumem.values.source_lines import chains_of, file_and_line, one_of, package_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from pytest_gpumem.changed_code.sources import Source
+    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.values.operator_counts import Tally
+    from pytest_gpumem.values.source_lines import Chain
+
+_MOVED_SHARE = 0.5
+"""A new file that shares at least this part of its lines with a removed file is the removed file under another name."""
+_MOST_COMPARED = 300
+"""The most removed files that one new file is compared with."""
+
+
+class Place(Protocol):
+    """A row, or an operator site."""
+
+    @property
+    def site(self) -> str: ...
+    @property
+    def library(self) -> str: ...
+    @property
+    def callers(self) -> tuple[Chain, ...]: ...
+
+
+@dataclass(frozen=True)
+class ChangedCode:
+    """The lines in ``new`` that ``old`` lacks."""
+
+    old: Source
+    new: Source
+    packages: AbstractSet[str] = frozenset()
+    """Normalized names of the packages whose releases differ.
+
+    The empty name stands for the project's own code.
+    """
+    _files: dict[str, TwoVersions | None] = field(default_factory=dict)
+
+    def with_packages(self, names: Iterable[str]) -> ChangedCode:
+        """Return a copy for versions in which the releases of the named packages differ."""
+        return replace(self, packages=frozenset(canonicalize_name(name) for name in names))
+
+    def has(self, place: Place) -> bool:
+        """Return whether the code at a place, or at one of its callers, has changed."""
+        return bool(self.lines(place))
+
+    def is_own(self, place: Place) -> bool:
+        """Return whether the user's line or the library's line itself has changed."""
+        return any(self._changed(line) == line for line in (place.library, place.site) if line)
+
+    def lines(self, place: Place) -> tuple[str, ...]:
+        """Return the innermost changed line on each call chain to a place."""
+        return _innermost(place, self._changed)
+
+    def named(self, place: Place) -> tuple[str, ...]:
+        """Return the lines to name first, at most one for each call chain to a place.
+
+        Changed lines are named. If nothing has changed, the innermost line in a package whose release differs is named.
+        Example: rotary-embedding-torch's own line, and not the einops helper that it calls.
+        """
+        return self.lines(place) or _innermost(place, lambda line: line if self._is_compared(line) else "")
+
+    def _is_compared(self, line: str) -> bool:
+        return canonicalize_name(package_of(line)) in self.packages
+
+    def _changed(self, line: str) -> str:
+        """Return the changed line that decides what a line does, which may be the line itself; empty if nothing has changed."""
+        file, number = file_and_line(line)
+        if file not in self._files:
+            self._files[file] = self._versions(line)
+        versions = self._files[file]
+        changed = versions.changed_at(number) if versions is not None and number > 0 else None
+        return "" if changed is None else f"{line.rpartition(':')[0]}:{changed}"
+
+    def _versions(self, line: str) -> TwoVersions | None:
+        """Return the file of a line in both versions; ``None`` if a version is unknown."""
+        new = self.new.lines(line)
+        old = self.old.lines(line) if new else None
+        if not new or old is None:
+            return None
+        return TwoVersions(old or self._moved(line, new), new)
+
+    def _moved(self, line: str, new: Sequence[str]) -> Sequence[str]:
+        """Return the old file that a new file was moved from; empty if the file was not moved."""
+        name = PurePosixPath(file_and_line(line)[0].partition(": ")[2] or file_and_line(line)[0]).name
+        removed = [file for file in self.old.neighbours(line) if not self.new.lines(file)]
+        removed.sort(key=lambda file: PurePosixPath(file_and_line(file)[0]).name != name)
+        mine = _texts(new)
+        best: Sequence[str] = []
+        share = _MOVED_SHARE
+        for candidate in removed[:_MOST_COMPARED]:
+            lines = self.old.lines(candidate) or []
+            theirs = _texts(lines)
+            common = (mine & theirs).total() / max(mine.total(), theirs.total(), 1)
+            if common >= share and (common > share or not best):
+                best, share = lines, common
+        return best
+
+
+def _texts(lines: Sequence[str]) -> Counter[str]:
+    return Counter(text for line in lines if (text := line.strip()))
+
+
+def _innermost(place: Place, chosen: Callable[[str], str]) -> tuple[str, ...]:
+    """Return the first ``chosen`` line on each call chain, starting from the place itself."""
+    firsts = (
+        next(filter(None, map(chosen, chain)), "") for chain in chains_of(place.site, place.library, place.callers)
+    )
+    return tuple(dict.fromkeys(filter(None, firsts)))
+
+
+def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
+    """Return a verdict whose increases name changed lines first."""
+    difference = verdict.difference
+    if difference is not None:
+        difference = with_changed_lines(difference, changed.has, changed.is_own)
+        difference = with_named_lines(difference, changed.named)
+    counts = {
+        name: tuple(_marked(tally, changed) for tally in tallies) for name, tallies in verdict.count_changes.items()
+    }
+    return replace(verdict, difference=difference, count_changes=counts)
+
+
+def without_callers(verdict: Verdict) -> Verdict:
+    """Return a verdict without callers. They are needed only until the changed lines are named."""
+    measurement, difference = verdict.measurement, verdict.difference
+    explanation = measurement.explanation
+    counted = (tally.place for tallies in measurement.by_operator.values() for tally in tallies)
+    if explanation is None and not any(place.callers for place in counted):
+        return verdict
+    if difference is not None:
+        changes = (
+            change if change.after is None else change._replace(after=replace(change.after, callers=()))
+            for change in difference.changes
+        )
+        difference = replace(difference, changes=tuple(changes))
+    return replace(
+        verdict,
+        measurement=replace(
+            measurement,
+            explanation=None if explanation is None else explanation_without_callers(explanation),
+            by_operator=_without_callers(measurement.by_operator),
+        ),
+        difference=difference,
+        count_changes=_without_callers(verdict.count_changes),
+    )
+
+
+def _without_callers(counts: Mapping[str, tuple[Tally, ...]]) -> dict[str, tuple[Tally, ...]]:
+    return {name: tallies_without_callers(tallies) for name, tallies in counts.items()}
+
+
+def _marked(tally: Tally, changed: ChangedCode) -> Tally:
+    place = tally.place
+    named = changed.named(place) if tally.amount > 0 and place != NOWHERE else ()
+    if not named:
+        return tally
+    reasons = [CHANGED_LINE] if changed.lines(place) else []
+    reason = "; ".join([*reasons, *one_of(named)])
+    return replace(tally, place=replace(place, named=named[0], reason=reason))

@@ -1,0 +1,129 @@
+"""A file in two versions, and its changed statements. Pure."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_TESTS_OWN = "pytest."
+"""Beginning of a decorator that selects tests, and does not change the code in them."""
+
+
+class _Block(NamedTuple):
+    """Lines that run under a changed ``with`` or changed decorators: the line to name, and the first and last line inside."""
+
+    named: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TwoVersions:
+    """A file in both versions, as lines."""
+
+    old: Sequence[str]
+    new: Sequence[str]
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Numbers of the new file's lines, from 1, that the old file has too."""
+        old, new = self.old, self.new
+        # Most files differ in a few lines. Matching only these is quick, also in a file with 10,000 lines.
+        shortest = min(len(old), len(new))
+        begin = next((at for at in range(shortest) if old[at] != new[at]), shortest)
+        rest = shortest - begin
+        end = next((at for at in range(rest) if old[-1 - at] != new[-1 - at]), rest)
+        matcher = SequenceMatcher(None, old[begin : len(old) - end], new[begin : len(new) - end], autojunk=False)
+        between = (begin + b + at for _, b, size in matcher.get_matching_blocks() for at in range(size))
+        return frozenset(at + 1 for at in (*range(begin), *between, *range(len(new) - end, len(new))))
+
+    def changed_at(self, number: int) -> int | None:
+        """Return the changed line that decides what a line of the new file does; ``None`` if nothing has changed.
+
+        A changed statement returns ``number`` itself. Otherwise a changed ``with`` around the line counts, or a changed
+        decorator on its function. Example: ``@torch.no_grad()`` decides which tensors the function keeps.
+        """
+        statements = [(first, last) for first, last in self._statements if first <= number <= last]
+        if self._differs(*max(statements, default=(number, number))):
+            return number
+        within = max((_first(node) for node in self._functions.values() if _contains(node, number)), default=0)
+        blocks = (block for block in self._blocks if block.begin <= number <= block.end)
+        return max((block.named for block in blocks if block.named >= within), default=None)
+
+    def _differs(self, first: int, last: int) -> bool:
+        return any(line not in self.kept for line in range(first, last + 1))
+
+    @cached_property
+    def _nodes(self) -> list[ast.stmt]:
+        return [node for node in ast.walk(_parsed(self.new)) if isinstance(node, ast.stmt)]
+
+    @cached_property
+    def _statements(self) -> list[tuple[int, int]]:
+        """First and last line of each statement. A compound statement ends before its body."""
+        found = []
+        for node in self._nodes:
+            body: list[ast.stmt] = getattr(node, "body", [])
+            found.append((node.lineno, _first(body[0]) - 1 if body else node.end_lineno or node.lineno))
+        return found
+
+    @cached_property
+    def _functions(self) -> dict[str, _Function]:
+        return dict(_functions(_parsed(self.new)))
+
+    @cached_property
+    def _blocks(self) -> list[_Block]:
+        """Blocks with a changed head."""
+        found = [
+            _Block(node.lineno, node.lineno, node.end_lineno or node.lineno)
+            for node in self._nodes
+            if isinstance(node, ast.With | ast.AsyncWith) and self._differs(node.lineno, _first(node.body[0]) - 1)
+        ]
+        before = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
+        # A removed decorator leaves no line, so the function's first line stands for it.
+        found += [
+            _Block(_first(node), node.lineno, node.end_lineno or node.lineno)
+            for name, node in self._functions.items()
+            if before.get(name, _decorators(node)) != _decorators(node)
+        ]
+        return found
+
+
+def _parsed(lines: Sequence[str]) -> ast.Module:
+    """Return the syntax tree of a file; an empty tree if this Python cannot parse it."""
+    try:
+        return ast.parse("\n".join(lines))
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
+
+
+def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Function]]:
+    """Yield each function in a tree with its qualified name, for example ``Net.forward``."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, _Function | ast.ClassDef):
+            name = f"{prefix}{child.name}."
+            if isinstance(child, _Function):
+                yield name, child
+        yield from _functions(child, name)
+
+
+def _decorators(node: _Function) -> list[str]:
+    texts = map(ast.unparse, node.decorator_list)
+    return [text for text in texts if not text.startswith(_TESTS_OWN)]
+
+
+def _contains(node: _Function, number: int) -> bool:
+    return _first(node) <= number <= (node.end_lineno or node.lineno)
+
+
+def _first(node: ast.stmt) -> int:
+    """Return the first line of a statement, which may be a decorator."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])

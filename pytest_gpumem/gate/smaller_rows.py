@@ -1,0 +1,135 @@
+"""Growth among the rows that a baseline sums up as ``smaller rows``, and the rows that the sums prove to be new. Pure.
+
+A baseline lists its largest rows. For all other rows it keeps the bytes and the number of blocks only. Example: a baseline has
+smaller rows with 8 MB in 4 blocks. Now ``to_v`` and ``last_hidden`` have 8 MB in 4 blocks each. Either of them may be new.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from pytest_gpumem.values.composition import Row
+
+MOST_ALTERNATIVES = 100
+"""The most alternatives that a growth keeps. Growth among more rows has a line only if the sums prove it."""
+MAY_BE_ALL = 0.8
+"""A row with this share of the growth may have grown alone."""
+MAY_BE_A_PART = 0.1
+"""A row with this share of the growth may have grown together with others."""
+_NEGLIGIBLE = 0.01
+"""A growth by this share of the sum has no alternatives: a counter of 4 B beside 40 rows names none of them."""
+
+
+class Attribution(NamedTuple):
+    """Rows that grew, and rows that may have grown."""
+
+    grown: tuple[tuple[Row | None, Row], ...] = ()
+    """Each row that grew, after the part that was in the sum. Example: 4 of its 12 blocks."""
+    alternatives: tuple[Row, ...] = ()
+    """The rows that may have grown by the remaining bytes, the largest first."""
+
+
+def attribution(rows: Sequence[Row], most: int, growth: int, blocks: int) -> Attribution:
+    """Return which rows grew.
+
+    The sums prove a row if only its blocks add up to the growth, while all other rows are as they were. Otherwise a row grew
+    for certain only if it is larger than the sum. So growth without a line stays in proportion to the sum. It does not depend
+    on the listed rows. Example: workspaces of 33.5 MB are listed, and the sum is 65.5 kB. A row with 6.5 MB is new.
+
+    Args:
+        rows: The rows that the baseline does not list. None is larger than the smallest listed row.
+        most: Bytes of the sum.
+        growth: Bytes by which the rows exceed the sum.
+        blocks: Blocks by which the rows exceed the sum, or 0 if the baseline does not know it.
+    """
+    if growth <= 0:
+        return Attribution()
+    larger = tuple(row for row in rows if row.nbytes > most)
+    new_blocks = _new_blocks(rows, growth, blocks)
+    if new_blocks and {row for alike, _ in new_blocks for row in alike}.issuperset(larger):
+        return _attributed(new_blocks)
+    left = growth - sum(row.nbytes for row in larger)
+    if len(larger) == 1 and left < 0 and blocks < larger[0].count:
+        # All other rows are smaller than the sum, so the row had the missing bytes.
+        (row,) = larger
+        return Attribution(((replace(row, nbytes=-left, tensor="", count=row.count - max(blocks, 0)), row),))
+    others = [row for row in rows if row not in larger]
+    alternatives = _alternatives(others, left) if left > _NEGLIGIBLE * most else ()
+    return Attribution(tuple((None, row) for row in larger), alternatives)
+
+
+class _Blocks(NamedTuple):
+    """New blocks in rows with equal block sizes."""
+
+    rows: list[Row]
+    number: int
+
+
+def _new_blocks(rows: Sequence[Row], growth: int, blocks: int) -> list[_Blocks]:
+    """Return the new blocks if the sums prove them.
+
+    If the largest blocks add up to the growth, no other blocks do, because those have fewer bytes. Otherwise a single row
+    grew, unless two rows add up to the same bytes and blocks.
+    """
+    if blocks <= 0:
+        return []
+    of_size: dict[Fraction, list[Row]] = defaultdict(list)
+    for row in rows:
+        of_size[Fraction(row.nbytes, max(row.count, 1))].append(row)
+    largest: list[_Blocks] = []
+    for size in sorted(of_size, reverse=True):
+        left = blocks - sum(number for _, number in largest)
+        if left:
+            largest.append(_Blocks(of_size[size], min(_count(of_size[size]), left)))
+    if sum(number for _, number in largest) == blocks and sum(map(_nbytes, largest)) == growth:
+        return largest
+    alike = of_size.get(Fraction(growth, blocks), [])
+    sums = Counter((row.nbytes, row.count) for row in rows)
+    two = any(sums[growth - row.nbytes, blocks - row.count] for row in rows if row not in alike)
+    return [] if two or _count(alike) < blocks else [_Blocks(alike, blocks)]
+
+
+def _nbytes(new_blocks: _Blocks) -> Fraction:
+    row = new_blocks.rows[0]
+    return new_blocks.number * Fraction(row.nbytes, max(row.count, 1))
+
+
+def _count(rows: Collection[Row]) -> int:
+    return sum(max(row.count, 1) for row in rows)
+
+
+def _attributed(new_blocks: Sequence[_Blocks]) -> Attribution:
+    grown: list[tuple[Row | None, Row]] = []
+    alternatives: list[Row] = []
+    for alike, number in new_blocks:
+        if number == _count(alike):
+            grown += [(None, row) for row in alike]
+            continue
+        fitting = [row for row in alike if row.count >= number] or alike
+        (row, *others) = fitting
+        if others or number <= _count(alike) - row.count:
+            alternatives += fitting
+            continue
+        kept = row.count - number
+        earlier = replace(row, nbytes=row.nbytes * kept // row.count, count=kept) if kept else None
+        grown.append((earlier, row))
+    return Attribution(tuple(grown), _at_most(alternatives))
+
+
+def _alternatives(rows: Sequence[Row], growth: int) -> tuple[Row, ...]:
+    """Return the rows that may have grown alone, or else the rows that may have grown together."""
+    for share in (MAY_BE_ALL, MAY_BE_A_PART):
+        large = [row for row in rows if row.nbytes >= share * growth]
+        if large:
+            return _at_most(large)
+    return ()
+
+
+def _at_most(rows: Sequence[Row]) -> tuple[Row, ...]:
+    return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.text()))) if len(rows) <= MOST_ALTERNATIVES else ()

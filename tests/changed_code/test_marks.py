@@ -1,0 +1,286 @@
+"""Which lines have changed between two variants: by the text of their statements, wherever they have moved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_gpumem.changed_code.marks import ChangedCode, with_changed_code
+from pytest_gpumem.changed_code.sources import Folders
+from pytest_gpumem.changed_code.statements import TwoVersions
+from pytest_gpumem.gate.difference import Change, Difference
+from pytest_gpumem.gate.verdict import Verdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.values.composition import Row
+from pytest_gpumem.values.operator_counts import OperatorSite, Tally
+
+A_MEASUREMENT = Measurement("train_step", Workload("train_step"), Environment("cpu", "cpu"), {})
+
+OLD = """\
+def attend(q, k, mask):
+    scores = q @ k
+    return torch.where(
+        mask,
+        scores,
+        0,
+    )
+
+
+def forward(self, x):
+    with torch.no_grad():
+        y = self.norm(x)
+    return attend(y, y, self.mask)
+"""
+NEW = """\
+# A line more.
+def attend(q, k, mask):
+    scores = q @ k
+    return torch.where(
+        mask,
+        scores.float(),
+        0,
+    )
+
+
+def forward(self, x):
+    with torch.enable_grad():
+        y = self.norm(x)
+    return attend(y, y, self.mask)
+"""
+SCORES, WHERE, WITH, NORM, RETURN = 3, 4, 12, 13, 14
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """Two variants, each with a file of the project's and one of a package."""
+    for side, text in (("old", OLD), ("new", NEW)):
+        for file in (f"{side}/model.py", f"{side}/site-packages/lib/nn/model.py", f"{side}/site-packages/single.py"):
+            path = tmp_path / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    (tmp_path / "new" / "added.py").write_text("y = 1\n", encoding="utf-8")
+    (tmp_path / "new" / "broken.py").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "old" / "outdated.py").write_text("x = 1\n", encoding="utf-8")
+    (tmp_path / "new" / "unreadable_before.py").write_text("x = 1\n", encoding="utf-8")
+    (tmp_path / "old" / "unreadable_before.py").write_bytes(b"\xff\xfe\x00")
+    return ChangedCode(*(Folders(tmp_path / side, (tmp_path / side / "site-packages",)) for side in ("old", "new")))
+
+
+@pytest.mark.parametrize("file", ["model.py", "lib 2.0: nn/model.py", "lib 2.0: single.py"])
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        pytest.param(SCORES, False, id="a line that moved"),
+        pytest.param(WHERE, True, id="the first line of a statement whose argument is another"),
+        pytest.param(WITH, True, id="the head of a block"),
+        pytest.param(NORM, True, id="a line within a with block whose head is another"),
+        pytest.param(RETURN, False, id="a line after that block"),
+        pytest.param(1, True, id="a comment that was added"),
+        pytest.param(99, True, id="a line after the end, which is in neither"),
+    ],
+)
+def test_a_line_has_changed_where_its_statement_has(changed, file, number, expected):
+    where = {"site": f"{file}:{number}"} if file == "model.py" else {"library": f"{file}:{number}"}
+    assert changed.has(Row("activation", 8, **where)) is expected
+
+
+def test_of_two_lines_either_counts(changed):
+    assert changed.has(Row("activation", 8, site=f"model.py:{WHERE}", library=f"lib 2.0: nn/model.py:{SCORES}"))
+    assert not changed.has(Row("activation", 8, site=f"model.py:{SCORES}", library=f"lib 2.0: nn/model.py:{SCORES}"))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("added.py:1", True),
+        ("outdated.py:1", False),
+        ("unreadable_before.py:1", False),
+        ("../old/outdated.py:1", False),
+        ("broken.py:1", False),
+        ("nowhere.py:1", False),
+        ("model.py", False),
+        ("", False),
+    ],
+)
+def test_a_file_that_is_new_has_changed_and_of_one_that_cannot_be_read_nothing_is_said(changed, line, expected):
+    assert changed.has(Row("activation", 8, site=line)) is expected
+
+
+def versions(tmp_path, old, new, packages=()):
+    """Two versions of a project whose files are given as texts by path."""
+    for side, files in (("old", old), ("new", new)):
+        for file, text in files.items():
+            path = tmp_path / side / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode())
+    folders = (Folders(tmp_path / side, (tmp_path / side / "site-packages",)) for side in ("old", "new"))
+    return ChangedCode(*folders, frozenset(packages))
+
+
+HELPER, CALLER, TRAIN = "lib 2.0: helper.py:2", "lib 2.0: model.py:2", "train.py:2"
+SAME = "def f(x):\n    return x.float()\n"
+THROUGH = Row("activation", 8, site=TRAIN, library=HELPER, callers=((CALLER, TRAIN),))
+
+
+def of_a_package(tmp_path, *changed, packages=()):
+    """A helper, what calls it and a script, of which some files are others in the new version."""
+    files = {"train.py": SAME, "site-packages/lib/helper.py": SAME, "site-packages/lib/model.py": SAME}
+    new = {file: text.replace("float", "double") if file in changed else text for file, text in files.items()}
+    return versions(tmp_path, files, new, packages)
+
+
+def test_the_innermost_caller_that_changed_is_named(tmp_path):
+    changed = of_a_package(tmp_path, "site-packages/lib/model.py", "train.py")
+    assert changed.has(THROUGH)
+    assert changed.named(THROUGH) == (CALLER,)
+
+
+def test_a_line_that_changed_itself_is_named_before_its_callers(tmp_path):
+    changed = of_a_package(tmp_path, "site-packages/lib/helper.py", "site-packages/lib/model.py")
+    assert changed.named(THROUGH) == (HELPER,)
+    assert changed.is_own(THROUGH)
+
+
+def test_a_caller_above_the_users_innermost_line_is_named(tmp_path):
+    changed = versions(tmp_path, {"a.py": SAME, "b.py": SAME}, {"a.py": SAME.replace("float", "half"), "b.py": SAME})
+    row = Row("activation", 8, site="b.py:2", callers=(("a.py:2",),))
+    assert changed.named(row) == ("a.py:2",)
+    assert not changed.is_own(row)
+
+
+def test_of_two_ways_to_a_line_both_changed_callers_are_possible(tmp_path):
+    changed = versions(
+        tmp_path,
+        dict.fromkeys(("a.py", "b.py", "c.py"), SAME),
+        {"a.py": "\n" + SAME, "b.py": "y = 1\n", "c.py": SAME},
+    )
+    row = Row("activation", 8, site="c.py:2", callers=(("a.py:1",), ("b.py:1",)))
+    assert changed.named(row) == ("a.py:1", "b.py:1")
+
+
+def test_nothing_is_named_where_nothing_changed_and_no_package_is_compared(tmp_path):
+    changed = of_a_package(tmp_path)
+    assert not changed.has(THROUGH)
+    assert changed.named(THROUGH) == ()
+
+
+def test_without_a_changed_line_the_compared_package_is_named_in_place_of_its_helper(tmp_path):
+    helper = "einops 0.8.0: _backends.py:93"
+    row = replace(THROUGH, library=helper, callers=((CALLER, TRAIN),))
+    changed = of_a_package(tmp_path, packages={"lib"})
+    assert changed.named(row) == (CALLER,)
+    assert not changed.has(row)
+    assert of_a_package(tmp_path, packages={""}).named(row) == (TRAIN,)
+
+
+def test_a_package_is_the_same_however_its_name_is_written(tmp_path):
+    row = replace(THROUGH, library="einops 0.8.0: x.py:1", callers=(("Rotary_Embedding 1.0: r.py:5",),))
+    assert of_a_package(tmp_path, packages={"rotary-embedding"}).named(row) == ("Rotary_Embedding 1.0: r.py:5",)
+
+
+LONG = "".join(f"x{number} = {number}\n" for number in range(20))
+
+
+@pytest.mark.parametrize(("before", "after"), [("model.py", "nn/model.py"), ("model.py", "nn/gpt.py")])
+def test_a_file_that_moved_is_compared_with_what_it_was(tmp_path, before, after):
+    others = {"other.py": "y = 1\n" * 20}
+    changed = versions(tmp_path, {before: LONG, **others}, {after: LONG.replace("x7 = 7", "x7 = 8"), **others})
+    assert [number for number in range(1, 21) if changed.has(Row("other", 1, site=f"{after}:{number}"))] == [8]
+
+
+def test_a_file_of_a_package_that_moved_is_compared_with_what_it_was(tmp_path):
+    changed = versions(
+        tmp_path, {"site-packages/lib/ops.py": LONG}, {"site-packages/lib/nn/ops.py": LONG.replace("x7 = 7", "x7 = 8")}
+    )
+    lines = (f"lib 3.0: nn/ops.py:{number}" for number in range(1, 21))
+    assert [line for line in lines if changed.has(Row("other", 1, library=line))] == ["lib 3.0: nn/ops.py:8"]
+
+
+def test_a_copy_of_a_file_that_is_still_there_is_new(tmp_path):
+    changed = versions(tmp_path, {"a.py": LONG}, {"a.py": LONG, "b.py": LONG})
+    assert changed.has(Row("other", 1, site="b.py:3"))
+
+
+@pytest.mark.parametrize("ends", ["\r\n", "\r"])
+def test_the_ends_of_lines_are_no_change(tmp_path, ends):
+    changed = versions(tmp_path, {"a.py": LONG}, {"a.py": LONG.replace("\n", ends).replace("x7 = 7", "x7 = 8")})
+    assert [number for number in range(1, 21) if changed.has(Row("other", 1, site=f"a.py:{number}"))] == [8]
+
+
+def test_a_form_feed_ends_no_line(tmp_path):
+    old = "\f\ndef f(x):\n    return x.float()\n"
+    changed = versions(tmp_path, {"a.py": old}, {"a.py": old.replace("float", "half")})
+    assert changed.has(Row("other", 1, site="a.py:3"))
+    assert not changed.has(Row("other", 1, site="a.py:2"))
+
+
+WRAPPED = """\
+@functools.wraps(g)
+@torch.no_grad()
+def f(
+    x,
+):
+    with torch.autocast("cpu"):
+        y = x.float()
+        apply = lambda z: z.half()
+
+        def inner(z):
+            return z * 2
+
+    return y
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("no_grad", "enable_grad", {6: 1, 7: 1, 8: 1, 13: 1}),
+        ("@torch.no_grad()\n", "# Nothing.\n", {6: 1, 7: 1, 8: 1, 13: 1}),
+        ("@functools.wraps(g)\n@torch.no_grad()\n", "\n\n", {6: 3, 7: 3, 8: 3, 13: 3}),
+        ('autocast("cpu")', 'autocast("cpu", enabled=False)', {6: 6, 7: 6, 8: 6}),
+        ("    x,\n", "    x: Tensor,\n", {}),
+        ("z.half()", "z.bfloat16()", {8: 8}),
+        ("z * 2", "z * 3", {11: 11}),
+    ],
+)
+def test_a_line_runs_by_the_with_and_the_decorators_around_it(old, new, expected):
+    file = TwoVersions(WRAPPED.split("\n"), WRAPPED.replace(old, new).split("\n"))
+    found = {number: at for number in (6, 7, 8, 11, 13) if (at := file.changed_at(number)) is not None}
+    assert found == expected
+
+
+def test_a_marker_of_pytest_changes_nothing_in_its_test():
+    text = "@pytest.mark.gpumem(max_gb=1)\ndef test_it(x):\n    x.step()\n"
+    assert TwoVersions(text.split("\n"), text.replace("=1", "=2").split("\n")).changed_at(3) is None
+
+
+def test_an_argument_on_another_line_of_a_call_changes_each_line_of_the_call():
+    text = "def f(x):\n    y = 1\n    return g(\n        x,\n        scale=2,\n    )\n"
+    file = TwoVersions(text.split("\n"), text.replace("scale=2", "scale=4").split("\n"))
+    assert [number for number in range(1, 7) if file.changed_at(number)] == [3, 4, 5, 6]
+
+
+def test_counts_at_a_changed_line_say_so_and_name_the_caller(tmp_path):
+    changed = of_a_package(tmp_path, "site-packages/lib/model.py")
+    place = OperatorSite("h.*", TRAIN, HELPER, ((CALLER, TRAIN),))
+    more, less = Tally("item", 3, place), Tally("item", -1, place)
+    verdict = with_changed_code(Verdict(A_MEASUREMENT, (), count_changes={"syncs": (more, less)}), changed)
+    marked, shrunk = verdict.count_changes["syncs"]
+    assert (marked.place.named, marked.place.reason) == (CALLER, "changed line")
+    assert marked.place.where == f"{CALLER}, which calls {HELPER} (from {TRAIN})"
+    assert shrunk.place.reason == ""
+
+
+def test_bytes_at_a_changed_caller_come_after_those_at_a_changed_line_of_their_own(tmp_path):
+    changed = of_a_package(tmp_path, "site-packages/lib/model.py")
+    own = Row("activation", 40, library=CALLER, operator="own")
+    through, other = replace(THROUGH, nbytes=400), Row("activation", 1000, site="other.py:1")
+    rows = tuple(Change(None, row) for row in (other, through, own))
+    difference = Difference(0, 1440, rows)
+    marked = with_changed_code(Verdict(A_MEASUREMENT, (), difference=difference), changed).difference
+    # Less than a tenth of the increase is not named first.
+    assert [one.row.nbytes for one in marked.changes] == [400, 1000, 40]
+    more = with_changed_code(Verdict(A_MEASUREMENT, (), difference=replace(difference, after=400)), changed).difference
+    assert [one.row.nbytes for one in more.changes] == [40, 400, 1000]
+    assert [one.row.named for one in more.changes] == [CALLER, CALLER, ""]
