@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pytest_gpumem.config.renamed import METHODS, hint
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.measure.looped import STEPS
-from pytest_gpumem.measurement import Measurement, MeasuringError, Workload
+from pytest_gpumem.measurement import Measurement, MeasuringError
 from pytest_gpumem.relations.estimate import Estimate, findings_of
 from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
@@ -137,9 +137,9 @@ class Gpumem:
     @contextmanager
     def _tracked(self, name: str | None) -> Iterator[Region]:
         region = Region()
-        with self._run.alone("track", name), self._run.tracked() as figures:
+        with self._run.alone("track", name), self._run.region(name) as measurement:
             yield region
-        region.ended = self._run.keep(self._run.judge_figures(Workload("region"), figures(), name))
+        region.ended = measurement()
 
     def load(self, factory: Callable[[], _T], *, name: str | None = None, explain: bool | None = None) -> Loading[_T]:
         """Measure ``factory()``, which loads a model onto the device, and give what it returns::

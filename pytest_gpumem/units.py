@@ -152,9 +152,17 @@ def format_bytes_change(change: int, system: UnitSystem = "si") -> str:
     return ("+" if change >= 0 else "") + format_bytes(change, system)
 
 
+_HUNDREDFOLD = 99
+
+
+def is_percentage(ratio: float) -> bool:
+    """Return whether a change is told in percent, and not as a factor or a size: nobody reads ``"+6291456.0 %"``."""
+    return ratio < _HUNDREDFOLD or ratio == float("inf")
+
+
 def format_ratio(ratio: float) -> str:
-    """Return a signed percentage with one decimal: ``"+14.7 %"``."""
-    return f"{ratio * 100:+.1f} %"
+    """Return a signed percentage with one decimal, ``"+14.7 %"``; from a hundredfold on the factor, ``"62,915 times"``."""
+    return f"{ratio * 100:+.1f} %" if is_percentage(ratio) else f"{ratio + 1:,.0f} times"
 
 
 def format_seconds(seconds: float) -> str:

@@ -185,7 +185,7 @@ def test_two_changes_are_two_causes_and_a_test_of_both_is_accepted_with_both_onl
     planted.plant(SCORES, KEPT)
     planted.gate("--gpumem-report=report.json")
     kept, scores = planted.causes()
-    assert (kept["lines"], kept["module"], kept["kept_in"]) == (["model.py:18"], "*", ["Block.seen[...]"])
+    assert (kept["kind"], kept["kept_in"], kept["lines"]) == ("holder", "Block.seen[...]", ["model.py:18"])
     assert (scores["lines"][0], scores["module"]) == ("model.py:8", "*.attention")
     assert "test_it.py::test_other" not in (*kept["tests"], *scores["tests"])
     assert set(kept["tests"]) >= {f"test_it.py::test_depth[{n}]" for n in (1, 2, 3)}

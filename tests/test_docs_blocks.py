@@ -18,7 +18,7 @@ from tests.test_ci import valid
 from tests.test_ci_docs import BLOCKS as OF_CI
 from tests.workflows import read_yaml
 
-for _name in ("reports.test_results", "test_docs_output", "test_example_project"):
+for _name in ("reports.test_results", "test_docs_output", "test_example_project", "test_one_of_several"):
     importlib.import_module(f"tests.{_name}")  # they note what they run, and compare
 SHOWN_PAGES = ["README.md", *SITE]
 BLOCKS = [one for page in SHOWN_PAGES for one in blocks_of(page)]

@@ -202,9 +202,10 @@ def test_runs_out_of_memory(mlp):
 NO_LEAK = {"self.seen.append(x.detach())": "pass", '{"end": self.end}': "{}", ".mean() for": ".mean().item() for"}
 KEPT, RETAINED, CYCLES = (
     output(LEAKS, first)
-    for first in ("Memory regressed: growth per step", "  what was retained    bytes", "  held by cycles")
+    for first in ("Memory regressed: growth per step", "  what was retained    bytes  module   ", "  held by cycles")
 )
 OUT_OF_MEMORY = output(FITS, "---------------------- Captured gpumem out of memory call")
+FIRST_USE = output(LEAKS, "Memory over budget: retained 1.05 MB")
 SETTINGS_FAILURE = output(LEAKS, "Memory over budget: retained 400.00 kB")
 
 
@@ -234,6 +235,15 @@ def test_the_settings_of_the_page_on_leaks_find_the_test_that_leaks(project):
     result = project.run()
     result.assert_outcomes(failed=1, passed=2)
     assert follows(SETTINGS_FAILURE, result.outlines)
+
+
+def test_a_cache_that_the_first_use_fills_is_told_as_on_the_page_on_leaks(project):
+    project.write("import torch\ncache = {}\n", name="masks.py")
+    project.write(
+        "import masks\n\n@pytest.mark.gpumem(max_retained='64 kB')\ndef test_mask():\n"
+        "    masks.cache.setdefault(512, torch.ones(512, 512))\n"
+    )
+    assert follows(FIRST_USE, project.run().outlines)
 
 
 # Relations

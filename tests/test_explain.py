@@ -710,7 +710,7 @@ def test_retained_over_budget_tells_what_was_retained_and_where(project):
         "@pytest.mark.gpumem(max_retained='1 MB')\ndef test_step(gpumem):\n"
         "    gpumem.measure(lambda: KEPT.append(torch.zeros(600, 1000)))\n"
     )
-    result = project.run("--no-gpumem-time")
+    result = project.run("--no-gpumem-time", "-vv")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [

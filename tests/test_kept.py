@@ -19,7 +19,7 @@ def kept(measurement):
     assert sum(rows.values()) == explanation.retained.total
     peak = explanation.peak
     assert all(row.nbytes > 0 for row in peak.rows), peak.rows
-    return rows, {holder.partition("State.")[2] for holder in explanation.holders}
+    return rows, {holder.path.partition("State.")[2] for holder in explanation.holders}
 
 
 class State:

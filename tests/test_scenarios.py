@@ -157,7 +157,7 @@ def test_it(gpumem):
         (
             "Memory regressed: growth per step *",
             "*activations * test_*.py:*float32?256, 64?",
-            "  kept in: test_it.<locals>.kept?...?",
+            "  kept in: the autograd graph of test_it.<locals>.kept?...?",
         ),
     ),
     Scenario(

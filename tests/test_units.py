@@ -258,9 +258,17 @@ def test_a_change_of_bytes_has_its_sign(change, system, text):
 
 @pytest.mark.parametrize(
     ("ratio", "text"),
-    [(0.147, "+14.7 %"), (-0.147, "-14.7 %"), (0.0, "+0.0 %")],
+    [
+        (0.147, "+14.7 %"),
+        (-0.147, "-14.7 %"),
+        (0.0, "+0.0 %"),
+        (98.9, "+9890.0 %"),
+        (99.0, "100 times"),
+        (62914.6, "62,916 times"),
+        (float("inf"), "+inf %"),
+    ],
 )
-def test_a_ratio_is_a_signed_percentage(ratio, text):
+def test_a_ratio_is_a_signed_percentage_or_a_factor(ratio, text):
     assert format_ratio(ratio) == text
 
 

@@ -6,17 +6,19 @@ from bisect import bisect_right
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.explain.renewed_inputs import renewals
 from pytest_gpumem.explain.survivors import is_workspace, survivors_of
 from pytest_gpumem.explain.trace import Label, Mark
 from pytest_gpumem.units import format_bytes
-from pytest_gpumem.values.composition import Composition, Row, joined, merged
+from pytest_gpumem.values.composition import Composition, Row, holder_at, joined, merged, ranked
 from pytest_gpumem.values.source_lines import all_chains
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.explain.blocks import Lifetime, Timeline
-    from pytest_gpumem.explain.survivors import Ambiguous
+    from pytest_gpumem.explain.survivors import Ambiguous, Replacement
+    from pytest_gpumem.values.composition import Holder
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
@@ -57,6 +59,64 @@ def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
             "torch.cat replaces a cache"
         )
     return Composition(survivors.nbytes, joined(merged(rows), timeline.layers), timeline.recomputed, tuple(notes))
+
+
+def holders_in(timeline: Timeline, paths: Mapping[int, str], growth: int = 0) -> tuple[Holder, ...]:
+    """Return the holders of the bytes kept by the step.
+
+    A holder is certain unless its blocks are ambiguous and these blocks have several holders.
+
+    Args:
+        timeline: The recorded step and the following steps.
+        paths: The path to the holder of each block that is live at the end of the recording, by address.
+        growth: The argument of `survivors_of`.
+    """
+    survivors = survivors_of(timeline, growth)
+    step = (timeline, *timeline.following)[survivors.step]
+    rows = [
+        *(([block], _row(block, step)) for block in survivors.blocks),
+        *((pool.blocks, _row_of_ambiguous(pool, step)) for pool in survivors.ambiguous),
+        *(part for larger in survivors.replacements for part in _rows_of_replacement(larger, step)),
+    ]
+    return _holders(timeline, rows, paths)
+
+
+def _rows_of_replacement(larger: Replacement, timeline: Timeline) -> Iterator[tuple[Sequence[Lifetime], Row]]:
+    """Yield the latest blocks of a replacement, with the difference as a row.
+
+    If several blocks have equal sizes, their differences are equal. Example: a line replaces a cache of keys and a cache of
+    values. Otherwise the difference of each block is not known, and the row has all blocks.
+    """
+    row = _row(larger.block, timeline)
+    number = len(larger.latest)
+    is_shared = number > 1 and len({block.nbytes for block in larger.latest}) == 1 and larger.nbytes % number == 0
+    for blocks in ([block] for block in larger.latest) if is_shared else [larger.latest]:
+        yield blocks, replace(row, nbytes=larger.nbytes // number if is_shared else larger.nbytes)
+
+
+def holders_of_inputs_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[Holder, ...]:
+    """Return the holders of the inputs that the step makes anew. ``paths`` are as for `holders_in`."""
+    rows = [
+        ([renewal.latest], _row(renewal.freed, timeline))
+        for renewal in renewals(timeline)
+        if renewal.freed.own and renewal.latest is not None
+    ]
+    return _holders(timeline, rows, paths)
+
+
+def _holders(
+    timeline: Timeline, rows: Iterable[tuple[Sequence[Lifetime], Row]], paths: Mapping[int, str]
+) -> tuple[Holder, ...]:
+    """Return the holders of rows, each with the blocks that may be its memory. Without any path a row is left out."""
+    rows_at: dict[frozenset[str], list[Row]] = {}
+    for blocks, row in rows:
+        at = frozenset(paths[block.address] for block in blocks if block.address in paths)
+        if at:
+            rows_at.setdefault(at, []).append(row)
+    return ranked(
+        holder_at(at, Composition(sum(row.nbytes for row in its_rows), joined(merged(its_rows), timeline.layers)))
+        for at, its_rows in rows_at.items()
+    )
 
 
 def _row_of_ambiguous(pool: Ambiguous, timeline: Timeline) -> Row:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import gc
+import itertools
 import sys
 import types
 from pathlib import PurePath
@@ -18,6 +21,29 @@ LRU_CACHE: type[Any] = type(functools.lru_cache(lambda: None))
 def is_excluded(module: str) -> bool:
     """Return whether a module is pytest's or ours, or leads from a test to every other one."""
     return module.partition(".")[0] in NOT_THE_TESTS
+
+
+def is_ours(value: object) -> bool:
+    """Return whether a value is a function of this package: it stands in the place of another function, and holds that one.
+
+    Its globals tell, because it takes over the name and the module of the other one.
+    """
+    package = __name__.partition(".")[0]
+    return is_a(value, types.FunctionType) and str(value.__globals__.get("__name__")).partition(".")[0] == package
+
+
+def context_variable_text(node: object, value: object) -> str | None:
+    """Return a context variable as a holder is named by it: ``"ContextVar('mask')"``; ``None`` if it does not have the value.
+
+    Args:
+        node: Any object. A context keeps values, each before its variable, in nodes of a tree, whose class has no public name.
+        value: What the variable has.
+    """
+    if not type(node).__name__.startswith("hamt_"):
+        return None
+    pairs = itertools.pairwise(gc.get_referents(node))
+    names = (variable.name for one, variable in pairs if one is value and type(variable) is contextvars.ContextVar)
+    return next((f"ContextVar({name!r})" for name in names), None)
 
 
 def module_name(namespace: object) -> str | None:
@@ -50,12 +76,17 @@ def function_text(function: types.FunctionType, *, outer: bool = False, of: str 
         outer: Whether the function around it is meant, if there is one.
         of: What of the function is meant, to stand before it.
     """
-    qualname = str(getattr(function.__code__, "co_qualname", function.__qualname__))
+    qualname = code_name(function.__code__, function.__qualname__)
     around, _, _ = qualname.rpartition(".<locals>.")
     text = (around or qualname) if outer else qualname
     module = module_name(function.__globals__)
     release = None if module is None else _release(function.__globals__)
     return f"{of}{text}" if release is None else f"{release}: {of}{module}.{text}"
+
+
+def code_name(code: types.CodeType, name: str | None = None) -> str:
+    """Return the qualified name of code; until Python 3.10, whose code has none, ``name`` or else the plain one."""
+    return str(getattr(code, "co_qualname", name or code.co_name))
 
 
 def lru_cache_text(cached: Any) -> str | None:

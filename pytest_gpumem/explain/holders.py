@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
+import logging
 import sys
 import threading
 import types
@@ -15,33 +17,40 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.explain.holder_names import (
     LRU_CACHE,
     class_text,
+    code_name,
+    context_variable_text,
     function_text,
     is_excluded,
+    is_ours,
     lru_cache_text,
     module_name,
     module_text,
     names_of_defaults,
 )
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.graphs import graphs_that_save
 from pytest_gpumem.torch_support.private_api import MODULE_PARTS
-from pytest_gpumem.torch_support.reachability import alive, storage_of
+from pytest_gpumem.torch_support.reachability import address_of, alive, blocks_of
 from pytest_gpumem.torch_support.static_access import (
     class_name,
     class_namespace,
+    gradient_of,
     instance_dict,
     layout_of,
     module_of,
+    named_variables_of,
     package_of,
-    variables_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-MOST_PATHS = 3
 MOST_TENSORS = 200
-"""Tensors that are looked at, evenly among all. To find the referrers of 256 objects takes 0.4 s beside 390,000 others, and of
-one 0.06 s."""
+"""Blocks that are looked at. To find the referrers of 256 objects takes 0.4 s beside 390,000 others, and of one 0.06 s."""
+NO_OBJECT = "no object of Python's (C++ code keeps it, say)"
+"""The holder of a block that no object refers to among those that Python's collector goes through."""
+GRAPH = "autograd graph"
+GRADIENT = "gradient"
 MOST_AT_ONCE = 200
 """Objects whose referrers are looked for at each height."""
 HIGHEST = 16
@@ -55,34 +64,135 @@ _OF_CONTAINERS = ("weakref", "collections")
 """Those of which an object's attributes are elements of a container, for whoever uses it."""
 
 
-def holders_of(addresses: Collection[int]) -> tuple[str, ...]:
-    """Return what keeps the tensors whose memory lies at ``addresses`` alive: ``"Net.seen[...]"``.
+def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
+    """Return the holder of each block: what keeps its memory alive.
+
+    Example:
+        ``{0x7f00: "Net.seen[...]", 0x9f00: "the autograd graph of losses[...]"}``
+
+    Args:
+        blocks: The size of each block in bytes, by address.
 
     Returns:
-        At most `MOST_PATHS` paths, that of the most tensors first; then a clause on tensors whose holder is too far away to be
-        found. None for memory that only a graph of gradients holds.
+        The path to each block, by address. The path is empty if no holder was found. Of more than `MOST_TENSORS` blocks some
+        are looked at. The others have the path of the blocks of their size, if those have the same path.
     """
+    if not blocks:
+        return {}
+    looked_at = _some_of(blocks)
+    with everything_in_sight():
+        paths = _paths_to(_tensors_at(looked_at), looked_at)
+        lost = _without_holder(paths)
+        if lost:
+            for by, owners in ((GRAPH, graphs_that_save(lost)), (GRADIENT, _leaves_with_gradient_at(lost))):
+                for address, of_owners in _paths_to(owners, lost).items():
+                    paths[address] += (replace(path, by=by) for path in of_owners)
+        lost = _without_holder(paths)
+        if lost and "numpy" in sys.modules:
+            arrays = _arrays_on({address: blocks[address] for address in lost})
+            for address, of_arrays in _paths_to(arrays, lost).items():
+                paths[address] += of_arrays
+    texts = {address: _text_of(of_block) for address, of_block in paths.items()}
+    return texts | _of_same_size(texts, blocks)
+
+
+def _without_holder(paths: Mapping[int, Sequence[_Path]]) -> set[int]:
+    return {address for address, some in paths.items() if all(path.kind >= _Kind.NOWHERE for path in some)}
+
+
+def _paths_to(owners: dict[int, list[Any]], addresses: Collection[int]) -> dict[int, list[_Path]]:
+    """Return the paths to the ``owners`` of each block, which are emptied: nothing refers to these objects afterwards."""
+    search = _Search()
+    places = {address: [search.add(owner) for owner in its_owners] for address, its_owners in owners.items()}
+    for its_owners in owners.values():
+        its_owners.clear()
+    # First one tensor of each block: most blocks have a single tensor, and a few have hundreds of views.
+    in_order = itertools.chain.from_iterable(itertools.zip_longest(*places.values()))
+    first = list(dict.fromkeys(place for place in in_order if place is not None))[:MOST_AT_ONCE]
+    paths = search.paths_of(first)
+    return {
+        address: [paths.get(place, _Path(_Kind.NOWHERE)) for place in places.get(address, ()) if place in first]
+        for address in addresses
+    }
+
+
+def _some_of(blocks: Mapping[int, int]) -> set[int]:
+    """Return the addresses of the blocks that are looked at: the largest, and some of the others, evenly among their sizes."""
+    by_size = sorted(blocks, key=lambda address: (-blocks[address], address))
+    largest, others = by_size[: MOST_TENSORS // 2], by_size[MOST_TENSORS // 2 :]
+    return {*largest, *others[:: -(-len(others) // (MOST_TENSORS // 2)) or 1]}
+
+
+def _of_same_size(texts: Mapping[int, str], blocks: Mapping[int, int]) -> dict[int, str]:
+    """Return the paths to the blocks that were not looked at, as far as all blocks of their size have one path."""
+    of_size: dict[int, set[str]] = {}
+    for address, text in texts.items():
+        of_size.setdefault(blocks[address], set()).add(text)
+    others = {address: of_size.get(nbytes, set()) for address, nbytes in blocks.items() if address not in texts}
+    return {address: next(iter(paths)) if len(paths) == 1 else "" for address, paths in others.items()}
+
+
+def _tensors_at(addresses: Collection[int]) -> dict[int, list[Any]]:
+    """Return the tensors and storages whose memory lies at some addresses, by address."""
     import torch
 
-    if not addresses:
-        return ()
-    with everything_in_sight():
-        tensors = [tensor for tensor in alive(torch.Tensor) if _address(tensor) in addresses]
-        some = tensors[:: -(-len(tensors) // MOST_TENSORS) or 1]
-        tensors.clear()
-        search = _Search()
-        found = search.paths_of([search.add(one) for one in some], ours=some)
-        some.clear()
-    counts = Counter(text for path in found.values() if (text := path.text()))
-    ranked = sorted(counts, key=lambda path: (-counts[path], path))
-    lost = sum(path.kind is _Kind.TOO_FAR for path in found.values())
-    clause = f"something more than {HIGHEST} references away ({lost} of {len(found)} tensors)"
-    return (*ranked[:MOST_PATHS], *([clause] if lost else []))
+    by_address: dict[int, list[Any]] = {}
+    for tensor in alive(torch.Tensor):
+        for address in blocks_of([tensor]).keys() & addresses:
+            by_address.setdefault(address, []).append(tensor)
+    for storage in alive(torch.UntypedStorage):
+        where = address_of(storage)
+        if where is not None and where in addresses:
+            by_address.setdefault(where, []).append(storage)
+    return by_address
 
 
-def _address(tensor: Any) -> int | None:
-    storage = storage_of(tensor)
-    return None if storage is None else storage.data_ptr()
+def _leaves_with_gradient_at(addresses: Collection[int]) -> dict[int, list[Any]]:
+    """Return the leaves whose gradients lie at some addresses: a gradient that nobody has read is no object of Python's."""
+    import torch
+
+    by_address: dict[int, list[Any]] = {}
+    for tensor in alive(torch.Tensor):
+        gradient = gradient_of(tensor)
+        for address in () if gradient is None else blocks_of([gradient]).keys() & addresses:
+            by_address.setdefault(address, []).append(tensor)
+    return by_address
+
+
+def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
+    """Return NumPy's arrays on the memory of blocks, by the address of the block.
+
+    Python's collector does not go through arrays, so each is looked for among what an object refers to.
+    """
+    import numpy
+
+    arrays = {
+        id(referent): referent
+        for holder in gc.get_objects()
+        for referent in gc.get_referents(holder)
+        if issubclass(type(referent), numpy.ndarray)
+    }
+    by_address: dict[int, list[Any]] = {}
+    interface: Any = numpy.ndarray.__dict__["__array_interface__"]
+    for array in arrays.values():
+        begin, _ = interface.__get__(array)["data"]
+        for address, nbytes in blocks.items():
+            if address <= begin < address + nbytes:
+                by_address.setdefault(address, []).append(array)
+    return by_address
+
+
+def _text_of(paths: Sequence[_Path]) -> str:
+    """Return the text for a block that is at the end of each of some paths."""
+    if all(path.kind is _Kind.NO_REFERRER for path in paths):
+        return NO_OBJECT
+    best = min(paths, key=lambda path: path.rank(is_object=True))
+    if best.kind is _Kind.TOO_FAR:
+        return f"something more than {HIGHEST} references away"
+    text = best.text()
+    if best.by:
+        return f"the {best.by} of {text}" if text else f"a tensor's {best.by}"
+    return text
 
 
 class _Kind(IntEnum):
@@ -92,9 +202,13 @@ class _Kind(IntEnum):
     """At a module, a class or a function."""
     IN_USE = 1
     """At an object that the running test, a fixture or the step that is measured has."""
-    NOWHERE = 2
+    VARIABLE = 2
+    """At a variable of a function that runs."""
+    NOWHERE = 3
     """At an object that nothing with a name holds."""
-    TOO_FAR = 3
+    TOO_FAR = 4
+    NO_REFERRER = 5
+    """At a tensor that no object refers to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +230,12 @@ class _Path:
     `threading.local` has, one for each thread."""
     names: tuple[str, ...] = ()
     """Texts for the elements of a tuple that belongs to a function."""
+    by: str = ""
+    """`GRAPH` or `GRADIENT` for a block that is not the memory of the tensor at the end of the path."""
 
     def rank(self, *, is_object: bool) -> tuple[object, ...]:
         """Return a sort key: the shortest path comes first, whatever the order of objects in memory is."""
-        lost = self.kind >= _Kind.NOWHERE
+        lost = self.kind >= _Kind.VARIABLE
         # An object is told by its class; a container only by where it was found.
         silent = not is_object and not (self.parts or self.before or self.names)
         length = self.kind if lost else 0, len(self.parts) + (self.before is not None or bool(self.names))
@@ -164,7 +280,7 @@ class _Search:
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._places: dict[int, int] = {}
-        self._in_use = _ids_in_use()
+        self._in_use = _variables_in_use()
 
     def add(self, one: object) -> int:
         """Return the place of an object."""
@@ -173,28 +289,28 @@ class _Search:
             self._objects.append(one)
         return place
 
-    def paths_of(self, places: Sequence[int], height: int = 0, ours: object = None) -> dict[int, _Path]:
+    def paths_of(self, places: Sequence[int], height: int = 0) -> dict[int, _Path]:
         """Return the path to the object at each place. Those without a named holder are left out.
 
         Args:
             places: Places of objects, the most important first.
             height: The number of references from a tensor to them.
-            ours: A container of the caller's that refers to them.
         """
         looked_at = places[:MOST_AT_ONCE] if height < HIGHEST else []
+        references = self._references(looked_at)
         found: dict[int, list[_Path]] = {place: [] for place in looked_at}
         found |= {place: [_Path(_Kind.TOO_FAR)] for place in places[len(looked_at) :]}
+        if not height:
+            found |= {place: [_Path(_Kind.NO_REFERRER)] for place in {*looked_at} - {place for place, _ in references}}
         above: dict[int, list[int]] = {}
-        for place, holder in self._references(looked_at, ours):
+        for place, holder in references:
             path = self._end(place, holder, height)
             if path is not None:
                 found[place].append(path)
-            elif not _is_passed_over(self._objects[holder]):
+            elif not _is_passed_over(self._objects[holder], self._objects[place]):
                 above.setdefault(place, []).append(holder)
         for place in places:
-            if height and self._is_object(place):
-                is_used = id(self._objects[place]) in self._in_use
-                found[place].append(_Path(_Kind.IN_USE if is_used else _Kind.NOWHERE))
+            found[place] += self._beginning_at(place, height)
         open_ended = [place for place in above if not any(self._is_enough(path, place) for path in found[place])]
         wanted = Counter(holder for place in open_ended for holder in above[place])
         if wanted:
@@ -204,6 +320,13 @@ class _Search:
                     if holder in paths:
                         found[place] += self._below(paths[holder], holder, place)
         return {place: self._best(place, paths, height) for place, paths in found.items() if paths}
+
+    def _beginning_at(self, place: int, height: int) -> list[_Path]:
+        """Return the path that begins at an object, or at the variable of a running function that has a container or tensor."""
+        variable = self._in_use.get(id(self._objects[place]))
+        if height and self._is_object(place):
+            return [_Path(_Kind.NOWHERE if variable is None else _Kind.IN_USE)]
+        return [_Path(_Kind.VARIABLE, (variable,))] if variable else []
 
     def _best(self, place: int, paths: list[_Path], height: int) -> _Path:
         is_object = height > 0 and self._is_object(place)
@@ -217,14 +340,14 @@ class _Search:
         kind = type(self._objects[place])
         return not issubclass(kind, _CONTAINERS) and package_of(kind) not in _SEEN_THROUGH
 
-    def _references(self, places: Sequence[int], ours: object) -> list[tuple[int, int]]:
+    def _references(self, places: Sequence[int]) -> list[tuple[int, int]]:
         """Return the places of objects, each with that of an object that refers to it."""
         if not places:  # then all objects would be searched in vain
             return []
         # A tuple, which is given as it is: one that Python makes of a list is among the referrers from 3.14 on.
         objects = tuple(self._objects[place] for place in places)
         wanted = {id(one): place for one, place in zip(objects, places, strict=True)}
-        not_holders = {id(self._objects), id(objects), id(ours)}
+        not_holders = {id(self._objects), id(objects)}
         holders = [one for one in gc.get_referrers(*objects) if id(one) not in not_holders]
         del objects
         found = [
@@ -239,17 +362,21 @@ class _Search:
         """Return the path to an object where it ends at its holder; ``None`` where that is held by something itself."""
         value, one = self._objects[place], self._objects[holder]
         if type(one) is types.FunctionType:
-            return _path_in_function(one, value)
+            return None if is_ours(one) else _path_in_function(one, value)
         if type(one) is LRU_CACHE:
             text = lru_cache_text(one)
             return None if text is None else _Path(_Kind.ROOT, (f"{text}[...]",))
+        variable = context_variable_text(one, value)
+        if variable is not None:
+            return _Path(_Kind.ROOT, (variable,))
         if issubclass(type(one), type):
             return _Path(_Kind.ROOT, before=f"{class_text(one)}.") if class_namespace(one) is value else None
         module = module_name(one)
         if module is not None:
             key = None if is_excluded(module) else _key_of(one, value)
             return None if key is None else _Path(_Kind.ROOT, (f"{module_text(one, module)}.{key}",))
-        return _Path(_Kind.IN_USE) if height and is_excluded(module_of(type(one))) else None
+        is_pytests = is_excluded(module_of(type(one))) and not issubclass(type(one), logging.LogRecord)
+        return _Path(_Kind.IN_USE) if height and is_pytests else None
 
     def _below(self, path: _Path, holder: int, place: int) -> list[_Path]:
         """Return the paths to an object by way of its holder, to which there is a path."""
@@ -293,28 +420,39 @@ def _path_in_function(function: types.FunctionType, value: object) -> _Path | No
     return _Path(_Kind.ROOT, before=f"{text}.") if value is instance_dict(function) else None
 
 
-def _is_passed_over(holder: object) -> bool:
-    """Return whether what holds a holder does not matter: a running frame, what has been seen to be an end, or pytest's."""
+def _is_passed_over(holder: object, value: object) -> bool:
+    """Return whether what holds a holder of a value does not matter.
+
+    That is a running frame, what has been seen to be an end, or pytest's. The attributes of this package's functions are
+    copies: `functools.wraps` takes them from the function that each stands for.
+    """
     kind = type(holder)
     if kind is types.FrameType:
         # One that has ended is kept by the traceback of an exception, with its variables.
         return any(frame is holder for frame in _running())
     return (
-        kind in (types.ModuleType, types.FunctionType, LRU_CACHE)
+        kind in (types.ModuleType, LRU_CACHE)
+        or (kind is types.FunctionType and (not is_ours(holder) or value is instance_dict(holder)))
         or issubclass(kind, type)
         or module_name(holder) is not None
-        or is_excluded(module_of(kind))
+        or (is_excluded(module_of(kind)) and not issubclass(kind, logging.LogRecord))
     )
 
 
-def _ids_in_use() -> set[int]:
-    """Return the ids of what running functions have in their variables."""
-    found: set[int] = set()
+def _variables_in_use() -> dict[int, str]:
+    """Return the variables of running functions, ``"test_it.<locals>.out"``, by the id of the value.
+
+    The text is empty for functions of pytest and of this package.
+    """
+    variables: dict[int, str] = {}
     for frame in _running():
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            found.update(map(id, variables_of(frame)))
+            around = "" if is_excluded(str(frame.f_globals.get("__name__"))) else code_name(frame.f_code)
+            for name, value in named_variables_of(frame).items():
+                variables[id(value)] = variables.get(id(value)) or (around and f"{around}.<locals>.{name}")
+            value = None
         del frame  # this function's own one would be a cycle, with all the frames that called it
-    return found
+    return variables
 
 
 def _running() -> Iterator[types.FrameType]:

@@ -18,10 +18,13 @@ from pytest_gpumem.explain.compose import (
     composition_of_peak,
     composition_of_retained,
     compositions_of_phases,
+    holders_in,
+    holders_of_inputs_in,
 )
 from pytest_gpumem.explain.cycles import collect_cycles
 from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.explain.lifetimes import tensors_of_allocations, timeline_of
+from pytest_gpumem.explain.renewed_inputs import renewals, with_makers_of_inputs
 from pytest_gpumem.explain.survivors import survivors_of
 from pytest_gpumem.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.explain.tracker import Level, Tracker
@@ -33,7 +36,7 @@ from pytest_gpumem.values.events import NOWHERE, AllocationEvent, Close, Open
 from pytest_gpumem.values.module_calls import KindsOfSteps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -127,8 +130,8 @@ class Recorded:
     failed_in: int = -1
     """The mark of the innermost call that failed; -1 for none."""
     left: Left = field(default_factory=Left)
-    holders: tuple[str, ...] = ()
-    """Attributes, variables and elements of containers that keep the tensors that it left."""
+    holders: Mapping[int, str] = field(default_factory=dict)
+    """The path to the holder of each block that the step left or made anew, by address (`holders_of`)."""
     growth: int = 0
     """Measured bytes kept by each step on average."""
     ended: str = ""
@@ -432,10 +435,11 @@ def record(
         tuple(tokens), tuple(tracker.marks), tracker.snapshots, before, frozenset(held), results=tracker.results
     ).apart(followed)
     timeline = timeline_of(trace, own_bytes)
-    holders: tuple[str, ...] = ()
-    with suppress(Exception):
-        # Names of holders are beside the explanation, and must not cost it.
-        holders = () if error is not None else _holders(survivors_of(timeline, growth))
+    holders: Mapping[int, str] = {}
+    if error is None:
+        with suppress(Exception):
+            # Names of holders are beside the explanation, and must not cost it.
+            holders = holders_of(_blocks_to_hold(timeline, growth, trace.freed_at_end))
     return Recorded(
         trace,
         timeline,
@@ -485,14 +489,16 @@ def _follow(device: Device, subject: Subject, tracker: Tracker, steps: int) -> t
     return steps, ""
 
 
-def _holders(survivors: Survivors) -> tuple[str, ...]:
-    """Return the holders of the kept tensors. ``"Net.seen[...] or Net.last"`` if either may be the holder."""
-    replacements = (block for larger in survivors.replacements for block in larger.latest)
-    certain = holders_of({block.address for block in (*survivors.blocks, *replacements)})
-    possible = holders_of({block.address for pool in survivors.ambiguous for block in pool.blocks})
-    if not possible:
-        return certain
-    return (*certain, f"perhaps {possible[0]}" if len(possible) == 1 else " or ".join(possible))
+def _blocks_to_hold(timeline: Timeline, growth: int, freed: Collection[int]) -> dict[int, int]:
+    """Return the size of each block whose holder is looked for, by address, without the blocks ``freed`` since then."""
+    survivors = survivors_of(timeline, growth)
+    blocks = [
+        *survivors.blocks,
+        *(block for pool in survivors.ambiguous for block in pool.blocks),
+        *(block for larger in survivors.replacements for block in larger.latest),
+        *(renewal.latest for renewal in renewals(timeline) if renewal.latest is not None),
+    ]
+    return {block.address: block.nbytes for block in blocks if block.address not in freed}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -530,14 +536,15 @@ def phase(tracker: Tracker, name: str) -> Iterator[None]:
 
 
 def _explained(done: Recorded) -> Explanation:
-    timeline = done.timeline
+    timeline = with_makers_of_inputs(done.timeline)
     retained = composition_of_retained(timeline, done.growth)
     return Explanation(
         composition_of_peak(timeline, done.own_bytes),
         replace(retained, notes=(*retained.notes, *_notes_on_growth(done))),
         composition_of_garbage(timeline),
         done.cycles,
-        holders=done.holders,
+        holders=holders_in(timeline, done.holders, done.growth),
+        holders_of_inputs=holders_of_inputs_in(timeline, done.holders),
         other_phases=compositions_of_phases(timeline, done.own_bytes),
         callers=timeline.callers,
         function_at=timeline.function_at,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-from pytest_gpumem.values.events import Close, Open
+from pytest_gpumem.values.events import AllocationEvent, Close, Open
 from pytest_gpumem.values.layers import folded
 from pytest_gpumem.values.module_calls import Caller, ModuleCalls, counted
 
@@ -88,6 +88,8 @@ class Trace:
     """
     following: tuple[tuple[Token, ...], ...] = ()
     """The tokens of each step that ran after it, with those of its ``rest``."""
+    freed_at_end: frozenset[int] = frozenset()
+    """The addresses of blocks freed by a following step that failed, which is not in `following`."""
 
     def apart(self, steps: int) -> Trace:
         """Return the trace with its later tokens in `following`, for the first ``steps`` steps after the recorded step."""
@@ -96,7 +98,14 @@ class Trace:
             return self
         ends = [*begins[1:], len(self.tokens)]
         following = (self._within(self.tokens[begin:end]) for begin, end in zip(begins, ends, strict=True))
-        return replace(self, tokens=self.tokens[: begins[0]], following=tuple(following)[:steps])
+        failed = self.tokens[begins[steps] :] if steps < len(begins) else ()
+        freed = (token.address for token in failed if isinstance(token, AllocationEvent) and token.nbytes < 0)
+        return replace(
+            self,
+            tokens=self.tokens[: begins[0]],
+            following=tuple(following)[:steps],
+            freed_at_end=frozenset(freed),
+        )
 
     def _is_next(self, token: Token) -> bool:
         return isinstance(token, Open) and token.kind == "mark" and self.marks[token.mark].kind == "next"

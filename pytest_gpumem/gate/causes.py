@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pytest_gpumem.gate.growths import ENOUGH, growths_of, proven
+from pytest_gpumem.gate.growths import ENOUGH, KEPT, growths_of, proven
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import counted
+from pytest_gpumem.values.composition import KEPT_IN
 from pytest_gpumem.values.source_lines import file_and_line, package_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.gate.growths import Alternatives, Explained, Growth, Part, Place
     from pytest_gpumem.gate.verdict import TestVerdict
@@ -44,10 +45,10 @@ class Cause:
     """Something that explains growth of one or several tests.
 
     ``lines`` are those that explain most first. They are empty for what is known by its module alone, or by its category, and
-    where it is packages whose releases differ, or a budget.
+    where it is packages whose releases differ, or a budget. Of a holder they are the lines that made the tensors.
     """
 
-    kind: Literal["line", "packages", "budget"]
+    kind: Literal["line", "holder", "packages", "budget"]
     lines: tuple[str, ...]
     modules: tuple[str, ...]
     """Paths of the modules that its lines ran in, those of most growths first: where one is the model itself, its class."""
@@ -57,8 +58,8 @@ class Cause:
     category: str
     reason: str
     shares: tuple[Share, ...]
-    holders: tuple[str, ...] = ()
-    """Attributes and variables that keep the tensors, of those that each step keeps."""
+    holder: str = ""
+    """The path to what keeps the tensors alive: ``"Net.seen[...]"``."""
     packages: tuple[str, ...] = ()
     """Packages whose releases differ from those of the baseline in each of its tests, as clauses."""
 
@@ -75,14 +76,28 @@ class Cause:
         return f"{named} and {counted(more, 'other')}" if more > 0 else named
 
     @property
+    def has_tensors(self) -> bool:
+        """True if `what` is tensors."""
+        return self.kind in ("line", "holder")
+
+    @property
+    def lacks_holder(self) -> bool:
+        """True if it is tensors that are kept, and their holder was not found."""
+        return self.kind == "line" and any(share.growth.metric in KEPT for share in self.shares)
+
+    @property
     def tests(self) -> tuple[str, ...]:
         """The ids of its tests."""
         return tuple(sorted({share.growth.test for share in self.shares}))
 
     @property
     def metric(self) -> str:
-        """The metric by which it is counted: the one that most of its shares are of, of several the most important."""
-        counts = Counter(share.growth.metric for share in self.shares)
+        """The metric by which it is counted: the one that most of its shares are of, of several the most important.
+
+        A holder is counted by what is kept.
+        """
+        shares = [share for share in self.shares if share.growth.metric in KEPT or not self.holder] or self.shares
+        counts = Counter(share.growth.metric for share in shares)
         return min(counts, key=lambda name: (-counts[name], METRICS[name].precedence))
 
     @property
@@ -101,9 +116,10 @@ class Cause:
 
 
 class Unproven(NamedTuple):
-    """Lines that may be the cause. Nothing proves which line it is."""
+    """Lines or holders that may be the cause. Nothing proves which of them it is."""
 
     lines: tuple[str, ...]
+    """Lines, or clauses on holders: ``kept in Net.seen[...]``."""
     shares: tuple[Share, ...]
 
 
@@ -151,21 +167,26 @@ def causes_of(tests: Iterable[TestVerdict]) -> Causes:
 
 
 def _unproven(growths: Iterable[Explained]) -> tuple[Unproven, ...]:
-    """Return the remaining alternatives, joined if their lines are equal apart from package releases."""
+    """Return the remaining alternatives, joined if their lines and holders are equal apart from package releases."""
     groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
     for explained in growths:
         for alternatives in explained.alternatives:
-            lines = frozenset(place.line for place in alternatives.parts if place.line)
+            lines = frozenset(place.holder or place.line for place in alternatives.parts if place.holder or place.line)
             if lines and alternatives.amount >= LEAST * explained.growth.amount:
                 groups[lines].append((explained.growth, alternatives))
     unproven = [
         Unproven(
-            tuple(sorted({part.line for _, each in group for part in each.parts.values() if part.line})),
+            tuple(sorted({line for _, each in group for place in each.parts for line in _named(place, each)})),
             tuple(Share(growth, each.amount) for growth, each in group),
         )
         for group in groups.values()
     ]
     return tuple(sorted(unproven, key=lambda each: (-len({share.growth.test for share in each.shares}), each.lines)))
+
+
+def _named(place: Place, alternatives: Alternatives) -> tuple[str, ...]:
+    """Return a clause on the holder at a place, or else the lines there."""
+    return (f"{KEPT_IN} {place.holder}",) if place.holder else alternatives.parts[place].lines
 
 
 def _order(cause: Cause) -> tuple[object, ...]:
@@ -211,25 +232,17 @@ def _chosen(growths: Sequence[Explained]) -> list[Place]:
 def _joined(chosen: Sequence[Place], growths: Sequence[Explained]) -> dict[Place, Place]:
     """Return the first place of the cause of each.
 
-    A line of the project is one cause in whichever modules it ran: a model has a module by its attribute, a test of the module
-    alone by its class. Lines of one module in one file are one where they explain the same tests; a later one may explain
-    fewer than the first.
+    Lines of one module in one file are one where they explain the same tests; a later one may explain fewer than the first.
     """
     tests: dict[Place, set[str]] = {place: set() for place in chosen}
-    of_packages = set()
     for one in growths:
-        for place, part in one.parts.items():
+        for place in one.parts:
             if place in tests and one.at(place) > 0:
                 tests[place].add(one.growth.test)
-                if package_of(part.line):
-                    of_packages.add(place)
-    of_line: dict[Place | str, list[Place]] = defaultdict(list)
-    for place in chosen:
-        of_line[place if place in of_packages or not place.line else place.line].append(place)
     firsts: dict[tuple[str, str], list[Place]] = defaultdict(list)
     first_of: dict[Place, Place] = {}
     explained: dict[Place, set[str]] = {}
-    for places in of_line.values():
+    for places in _by_line(chosen, growths):
         file, mine = _file(places[0]), set[str]().union(*(tests[place] for place in places))
         earlier = [one for place in places for one in firsts[file, place.module]] if file else []
         first = next((one for one in earlier if mine <= explained[one]), places[0])
@@ -239,6 +252,24 @@ def _joined(chosen: Sequence[Place], growths: Sequence[Explained]) -> dict[Place
             if first not in earlier:
                 firsts[file, place.module].append(first)
     return first_of
+
+
+def _by_line(chosen: Sequence[Place], growths: Sequence[Explained]) -> Collection[list[Place]]:
+    """Return places in groups: those of a line of the project, and each other one by itself.
+
+    A line of the project is one cause in whichever modules it ran: a model has a module by its attribute, a test of the module
+    alone by its class.
+    """
+    of_packages = {
+        place
+        for one in growths
+        for place, part in one.parts.items()
+        if one.at(place) > 0 and any(map(package_of, part.lines))
+    }
+    groups: dict[Place | str, list[Place]] = defaultdict(list)
+    for place in chosen:
+        groups[place if place in of_packages or not place.line else place.line].append(place)
+    return groups.values()
 
 
 def _file(place: Place) -> str:
@@ -272,16 +303,17 @@ def _cause_at(places: Sequence[Place], mine: Sequence[tuple[Explained, float]]) 
     by_size = sorted(parts, key=lambda place: (-parts[place].amount, place))
     shown = parts[by_size[0]]
     explained = [one for one, _ in mine]
+    holder = places[0].holder
     return Cause(
-        "line",
-        tuple(dict.fromkeys(parts[place].line for place in by_size if place.line)),
+        "holder" if holder else "line",
+        tuple(dict.fromkeys(line for place in by_size for line in parts[place].lines)),
         _modules(parts, explained, shown.module),
         shown.operator,
         shown.what,
         shown.category,
         shown.reason,
         tuple(Share(one.growth, share) for one, share in mine),
-        tuple(dict.fromkeys(holder for one in explained for holder in one.holders)),
+        holder,
         _in_all(explained),
     )
 

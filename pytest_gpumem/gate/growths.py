@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.values.composition import REST
+from pytest_gpumem.values.composition import FIRST_USE, REST
 from pytest_gpumem.values.source_lines import without_release
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.difference import Change, Difference
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
-    from pytest_gpumem.values.composition import Row
+    from pytest_gpumem.values.composition import Holder, Row
     from pytest_gpumem.values.operator_counts import Tally
 
 _WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
@@ -38,11 +38,15 @@ class Growth:
 
 
 class Place(NamedTuple):
-    """A line without the release of its package, and a module; of tensors made before the step, their category."""
+    """A line without the release of its package, and a module; of tensors made before the step, their category.
+
+    Of what is kept it is the holder, wherever the tensors were made: ``Place("", "", holder="Net.seen[...]")``.
+    """
 
     line: str
     module: str
     category: str = ""
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ class Part:
 
     amount: float
     largest: float
-    line: str
+    lines: tuple[str, ...]
+    """The lines, that of the largest row first."""
     module: str
     operator: str
     what: str
@@ -59,8 +64,11 @@ class Part:
     reason: str = ""
 
     def __add__(self, other: Part) -> Part:
-        larger = max(self, other, key=lambda one: (one.largest, one.line, one.module, one.operator, one.what))
-        return replace(larger, amount=self.amount + other.amount)
+        smaller, larger = sorted(
+            (self, other), key=lambda one: (one.largest, one.lines, one.module, one.operator, one.what)
+        )
+        lines = {without_release(line): line for line in reversed((*larger.lines, *smaller.lines))}
+        return replace(larger, amount=self.amount + other.amount, lines=tuple(reversed(lines.values())))
 
 
 class Alternatives(NamedTuple):
@@ -77,7 +85,6 @@ class Explained:
 
     growth: Growth
     parts: Mapping[Place, Part]
-    holders: tuple[str, ...]
     packages: tuple[str, ...]
     budget: str
     """The limit that is exceeded, where there is no more than in a baseline; else empty."""
@@ -108,32 +115,35 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
     # More operators are what memory grows by; who reads a value may do so anywhere.
     syncs = [name for name in work if name == "syncs"]
     chosen = [*_one_of_each(memory), *syncs] or work[:1] or names[:1]
-    parts = {name: _parts(verdict, name) for name in chosen}
+    holders: tuple[Holder, ...] = ()
+    if explanation is not None:
+        holders = (*explanation.holders_of_inputs, *(() if KEPT.isdisjoint(chosen) else explanation.holders))
+    held = _holder_places(holders)
+    parts = {name: _parts(verdict, name, held) for name in chosen}
     if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
         # Of tests that were not recorded the work is known at least.
-        parts |= {name: _parts(verdict, name) for name in work[:1]}
+        parts |= {name: _parts(verdict, name, held) for name in work[:1]}
     for name, mine in parts.items():
         one = worse[name]
-        kept = name in _KEPT and explanation is not None
         no_more = one.baseline is None or one.value <= one.baseline
         yield Explained(
             Growth(test, measurement.name, name, measurement.environment.device, _amount(one)),
             mine,
-            explanation.holders if kept and explanation is not None else (),
             verdict.changed_packages,
             f"{one.budget}" if one.outcome is Outcome.OVER_BUDGET and no_more else "",
-            _alternatives(verdict) if METRICS[name].peak else (),
+            _alternatives(verdict, name, held),
         )
 
 
-_KEPT = ("growth", "retained")
+KEPT = frozenset({"growth", "retained"})
+"""Metrics whose cause is the holder."""
 
 
 def _one_of_each(memory: Sequence[str]) -> list[str]:
     """Return the first metric of each kind of memory: of what is kept, of peaks, and garbage."""
     found: dict[object, str] = {}
     for name in memory:
-        found.setdefault("kept" if name in _KEPT else METRICS[name].peak or name, name)
+        found.setdefault("kept" if name in KEPT else METRICS[name].peak or name, name)
     return list(found.values())
 
 
@@ -144,37 +154,95 @@ def _amount(one: MetricVerdict) -> float:
     return next((amount for amount in by if amount > 0), 0)
 
 
-def _parts(verdict: Verdict, metric: str) -> dict[Place, Part]:
-    """Return what explains a metric of a measurement, by place."""
+def _parts(verdict: Verdict, metric: str, held: Mapping[Place, Place]) -> dict[Place, Part]:
+    """Return what explains a metric of a measurement, by place. ``held`` are `_holder_places`."""
     explanation = verdict.measurement.explanation
     if metric in verdict.count_changes:
         return _summed(_of_tally(tally) for tally in verdict.count_changes[metric])
     if METRICS[metric].peak:
-        return _parts_of_peak(verdict)
-    if explanation is None or metric not in (*_KEPT, "cyclic_garbage"):
+        return _parts_of_peak(verdict, held)
+    if explanation is None or metric not in {*KEPT, "cyclic_garbage"}:
         return {}
-    left = explanation.retained if metric in _KEPT else explanation.garbage
+    if metric in KEPT and explanation.holders:
+        certain = (holder for holder in explanation.holders if not holder.alternatives)
+        return _summed(_held(holder, row) for holder in certain for row in holder.kept.rows)
+    left = explanation.retained if metric in KEPT else explanation.garbage
     return _summed(_of_row(row, row.nbytes) for row in left.rows)
 
 
-def _parts_of_peak(verdict: Verdict) -> dict[Place, Part]:
+def _held(holder: Holder, row: Row) -> tuple[Place, Part] | None:
+    """Return the place of a row that a holder keeps: the holder, if it was found."""
+    found = _of_row(row, row.nbytes, FIRST_USE if holder.first_use else "")
+    if not holder.path:
+        return found
+    _, part = found or (None, Part(row.nbytes, row.nbytes, (), "", "", "", row.category))
+    return Place("", "", holder=holder.path), part
+
+
+def _holder_places(holders: Iterable[Holder]) -> dict[Place, Place]:
+    """Return the place of the holder for each line whose tensors it keeps: these are at the peak because it keeps them.
+
+    A line with several holders is left out. A row without a line and a module may be other tensors, and is left out, too.
+    """
+    of_place: dict[Place, set[Place]] = defaultdict(set)
+    for holder in holders:
+        for row in holder.kept.rows:
+            found, held = _of_row(row, row.nbytes), _held(holder, row)
+            if found is not None and held is not None:
+                of_place[found[0]] |= {held[0], *(Place("", "", holder=path) for path in holder.alternatives)}
+    return {place: next(iter(some)) for place, some in of_place.items() if len(some) == 1 and not place.category}
+
+
+def _at_holder(row: Row, nbytes: int, held: Mapping[Place, Place], reason: str = "") -> tuple[Place, Part] | None:
+    """Return a row of a peak as a part, at its holder if there is a single holder for its line."""
+    of_row = _of_row(row, nbytes, reason)
+    if of_row is None:
+        return None
+    place, part = of_row
+    # Rows of a holder have no changed caller that is named before their line.
+    unnamed = _of_row(replace(row, named=""), nbytes) if row.named else None
+    return held.get(place if unnamed is None else unnamed[0], place), part
+
+
+def _parts_of_peak(verdict: Verdict, held: Mapping[Place, Place]) -> dict[Place, Part]:
     """Return what grew at the peak; where that is many small rows, also what was left, which was there at the peak."""
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None:
         return {}
-    parts = _summed(_of_change(change, difference) for change in difference.changes)
+    parts = _summed(_of_change(change, difference, held) for change in difference.changes)
     if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
-        parts = {**_summed(_of_row(row, row.nbytes) for row in explanation.retained.rows), **parts}
+        parts = {**_summed(_at_holder(row, row.nbytes, held) for row in explanation.retained.rows), **parts}
     return parts
 
 
-def _alternatives(verdict: Verdict) -> tuple[Alternatives, ...]:
+def _alternatives(verdict: Verdict, metric: str, held: Mapping[Place, Place]) -> tuple[Alternatives, ...]:
+    """Return the parts of a growth whose place is not proven. ``held`` are `_holder_places`."""
+    explanation = verdict.measurement.explanation
+    if METRICS[metric].peak:
+        return _alternatives_of_peak(verdict, held)
+    if metric not in KEPT or explanation is None:
+        return ()
+    kept = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
+    # The line of small rows is not known, so the other holder would seem to be proven.
+    return tuple(alternatives for alternatives in kept if len(alternatives.parts) > 1)
+
+
+def _alternative_holders(holder: Holder) -> Alternatives:
+    """Return the alternatives for a holder that is not certain. The line stands for a holder that was not found."""
+    places = (
+        _summed(_held(replace(holder, path=path, alternatives=()), row) for row in holder.kept.rows)
+        for path in holder.alternatives
+    )
+    return Alternatives(holder.kept.total, {place: part for each in places for place, part in each.items()})
+
+
+def _alternatives_of_peak(verdict: Verdict, held: Mapping[Place, Place]) -> tuple[Alternatives, ...]:
     """Return the parts of a peak's growth whose place is not proven, the largest first."""
     peak_alternatives = []
     for change in verdict.difference.changes if verdict.difference is not None else ():
         parts: dict[Place, Part] = {}
         for row in change.alternatives:
-            of_row = _of_row(row, min(change.nbytes, row.nbytes))
+            of_row = _at_holder(row, min(change.nbytes, row.nbytes), held)
             if of_row is not None:
                 # Rows at one place do not grow together by more than the change.
                 parts.setdefault(*of_row)
@@ -224,25 +292,30 @@ def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | Non
     if row.operator == REST:
         return None
     place = Place(without_release(line), row.module, "" if line or row.module else row.category)
-    return place, Part(nbytes, nbytes, line, row.path, row.operator, row.what, row.category, reason)
+    lines = (line,) if line else ()
+    return place, Part(nbytes, nbytes, lines, row.path, row.operator, row.what, row.category, reason)
 
 
-def _of_change(change: Change, difference: Difference) -> tuple[Place, Part] | None:
-    """Return the place of a change and the change as a part: the caller's place, if it follows from a change of the graph."""
+def _of_change(change: Change, difference: Difference, held: Mapping[Place, Place]) -> tuple[Place, Part] | None:
+    """Return the place of a change and the change as a part.
+
+    The place is the caller's if the change follows from a change of the graph, else the holder's if there is one in ``held``.
+    """
     cause = next((one for one in difference.graph if change.nbytes > 0 and one.explains(change.row)), None)
-    found = _of_row(change.row, change.nbytes, change.reason)
-    if cause is None or found is None:
-        return found
-    line = cause.lines[0] if len(cause.lines) == 1 else ""
-    part = replace(found[1], line=line, module=cause.module, reason=cause.sentence)
-    return Place(without_release(line), cause.module), part
+    of_row = _at_holder(change.row, change.nbytes, held, change.reason)
+    if cause is None or of_row is None:
+        return of_row
+    lines = cause.lines if len(cause.lines) == 1 else ()
+    part = replace(of_row[1], lines=lines, module=cause.module, reason=cause.sentence)
+    return Place(without_release(lines[0]) if lines else "", cause.module), part
 
 
 def _of_tally(tally: Tally) -> tuple[Place, Part]:
     line, module = tally.place.named or tally.place.library or tally.place.site, tally.place.module
     # Of kernels the lines are not known.
     place = Place(without_release(line), module) if line or module else Place("", tally.operator)
-    return place, Part(tally.amount, tally.amount, line, module, tally.operator, "", reason=tally.place.reason)
+    lines = (line,) if line else ()
+    return place, Part(tally.amount, tally.amount, lines, module, tally.operator, "", reason=tally.place.reason)
 
 
 def _of_inner_modules(growths: Sequence[Explained]) -> list[Explained]:

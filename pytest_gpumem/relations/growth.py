@@ -65,7 +65,8 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
             device.quiesce()
             survivors = [tensor for reference in fresh if (tensor := reference()) is not None]
         survivors = survivors or _of_more_kinds(device, old, kinds_before)
-        holders = holders_of(blocks_of(survivors))
+        blocks = blocks_of(survivors)
+        holders = _by_bytes(blocks, holders_of(blocks))
     raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), survivors, holders))
 
 
@@ -82,6 +83,14 @@ def _of_more_kinds(device: Device, old: Collection[int], kinds_before: Mapping[s
 def _kinds(device: Device) -> Counter[str]:
     """Return the number of tensors with each dtype and shape."""
     return Counter(map(describe, _tensors(device).values()))
+
+
+def _by_bytes(blocks: Mapping[int, int], paths: Mapping[int, str]) -> list[str]:
+    """Return the paths to the holders that keep the most bytes, the most first."""
+    kept: Counter[str] = Counter()
+    for address, path in paths.items():
+        kept[path] += blocks[address] if path else 0
+    return sorted(filter(None, kept), key=lambda path: (-kept[path], path))[:MOST_KINDS]
 
 
 def growth_text(kept: int, steps: int, tensors: list[torch.Tensor], holders: Sequence[str] = ()) -> str:

@@ -14,6 +14,7 @@ from pytest_gpumem.reports.explanation import MOST_ROWS, PLURALS
 from pytest_gpumem.reports.layout import Column, Span, Table, without_empty
 from pytest_gpumem.reports.values import difference, shown
 from pytest_gpumem.units import counted
+from pytest_gpumem.values.composition import FIRST_USE, HOLDER_NOT_FOUND, KEPT_IN
 from pytest_gpumem.values.rank import in_words, rank_in
 
 if TYPE_CHECKING:
@@ -86,13 +87,19 @@ def _measured(tests: Iterable[TestVerdict]) -> int:
 
 
 def name_of(cause: Cause, units: UnitSystem) -> str:
-    """Return what a cause is, in a few words: its line, or else its module or category, the packages, or the budget."""
+    """Return what a cause is, in a few words: the holder, the line, the packages or the budget.
+
+    Without any of these it is the module or the category.
+    """
     if cause.kind == "packages":
         return "; ".join(cause.packages)
     if cause.kind == "budget":
         metric, _, limit = cause.what.partition(" ")
         return f"budget of {METRICS[metric].title}: {shown(metric, float(limit), units)}"
-    return cause.lines[0] if cause.lines else cause.module or PLURALS.get(cause.category, cause.category)
+    if cause.holder:
+        return f"{FIRST_USE if cause.reason == FIRST_USE else KEPT_IN}: {cause.holder}"
+    place = cause.lines[0] if cause.lines else cause.module or PLURALS.get(cause.category, cause.category)
+    return f"{HOLDER_NOT_FOUND}; made at {place}" if cause.lacks_holder and cause.lines else place
 
 
 def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
@@ -107,7 +114,7 @@ def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
             METRICS[cause.metric].title,
             cause.module if cause.lines else "",
             cause.operator,
-            cause.what if cause.kind == "line" else "",
+            cause.what if cause.has_tensors else "",
             cause.tests[0],
         )
         for number, cause in enumerate(found.causes.causes[:most], start=1)
@@ -122,12 +129,14 @@ def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
     lines = []
     causes = found.causes.causes
     for cause in causes[:most]:
+        made_at = cause.lines[:1] if cause.holder else ()
+        also = cause.lines[1:]
         more = [
-            *([f"also {', '.join(cause.lines[1:])}"] if len(cause.lines) > 1 else []),
-            *([cause.reason] if cause.reason else []),
-            *(f"kept in: {holder}" for holder in cause.holders),
+            *(f"made at {place}" for place in made_at),
+            *([f"also {', '.join(also)}"] if also else []),
+            *([cause.reason] if cause.reason not in ("", FIRST_USE) else []),
             *_ranks(cause),
-            *([f"packages: {', '.join(cause.packages)}"] if cause.packages and cause.kind == "line" else []),
+            *([f"packages: {', '.join(cause.packages)}"] if cause.packages and cause.has_tensors else []),
         ]
         lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
     if most is not None and len(causes) > most:
@@ -232,7 +241,7 @@ def plain_causes(found: CausesOf) -> dict[str, Any]:
                 "operator": cause.operator,
                 "tensors": cause.what,
                 "reason": cause.reason,
-                "kept_in": list(cause.holders),
+                "kept_in": cause.holder,
                 "packages": list(cause.packages),
                 "metric": cause.metric,
                 "total": cause.total,

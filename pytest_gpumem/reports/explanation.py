@@ -25,10 +25,18 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.difference import Change, Difference, Moved
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.units import UnitSystem
-    from pytest_gpumem.values.composition import Row
+    from pytest_gpumem.values.composition import Holder, Row
     from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 MOST_ROWS = 5
+MOST_HOLDERS = 3
+LEAST_HELD = 0.01
+"""The share of the retained bytes that a holder keeps at least, to be shown."""
+FILLED_ONCE = (
+    "the test that runs first fills it, and later tests find it full: fill it in a session's fixture, "
+    "or accept what is kept"
+)
+"""The note on a holder that the first use fills."""
 
 PLURALS = {
     "parameter": "parameters",
@@ -293,13 +301,28 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     retained = explanation.retained
     if {"growth", "retained"}.intersection(metrics) and (retained.rows or retained.notes):
         table = composition_table(retained_title(verdict) + where, retained, units)
-        found.append(Explained(table, tuple(f"kept in: {holder}" for holder in explanation.holders), retained.notes))
+        filled = (FILLED_ONCE,) if any(holder.first_use for holder in explanation.holders[:MOST_HOLDERS]) else ()
+        found.append(Explained(table, holder_lines(explanation.holders, units), (*retained.notes, *filled)))
     if any(METRICS[name].peak for name in metrics):
         found += _of_the_peak(verdict, units)
     if "cyclic_garbage" in metrics and explanation.garbage.rows:
         table = composition_table("held by cycles", explanation.garbage, units)
         found.append(Explained(table, tuple(f"cycle: {cycle}" for cycle in explanation.cycles)))
     return [*found, *map(Explained, count_tables(verdict, metrics, units))]
+
+
+def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, ...]:
+    """Return a line for each of the first holders, with its bytes if there are several: ``"kept in: Net.seen[...]"``.
+
+    A holder of less than 1 % of the bytes is left out: the list of losses beside their autograd graphs.
+    """
+    kept = sum(holder.kept.total for holder in holders)
+    large = [holder for holder in holders if holder.kept.total >= LEAST_HELD * kept]
+    if len(large) < 2:
+        return tuple(holder.text for holder in large)
+    lines = [f"{holder.text} ({format_bytes(holder.kept.total, units)})" for holder in large[:MOST_HOLDERS]]
+    more = len(large) - MOST_HOLDERS
+    return (*lines, *([f"and {counted(more, 'other holder')}"] if more > 0 else []))
 
 
 def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
@@ -312,6 +335,7 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
     if difference is not None and difference.nbytes > 0:
         where = f" in {moved.compared}" if moved is not None else ""
         tables.append(change_table(difference, units, title=f"what grew{where}{explained_on(verdict)}"))
+    lines = _holders_of_grown_inputs(verdict)
     # What grew where the peak was is not all that made it move.
     is_all = bool(tables) and (moved is None or moved.compared == moved.after)
     if not is_all and moved is not None and explanation is not None and moved.before in explanation.other_phases:
@@ -320,13 +344,26 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
             composition_table(f"in {moved.after}, not in {moved.before}{explained_on(verdict)}", only_here, units)
         )
     if tables:
-        return [*map(Explained, tables[:-1]), Explained(tables[-1], notes=notes)]
+        return [*map(Explained, tables[:-1]), Explained(tables[-1], lines, notes)]
     if explanation is None:
         return []
     if verdict.origin is not None and difference is None and not notes:
         notes = (_NO_COMPOSITION,)
     title = f"what is there at the peak{explained_on(verdict)}"
     return [Explained(composition_table(title, explanation.peak, units), notes=notes)]
+
+
+def _holders_of_grown_inputs(verdict: Verdict) -> tuple[str, ...]:
+    """Return a line for each holder of inputs that there are more of than in the baseline: ``"kept in: Net.last_output"``."""
+    difference, explanation = verdict.difference, verdict.measurement.explanation
+    if difference is None or explanation is None:
+        return ()
+    grown = {_places_of(one.row) for one in difference.changes if one.nbytes > 0 and one.row.category == "input"}
+    return tuple(
+        holder.text
+        for holder in explanation.holders_of_inputs[:MOST_HOLDERS]
+        if holder.path and any(_places_of(row) in grown for row in holder.kept.rows)
+    )
 
 
 def _moved_note(moved: Moved, units: UnitSystem) -> str:

@@ -97,7 +97,7 @@ def _of_a_cause(cause: Cause, found: CausesOf, report: SessionReport, folder: st
     grown = f"{difference(cause.metric, cause.total, units)} {METRICS[cause.metric].title}"
     title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {found.measured} tests"
     details = " ".join(
-        filter(None, [cause.module, cause.operator, cause.what if cause.kind == "line" else "", cause.reason])
+        filter(None, [cause.module, cause.operator, cause.what if cause.has_tensors else "", cause.reason])
     )
     message = "\n".join([*([details] if details else []), *cause.tests])
     file, number = file_and_line(cause.lines[0]) if cause.lines else ("", 0)

@@ -7,7 +7,9 @@ import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.gate.growths import KEPT
+from pytest_gpumem.gate.judge import failing_metrics
+from pytest_gpumem.gate.verdict import CHANGED, Outcome
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.view import rows_of
 
@@ -85,7 +87,11 @@ def _with_test_if_none(row: ReportRow, grown: Iterable[tuple[str, int]]) -> list
 
 
 def _grown_lines(row: ReportRow) -> Iterator[tuple[str, int]]:
-    """Yield file and line of the project's own code that grew in bytes, then of that with more operators."""
+    """Yield file and line of the project's own code that made what is kept, that grew in bytes, and that has more operators."""
+    for one in row.measured:
+        explanation = one.verdict.measurement.explanation
+        if explanation is not None and not KEPT.isdisjoint(failing_metrics(one.verdict, CHANGED - {Outcome.IMPROVED})):
+            yield from filter(None, (_line_of(kept.site) for kept in explanation.retained.rows))
     for one in row.measured:
         changes = one.verdict.difference.changes if one.verdict.difference is not None else ()
         for change in sorted(changes, key=lambda change: -change.nbytes):

@@ -16,6 +16,7 @@ from pytest_gpumem.units import (
     format_rate,
     format_ratio,
     format_seconds,
+    is_percentage,
 )
 
 if TYPE_CHECKING:
@@ -86,8 +87,13 @@ def difference(metric: str, change: float, units: UnitSystem) -> str:
 
 
 def moved(metric: str, old: float, new: float, units: UnitSystem) -> str:
-    """Return the change from ``old`` to ``new``: ``"+14.7 %"``, or as it is where the old value is 0."""
-    return format_ratio(new / old - 1) if old else difference(metric, new, units)
+    """Return the change from ``old`` to ``new``: ``"+14.7 %"``, or as it is where the old value is 0 or tiny beside it."""
+    return _relative(metric, new - old, old, units)
+
+
+def _relative(metric: str, change: float, old: float, units: UnitSystem) -> str:
+    is_ratio = bool(old) and is_percentage(change / old)
+    return format_ratio(change / old) if is_ratio else difference(metric, change, units)
 
 
 def change(verdict: MetricVerdict, units: UnitSystem) -> str:
@@ -100,7 +106,8 @@ def change(verdict: MetricVerdict, units: UnitSystem) -> str:
 
 
 def tolerated(metric: str, allowed: float | None, old: float | None, units: UnitSystem) -> str:
-    """Return the tolerated change of ``old``: ``"+0.5 %"``, or as it is where the old value is 0; empty where there is none."""
-    if allowed is None or old is None:
-        return ""
-    return format_ratio(allowed / old) if old else difference(metric, allowed, units)
+    """Return the tolerated change of ``old``: ``"+0.5 %"``, or as it is where the old value is 0 or tiny beside it.
+
+    Empty where there is none.
+    """
+    return "" if allowed is None or old is None else _relative(metric, allowed, old, units)

@@ -60,6 +60,11 @@ class ExplainPolicy:
         failed_on = (one.gpu for one in metrics if one.outcome in failing and one.gpu is not None)
         return next(failed_on, judged.measurement.largest_device)
 
+    def should_find_holders(self, judged: Judged) -> bool:
+        """Return whether to look for what keeps the tensors that a measurement left: its test fails by them."""
+        failing = self.judging.failing(self.judging.verdict([judged]))
+        return "retained" in failing_metrics(judged.verdict, failing)
+
     def should_locate_counts(self, judged: Judged) -> bool:
         """Return whether to find the lines of its counts: it fails by them, or may become a baseline."""
         return self._should(judged, "work")

@@ -322,7 +322,7 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
     """Measure the call of a test as a whole. Returns its result."""
     ended = False
     try:
-        with run.tracked(whole_call=True) as figures:
+        with run.tracked() as figures:
             result = yield
             ended = True
         if not run.measures_itself and not run.has_failed_subtest and not errors_kept_by(run.item):

@@ -7,11 +7,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.explain.first_use import TensorsMadeBy, left_by_run
 from pytest_gpumem.explain.recording import Expected, Left, Subject, gpu_that_ran_out
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
-from pytest_gpumem.measurement import HELD_NOTHING, Measurement, MeasuringError, check_name
+from pytest_gpumem.measurement import HELD_NOTHING, Measurement, MeasuringError, Workload, check_name
+from pytest_gpumem.reports.explanation import holder_lines
 from pytest_gpumem.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.runtest.explaining import call_again
 from pytest_gpumem.runtest.judging import NOT_TIMED
@@ -25,13 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pytest_gpumem.devices.contract import BlockIds, Device
+    from pytest_gpumem.explain.first_use import LeftByRun
     from pytest_gpumem.explain.owners import TensorOwners
     from pytest_gpumem.explain.sites import Sites
     from pytest_gpumem.gate.verdict import TestVerdict
     from pytest_gpumem.measure.context import MeasuringContext
     from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
     from pytest_gpumem.measure.reading import ByDevice
-    from pytest_gpumem.measurement import Environment, Workload
+    from pytest_gpumem.measurement import Environment
     from pytest_gpumem.runtest.explaining import ExplainPolicy
     from pytest_gpumem.runtest.judging import Judged, Judging
     from pytest_gpumem.runtest.ownership import Ownership
@@ -70,6 +73,7 @@ class TestRun:
     _random: RandomNumbers | None = None
     """The random numbers as the call began with them."""
     _known_at_call: BlockIds = frozenset()
+    _made_by_call: TensorsMadeBy | None = None
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
@@ -111,6 +115,7 @@ class TestRun:
             self.device.register_existing(existing)
             self._at_call = own, live_everywhere(self.device)
             self._known_at_call = self.device.known()
+        self._made_by_call = TensorsMadeBy()
         self._attributes = frozenset(self._instance_dict())
 
     @property
@@ -173,16 +178,38 @@ class TestRun:
             self._nested = self._nested if self._under_way else None
 
     @contextmanager
-    def tracked(self, *, whole_call: bool = False) -> Iterator[Callable[[], ByDevice]]:
-        """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended.
+    def tracked(self) -> Iterator[Callable[[], ByDevice]]:
+        """Measure the call. Its figures are there, by calling what is yielded, when it has ended.
 
-        The ``whole_call`` begins right after `begin_call`, whose readings are its own.
+        It begins right after `begin_call`, whose readings are its own.
         """
-        not_own = self.not_own
-        if not whole_call:
-            self.device.settle()
-        with read_once(self.device, not_own, self._held, self._at_call if whole_call else None) as figures:
+        with read_once(self.device, self.not_own, self._held, self._at_call) as figures:
             yield figures
+            if self._made_by_call is not None:
+                self._made_by_call.ended()
+
+    @contextmanager
+    def region(self, name: str | None) -> Iterator[Callable[[], Measurement]]:
+        """Measure what runs within, once. Calling what is yielded keeps its measurement, when it has ended."""
+        self.device.settle()
+        made = TensorsMadeBy()
+        with read_once(self.device, self.not_own, self._held) as figures:
+            yield lambda: self.keep(self._judged_region(figures(), name, made))
+            made.ended()
+
+    def _judged_region(self, figures: ByDevice, name: str | None, made: TensorsMadeBy) -> Judged:
+        """Return what was measured of a region with its verdict. If it fails by what it left, the notes name the holders."""
+        judged = self.judge_figures(Workload("region"), figures, name)
+        if self.context.sites is None or not self._policy.should_find_holders(judged):
+            return judged
+        device = self.context.named(self._policy.device_to_explain(judged))
+        return self._noted(judged, self._left_by(made, device))
+
+    def _noted(self, judged: Judged, left: LeftByRun | None) -> Judged:
+        """Return what was measured with the holders of what it ``left`` as notes, where no explanation names them."""
+        measurement, holders = judged.measurement, () if left is None else left.holders(is_once=True)
+        notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
+        return judged.explained(replace(measurement, notes=notes))
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
         """Measure a step. If memory runs out, report where it went."""
@@ -332,10 +359,15 @@ class TestRun:
     def explain_call(self) -> None:
         """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
         if not self.measures_itself:
-            self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject)
+            self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, made=self._made_by_call)
 
     def explain_once(
-        self, judged: Judged, subject: Callable[[Device], Subject], *, explain: bool | None = None
+        self,
+        judged: Judged,
+        subject: Callable[[Device], Subject],
+        *,
+        explain: bool | None = None,
+        made: TensorsMadeBy | None = None,
     ) -> Judged:
         """Return what was measured once with its explanation, where it is to be explained: it is run once more, recorded.
 
@@ -343,6 +375,7 @@ class TestRun:
             judged: The measurement, with its verdict.
             subject: Returns what to record on a device, one of `Device.everywhere`.
             explain: Whether it is explained; ``None`` where the verdict and the settings decide.
+            made: The tensors that it made, if the holders of those that it left are looked for before it is run once more.
         """
         policy, sites = self._policy, self.context.sites
         if sites is None:
@@ -352,9 +385,26 @@ class TestRun:
             return judged
         measurement, on = judged.measurement, policy.device_to_explain(judged)
         device = self.context.named(on)
+        left = self._left_by(made, device) if policy.should_find_holders(judged) else None
         peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
         explanation = self.context.explain(subject(device), Expected(peak, turnover=None), device)
+        if isinstance(explanation, str):
+            judged = self._noted(judged, left)
+        elif left is not None:
+            explanation = left.joined_to(explanation)
         return self._with_packages(self._explained(judged, explanation, explain), sites)
+
+    def _left_by(self, made: TensorsMadeBy | None, device: Device) -> LeftByRun | None:
+        """Return the tensors that a call or a region left on one of `Device.everywhere`; before anything else runs."""
+        if made is None:
+            return None
+        own = self._ownership.everywhere[self.device.everywhere.index(device)].storages(self.item)
+        new = {address for address, _ in device.known() - self._known_at_call} if made is self._made_by_call else set()
+        others = {address: nbytes for address, nbytes in device.blocks().items() if address in new}
+        with suppress(Exception):
+            # Names of holders are beside the explanation, and must not cost it.
+            return left_by_run(made, device.torch_device, {storage.data_ptr() for storage in own}, others)
+        return None
 
     def _explained(self, judged: Judged, explanation: Explanation | str, asked: bool | None) -> Judged:
         """Return the measurement with its explanation, or with the clause that says why there is none."""
@@ -451,6 +501,7 @@ class TestRun:
             clear_frames(error)
         self._errors.clear()
         self._at_call = None
+        self._made_by_call = None
         self.device.close()
 
 

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -450,6 +450,27 @@ def _registering_pairs(
         return register(self, pack_hook, unpack_hook if isinstance(unpack_hook, torch.nn.Module) else by(unpack_hook))
 
     return register_them
+
+
+def saved_by(node: Any) -> list[Any]:
+    """Return what a node of the autograd graph saved for backward: tensors, or what a pack hook made of them.
+
+    Nothing is unpacked, so no hook runs. The list is empty if backward has freed the tensors, or if ``SavedTensor`` has no
+    ``data`` in this release of torch.
+    """
+    saved: list[Any] = [getattr(node, "variable", None)]  # of the node that accumulates a leaf's gradient
+    for name in dir(type(node)):
+        if not name.startswith("_raw_saved_"):
+            continue
+        with suppress(RuntimeError):
+            raw = getattr(node, name)
+            saved += (getattr(one, "data", None) for one in (raw if type(raw) in (tuple, list) else (raw,)))
+    return saved
+
+
+def next_nodes(node: Any) -> list[Any]:
+    """Return the nodes that a node of the autograd graph leads to."""
+    return [other for other, _ in node.next_functions if other is not None]
 
 
 def next_node_number() -> int:

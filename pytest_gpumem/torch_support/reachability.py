@@ -39,8 +39,11 @@ NOT_THE_TESTS = ("_pytest", "pytest", "pluggy", "xdist", "pytest_gpumem", "loggi
 
 def alive(kind: type[T]) -> list[T]:
     """Return the objects of a class that Python's collector goes through: not those of a frozen heap."""
-    # By its type: asked for its class, a proxy answers for another object.
-    return [value for value in gc.get_objects() if issubclass(type(value), kind)]
+    # By its type: asked for its class, a proxy answers for another object. Each type is asked once, as that takes longest.
+    objects = gc.get_objects()
+    types_there = {id(type(value)): type(value) for value in objects}
+    wanted = {number for number, one in types_there.items() if issubclass(one, kind)}
+    return [value for value in objects if id(type(value)) in wanted]
 
 
 def reachable_tensors(roots: Iterable[object]) -> Iterator[torch.Tensor]:
@@ -136,6 +139,11 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device | None = N
         for storage in (own,) if own is not None else map(_own_storage, sparse_parts(tensor)):
             if storage is not None and _has_memory(storage) and (device is None or is_on(storage.device, device)):
                 yield storage
+
+
+def address_of(storage: torch.UntypedStorage) -> int | None:
+    """Return the address of a storage's memory; ``None`` for a storage without memory."""
+    return storage.data_ptr() if _has_memory(storage) else None
 
 
 def is_on(there: torch.device, wanted: torch.device) -> bool:

@@ -171,13 +171,18 @@ def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
 
 
 _REFERENCES_TO_LOCALS = 3
-"""Those of the frame, `variables_of` and `sys.getrefcount`: with more of them somebody has kept what ``locals()`` gave."""
+"""Those of the frame, `named_variables_of` and `sys.getrefcount`: with more somebody has kept what ``locals()`` gave."""
 
 
 def variables_of(frame: types.FrameType) -> list[object]:
     """Return the values of a function's local variables."""
+    return [*named_variables_of(frame).values()]
+
+
+def named_variables_of(frame: types.FrameType) -> dict[str, object]:
+    """Return a function's local variables."""
     local = frame.f_locals
-    held = list(local.values())
+    held = dict(local)
     if is_a(local, dict) and sys.getrefcount(local) <= _REFERENCES_TO_LOCALS:
         # Until Python 3.12 the frame keeps this copy, and with it everything that was in it.
         local.clear()

@@ -318,6 +318,61 @@ def _within(row: Row, pattern: str) -> bool:
     )
 
 
+KEPT_IN = "kept in"
+HOLDER_NOT_FOUND = "holder not found"
+MOST_ALTERNATIVES = 3
+"""The most alternatives that the path of a holder names."""
+FIRST_USE = "filled by the first use"
+"""Says of a holder that the measured run gave tensors to it, and the next run none: a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder(FrozenValue):
+    """An attribute, variable or autograd graph that keeps tensors alive, and the tensors.
+
+    Example:
+        ``Holder("Net.seen[...]", Composition(4096, (Row("activation", 4096, site="net.py:12"),)))``
+    """
+
+    path: str
+    """``"Net.seen[...]"``, ``"the autograd graph of losses[...]"``; empty if no holder was found.
+
+    ``"Net.seen[...] or Net.last"`` and ``"perhaps Net.seen[...]"`` name `alternatives`.
+    """
+    kept: Composition
+    """The tensors."""
+    first_use: bool = False
+    """True for a cache: the next run finds it full (`FIRST_USE`)."""
+    alternatives: tuple[str, ...] = ()
+    """The paths to several possible holders, if nothing proves which of them keeps the tensors; else empty.
+
+    An empty path stands for a holder that was not found.
+    """
+
+    @property
+    def text(self) -> str:
+        """``"kept in: Net.seen[...]"``, as every report names the holder."""
+        if not self.path:
+            return HOLDER_NOT_FOUND
+        return f"{FIRST_USE if self.first_use else KEPT_IN}: {self.path}"
+
+
+def holder_at(paths: Iterable[str], kept: Composition) -> Holder:
+    """Return the holder at a path, or a holder with alternatives if there are several paths."""
+    alternatives = tuple(sorted(set(paths)))
+    if len(alternatives) < 2:
+        return Holder("".join(alternatives), kept)
+    named = [path for path in alternatives if path]
+    more = len(named) - MOST_ALTERNATIVES
+    text = " or ".join([*named[:MOST_ALTERNATIVES], *([counted(more, "other")] if more > 0 else [])])
+    return Holder(text if len(named) == len(alternatives) else f"perhaps {text}", kept, alternatives=alternatives)
+
+
+def ranked(holders: Iterable[Holder]) -> tuple[Holder, ...]:
+    """Return holders in the order of the bytes that they keep, the most first."""
+    return tuple(sorted(holders, key=lambda holder: (-holder.kept.total, holder.path)))
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Result of a recorded run of a step."""
@@ -334,8 +389,10 @@ class Explanation:
     """The bytes that were asked for when memory ran out; ``None`` where it did not."""
     over_time: OverTime | None = None
     """The step's bytes from its beginning to its end, where a report shows them."""
-    holders: tuple[str, ...] = ()
-    """Attributes and variables that keep tensors of ``retained``: ``"Net.seen[...]"``, ``"test_it.<locals>.losses[...]"``."""
+    holders: tuple[Holder, ...] = ()
+    """The holders of the tensors of ``retained``, `ranked`. Their rows add up to those of ``retained``."""
+    holders_of_inputs: tuple[Holder, ...] = ()
+    """The holders of inputs that each step frees and makes anew, such as ``self.last_output``."""
     gpu: str | None = None
     """The GPU that it is of, ``"cuda:1"``, in a process that sees several."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
@@ -357,6 +414,8 @@ class Explanation:
             peak=replace(self.peak.kept(), no_grad=self.peak.no_grad, no_backward=self.peak.no_backward),
             retained=self.retained.kept(),
             garbage=self.garbage.kept(),
+            holders=tuple(replace(holder, kept=holder.kept.kept()) for holder in self.holders),
+            holders_of_inputs=tuple(replace(holder, kept=holder.kept.kept()) for holder in self.holders_of_inputs),
             other_phases=near,
         )
 
@@ -368,10 +427,16 @@ def without_callers(composition: Composition) -> Composition:
 
 def explanation_without_callers(explanation: Explanation) -> Explanation:
     """Return an explanation without the callers of its rows' lines."""
+
+    def without(holders: Iterable[Holder]) -> tuple[Holder, ...]:
+        return tuple(replace(holder, kept=without_callers(holder.kept)) for holder in holders)
+
     return replace(
         explanation,
         peak=without_callers(explanation.peak),
         retained=without_callers(explanation.retained),
         garbage=without_callers(explanation.garbage),
+        holders=without(explanation.holders),
+        holders_of_inputs=without(explanation.holders_of_inputs),
         other_phases={phase: without_callers(one) for phase, one in explanation.other_phases.items()},
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.explain.compose import composition_of_peak, composition_of_retained
+from pytest_gpumem.explain.compose import composition_of_peak, composition_of_retained, holders_in
 from pytest_gpumem.explain.lifetimes import timeline_of
 from pytest_gpumem.explain.survivors import survivors_of
 from pytest_gpumem.explain.trace import Label
@@ -233,3 +233,60 @@ def test_a_row_of_one_of_two_lines_has_what_both_have_in_common():
     stream.free(1)
     (row,) = composition_of_retained(stream.timeline()).rows
     assert row == Row("other", 40, site="lib.py:3", operator="mul")
+
+
+# Holders of what a step keeps
+
+
+def held(timeline: Timeline, paths: dict[int, str], growth: int = 0) -> dict[str, dict[str, int]]:
+    """The bytes of each line, by the path to the holder."""
+    holders = holders_in(timeline, paths, growth)
+    assert sum(holder.kept.total for holder in holders) == composition_of_retained(timeline, growth).total
+    return {holder.path: {row.where: row.nbytes for row in holder.kept.rows} for holder in holders}
+
+
+def test_the_holder_of_a_tensor_that_the_next_step_replaces_is_left_out():
+    timeline = read(leak_beside_target, {1999: 40})
+    assert held(timeline, {1000: "Net.seen[...]", 2000: "Net.target"}) == {"Net.seen[...]": {"train.py:9": 40}}
+
+
+@pytest.mark.parametrize(
+    ("paths", "text", "alternatives"),
+    [
+        (("Net.target", "Net.seen[...]"), "Net.seen[...] or Net.target", ("Net.seen[...]", "Net.target")),
+        (("", "Net.seen[...]"), "perhaps Net.seen[...]", ("", "Net.seen[...]")),
+        (("Net.seen[...]", "Net.seen[...]"), "Net.seen[...]", ()),
+        (("", ""), "", ()),
+    ],
+)
+def test_the_holder_of_one_of_two_tensors_is_certain_if_both_have_it(paths, text, alternatives):
+    stream = Stream({1999: 40}, own={1999})
+    leak_beside_target(stream, 0)
+    (holder,) = holders_in(stream.timeline(), dict(zip((2000, 1000), paths, strict=True)))
+    assert (holder.path, holder.alternatives, holder.kept.total) == (text, alternatives, 40)
+    assert [row.where for row in holder.kept.rows] == ["train.py:10 or train.py:9"]
+
+
+@pytest.mark.parametrize(("more", "path"), [(10, "keys"), (20, "keys or values")])
+def test_two_caches_of_one_line_are_told_apart_if_they_are_equally_large(more, path):
+    """A cache of keys and a cache of values become longer by 10 bytes and by ``more`` bytes in each step."""
+
+    def step(stream: Stream, number: int) -> None:
+        for cache, bytes_a_step in enumerate((10, more)):
+            make(stream, 1000 * cache + number + 1, line=5, nbytes=1000 + bytes_a_step * number)
+            stream.free(1000 * cache + number)
+
+    before = {0: 990, 1000: 1000 - more}
+    told = held(read(step, before), {5: "keys", 1005: "values"}, 10 + more)
+    assert told == (
+        {path: {"train.py:5": 10}, "values": {"train.py:5": 10}} if more == 10 else {path: {"train.py:5": 30}}
+    )
+
+
+def test_a_block_that_a_failed_step_has_freed_has_no_holder():
+    """Its address may be another tensor's by then."""
+    stream = steps(leak_beside_target, {1999: 40}, following=2)
+    with stream.mark("next"):
+        stream.free(1000)
+    assert stream.trace().apart(2).freed_at_end == {1000}
+    assert stream.trace().apart(3).freed_at_end == frozenset()

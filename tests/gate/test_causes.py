@@ -15,7 +15,7 @@ from pytest_gpumem.gate.growths import ENOUGH
 from pytest_gpumem.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.causes import CausesOf, cause_notes
-from pytest_gpumem.values.composition import REST, Composition, Explanation, Row
+from pytest_gpumem.values.composition import FIRST_USE, REST, Composition, Explanation, Holder, Row, holder_at
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 MB = 10**6
@@ -122,14 +122,15 @@ def test_lines_of_two_releases_of_a_package_are_the_same():
 
 def test_what_each_step_keeps_is_counted_with_the_peak_that_grows_by_it():
     kept = replace(SCORES, nbytes=2 * MB)
-    explanation = Explanation(Composition(0, ()), Composition(2 * MB, (kept,)), holders=("Block.seen[...]",))
+    kept_by_step = Composition(2 * MB, (kept,))
+    explanation = Explanation(Composition(0, ()), kept_by_step, holders=(Holder("Block.seen[...]", kept_by_step),))
     growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
     (cause,) = causes_of([regressed("test_a", (SCORES, 18 * MB), explanation=explanation, metrics=(growth,))]).causes
     assert {share.growth.metric: share.amount for share in cause.shares} == {
         "growth": 2 * MB,
         "peak_allocated": 18 * MB,
     }
-    assert cause.holders == ("Block.seen[...]",)
+    assert (cause.kind, cause.holder, cause.lines) == ("holder", "Block.seen[...]", ("model.py:38",))
     assert (cause.metric, cause.total) == ("growth", 2 * MB)
 
 
@@ -339,3 +340,128 @@ def test_a_thousand_tests_have_their_causes(lines):
     for number in range(1000):
         share = shares[f"test_it.py::test_{number}", f"model.py:{number % lines}"]
         assert share >= ENOUGH * (number + 1) * MB
+
+
+# What is kept: the holder
+
+
+def leaking(name, *held, first_use=False):
+    """A test that retains rows, given as (path to the holder, row, bytes)."""
+    rows = [(path, replace(row, nbytes=nbytes)) for path, row, nbytes in held]
+    total = sum(nbytes for _, _, nbytes in held)
+    holders = tuple(Holder(path, Composition(row.nbytes, (row,)), first_use=first_use) for path, row in rows)
+    explanation = Explanation(Composition(0, ()), Composition(total, tuple(row for _, row in rows)), holders=holders)
+    retained = MetricVerdict("retained", Outcome.REGRESSED, total, 0, 1000)
+    return TestVerdict("test_it.py", name, (verdict(retained, explanation=explanation),))
+
+
+def test_two_tests_that_leak_through_one_holder_are_one_cause():
+    found = causes_of(
+        [leaking("test_a", ("lib.CACHE[...]", SCORES, 6 * MB)), leaking("test_b", ("lib.CACHE[...]", MLP, 5 * MB))]
+    )
+    (cause,) = found.causes
+    assert (cause.kind, cause.holder, cause.total) == ("holder", "lib.CACHE[...]", 11 * MB)
+    assert cause.lines == ("model.py:38", "model.py:60")
+
+
+def test_one_line_that_two_holders_keep_is_two_causes():
+    found = causes_of(
+        [leaking("test_a", ("Net.seen[...]", SCORES, 6 * MB)), leaking("test_b", ("lib.CACHE[...]", SCORES, 5 * MB))]
+    )
+    assert [(cause.holder, cause.lines) for cause in found.causes] == [
+        ("Net.seen[...]", ("model.py:38",)),
+        ("lib.CACHE[...]", ("model.py:38",)),
+    ]
+
+
+def test_no_holder_is_blamed_for_what_its_line_makes_in_other_tests():
+    others = [leaking("test_b", ("", SCORES, 4 * MB)), regressed("test_c", (SCORES, 5 * MB))]
+    found = causes_of([leaking("test_a", ("Net.seen[...]", SCORES, 6 * MB)), *others])
+    assert [(cause.holder, cause.tests) for cause in found.causes] == [
+        ("", ("test_it.py::test_b", "test_it.py::test_c")),
+        ("Net.seen[...]", ("test_it.py::test_a",)),
+    ]
+
+
+def test_tensors_without_a_holder_have_their_line_as_the_cause_and_that_is_said():
+    (cause,) = causes_of([leaking("test_a", ("", SCORES, 6 * MB))]).causes
+    assert (cause.kind, cause.lines, cause.lacks_holder) == ("line", ("model.py:38",), True)
+    (other,) = causes_of([regressed("test_b", (SCORES, 5 * MB))]).causes
+    assert not other.lacks_holder
+
+
+EITHER = ("Net.last", "Net.seen[...]")
+"""Possible holders of tensors that are kept."""
+
+
+def leaking_at(name, row, nbytes, paths):
+    """A test that retains a row, kept by one of several holders."""
+    test = leaking(name, ("", row, nbytes))
+    (measured,) = test.verdicts
+    explanation = measured.measurement.explanation
+    (holder,) = explanation.holders
+    explanation = replace(explanation, holders=(holder_at(paths, holder.kept),))
+    return replace(
+        test, verdicts=(replace(measured, measurement=replace(measured.measurement, explanation=explanation)),)
+    )
+
+
+def test_one_of_two_holders_is_no_cause_if_nothing_proves_which():
+    found = causes_of([leaking_at("test_a", SCORES, 6 * MB, EITHER)])
+    assert found.causes == ()
+    assert cause_notes(CausesOf(found, 1), "si") == [
+        "not certain: kept in Net.last or kept in Net.seen[...]: retained +6.00 MB in 1 test: test_it.py::test_a"
+    ]
+
+
+def test_one_of_two_holders_is_the_one_that_is_a_cause_in_another_test():
+    certain = leaking("test_b", ("Net.seen[...]", MLP, 5 * MB))
+    found = causes_of([leaking_at("test_a", SCORES, 6 * MB, EITHER), certain])
+    assert [(cause.holder, cause.total) for cause in found.causes] == [("Net.seen[...]", 11 * MB)]
+    assert found.not_explained == found.unproven == ()
+
+
+def test_a_holder_is_not_certain_if_another_one_was_not_found():
+    found = causes_of([leaking_at("test_a", SCORES, 6 * MB, ("", "Net.seen[...]"))])
+    assert found.causes == ()
+    assert [one.lines for one in found.unproven] == [("kept in Net.seen[...]", "model.py:38")]
+
+
+def test_the_peak_is_not_blamed_on_one_of_two_holders():
+    kept = Composition(2 * MB, (replace(SCORES, nbytes=2 * MB),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(holder_at(EITHER, kept),))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    found = causes_of([regressed("test_a", (SCORES, 18 * MB), explanation=explanation, metrics=(growth,))])
+    assert [(cause.kind, cause.lines, cause.metric) for cause in found.causes] == [
+        ("line", ("model.py:38",), "peak_allocated")
+    ]
+    assert [share.growth.metric for one in found.unproven for share in one.shares] == ["growth"]
+
+
+def test_a_peak_at_a_changed_caller_has_the_holder_of_its_line_as_the_cause():
+    kept = Composition(2 * MB, (replace(SCORES, nbytes=2 * MB),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(Holder("Block.seen[...]", kept),))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    called = replace(SCORES, named="train.py:4")
+    (cause,) = causes_of([regressed("test_a", (called, 18 * MB), explanation=explanation, metrics=(growth,))]).causes
+    assert cause.holder == "Block.seen[...]"
+    assert {share.growth.metric for share in cause.shares} == {"growth", "peak_allocated"}
+
+
+def test_a_row_of_a_peak_that_is_not_proven_is_the_one_that_the_holder_keeps():
+    kept = Composition(2 * MB, (replace(SCORES, nbytes=2 * MB),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(Holder("Block.seen[...]", kept),))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    test = one_of("test_a", MLP, SCORES)
+    (measured,) = test.verdicts
+    measurement = replace(measured.measurement, explanation=explanation)
+    measured = replace(measured, metrics=(*measured.metrics, growth), measurement=measurement)
+    found = causes_of([replace(test, verdicts=(measured,))])
+    assert [cause.holder for cause in found.causes] == ["Block.seen[...]"]
+    assert found.unproven == ()
+
+
+def test_a_cache_that_the_first_use_fills_has_a_cause_without_a_line():
+    row = Row("other", 0, tensor="float32[512, 512]")
+    (cause,) = causes_of([leaking("test_a", ("lib.CACHE[...]", row, MB), first_use=True)]).causes
+    assert (cause.holder, cause.lines, cause.reason) == ("lib.CACHE[...]", (), FIRST_USE)

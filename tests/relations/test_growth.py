@@ -146,6 +146,7 @@ def test_a_list_that_keeps_losses_with_their_graph_grows(device):
         "  kept: 5 x float32[4, 100], 8.00 kB\n"
         "  kept: 5 x float32[4, 50], with the graph of its gradient, 4.00 kB\n"
         "  kept: 5 x float32[], with the graph of its gradient, 20 B\n"
+        f"  kept in: the autograd graph of {here()}.<locals>.losses[...]\n"
         f"  kept in: {here()}.<locals>.losses[...]"
     )
 
@@ -327,4 +328,5 @@ def test_what_a_package_keeps_is_told_with_it_in_each_way_to_find_a_leak(project
     lines = [line.removeprefix("E").strip() for line in result.outlines]
     told = [line for line in lines if line.startswith("kept in: ")]
     assert len(told) >= 3
-    assert set(told) == {"kept in: holdall 1.2.3: State._shared_state[...] -> Loader.data[...]"}
+    holder = "kept in: holdall 1.2.3: State._shared_state[...] -> Loader.data[...]"
+    assert set(told) == {holder, f"{holder}: made at test_it.py:10"}

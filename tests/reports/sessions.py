@@ -11,7 +11,7 @@ from pytest_gpumem.gate.verdict import Cell, Location, MetricVerdict, Origin, Ou
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
-from pytest_gpumem.values.composition import REST, Composition, Explanation, Row
+from pytest_gpumem.values.composition import REST, Composition, Explanation, Holder, Row
 from pytest_gpumem.values.interference import Slowed
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally, from_texts, to_texts
@@ -88,7 +88,8 @@ def explained(text: str) -> Explanation:
     composition = Composition(9 * GB, rows, {text: 2}, (text,), *[{"(all)": Calls(1, 3), text: Calls(1, 2)}] * 2)
     composition = replace(composition, phase=text)
     phases = {text: composition}
-    return Explanation(composition, composition, composition, (text,), 1, over_time, (text,), text, phases)
+    holders = (Holder(text, composition, first_use=True, alternatives=(text,)),)
+    return Explanation(composition, composition, composition, (text,), 1, over_time, holders, holders, text, phases)
 
 
 def made_of(text: str) -> tuple[Tally, ...]:

@@ -198,6 +198,16 @@ def test_a_leak_over_a_budget_of_nothing():
     )
 
 
+def test_a_tiny_baseline_is_held_against_by_sizes_and_factors():
+    lines = text_of((measured(retained=6_291_556), Budget(), stored(retained=100))).splitlines()
+    assert (
+        lines[0] == "GPU memory regressed: retained 6.29 MB, baseline 100 B: +6.29 MB (62,916 times), allowed +64.00 kB"
+    )
+    assert [line.split() for line in lines if line.startswith("  retained")] == [
+        ["retained", "100", "B", "6.29", "MB", "+6.29", "MB", "+64.00", "kB", "regressed"]
+    ]
+
+
 def test_over_budget_and_regressed_is_told_as_over_budget_with_both_ways_out():
     now = measured(peak_allocated=9_310_000_000, retained=3_000_000)
     earlier = stored(peak_allocated=8_120_000_000, retained=0)

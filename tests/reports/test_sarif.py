@@ -10,7 +10,7 @@ import pytest
 from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.reports.sarif import MOST_RELATED, sarif
-from pytest_gpumem.values.composition import Row
+from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 from tests.hostile import TEXTS
 from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak, result, session
@@ -55,6 +55,20 @@ def test_a_count_that_grew_is_at_its_line_too():
     }
     (one,) = run_of(session(grown(count_changes=changes)))["results"]
     assert places(one["locations"]) == [("model.py", 9)]
+
+
+def test_what_is_kept_is_at_the_line_that_made_it():
+    kept = Composition(GB, (Row("other", GB, site="cache.py:5"),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(Holder("cache.kept[...]", kept),))
+    retained = MetricVerdict("retained", Outcome.REGRESSED, GB, 0, 64_000)
+    failed = result(
+        measured(retained, measurement={"explanation": explanation}),
+        test="test_b",
+        failure="it kept\n\n  kept in: cache",
+    )
+    (one,) = run_of(session(failed))["results"]
+    assert places(one["locations"]) == [("cache.py", 5)]
+    assert "kept in: cache" in one["message"]["text"]
 
 
 @pytest.mark.parametrize("site", ["", "/usr/lib/torch/nn.py:3", "../other/model.py:3", "C:\\lib\\nn.py:3", "no line"])

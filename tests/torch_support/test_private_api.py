@@ -614,3 +614,34 @@ def test_a_script_runs_within_a_context_and_tells_which_lists_it_makes_of_tensor
     assert torch.jit.script(Calling())(torch.arange(3)) == [0, 1, 2]
     assert torch.jit.script(torch.nn.functional.relu)(torch.ones(2)).sum() == 2
     assert seen == [(["List[int]"], 1), ([], 1)]
+
+
+# What autograd saved
+
+
+def no_unpacking(packed):
+    raise AssertionError(packed)
+
+
+def test_what_a_node_saved_is_read_and_not_unpacked():
+    inner = torch.ones(3, requires_grad=True) * 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: ("packed", tensor), no_unpacking):
+        result = inner.exp() * inner
+    saved = [
+        one for node in (result.grad_fn, *private_api.next_nodes(result.grad_fn)) for one in private_api.saved_by(node)
+    ]
+    packed = [one[1].data_ptr() for one in saved if type(one) is tuple]
+    assert inner.data_ptr() in packed
+    assert len(packed) == 3
+
+
+def test_a_leaf_is_saved_by_the_node_that_accumulates_its_gradient():
+    leaf = torch.ones(3, requires_grad=True)
+    (accumulates,) = private_api.next_nodes((leaf * 2).grad_fn)
+    assert any(one is leaf for one in private_api.saved_by(accumulates))
+
+
+def test_a_node_whose_tensors_backward_has_freed_saved_nothing():
+    result = torch.ones(3, requires_grad=True).exp()
+    result.sum().backward()
+    assert [one for one in private_api.saved_by(result.grad_fn) if one is not None] == []

@@ -20,7 +20,10 @@ from pytest_gpumem.values.composition import (
     Composition,
     CompositionError,
     Explanation,
+    Holder,
     Row,
+    explanation_without_callers,
+    holder_at,
     joined,
     merged,
     row_from_text,
@@ -366,3 +369,22 @@ def test_of_many_ways_to_a_line_a_few_are_kept():
 )
 def test_a_named_caller_comes_before_the_line_that_it_calls(site, library, named, expected):
     assert Row("activation", 8, site=site, library=library, named=named).where == expected
+
+
+def test_callers_leave_each_composition_of_an_explanation():
+    called = Composition(8, (Row("activation", 8, site="t.py:1", callers=(("m.py:5", "t.py:1"),)),))
+    holders = (Holder("Net.seen[...]", called),)
+    explanation = Explanation(
+        called, called, called, holders=holders, holders_of_inputs=holders, other_phases={"a": called}
+    )
+    plain = explanation_without_callers(explanation)
+    compositions = [
+        *(plain.peak, plain.retained, plain.garbage, plain.other_phases["a"]),
+        *(holder.kept for holder in (*plain.holders, *plain.holders_of_inputs)),
+    ]
+    assert [row.callers for composition in compositions for row in composition.rows] == [()] * 6
+
+
+def test_of_many_possible_holders_three_are_named():
+    holder = holder_at("edcba", Composition(8, ()))
+    assert (holder.text, holder.alternatives) == ("kept in: a or b or c or 2 others", tuple("abcde"))

@@ -14,6 +14,7 @@ from pytest_gpumem.reports.explanation import (
     count_tables,
     explained_on,
     grown_counts,
+    holder_lines,
     retained_title,
 )
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
@@ -182,7 +183,7 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
     if explanation is not None:
         yield from explanation.peak.notes
         yield from explanation.retained.notes
-        yield from (f"kept in: {holder}" for holder in explanation.holders)
+        yield from holder_lines(explanation.holders, units)
         yield from (f"cycle: {cycle}" for cycle in explanation.cycles)
     for sample in measurement.times.samples if measurement.times is not None else ():
         if sample.invalid is not None:

@@ -1,0 +1,113 @@
+"""Tensors that a run left: which they are, and what keeps them, while none is kept alive by looking."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+
+from pytest_gpumem.explain import first_use
+from pytest_gpumem.explain.first_use import TensorsMadeBy, left_by_run
+from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row, holder_at
+from tests.heap import own_objects_out_of_sight
+
+CPU = torch.device("cpu")
+SQUARE = Row("other", 3600, tensor="float32[30, 30]")
+
+
+@pytest.fixture
+def cache():
+    """A global of a module that is not hidden."""
+    with own_objects_out_of_sight():
+        module = types.ModuleType("young")
+        module.CACHE = {}
+        yield module.CACHE
+        module.CACHE.clear()
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_what_a_run_makes_and_leaves_is_found_and_nothing_older(cache):
+    cache["older"] = torch.ones(30, 30)
+    made = TensorsMadeBy()
+    cache["view"] = cache["older"][0]
+    cache["new"] = torch.ones(30, 30)
+    torch.ones(30, 30)
+    made.ended()
+    cache["later"] = torch.ones(30, 30)
+    assert [*made.left(CPU)] == [address(cache["new"])]
+
+
+def test_nothing_is_kept_alive(cache):
+    made = TensorsMadeBy()
+    cache["new"] = torch.ones(30, 30)
+    made.ended()
+    left = left_by_run(made, CPU, (), {})
+    new = weakref.ref(cache["new"])
+    cache.clear()
+    assert new() is None
+    assert left.blocks
+    assert not made.left(CPU)
+
+
+def test_what_is_kept_on_purpose_is_left_out(cache):
+    made = TensorsMadeBy()
+    cache["new"] = torch.ones(30, 30)
+    made.ended()
+    assert not left_by_run(made, CPU, {address(cache["new"])}, {}).blocks
+
+
+def test_a_heap_that_other_code_has_thawed_tells_nothing(cache, monkeypatch):
+    """Older tensors would be taken for new ones."""
+    states = iter([True, False])
+    monkeypatch.setattr(first_use, "_is_torch_frozen", lambda: next(states))
+    made = TensorsMadeBy()
+    cache["new"] = torch.ones(30, 30)
+    made.ended()
+    assert not made.left(CPU)
+
+
+def test_torch_in_sight_of_the_collector_is_not_frozen(cache, monkeypatch):
+    assert first_use._is_torch_frozen()
+    monkeypatch.setattr(gc, "get_objects", lambda: [cache, torch])
+    assert not first_use._is_torch_frozen()
+
+
+def explained(*holders: Holder) -> Explanation:
+    rows = tuple(row for holder in holders for row in holder.kept.rows)
+    return Explanation(Composition(0, ()), Composition(sum(row.nbytes for row in rows), rows), holders=holders)
+
+
+@pytest.mark.parametrize("next_run", ["nothing", "the same", "a replacement"])
+def test_a_cache_is_what_the_next_run_finds_full(cache, next_run):
+    made = TensorsMadeBy()
+    cache["new"] = torch.ones(30, 30)
+    made.ended()
+    left = left_by_run(made, CPU, (), {})
+    path = "young.CACHE[...]"
+    line = Holder(path, Composition(3600, (Row("activation", 3600, site="net.py:7"),)))
+    if next_run == "a replacement":
+        cache["new"] = torch.ones(40)
+    recorded = explained(line) if next_run == "the same" else explained()
+    expected = {
+        "nothing": (Holder(path, Composition(3600, (SQUARE,)), first_use=True),),
+        "the same": (line,),
+        "a replacement": (Holder(path, Composition(3600, (SQUARE,))),),
+    }[next_run]
+    told = left.joined_to(recorded)
+    assert told.holders == expected
+    assert told.retained.total == 3600
+
+
+def test_a_possible_holder_of_what_the_next_run_keeps_is_no_cache(cache):
+    made = TensorsMadeBy()
+    cache["new"] = torch.ones(30, 30)
+    made.ended()
+    row = Row("activation", 3600, site="net.py:7")
+    recorded = explained(holder_at(("Net.last", "young.CACHE[...]"), Composition(3600, (row,))))
+    assert left_by_run(made, CPU, (), {}).joined_to(recorded) == recorded
