@@ -16,6 +16,7 @@ from pytest_gpumem.advice.texts import (
     reasons,
     slow,
     table_cells,
+    warning_lines,
 )
 from pytest_gpumem.reports.escaping import block, code, code_in_table, plain, table
 from pytest_gpumem.reports.explanation import composition_table
@@ -49,6 +50,7 @@ def to_json(advice: Advice, status: int) -> str:
         "devices": [_plain_device(device) for device in advice.devices],
         "recommended": [_plain_recommended(one) for one in advice.recommended],
         "notes": [*advice.notes, *lacking(advice)],
+        "warnings": list(advice.warnings),
     }
     return json.dumps(plain_values, indent=2) + "\n"
 
@@ -156,4 +158,4 @@ def _title(advice: Advice) -> str:
 def _remarks(advice: Advice) -> list[str]:
     legend = [LEGEND] if advice.emulated and any(device.chosen is not None for device in advice.devices) else []
     told = reasons(advice.devices) if advice.emulated else slow(advice.devices[0])
-    return [*advice.notes, *legend, *told, *lacking(advice)]
+    return [*advice.notes, *legend, *told, *lacking(advice), *warning_lines(advice)]

@@ -30,6 +30,7 @@ def lines(advice: Advice) -> list[str]:
     if any(device.tried for device in advice.devices):
         text += ["", *_table(advice), ""] if text else [*_table(advice), ""]
     text += [line for why in lacking(advice) for line in (why, "")]
+    text += [*warning_lines(advice), ""] if advice.warnings else []
     text += conclusions(advice)
     for one in advice.recommended:
         several = len(advice.recommended) > 1
@@ -45,6 +46,11 @@ def lacking(advice: Advice) -> list[str]:
         f"peaks may be too low: {why}"
         for why in sorted({one.lacking for one in advice.devices if one.lacking is not None})
     ]
+
+
+def warning_lines(advice: Advice) -> list[str]:
+    """Return a line for each warning of the runs."""
+    return [f"warning: {warning}" for warning in advice.warnings]
 
 
 def _table(advice: Advice) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -110,11 +111,27 @@ def test_a_device_with_times_has_savings_and_costs_in_each_format():
     assert "| `bf16` | 6.00 GB | +50.0 % | 100.00 ms | -50.0 % | free | \\* |" in markdown(found)
 
 
+def in_terminal(found):
+    return "\n".join(lines(found))
+
+
+def as_json(found):
+    return to_json(found, 0)
+
+
+@pytest.mark.parametrize("render", [in_terminal, as_json, markdown, html])
+def test_every_format_has_each_warning_of_the_runs_once(render):
+    slow, other = "transformers: the slow path is taken", "UserWarning: no gradients"
+    shown = render(advice(replace(LARGE, warnings=(slow,)), replace(SMALL, warnings=(slow, other))))
+    assert (shown.count(slow), shown.count(other)) == (1, 1)
+    assert shown.index(LARGE.name) < shown.index(slow)
+
+
 @pytest.mark.parametrize("render", [markdown, html])
 def test_no_text_takes_effect(render):
     text = "<img src=x onerror=alert(1)> @someone [a](http://a.example) | `\n::error::x"
     peak = Composition(GB, (Row("activation", GB, "<b>module</b>"),), notes=(text,))
-    hostile = DeviceTrials(text, 8 * GB, (Tried(FP32, GB),), Tried(FP32, GB), text)
+    hostile = DeviceTrials(text, 8 * GB, (Tried(FP32, GB),), Tried(FP32, GB), text, warnings=(text,))
     shown = render(advice(hostile, subject=text, explanation=Explanation(peak)))
     assert "<img" not in shown
     assert "<b>module" not in shown

@@ -12,6 +12,7 @@ import pytest
 from tests.alive import is_alive, wait_until_ended
 
 MODELS = """
+import logging
 import os
 import pathlib
 import time
@@ -38,6 +39,11 @@ def mean_square(output, batch):
 def make():
     print("on", torch.cuda.get_device_name(), DEVICE.type, os.environ["GPUMEM_EMULATED"])
     return torch.nn.Sequential(*(Block() for _ in range(4))), torch.randn(4096, 512, device=DEVICE), mean_square
+
+
+def make_with_a_warning():
+    logging.getLogger("a_library").warning("the fast path is not available")
+    return make()
 
 
 def make_none():
@@ -95,6 +101,12 @@ def test_a_function_is_measured_on_each_card_as_a_program_is_there(processes, on
         assert (by_card[card]["peak_allocated"], by_card[card]["peak"]) == (allocated, reserved)
         # The card's own memory is the limit.
         assert by_card[card]["fits"] is True
+
+
+def test_the_warnings_of_forks_come_back_with_their_results(processes):
+    words = ("own:make_with_a_warning", "--config", "fp32", "--device=emulated:l4", "--format", "json")
+    plain = json.loads(processes.gpumem("advise", *words, gpu="l4").stdout)
+    assert plain["warnings"] == ["a_library: the fast path is not available"]
 
 
 @pytest.mark.parametrize(
