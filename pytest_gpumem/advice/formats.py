@@ -84,7 +84,8 @@ def _plain_recommended(one: Recommended) -> dict[str, Any]:
         "config": str(one.config),
         "device": one.device,
         "code": list(one.code),
-        "peak_allocated": None if peak is None else peak.total,
+        # Of a recorded run of its own: not the `peak_allocated` of the config, which the allocator counts.
+        "made_of_bytes": None if peak is None else peak.total,
         "phase": None if peak is None else peak.phase or None,
         "made_of": None
         if peak is None

@@ -90,6 +90,7 @@ def test_json_has_every_figure_in_bytes_and_why_there_is_none():
     assert [(one["fits"], one["why_not"]) for one in small["configs"]] == [(False, None), (None, "it has no bfloat16")]
     (told,) = plain["recommended"]
     assert (told["config"], told["device"], told["phase"]) == ("fp32", "H100 80GB", "backward")
+    assert (told["made_of_bytes"], "peak_allocated" in told) == (10 * GB, False)
     assert told["made_of"][1] == {
         "category": "parameter",
         "bytes": 2 * GB,
