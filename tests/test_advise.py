@@ -441,7 +441,9 @@ def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise
     write_gpt2(tmp_path)
     whole = advise("hf:config.json", "--batch", "2x32", "--config", "fp32")
     assert whole.exit_code == 0, whole.output
-    assert whole.stdout.startswith("hf:config.json: GPT2LMHeadModel, random weights; training, batch 2x32\n")
+    assert whole.stdout.startswith(
+        "hf:config.json: GPT2LMHeadModel, random weights; training, batch 2x32\nattention: sdpa, "
+    )
     monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", trial.explain_config)
     tiny = advise("hf-tiny:config.json", "--batch", "2x32", "--config", "fp32")
     peaks = [re.search(r"recommended: fp32: ([0-9.]+) MB", one.stdout)[1] for one in (whole, tiny)]

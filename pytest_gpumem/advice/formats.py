@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.advice.results import shares_of
 from pytest_gpumem.advice.texts import (
     LEGEND,
+    attention_lines,
     composition_title,
     conclusions,
     lacking,
@@ -44,6 +45,7 @@ def to_json(advice: Advice, status: int) -> str:
         "step": advice.task.kind,
         "new_tokens": advice.task.new_tokens,
         "lora": None if advice.task.lora is None else str(advice.task.lora),
+        "attention": advice.attention or None,
         "emulated": advice.emulated,
         "shard": None if advice.sharding is None else str(advice.sharding),
         "largest_of": advice.sought,
@@ -159,4 +161,4 @@ def _title(advice: Advice) -> str:
 def _remarks(advice: Advice) -> list[str]:
     legend = [LEGEND] if advice.emulated and any(device.chosen is not None for device in advice.devices) else []
     told = reasons(advice.devices) if advice.emulated else slow(advice.devices[0])
-    return [*advice.notes, *legend, *told, *lacking(advice), *warning_lines(advice)]
+    return [*attention_lines(advice), *advice.notes, *legend, *told, *lacking(advice), *warning_lines(advice)]

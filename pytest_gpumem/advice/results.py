@@ -73,6 +73,8 @@ class Advice:
     """The part of the batch's size whose largest number was looked for, if any was."""
     sharding: StepConfig | None = None
     """A config that says nothing but the sharding that each has, where an option gave them one."""
+    attention: str = ""
+    """The attention implementation of a model of transformers, like ``"sdpa"``; empty of another model."""
 
     @property
     def warnings(self) -> tuple[str, ...]:

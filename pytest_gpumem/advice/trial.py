@@ -18,6 +18,7 @@ from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.models.attention import attention_of
 from pytest_gpumem.models.sources import named_model
 from pytest_gpumem.models.task import TRAINING, Task
 from pytest_gpumem.step_config.blocks import repeated_blocks
@@ -85,6 +86,8 @@ class AdviceSubject:
     """True if the size's length is one of tokens or of a sound, not the side of images."""
     seen_samples: int | None = None
     """The samples of its batch, where another process has counted them."""
+    attention: str = ""
+    """The attention implementation of a model of transformers, like ``"sdpa"``; empty of another model."""
     warnings: tuple[str, ...] = ()
     """Warnings while the model was looked at, before a config ran."""
     make: Callable[[torch.device, bool], AdviceSubject] | None = None
@@ -161,6 +164,7 @@ def subject_of(
         loss[0] if loss else None,
         containers,
         task,
+        attention=attention_of(model),
     )
 
 
@@ -177,7 +181,7 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
     except Exception as error:  # noqa: BLE001, the model's own
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise SubjectError(f"{model.name}: {model.class_name} cannot be built: {what}") from None
-    containers = _containers(built, blocks)
+    containers, attention = _containers(built, blocks), attention_of(built)
 
     def subject(model: NamedModel) -> AdviceSubject:
         return AdviceSubject(
@@ -190,6 +194,7 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
             model.inputs.size,
             lambda size: subject(named_model(model.name, size, model.task)),
             has_length=model.inputs.shape is None,
+            attention=attention,
         )
 
     return subject(model)

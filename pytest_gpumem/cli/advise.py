@@ -348,6 +348,7 @@ def _advised_here(
         notes=notes,
         sought=search.sought,
         sharding=search.sharding,
+        attention=subject.attention,
     )
     return _with_code(
         found,
@@ -389,6 +390,7 @@ def _advised_on_cards(
             notes=_notes(search),
             sought=search.sought,
             sharding=search.sharding,
+            attention=subject.attention,
         ),
         subject,
         "cuda",

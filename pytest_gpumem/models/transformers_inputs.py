@@ -85,8 +85,8 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
         tensors |= _labels(model_class, config, tensors[main], length, taken)
     elif getattr(config, "is_encoder_decoder", False) and main in (TOKENS, FEATURES) and length is not None:
         tensors["decoder_input_ids"] = RandomTensor((samples, length), _text(config).vocab_size)
-    of_images = shape is not None and size is not None
-    return Inputs(size if of_images else BatchSize(samples, length), {**tensors, **constants}, shape)
+    written = BatchSize(samples, length) if shape is None else size or BatchSize(samples)
+    return Inputs(written, {**tensors, **constants}, shape)
 
 
 def _text(config: Any) -> Any:

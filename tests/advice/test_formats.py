@@ -128,6 +128,13 @@ def test_every_format_has_each_warning_of_the_runs_once(render):
     assert shown.index(LARGE.name) < shown.index(slow)
 
 
+@pytest.mark.parametrize("render", [in_terminal, as_json, markdown, html])
+def test_every_format_has_the_attention_implementation(render):
+    with_attention = render(replace(advice(LARGE), attention="eager and sdpa"))
+    assert with_attention.count("eager and sdpa") == 1
+    assert "attention: " not in render(advice(LARGE)).replace('"attention": null', "")
+
+
 @pytest.mark.parametrize("render", [markdown, html])
 def test_no_text_takes_effect(render):
     text = "<img src=x onerror=alert(1)> @someone [a](http://a.example) | `\n::error::x"

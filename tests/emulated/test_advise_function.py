@@ -41,9 +41,21 @@ def make():
     return torch.nn.Sequential(*(Block() for _ in range(4))), torch.randn(4096, 512, device=DEVICE), mean_square
 
 
-def make_with_a_warning():
+class Config:
+    def __init__(self):
+        self._attn_implementation_internal = "eager"
+
+
+class Attention(torch.nn.Identity):
+    def __init__(self):
+        super().__init__()
+        self.config = Config()
+
+
+def make_with_attention_and_a_warning():
     logging.getLogger("a_library").warning("the fast path is not available")
-    return make()
+    model, *others = make()
+    return torch.nn.Sequential(model, Attention()), *others
 
 
 def make_none():
@@ -103,10 +115,11 @@ def test_a_function_is_measured_on_each_card_as_a_program_is_there(processes, on
         assert by_card[card]["fits"] is True
 
 
-def test_the_warnings_of_forks_come_back_with_their_results(processes):
-    words = ("own:make_with_a_warning", "--config", "fp32", "--device=emulated:l4", "--format", "json")
+def test_warnings_and_the_attention_come_back_from_forks(processes):
+    words = ("own:make_with_attention_and_a_warning", "--config", "fp32", "--device=emulated:l4", "--format", "json")
     plain = json.loads(processes.gpumem("advise", *words, gpu="l4").stdout)
     assert plain["warnings"] == ["a_library: the fast path is not available"]
+    assert plain["attention"] == "eager"
 
 
 @pytest.mark.parametrize(
