@@ -562,3 +562,9 @@ def test_a_script_runs_within_a_context_and_tells_which_lists_it_makes_of_tensor
     assert torch.jit.script(Calling())(torch.arange(3)) == [0, 1, 2]
     assert torch.jit.script(torch.nn.functional.relu)(torch.ones(2)).sum() == 2
     assert seen == [(["List[int]"], 1), ([], 1)]
+
+
+def test_a_release_without_the_name_of_the_engines_run_says_so(monkeypatch):
+    assert private_api.engine_run_is_seen()
+    monkeypatch.delattr(torch.autograd, "_engine_run_backward")
+    assert not private_api.engine_run_is_seen()
