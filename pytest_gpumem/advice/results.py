@@ -33,7 +33,7 @@ class DeviceTrials:
     finished: bool = True
     """False after Ctrl-C."""
     warnings: tuple[str, ...] = ()
-    """Warnings of the runs, also of those with other sizes of the batch, each once."""
+    """The runs' warnings, each once."""
 
     @property
     def smallest(self) -> Tried | None:
@@ -74,11 +74,11 @@ class Advice:
     sharding: StepConfig | None = None
     """A config that says nothing but the sharding that each has, where an option gave them one."""
     attention: str = ""
-    """The attention implementation of a model of transformers, like ``"sdpa"``; empty of another model."""
+    """The attention implementation, like ``"sdpa"``; empty if transformers did not choose it."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings of the runs on all devices, each once."""
+        """The runs' warnings on all devices, each once."""
         return tuple(dict.fromkeys(warning for device in self.devices for warning in device.warnings))
 
     @property

@@ -1,4 +1,4 @@
-"""Warnings of the code that is measured: Python's warnings, and log records of the libraries that it uses."""
+"""Warnings from the measured code: Python's warnings, and log records from its libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOISE = ("torch", "torchao")
 
 @contextmanager
 def warnings_kept() -> Iterator[list[str]]:
-    """Yield a list that gets each warning within the context once, as a line of text.
+    """Yield a list that gets each warning within the context once, as a line.
 
     For example ``"transformers: `causal_conv1d_fn` is falling back to its reference PyTorch implementation because ..."``, or
     ``"UserWarning: None of the inputs have requires_grad=True. Gradients will be None"``. The warnings are still printed. A

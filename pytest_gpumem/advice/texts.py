@@ -49,12 +49,12 @@ def lacking(advice: Advice) -> list[str]:
 
 
 def attention_lines(advice: Advice) -> list[str]:
-    """Return a line with the attention implementation, of which the memory depends; none for a model without."""
+    """Return a line with the attention implementation, because the memory depends on it."""
     return [f"attention: {advice.attention}, as the model's configuration has it"] if advice.attention else []
 
 
 def warning_lines(advice: Advice) -> list[str]:
-    """Return a line for each warning of the runs."""
+    """Return a line for each warning."""
     return [f"warning: {warning}" for warning in advice.warnings]
 
 

@@ -87,7 +87,7 @@ class AdviceSubject:
     seen_samples: int | None = None
     """The samples of its batch, where another process has counted them."""
     attention: str = ""
-    """The attention implementation of a model of transformers, like ``"sdpa"``; empty of another model."""
+    """The attention implementation, like ``"sdpa"``; empty if transformers did not choose it."""
     warnings: tuple[str, ...] = ()
     """Warnings while the model was looked at, before a config ran."""
     make: Callable[[torch.device, bool], AdviceSubject] | None = None
@@ -201,7 +201,7 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
-    """Measure the step under ``config``, and return the figures or why there are none, with the warnings of the run.
+    """Measure the step under ``config``, and return the figures or why there are none, with the run's warnings.
 
     A failure of a config that is not the first is a result as well: the earlier measurements are worth more than a traceback.
 

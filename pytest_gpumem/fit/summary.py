@@ -188,8 +188,8 @@ def _status(one: Found) -> str:
 
 
 _GRAPHS = (
-    "graphs of gradients can be what fills it: at least a quarter of the bytes was in no tensor of the program, no backward had "
-    "run, and there was no optimizer. If the program only infers, run it under torch.no_grad()"
+    "graphs of gradients can be what fills it: at least a quarter of the bytes was in no tensor of the program, no backward "
+    "had run, and there was no optimizer. If the program only infers, run it under torch.no_grad()"
 )
 
 

@@ -1,4 +1,4 @@
-"""Attention implementation that transformers chose for a model, read from the model's configurations without their code."""
+"""Attention implementation that transformers chose for a model, read without running code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = ("_attn_implementation_internal", "_attn_implementation")
-"""Attributes of a configuration of transformers: the first is what the second reads in newer releases."""
+"""Attributes in a transformers configuration. In newer releases the second reads the first."""
 
 
 def attention_of(model: torch.nn.Module) -> str:
-    """Return the attention implementations of a model of transformers: ``"sdpa"``, or ``"eager and sdpa"`` of two parts.
+    """Return the attention implementations in a model: ``"sdpa"``, or ``"eager and sdpa"`` for two parts.
 
-    Only modules whose class is called attention count: a configuration has an implementation also if its model has no
-    attention (ResNet, Mamba). The text is empty for such models, and for models of other libraries.
+    Only modules whose class is called attention count, because ResNet's configuration has an implementation as well. The text
+    is empty for such models, and for models from other libraries.
     """
     names = {
         name

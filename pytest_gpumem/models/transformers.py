@@ -66,7 +66,7 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
 
 
 def _resize(config: Any, side: int) -> None:
-    """Have a configuration be that of a model for images of another side, with as many positions as they have patches."""
+    """Set the side for images in a configuration: the model gets a position for each patch."""
     seen = vision_part(config)
     seen.image_size = [side, side] if isinstance(getattr(seen, "image_size", None), (list, tuple)) else side
 

@@ -117,7 +117,7 @@ def _within(model_class: Any, length: int | None, positions: int | None) -> int:
 
 
 def vision_part(config: Any) -> Any:
-    """Return the part of a configuration that is about images."""
+    """Return a configuration's part about images."""
     return getattr(config, "vision_config", config)
 
 
