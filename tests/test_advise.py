@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,9 @@ from tests.models.architectures import NEEDS_TRANSFORMERS
 
 preloaded.load_as_well("tests.with_transformers")
 MODELS = """
+import logging
+import warnings
+
 import torch
 
 
@@ -75,6 +79,16 @@ def make_nonsense():
     return Model()
 
 
+def make_with_warnings():
+    class Slow(Model):
+        def forward(self, x):
+            logging.getLogger("a_library").warning("the fast path is not available")
+            return super().forward(x)
+
+    warnings.warn("made without weights")
+    return Slow(), torch.randn(512, 32), lambda output, batch: output.square().mean()
+
+
 def make_a_hungry_one():
     class Hungry(Model):
         def forward(self, x):
@@ -123,6 +137,17 @@ def test_where_everything_fits_one_config_is_enough(advise):
     assert configs_in(result.stdout) == ["fp32"]
     assert "too low" not in result.stdout
     assert result.exit_code == 0
+
+
+def test_warnings_of_the_model_and_of_its_runs_stand_below_the_table_once(advise):
+    configs = ["--config", "fp32", "--config", "amp-bf16"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        result = advise("advised_models:make_with_warnings", "--fits", "1 GB", *configs)
+    assert result.exit_code == 0, result.output
+    below = result.stdout.partition("amp-bf16")[2]
+    assert below.count("\nwarning: a_library: the fast path is not available\n") == 1
+    assert below.count("\nwarning: UserWarning: made without weights\n") == 1
 
 
 def test_peaks_that_lack_workspaces_of_convolutions_are_told(advise, monkeypatch):
@@ -416,7 +441,9 @@ def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise
     write_gpt2(tmp_path)
     whole = advise("hf:config.json", "--batch", "2x32", "--config", "fp32")
     assert whole.exit_code == 0, whole.output
-    assert whole.stdout.startswith("hf:config.json: GPT2LMHeadModel, random weights; training, batch 2x32\n")
+    assert whole.stdout.startswith(
+        "hf:config.json: GPT2LMHeadModel, random weights; training, batch 2x32\nattention: sdpa, "
+    )
     monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", trial.explain_config)
     tiny = advise("hf-tiny:config.json", "--batch", "2x32", "--config", "fp32")
     peaks = [re.search(r"recommended: fp32: ([0-9.]+) MB", one.stdout)[1] for one in (whole, tiny)]

@@ -273,15 +273,15 @@ def test_what_no_step_can_be_made_of_fails_its_own_test_with_a_sentence(project,
     for name, config in {
         "theirs": {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.TheirConfig"}},
         "headless": {"model_type": "bert", "architectures": ["BertModel"]},
+        "sizeless": {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]},
     }.items():
         (project.path / name).mkdir()
         (project.path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (project.path / "theirs" / "theirs.py").write_text("raise SystemExit('it was run')", encoding="utf-8")
     (project.path / "nothing").mkdir()
-    names = ["gone/model", "theirs", "headless", "nothing", "ViTForImageClassification"]
-    batch = {"ViTForImageClassification": '\nbatch = "8x9"\n'}
+    names = ["gone/model", "theirs", "headless", "nothing", "sizeless"]
     project.settings(
-        "".join(f'[[tool.gpumem.models]]\nmodel = "hf:{name}"{batch.get(name, "")}\n' for name in names)
+        "".join(f'[[tool.gpumem.models]]\nmodel = "hf:{name}"\n' for name in names)
         + '[[tool.gpumem.models]]\nmodel = "hf:ViTForImageClassification"\nconfig = "optimizer=sgd,checkpoint=every:9"\n'
     )
     result = project.run("--gpumem-baseline")
@@ -291,7 +291,7 @@ def test_what_no_step_can_be_made_of_fails_its_own_test_with_a_sentence(project,
     assert "needs code of its own (trust_remote_code), which is not run; write a function that returns" in text
     assert "BertModel has no loss, as its forward takes no labels; write a function" in text
     assert "hf:nothing: there is no config.json in this folder" in text
-    assert "images of ViTForImageClassification have its own size: write 8 for the batch" in text
+    assert "ResNetConfig does not say how large images are; write 1x224 for the batch" in text
     assert "checkpoint=every:9" in text
     assert "Traceback" not in text
     assert "/hub.py" not in text

@@ -84,16 +84,16 @@ def subject_in_forks(
         TrialFailed: ``make`` raised another error, which has been shown, or its process ended.
     """
     containers: tuple[BlockContainer, ...] = ()
-    samples = None
+    samples, attention = None, ""
     for gpu in map(_with_any_memory, gpus):
         try:
             seen = _in_fork(gpu, partial(_seen, name, gpu, make))
         except _Ended as ended:
             raise TrialFailed(f"{name}: {ended}") from None
         if seen is not None:
-            containers, samples = seen
+            containers, samples, attention = seen
             break
-    return AdviceSubject(_never, None, None, containers, task, seen_samples=samples, make=make)
+    return AdviceSubject(_never, None, None, containers, task, seen_samples=samples, attention=attention, make=make)
 
 
 def _never(_dtype: torch.dtype) -> torch.nn.Module:
@@ -102,7 +102,7 @@ def _never(_dtype: torch.dtype) -> torch.nn.Module:
 
 def _seen(
     name: str, gpu: Gpu, make: Callable[[torch.device, bool], AdviceSubject]
-) -> tuple[tuple[BlockContainer, ...], int | None] | None:
+) -> tuple[tuple[BlockContainer, ...], int | None, str] | None:
     """Return what is known of a subject before it is measured; ``None`` on a card without kernels."""
     if why_no_kernels(gpu) is not None:
         return None
@@ -113,7 +113,7 @@ def _seen(
     except Exception as error:  # noqa: BLE001, the project's own
         traceback.print_exc()
         raise TrialFailed(f"{name} fails: {type(error).__name__}: {' '.join(str(error).split())}") from None
-    return made.containers, made.samples
+    return made.containers, made.samples, made.attention
 
 
 def try_on(gpu: Gpu, subject: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:

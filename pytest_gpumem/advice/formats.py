@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.advice.results import shares_of
 from pytest_gpumem.advice.texts import (
     LEGEND,
+    attention_lines,
     composition_title,
     conclusions,
     lacking,
@@ -16,6 +17,7 @@ from pytest_gpumem.advice.texts import (
     reasons,
     slow,
     table_cells,
+    warning_lines,
 )
 from pytest_gpumem.reports.escaping import block, code, code_in_table, plain, table
 from pytest_gpumem.reports.explanation import composition_table
@@ -43,12 +45,14 @@ def to_json(advice: Advice, status: int) -> str:
         "step": advice.task.kind,
         "new_tokens": advice.task.new_tokens,
         "lora": None if advice.task.lora is None else str(advice.task.lora),
+        "attention": advice.attention or None,
         "emulated": advice.emulated,
         "shard": None if advice.sharding is None else str(advice.sharding),
         "largest_of": advice.sought,
         "devices": [_plain_device(device) for device in advice.devices],
         "recommended": [_plain_recommended(one) for one in advice.recommended],
         "notes": [*advice.notes, *lacking(advice)],
+        "warnings": list(advice.warnings),
     }
     return json.dumps(plain_values, indent=2) + "\n"
 
@@ -82,7 +86,8 @@ def _plain_recommended(one: Recommended) -> dict[str, Any]:
         "config": str(one.config),
         "device": one.device,
         "code": list(one.code),
-        "peak_allocated": None if peak is None else peak.total,
+        # Of a recorded run of its own: not the `peak_allocated` of the config, which the allocator counts.
+        "made_of_bytes": None if peak is None else peak.total,
         "phase": None if peak is None else peak.phase or None,
         "made_of": None
         if peak is None
@@ -156,4 +161,4 @@ def _title(advice: Advice) -> str:
 def _remarks(advice: Advice) -> list[str]:
     legend = [LEGEND] if advice.emulated and any(device.chosen is not None for device in advice.devices) else []
     told = reasons(advice.devices) if advice.emulated else slow(advice.devices[0])
-    return [*advice.notes, *legend, *told, *lacking(advice)]
+    return [*attention_lines(advice), *advice.notes, *legend, *told, *lacking(advice), *warning_lines(advice)]

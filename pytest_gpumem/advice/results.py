@@ -32,6 +32,8 @@ class DeviceTrials:
     """The largest batch, or the longest sequence, of the configs that it was looked for."""
     finished: bool = True
     """False after Ctrl-C."""
+    warnings: tuple[str, ...] = ()
+    """The runs' warnings, each once."""
 
     @property
     def smallest(self) -> Tried | None:
@@ -71,6 +73,13 @@ class Advice:
     """The part of the batch's size whose largest number was looked for, if any was."""
     sharding: StepConfig | None = None
     """A config that says nothing but the sharding that each has, where an option gave them one."""
+    attention: str = ""
+    """The attention implementation, like ``"sdpa"``; empty if transformers did not choose it."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The runs' warnings on all devices, each once."""
+        return tuple(dict.fromkeys(warning for device in self.devices for warning in device.warnings))
 
     @property
     def title(self) -> str:

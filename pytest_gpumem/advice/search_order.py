@@ -35,6 +35,8 @@ class Tried:
     """A clause where the device computes it in another precision: recommended only where nothing else fits."""
     doubt: str = ""
     """A clause where the peak followed from a value that the device does not compute: with another one it may be higher."""
+    warnings: tuple[str, ...] = ()
+    """Warnings while the config ran: ``"transformers: ... is falling back to its reference PyTorch implementation ..."``."""
 
     def fits(self, limit: int) -> bool:
         """Return whether it needs at most ``limit`` bytes."""

@@ -26,10 +26,11 @@ LEGEND = "reserved by PyTorch's allocator; * is recommended"
 
 def lines(advice: Advice) -> list[str]:
     """Return everything that was found, for a terminal."""
-    text = [*([advice.title] if advice.title else []), *advice.notes]
+    text = [*([advice.title] if advice.title else []), *attention_lines(advice), *advice.notes]
     if any(device.tried for device in advice.devices):
         text += ["", *_table(advice), ""] if text else [*_table(advice), ""]
     text += [line for why in lacking(advice) for line in (why, "")]
+    text += [*warning_lines(advice), ""] if advice.warnings else []
     text += conclusions(advice)
     for one in advice.recommended:
         several = len(advice.recommended) > 1
@@ -45,6 +46,16 @@ def lacking(advice: Advice) -> list[str]:
         f"peaks may be too low: {why}"
         for why in sorted({one.lacking for one in advice.devices if one.lacking is not None})
     ]
+
+
+def attention_lines(advice: Advice) -> list[str]:
+    """Return a line with the attention implementation, because the memory depends on it."""
+    return [f"attention: {advice.attention}, as the model's configuration has it"] if advice.attention else []
+
+
+def warning_lines(advice: Advice) -> list[str]:
+    """Return a line for each warning."""
+    return [f"warning: {warning}" for warning in advice.warnings]
 
 
 def _table(advice: Advice) -> list[str]:

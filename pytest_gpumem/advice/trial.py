@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.advice.run_warnings import warnings_kept
 from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Tried, is_start
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.explain.recording import is_out_of_memory
@@ -17,6 +18,7 @@ from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.measurement import MeasuringError
+from pytest_gpumem.models.attention import attention_of
 from pytest_gpumem.models.sources import named_model
 from pytest_gpumem.models.task import TRAINING, Task
 from pytest_gpumem.step_config.blocks import repeated_blocks
@@ -84,6 +86,10 @@ class AdviceSubject:
     """True if the size's length is one of tokens or of a sound, not the side of images."""
     seen_samples: int | None = None
     """The samples of its batch, where another process has counted them."""
+    attention: str = ""
+    """The attention implementation, like ``"sdpa"``; empty if transformers did not choose it."""
+    warnings: tuple[str, ...] = ()
+    """Warnings while the model was looked at, before a config ran."""
     make: Callable[[torch.device, bool], AdviceSubject] | None = None
     """Makes it in the process that measures it, where nothing of it can be taken along: on a device, and whether the model that
     is made beside the batch is the first that is built."""
@@ -158,6 +164,7 @@ def subject_of(
         loss[0] if loss else None,
         containers,
         task,
+        attention=attention_of(model),
     )
 
 
@@ -174,7 +181,7 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
     except Exception as error:  # noqa: BLE001, the model's own
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise SubjectError(f"{model.name}: {model.class_name} cannot be built: {what}") from None
-    containers = _containers(built, blocks)
+    containers, attention = _containers(built, blocks), attention_of(built)
 
     def subject(model: NamedModel) -> AdviceSubject:
         return AdviceSubject(
@@ -187,13 +194,14 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
             model.inputs.size,
             lambda size: subject(named_model(model.name, size, model.task)),
             has_length=model.inputs.shape is None,
+            attention=attention,
         )
 
     return subject(model)
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
-    """Measure the step under ``config``, and return the figures or why there are none.
+    """Measure the step under ``config``, and return the figures or why there are none, with the run's warnings.
 
     A failure of a config that is not the first is a result as well: the earlier measurements are worth more than a traceback.
 
@@ -201,6 +209,12 @@ def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tr
         NotAStep: The subject gives no such step.
         TrialFailed: The first config, whose errors are the model's own. Of a function its traceback has been shown.
     """
+    with warnings_kept() as warned:
+        tried = _tried(device, subject, config)
+    return replace(tried, warnings=tuple(warned))
+
+
+def _tried(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
     if config.checkpointing.kind.on_blocks and config.blocks is None and not subject.containers:
         return Tried(config, why_not=_NO_BLOCKS)
     try:

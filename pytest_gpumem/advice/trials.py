@@ -45,6 +45,7 @@ class Trials:
     _tried: list[Tried] = field(default_factory=list)
     _largest: dict[StepConfig, Largest] = field(default_factory=dict)
     _lacking: list[str] = field(default_factory=list)
+    _warnings: list[str] = field(default_factory=list)
 
     def run(self, name: str) -> DeviceTrials:
         """Try configs, and then sizes of the batch if they are sought, and return what was found until Ctrl-C.
@@ -58,6 +59,7 @@ class Trials:
         """
         finished = True
         self._tried += self.search.refused
+        self._warnings += self.subject.warnings
         try:
             self._try_configs(self.search.over(self._tried, self.limit, self.subject.samples))
             if self.limit is not None and self.search.sought is not None:
@@ -67,7 +69,10 @@ class Trials:
             finished = False
         lacking = "; ".join([*self._lacking[:1], *dict.fromkeys(one.doubt for one in self._tried if one.doubt)]) or None
         chosen = recommended(self._tried, self.limit)
-        return DeviceTrials(name, self.limit, tuple(self._tried), chosen, lacking, self._largest, finished=finished)
+        warnings = tuple(dict.fromkeys(self._warnings))
+        return DeviceTrials(
+            name, self.limit, tuple(self._tried), chosen, lacking, self._largest, finished=finished, warnings=warnings
+        )
 
     def _try_configs(self, configs: Iterator[StepConfig]) -> None:
         for number, config in enumerate(configs, start=1):
@@ -119,6 +124,7 @@ class Trials:
     def _try(self, subject: AdviceSubject, config: StepConfig) -> Tried:
         one, lacking = self.try_one(subject, config)
         self._lacking += [] if lacking is None else [lacking]
+        self._warnings += one.warnings
         return one
 
     def _say_figure(self, peak: int | None, why_not: str) -> None:

@@ -15,6 +15,7 @@ from pytest_gpumem.advice.cards import begin, capacity_of, explain_on, subject_i
 from pytest_gpumem.advice.formats import html, markdown, to_json
 from pytest_gpumem.advice.largest import OPTIONS
 from pytest_gpumem.advice.results import Advice, DeviceTrials, Recommended
+from pytest_gpumem.advice.run_warnings import warnings_kept
 from pytest_gpumem.advice.search_order import Search
 from pytest_gpumem.advice.shard_option import PER_RANK, named_configs, sharding_of
 from pytest_gpumem.advice.snippet import code_of
@@ -244,15 +245,19 @@ class _Named:
 
     def here(self, search: Search, device: Device) -> AdviceSubject:
         """Return it with its batch on a device of this process."""
-        if self.name is not None:
-            return subject_by_name(self._model(self.name, search), search.blocks)
-        return subject_of(named_function(self.text), device.torch_device, search.blocks, search.task)
+        with warnings_kept() as warned:
+            if self.name is not None:
+                subject = subject_by_name(self._model(self.name, search), search.blocks)
+            else:
+                subject = subject_of(named_function(self.text), device.torch_device, search.blocks, search.task)
+        return replace(subject, warnings=tuple(warned))
 
     def on_cards(self, search: Search, gpus: Sequence[Gpu]) -> AdviceSubject:
         """Return it for processes with emulated GPUs: this one must not begin to use CUDA, which a function may."""
         if self.name is not None:
-            with gpu_unseen():
-                return subject_by_name(self._model(self.name, search), search.blocks)
+            with gpu_unseen(), warnings_kept() as warned:
+                subject = subject_by_name(self._model(self.name, search), search.blocks)
+            return replace(subject, warnings=tuple(warned))
 
         def make(device: torch.device, keeps_model: bool) -> AdviceSubject:
             try:
@@ -343,6 +348,7 @@ def _advised_here(
         notes=notes,
         sought=search.sought,
         sharding=search.sharding,
+        attention=subject.attention,
     )
     return _with_code(
         found,
@@ -384,6 +390,7 @@ def _advised_on_cards(
             notes=_notes(search),
             sought=search.sought,
             sharding=search.sharding,
+            attention=subject.attention,
         ),
         subject,
         "cuda",

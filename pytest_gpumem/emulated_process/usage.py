@@ -37,6 +37,9 @@ class RanOut:
     reserved: int
     line: str
     """The program's line that allocated, or called ``backward()``: ``/path/train.py:12 step``. Empty where there is none."""
+    without_tensor: int | None = None
+    """Allocated bytes that no tensor of the program holds, if graphs of gradients can hold them: no backward had run, and the
+    program had no optimizer. ``None`` otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

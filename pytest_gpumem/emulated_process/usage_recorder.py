@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 import time
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from traceback import walk_stack
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from pytest_gpumem.emulated_process.gradient_graphs import BackwardWatch
 from pytest_gpumem.emulated_process.peaks import KeptPeaks, keeps_statistics
 from pytest_gpumem.emulated_process.usage import DeviceUsage, ProcessUsage, RanOut, among_all, no_kernels, write_usage
 from pytest_gpumem.emulation.load import current_emulation
@@ -53,6 +55,7 @@ class _Recorder:
         self._times = 0
         self._ran_out: RanOut | None = None
         self._imported: dict[str, None] = {}
+        self._backward: BackwardWatch | None = None
 
     def begin(self) -> None:
         self._process, self._began = os.getpid(), time.monotonic_ns()
@@ -61,6 +64,7 @@ class _Recorder:
         self._peaks.begin()
         if keeps_statistics():
             observe_out_of_memory(self._out_of_memory)
+            self._backward = BackwardWatch()
         atexit.register(self._end)
         leave = os._exit
 
@@ -74,7 +78,12 @@ class _Recorder:
         self._times += 1
         if self._ran_out is None:
             allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-            self._ran_out = RanOut(_number(device), wanted, allocated, reserved, _programs_line())
+            without_tensor = None
+            # The allocator is about to raise, and an object of the program may refuse to be looked at.
+            if self._backward is not None:
+                with suppress(Exception):
+                    without_tensor = self._backward.bytes_without_tensor(device, allocated)
+            self._ran_out = RanOut(_number(device), wanted, allocated, reserved, _programs_line(), without_tensor)
             self._write(None)
 
     def _end(self) -> None:

@@ -187,6 +187,18 @@ def _status(one: Found) -> str:
         return f"killed by signal {-one.status}"
 
 
+_GRAPHS = (
+    "graphs of gradients can be what fills it: at least a quarter of the bytes was in no tensor of the program, no backward "
+    "had run, and there was no optimizer. If the program only infers, run it under torch.no_grad()"
+)
+
+
+def _graphs_fill_it(one: Found) -> bool:
+    """Return whether graphs of gradients can hold a large part of the memory in a program that does not train."""
+    ran_out = one.ran_out
+    return bool(ran_out and ran_out.without_tensor and 4 * ran_out.without_tensor >= ran_out.allocated)
+
+
 def _notes(fit: Fit) -> tuple[str, ...]:
     """Return the notes on a GPU, in a fixed order; empty where one does not apply."""
     one = fit.plain
@@ -203,6 +215,7 @@ def _notes(fit: Fit) -> tuple[str, ...]:
         if fit.fits and one.retries
         else "",
         f"{one.unknown}: what comes after it may need other memory on a GPU" if one.unknown else "",
+        _GRAPHS if _graphs_fill_it(one) else "",
         f"it may take more: {one.lacking}" if one.lacking else "",
         f"{one.together} processes used one device at the same time; their peaks are added up"
         if one.together > 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.models.errors import WRITE, ModelError
 from pytest_gpumem.models.library import library_of
 from pytest_gpumem.models.named_model import NamedModel
-from pytest_gpumem.models.transformers_inputs import inputs_of
+from pytest_gpumem.models.transformers_inputs import PIXELS, inputs_of, vision_part
 from pytest_gpumem.models.transformers_prompts import prompt_of
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
     if task.trains and hasattr(config, "use_cache"):
         config.use_cache = False
     model_class = _class_of(transformers, name, config)
+    if size is not None and size.length is not None and model_class.main_input_name == PIXELS:
+        _resize(config, size.length)
     if task.new_tokens is not None and not model_class.can_generate():
         raise ModelError(
             f"{name}: {model_class.__name__} generates no tokens, as classes like LlamaForCausalLM and "
@@ -61,6 +63,12 @@ def model_of(name: ModelName, size: BatchSize | None, task: Task) -> NamedModel:
         return made
 
     return NamedModel(name, model_class.__name__, make, inputs)
+
+
+def _resize(config: Any, side: int) -> None:
+    """Set the side for images in a configuration: the model gets a position for each patch."""
+    seen = vision_part(config)
+    seen.image_size = [side, side] if isinstance(getattr(seen, "image_size", None), (list, tuple)) else side
 
 
 def _search_greedily(transformers: Any, model: Any) -> None:

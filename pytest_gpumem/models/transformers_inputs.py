@@ -6,14 +6,14 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.models.errors import WRITE, ModelError
-from pytest_gpumem.models.inputs import Inputs, RandomTensor
+from pytest_gpumem.models.inputs import Inputs, RandomTensor, by_sides
 from pytest_gpumem.models.name import BatchSize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 TOKENS, FEATURES = "input_ids", "input_features"
-_PIXELS, _SAMPLES = "pixel_values", "input_values"
+PIXELS, _SAMPLES = "pixel_values", "input_values"
 MOST_TOKENS = 2048
 """Tokens of a sequence where no length is given, or as many as the model has positions."""
 _AUDIO = 160_000
@@ -44,7 +44,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
     Args:
         model_class: A class of transformers.
         config: Its configuration.
-        size: Samples, and how long each is; without it one of a usual length.
+        size: Samples, and how long each is; without it one of a usual length. The side of images is the configuration's.
         trains: Whether the model has to give a loss.
 
     Raises:
@@ -56,6 +56,7 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
     main = model_class.main_input_name
     tensors: dict[str, RandomTensor] = {}
     constants: dict[str, Any] = {}
+    shape = None
     if main == TOKENS:
         length = _within(model_class, length, positions_of(config))
         tensors[TOKENS] = RandomTensor((samples, length), _text(config).vocab_size)
@@ -65,26 +66,27 @@ def inputs_of(model_class: Any, config: Any, size: BatchSize | None, *, trains: 
     elif main == _SAMPLES:
         length = length or _AUDIO
         tensors[_SAMPLES] = RandomTensor((samples, length))
-    elif main == _PIXELS:
-        if length is not None:
-            raise ModelError(f"images of {model_class.__name__} have its own size: write {samples} for the batch")
-        tensors[_PIXELS] = _images(config, samples)
+    elif main == PIXELS:
+        tensors[PIXELS] = _images(config, samples, f"write {samples}x224 for the batch")
+        # The length is a side, which the configuration has.
+        length, shape = None, by_sides(tensors[PIXELS].shape[1:])
     else:
         raise ModelError(f"{model_class.__name__} takes {main}, of which nothing is known here; {WRITE}")
-    others = sorted({_PIXELS, FEATURES, _SAMPLES} & taken.keys() - tensors.keys()) if main == TOKENS else []
+    others = sorted({PIXELS, FEATURES, _SAMPLES} & taken.keys() - tensors.keys()) if main == TOKENS else []
     if others and "return_loss" not in taken:
         raise ModelError(
             f"{model_class.__name__} takes {', '.join(others)} beside texts, in parts that follow none; {WRITE}"
         )
-    if "return_loss" in taken and _PIXELS in taken:
+    if "return_loss" in taken and PIXELS in taken:
         # Pairs of texts and images.
-        tensors[_PIXELS] = _images(config, samples)
+        tensors[PIXELS] = _images(config, samples, WRITE)
         constants["return_loss"] = trains
     elif trains:
         tensors |= _labels(model_class, config, tensors[main], length, taken)
     elif getattr(config, "is_encoder_decoder", False) and main in (TOKENS, FEATURES) and length is not None:
         tensors["decoder_input_ids"] = RandomTensor((samples, length), _text(config).vocab_size)
-    return Inputs(BatchSize(samples, length), {**tensors, **constants})
+    written = BatchSize(samples, length) if shape is None else size or BatchSize(samples)
+    return Inputs(written, {**tensors, **constants}, shape)
 
 
 def _text(config: Any) -> Any:
@@ -114,12 +116,17 @@ def _within(model_class: Any, length: int | None, positions: int | None) -> int:
     return length
 
 
-def _images(config: Any, samples: int) -> RandomTensor:
-    seen = getattr(config, "vision_config", config)
+def vision_part(config: Any) -> Any:
+    """Return a configuration's part about images."""
+    return getattr(config, "vision_config", config)
+
+
+def _images(config: Any, samples: int, mend: str) -> RandomTensor:
+    seen = vision_part(config)
     size = getattr(seen, "image_size", None)
     sides = (size, size) if isinstance(size, int) else size
     if not isinstance(sides, (list, tuple)) or len(sides) != 2:
-        raise ModelError(f"the configuration of {type(config).__name__} does not say how large images are; {WRITE}")
+        raise ModelError(f"the configuration of {type(config).__name__} does not say how large images are; {mend}")
     return RandomTensor((samples, getattr(seen, "num_channels", 3), *sides))
 
 

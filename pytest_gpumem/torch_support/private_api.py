@@ -371,8 +371,7 @@ def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[o
     """
     import torch
 
-    name = "_engine_run_backward"
-    original = getattr(torch.autograd, name, None)
+    original = getattr(torch.autograd, _ENGINE_RUN, None)
     if original is None:
         yield
         return
@@ -382,8 +381,18 @@ def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[o
         with around(roots):
             return original(roots, *args, **kwargs)
 
-    with replaced(torch.autograd, name, run):
+    with replaced(torch.autograd, _ENGINE_RUN, run):
         yield
+
+
+_ENGINE_RUN = "_engine_run_backward"
+
+
+def engine_run_is_seen() -> bool:
+    """Return whether `engine_run_within` has an effect: a release may lack the name that it replaces."""
+    import torch
+
+    return hasattr(torch.autograd, _ENGINE_RUN)
 
 
 def replace_python_of_backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -89,6 +90,7 @@ def test_json_has_every_figure_in_bytes_and_why_there_is_none():
     assert [(one["fits"], one["why_not"]) for one in small["configs"]] == [(False, None), (None, "it has no bfloat16")]
     (told,) = plain["recommended"]
     assert (told["config"], told["device"], told["phase"]) == ("fp32", "H100 80GB", "backward")
+    assert (told["made_of_bytes"], "peak_allocated" in told) == (10 * GB, False)
     assert told["made_of"][1] == {
         "category": "parameter",
         "bytes": 2 * GB,
@@ -110,11 +112,34 @@ def test_a_device_with_times_has_savings_and_costs_in_each_format():
     assert "| `bf16` | 6.00 GB | +50.0 % | 100.00 ms | -50.0 % | free | \\* |" in markdown(found)
 
 
+def in_terminal(found):
+    return "\n".join(lines(found))
+
+
+def as_json(found):
+    return to_json(found, 0)
+
+
+@pytest.mark.parametrize("render", [in_terminal, as_json, markdown, html])
+def test_every_format_has_each_warning_of_the_runs_once(render):
+    slow, other = "transformers: the slow path is taken", "UserWarning: no gradients"
+    shown = render(advice(replace(LARGE, warnings=(slow,)), replace(SMALL, warnings=(slow, other))))
+    assert (shown.count(slow), shown.count(other)) == (1, 1)
+    assert shown.index(LARGE.name) < shown.index(slow)
+
+
+@pytest.mark.parametrize("render", [in_terminal, as_json, markdown, html])
+def test_every_format_has_the_attention_implementation(render):
+    with_attention = render(replace(advice(LARGE), attention="eager and sdpa"))
+    assert with_attention.count("eager and sdpa") == 1
+    assert "attention: " not in render(advice(LARGE)).replace('"attention": null', "")
+
+
 @pytest.mark.parametrize("render", [markdown, html])
 def test_no_text_takes_effect(render):
     text = "<img src=x onerror=alert(1)> @someone [a](http://a.example) | `\n::error::x"
     peak = Composition(GB, (Row("activation", GB, "<b>module</b>"),), notes=(text,))
-    hostile = DeviceTrials(text, 8 * GB, (Tried(FP32, GB),), Tried(FP32, GB), text)
+    hostile = DeviceTrials(text, 8 * GB, (Tried(FP32, GB),), Tried(FP32, GB), text, warnings=(text,))
     shown = render(advice(hostile, subject=text, explanation=Explanation(peak)))
     assert "<img" not in shown
     assert "<b>module" not in shown

@@ -12,6 +12,7 @@ import pytest
 from tests.alive import is_alive, wait_until_ended
 
 MODELS = """
+import logging
 import os
 import pathlib
 import time
@@ -38,6 +39,23 @@ def mean_square(output, batch):
 def make():
     print("on", torch.cuda.get_device_name(), DEVICE.type, os.environ["GPUMEM_EMULATED"])
     return torch.nn.Sequential(*(Block() for _ in range(4))), torch.randn(4096, 512, device=DEVICE), mean_square
+
+
+class Config:
+    def __init__(self):
+        self._attn_implementation_internal = "eager"
+
+
+class Attention(torch.nn.Identity):
+    def __init__(self):
+        super().__init__()
+        self.config = Config()
+
+
+def make_with_attention_and_a_warning():
+    logging.getLogger("a_library").warning("the fast path is not available")
+    model, *others = make()
+    return torch.nn.Sequential(model, Attention()), *others
 
 
 def make_none():
@@ -95,6 +113,13 @@ def test_a_function_is_measured_on_each_card_as_a_program_is_there(processes, on
         assert (by_card[card]["peak_allocated"], by_card[card]["peak"]) == (allocated, reserved)
         # The card's own memory is the limit.
         assert by_card[card]["fits"] is True
+
+
+def test_warnings_and_the_attention_come_back_from_forks(processes):
+    words = ("own:make_with_attention_and_a_warning", "--config", "fp32", "--device=emulated:l4", "--format", "json")
+    plain = json.loads(processes.gpumem("advise", *words, gpu="l4").stdout)
+    assert plain["warnings"] == ["a_library: the fast path is not available"]
+    assert plain["attention"] == "eager"
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,35 @@ def test_a_program_is_ended_after_so_many_steps_and_backward_is_told_by_the_line
     assert lacks["ran_out"]["wanted"] in (16 * MIB, 32 * MIB)
 
 
+INFERS = """
+import contextlib, sys
+import torch
+
+layers = 1 if "outputs" in sys.argv else 8
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.ReLU()) for _ in range(layers))).cuda()
+inputs, kept = torch.ones(4096, 1024, device="cuda"), []
+if "optimizer" in sys.argv:
+    optimizer = torch.optim.SGD(model.parameters())
+if "backward" in sys.argv:
+    model(inputs).sum().backward()
+with torch.no_grad() if "no_grad" in sys.argv else contextlib.nullcontext():
+    for _ in range(1000):
+        kept.append(model(inputs))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "noted"),
+    [("plain", True), ("optimizer", False), ("backward", False), ("no_grad", False), ("outputs", False)],
+)
+def test_graphs_that_fill_the_card_of_a_program_without_backward_are_noted(fit, how, noted):
+    done = fit(
+        INFERS, "--device", "2GB", program=("program.py", how), PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False"
+    )
+    assert done.stdout.splitlines()[-1].startswith("fits none"), done.stdout + done.stderr
+    assert ("run it under torch.no_grad()" in done.stdout) == noted
+
+
 def test_a_program_that_fails_by_itself_is_an_error_with_what_it_said(fit):
     done = fit(BLOCK + "block(1)\nraise ValueError('no data')\n", "--device", "2GB", "--device", "3GB")
     assert done.returncode == 2

@@ -631,7 +631,7 @@ def test_a_step_under_vmap_that_keeps_bytes_has_lines_holders_and_shapes(recorde
     explanation, done = explain(recorder.device, recorder.sites, recorder.subject({"step": step}, rows), expected)
     (kept,) = explanation.retained.rows
     assert (kept.nbytes, kept.tensor, kept.operator) == (32768, "float32[64, 128]", "exp")
-    assert [holder.endswith("Keeping.kept[...]") for holder in explanation.holders] == [True]
+    assert [holder.path.endswith("Keeping.kept[...]") for holder in explanation.holders] == [True]
     assert len(done.timeline.following) == FOLLOWING_STEPS
     assert done.kept_by_profiler == 0
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+
+import pytest
 
 from pytest_gpumem.emulated_process.usage import RanOut
 from pytest_gpumem.emulation.gpus import emulated_gpu
@@ -129,6 +132,14 @@ def test_segments_that_could_grow_already_or_not_at_all_are_noted():
     own = fit("l4", FitOutcome.OUT_OF_MEMORY, GB, Found(FitOutcome.OUT_OF_MEMORY, 1, devices=1))
     (note,) = details([own], CWD)[1:]
     assert note.startswith("note: L4: expandable segments were not tried: the program has settings of its own")
+
+
+@pytest.mark.parametrize(("without_tensor", "said"), [(5 * GB, 1), (4 * GB, 0), (None, 0)])
+def test_graphs_of_gradients_are_noted_if_a_quarter_of_memory_is_no_tensors(without_tensor, said):
+    ran_out = replace(RAN_OUT, without_tensor=without_tensor)
+    one = fit("l4", FitOutcome.OUT_OF_MEMORY, ran_out=ran_out)
+    notes = [line for line in details([one], CWD) if line.startswith("note: L4: graphs of gradients can be")]
+    assert len(notes) == said
 
 
 def test_progress_is_a_phrase():

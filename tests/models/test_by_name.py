@@ -44,6 +44,12 @@ OF_BOTH = {
 }
 T5 = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "pad_token_id": 0}
 SOUNDS = {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_conv_pos_embeddings": 16}
+SEGFORMER = {
+    "hidden_sizes": [8] * 4,
+    "depths": [1] * 4,
+    "num_attention_heads": [1] * 4,
+    "decoder_hidden_size": 16,
+}
 CLASSES = {
     "LlamaForCausalLM": ("llama", {**SIZES, **TOKENS}),
     "GPT2LMHeadModel": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 512, "n_positions": 64}),
@@ -85,6 +91,32 @@ def test_a_class_gets_a_batch_that_it_has_a_loss_of(tmp_path, name):
     loss = model.build(torch.float32)(**model.batch()).loss
     assert loss.shape == ()
     assert loss.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "values"),
+    [
+        ("ViTForImageClassification", "vit", {**SIZES, **IMAGES}),
+        ("DeiTForImageClassification", "deit", {**SIZES, **IMAGES, "image_size": [32, 64]}),
+        # Their configurations say nothing of a size.
+        ("ResNetForImageClassification", "resnet", {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]}),
+        ("SegformerForSemanticSegmentation", "segformer", SEGFORMER),
+    ],
+)
+def test_a_model_of_images_takes_those_of_the_side_that_the_batch_has(tmp_path, name, model_type, values):
+    model = named_model(written(tmp_path, name, model_type, values), BatchSize(2, 96), TRAINING)
+    assert model.title.endswith("batch 2 of 3x96x96")
+    assert model.inputs.size == BatchSize(2, 96)
+    batch = model.batch()
+    assert batch["pixel_values"].shape == (2, 3, 96, 96)
+    assert model.build(torch.float32)(**batch).loss.requires_grad
+
+
+def test_without_a_side_images_have_the_shape_of_the_configuration(tmp_path):
+    values = {**SIZES, **IMAGES, "image_size": [32, 64]}
+    model = named_model(written(tmp_path, "ViTForImageClassification", "vit", values), BatchSize(2), TRAINING)
+    assert model.title.endswith("batch 2 of 3x32x64")
+    assert model.inputs.size == BatchSize(2)
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration", "CLIPModel", "BertModel"])
@@ -371,9 +403,9 @@ def test_what_is_no_size_is_refused(text):
             "has 512 positions, and the batch has",
         ),
         (
-            {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
-            BatchSize(8, 9),
-            "have its own size: write 8 for the batch",
+            {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]},
+            BatchSize(8),
+            "does not say how large images are; write 8x224 for the batch",
         ),
         (
             {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7},

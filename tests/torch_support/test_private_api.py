@@ -616,6 +616,12 @@ def test_a_script_runs_within_a_context_and_tells_which_lists_it_makes_of_tensor
     assert seen == [(["List[int]"], 1), ([], 1)]
 
 
+def test_a_release_without_the_name_of_the_engines_run_says_so(monkeypatch):
+    assert private_api.engine_run_is_seen()
+    monkeypatch.delattr(torch.autograd, "_engine_run_backward")
+    assert not private_api.engine_run_is_seen()
+
+
 # What autograd saved
 
 
