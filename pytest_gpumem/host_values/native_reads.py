@@ -38,9 +38,10 @@ _NOTED = frozenset(
     {"_local_scalar_dense", "item", "is_nonzero", "_to_copy", "_to_cpu", "copy_", "_copy_from", "_foreach_copy_"}
 )
 """Operators that copy to the host. The mode notes what they read, or the host's tensors that they write."""
-_ANSWERS = {"normal": 1, "_linalg_check_errors": 0, "histc": 0}
-"""The number that C++ reads in operators whose memory does not depend on it: whether deviations and decompositions are valid,
-and the limits of a histogram. Any other operator's read of unknown values is told."""
+_ANSWERS = {"normal": 1, "_linalg_check_errors": 0, "histc": 0, "_grouped_mm": 0}
+"""The number that C++ reads in operators whose memory does not depend on it: whether deviations and decompositions are valid, the
+limits of a histogram, and where the groups of a product end, in a result of a known size. Any other operator's read of unknown
+values is told."""
 _kept: list[object] = []
 """The callback of C++, kept for as long as the process."""
 
