@@ -67,6 +67,10 @@ NOT_COMPARED = {
     ("docs/guide/which-change.md", "Memory regressed: peak 288.85 MB"): INDEX,
     ("docs/reference.md", "$ gpumem doctor"): "tells of this machine; tests/test_doctor.py",
     ("docs/reference.md", "$ gpumem fit"): EMULATED,
+    (
+        "docs/reference.md",
+        "gpumem: tests/test_gpt.py::test_block: renamed?",
+    ): "one line, wrapped; tests/test_renamed_tests.py",
 }
 """Why a block of output with a line that begins so is not compared with a run."""
 

@@ -101,7 +101,7 @@ def test_a_script_is_gated_against_its_baseline(script, project):
 
     wide = script("--gpumem-baseline", "--", "wide")
     assert wide.returncode == 1
-    assert "parameters" in wide.stdout.partition("what grew")[2]
+    assert "was float32[256, 64], now float32[384, 96]" in wide.stdout.partition("what grew")[2]
     assert "parameters 74.21 k, were 33.09 k" in wide.stdout
 
 

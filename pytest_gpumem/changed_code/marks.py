@@ -101,7 +101,8 @@ class ChangedCode:
     def _moved(self, line: str, new: Sequence[str]) -> Sequence[str]:
         """Return the old file that a new file was moved from; empty if the file was not moved."""
         name = PurePosixPath(file_and_line(line)[0].partition(": ")[2] or file_and_line(line)[0]).name
-        removed = [file for file in self.old.neighbours(line) if not self.new.lines(file)]
+        listed = {*self.new.neighbours(line)}
+        removed = [file for file in self.old.neighbours(line) if file not in listed and not self.new.lines(file)]
         removed.sort(key=lambda file: PurePosixPath(file_and_line(file)[0]).name != name)
         mine = _texts(new)
         best: Sequence[str] = []

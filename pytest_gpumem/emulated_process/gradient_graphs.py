@@ -12,6 +12,7 @@ import torch
 
 from pytest_gpumem.torch_support.private_api import engine_run_is_seen, engine_run_within, outside_torch_function
 from pytest_gpumem.torch_support.reachability import alive
+from pytest_gpumem.torch_support.static_access import named_variables_of, tensor_property
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,14 +49,17 @@ class BackwardWatch:
         objects = gc.get_objects()
         referred = {*map(id, gc.get_referents(*objects)), *map(id, _locals())}
         with outside_torch_function():
+            # By the class's own methods: a subclass may have code of its own for these.
             tensors = [
-                one
-                for one in objects
-                if issubclass(type(one), torch.Tensor) and one.is_cuda and one.get_device() == device
+                value
+                for value in objects
+                if issubclass(type(value), torch.Tensor)
+                and tensor_property(value, "is_cuda")
+                and torch.Tensor.get_device(value) == device
             ]
-            if all(one.grad_fn is None for one in tensors):
+            if all(tensor_property(tensor, "grad_fn") is None for tensor in tensors):
                 return None
-            storages = [one.untyped_storage() for one in tensors if id(one) in referred]
+            storages = [torch.Tensor.untyped_storage(tensor) for tensor in tensors if id(tensor) in referred]
             held: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return max(0, allocated - sum(held.values()))
 
@@ -65,4 +69,4 @@ def _locals() -> Iterator[object]:
     for thread in sys._current_frames().values():  # noqa: SLF001 -- the interpreter's, documented
         for frame, _ in walk_stack(thread):
             if frame.f_globals is not globals():
-                yield from frame.f_locals.values()
+                yield from named_variables_of(frame).values()

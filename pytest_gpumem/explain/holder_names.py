@@ -29,7 +29,8 @@ def is_ours(value: object) -> bool:
     Its globals tell, because it takes over the name and the module of the other one.
     """
     package = __name__.partition(".")[0]
-    return is_a(value, types.FunctionType) and str(value.__globals__.get("__name__")).partition(".")[0] == package
+    name = dict.get(value.__globals__, "__name__") if is_a(value, types.FunctionType) else None
+    return type(name) is str and name.partition(".")[0] == package
 
 
 def context_variable_text(node: object, value: object) -> str | None:
@@ -39,7 +40,7 @@ def context_variable_text(node: object, value: object) -> str | None:
         node: Any object. A context keeps values, each before its variable, in nodes of a tree, whose class has no public name.
         value: What the variable has.
     """
-    if not type(node).__name__.startswith("hamt_"):
+    if not class_name(type(node)).startswith("hamt_"):
         return None
     pairs = itertools.pairwise(gc.get_referents(node))
     names = (variable.name for one, variable in pairs if one is value and type(variable) is contextvars.ContextVar)

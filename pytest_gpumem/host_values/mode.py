@@ -54,7 +54,7 @@ from pytest_gpumem.torch_support.private_api import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from pytest_gpumem.values.option_words import Routing
 
@@ -269,15 +269,20 @@ class HostValues(TorchDispatchMode):
     def _run_functions(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run an operator that takes functions (`torch.cond`) beneath this mode, and its functions within."""
 
-        def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        def within(argument: Any) -> Any:
+            if isinstance(argument, tuple):  # of a mask: its sizes, its blocks and its function
+                return tuple(map(within, argument))
+            if not callable(argument):
+                return argument
+
+            # A function may be a module: the compiler makes one of it.
             def run(*given: Any, **more: Any) -> Any:
                 with self:
-                    return function(*given, **more)
+                    return argument(*given, **more)
 
             return run
 
-        # A function may be a module: the compiler makes one of it.
-        result = func(*(within(argument) if callable(argument) else argument for argument in args), **named)
+        result = func(*map(within, args), **{name: within(argument) for name, argument in named.items()})
         for tensor in tensors_among((result,)):
             if is_ordinary(type(tensor)) and self.is_unknown(tensor):
                 self.note_unknown(tensor)

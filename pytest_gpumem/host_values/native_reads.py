@@ -39,9 +39,11 @@ _NOTED = frozenset(
 )
 """Operators that copy to the host. The mode notes what they read, or the host's tensors that they write."""
 _ANSWERS = {"normal": 1, "_linalg_check_errors": 0, "histc": 0, "_grouped_mm": 0}
-"""The number that C++ reads in operators whose memory does not depend on it: whether deviations and decompositions are valid, the
-limits of a histogram, and where the groups of a product end, in a result of a known size. Any other operator's read of unknown
-values is told."""
+"""The number that C++ reads in operators whose memory does not depend on it.
+
+It says whether deviations and decompositions are valid, the limits of a histogram, and where the groups of a product end, in a
+result of a known size. Any other operator's read of unknown values is told.
+"""
 _kept: list[object] = []
 """The callback of C++, kept for as long as the process."""
 
@@ -155,8 +157,10 @@ def _dispatched() -> tuple[Operator | None, tuple[Any, ...]]:
     for frame in _our_frames():
         if frame.f_code.co_filename != values_mode.__file__:
             break
-        if frame.f_code.co_name == values_mode.HostValues.__torch_dispatch__.__name__:
-            return frame.f_locals["operator"], frame.f_locals["args"]
+        seen = frame.f_locals
+        # An operator that takes functions, such as `torch.cond`, is run before it is looked up.
+        if frame.f_code.co_name == values_mode.HostValues.__torch_dispatch__.__name__ and "operator" in seen:
+            return seen["operator"], seen["args"]
     return None, ()
 
 

@@ -498,6 +498,7 @@ def test_a_recording_that_failed_leaves_no_snapshot_of_the_one_before(cuda, devi
 def test_a_snapshot_that_cannot_be_written_is_an_error_of_the_system(cuda, device, tmp_path):
     with device.recorded([]):
         pass
+    (tmp_path / "no folder").write_text("a file", encoding="utf-8")
     with pytest.raises(OSError, match="no folder"):
         device.keep_snapshot(tmp_path / "no folder" / "it.snapshot.pickle")
 

@@ -4,6 +4,7 @@
    `setenv` had freed, and crashed with what a compiler had loaded. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,7 +28,8 @@ static void *device; /* the descriptor of the GPU's properties */
 
 static void receive(void *to, size_t bytes) {
     while (bytes) {
-        ssize_t got = recv(PLANNER_SOCKET, to, bytes, MSG_WAITALL);
+        ssize_t got = recv(PLANNER_SOCKET, to, bytes, 0);
+        if (got < 0 && errno == EINTR) continue;
         if (got <= 0) _exit(0); /* the other process has ended */
         to = (char *)to + got;
         bytes -= (size_t)got;
@@ -36,6 +38,7 @@ static void receive(void *to, size_t bytes) {
 static void give(const void *from, size_t bytes) {
     while (bytes) {
         ssize_t given = send(PLANNER_SOCKET, from, bytes, MSG_NOSIGNAL);
+        if (given < 0 && errno == EINTR) continue;
         if (given <= 0) _exit(0);
         from = (const char *)from + given;
         bytes -= (size_t)given;

@@ -28,8 +28,7 @@ enum { PLANNER_ENDED = 4000 }; /* CUDNN_STATUS_INTERNAL_ERROR */
 static char path[4096];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* one request at a time */
 static int to_planner = -1;
-static pid_t owner;           /* the process that started the planner: a fork of it needs one of its own */
-static int generation = 1;    /* handles are of one planner */
+static int generation = 1; /* handles are of one planner */
 
 /* To be called before torch is loaded. */
 void gpumem_use_cudnn(const char *library) { snprintf(path, sizeof path, "%s", library); }
@@ -83,6 +82,13 @@ static void leave_planner(void) {
     to_planner = -1;
     generation++;
 }
+static void take_lock(void) { pthread_mutex_lock(&lock); }
+static void give_lock(void) { pthread_mutex_unlock(&lock); }
+/* The planner answers the process that started it, whose handles mean nothing to another. */
+static void leave_in_fork(void) {
+    leave_planner();
+    give_lock();
+}
 
 static int start_planner(void) {
     char program[4096];
@@ -97,9 +103,8 @@ static int start_planner(void) {
     posix_spawn_file_actions_destroy(&actions);
     close(ends[1]);
     if (failed) { close(ends[0]); return 1; }
-    waitpid(started, NULL, 0); /* it ends at once, and its child goes on */
+    while (waitpid(started, NULL, 0) < 0 && errno == EINTR) {} /* it ends at once, and its child goes on */
     to_planner = ends[0];
-    owner = getpid();
     return 0;
 }
 
@@ -114,7 +119,7 @@ static int exchange(Request asked, const void *values, Answer *answer, void *int
 static int64_t opened(void) {
     static int64_t release;
     char text[sizeof path + 2048];
-    if (to_planner >= 0 && owner == getpid()) return release;
+    if (to_planner >= 0) return release;
     leave_planner();
     if (!*path || start_planner()) return 0;
     size_t length = strlen(path) + 1;
@@ -130,10 +135,8 @@ static int64_t opened(void) {
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int first_release;
-static void take_lock(void) { pthread_mutex_lock(&lock); }
-static void give_lock(void) { pthread_mutex_unlock(&lock); }
 static void open_first(void) {
-    pthread_atfork(take_lock, give_lock, give_lock);
+    pthread_atfork(take_lock, give_lock, leave_in_fork);
     take_lock();
     first_release = (int)opened();
     give_lock();
@@ -146,12 +149,20 @@ int gpumem_cudnn_release(void) {
 static int64_t number_of(const void *real) { return (int64_t)real & 0xffffffffffff; }
 static int is_current(const void *real) { return real && (int64_t)real >> 48 == (generation & 0x7fff); }
 
-/* Asks the planner, and raises an error of torch where it has ended: another plan than its first would be another figure. */
-static int ask(Request asked, const void *values, Answer *answer, void *into, size_t room) {
-    int failed;
+/* Asks the planner about a descriptor, or for one where `real` is NULL: 1 where the planner has ended, or is another than the one
+   that has the descriptor. To be called with the lock. */
+static int ask_locked(Request asked, void *real, const void *values, Answer *answer, void *into, size_t room) {
+    if (!opened() || (real && !is_current(real))) return 1;
+    asked.handle = number_of(real);
+    if (!exchange(asked, values, answer, into, room)) return 0;
+    leave_planner();
+    return 1;
+}
+
+/* The same, which raises an error of torch: another plan than the first one that it gives would be another figure. */
+static int ask(Request asked, void *real, const void *values, Answer *answer, void *into, size_t room) {
     take_lock();
-    failed = !opened() || exchange(asked, values, answer, into, room);
-    if (failed) leave_planner();
+    int failed = ask_locked(asked, real, values, answer, into, room);
     give_lock();
     if (!failed) return answer->status;
     gpumem_raise("the real cuDNN, which plans convolutions for the emulated GPU in a process of its own, ended that process");
@@ -160,13 +171,13 @@ static int ask(Request asked, const void *values, Answer *answer, void *into, si
 
 static int set(void *real, int name, int type, int64_t count, const void *values, size_t bytes) {
     Answer answer;
-    Request asked = {.what = SET, .name = name, .type = type, .handle = number_of(real), .count = count, .bytes = (int64_t)bytes};
-    return ask(asked, values, &answer, NULL, 0);
+    Request asked = {.what = SET, .name = name, .type = type, .count = count, .bytes = (int64_t)bytes};
+    return ask(asked, real, values, &answer, NULL, 0);
 }
 
 static int create(int type, void **real) {
     Answer answer;
-    int status = ask((Request){.what = CREATE, .type = type}, NULL, &answer, NULL, 0);
+    int status = ask((Request){.what = CREATE, .type = type}, NULL, NULL, &answer, NULL, 0);
     if (!status) *real = (void *)(answer.number | (int64_t)(generation & 0x7fff) << 48);
     return status;
 }
@@ -175,14 +186,17 @@ void gpumem_really_destroy(void *real) {
     Answer answer;
     take_lock();
     /* A planner that has ended took its descriptors with it. This must not raise. */
-    if (is_current(real) && to_planner >= 0 && owner == getpid()
-        && exchange((Request){.what = DESTROY, .handle = number_of(real)}, NULL, &answer, NULL, 0)) leave_planner();
+    if (to_planner >= 0 && is_current(real)) ask_locked((Request){.what = DESTROY}, real, NULL, &answer, NULL, 0);
     give_lock();
 }
 
+/* Handles are freed also where an error of torch unwinds this code. */
+static void free_handles(int64_t **handles) { free(*handles); }
+#define HANDLES __attribute__((cleanup(free_handles))) int64_t *
+
 static int set_descriptors(void *real, const Attribute *attribute) {
     Descriptor **ours = attribute->values;
-    int64_t *handles = calloc((size_t)attribute->count + 1, sizeof *handles);
+    HANDLES handles = calloc((size_t)attribute->count + 1, sizeof *handles);
     int status = 0;
     if (!handles) abort();
     for (int64_t i = 0; i < attribute->count && !status; i++) {
@@ -191,7 +205,6 @@ static int set_descriptors(void *real, const Attribute *attribute) {
         handles[i] = number_of(ours[i]->real);
     }
     if (!status) status = set(real, attribute->name, DESCRIPTOR, attribute->count, handles, 8 * (size_t)attribute->count);
-    free(handles);
     return status;
 }
 
@@ -204,7 +217,7 @@ static int fill(void *real, const Descriptor *descriptor) {
     }
     Answer answer;
     if (status) return status;
-    return ask((Request){.what = FINALIZE, .type = descriptor->type, .handle = number_of(real)}, NULL, &answer, NULL, 0);
+    return ask((Request){.what = FINALIZE, .type = descriptor->type}, real, NULL, &answer, NULL, 0);
 }
 
 /* Make the same of a descriptor and of all that it refers to, unless that has been done. */
@@ -222,10 +235,10 @@ int gpumem_really_finalize(Descriptor *descriptor) {
 static int get(const Descriptor *descriptor, int name, int type, int64_t wanted, int64_t *found, void *values, size_t bytes) {
     Answer answer;
     Request asked = {
-        .what = GET, .name = name, .type = type, .has_values = values != NULL,
-        .handle = number_of(descriptor->real), .count = wanted, .bytes = values ? (int64_t)bytes : 0,
+        .what = GET, .name = name, .type = type, .has_values = values != NULL, .count = wanted,
+        .bytes = values ? (int64_t)bytes : 0,
     };
-    int status = ask(asked, values, &answer, values, bytes);
+    int status = ask(asked, descriptor->real, values, &answer, values, bytes);
     if (found && !status) *found = answer.number;
     return status;
 }
@@ -236,7 +249,7 @@ int gpumem_really_get(Descriptor *descriptor, int name, int type, int64_t wanted
     if (type != DESCRIPTOR || !values)
         return get(descriptor, name, type, wanted, found, values, (size_t)wanted * gpumem_cudnn_width(type));
     Descriptor **ours = values;
-    int64_t *handles = calloc((size_t)wanted + 1, sizeof *handles);
+    HANDLES handles = calloc((size_t)wanted + 1, sizeof *handles);
     int status = 0;
     if (!handles) abort();
     for (int64_t i = 0; i < wanted && !status; i++) {
@@ -244,6 +257,5 @@ int gpumem_really_get(Descriptor *descriptor, int name, int type, int64_t wanted
         handles[i] = number_of(ours[i]->real);
     }
     if (!status) status = get(descriptor, name, type, wanted, found, handles, 8 * (size_t)wanted);
-    free(handles);
     return status;
 }
