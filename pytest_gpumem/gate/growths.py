@@ -251,7 +251,10 @@ def _alternatives_of_peak(verdict: Verdict, held: Mapping[Place, Place]) -> tupl
 
 
 def proven(growths: Sequence[Explained], causes: Sequence[Place]) -> list[Explained]:
-    """Return growths without alternatives that have a single line, or a single line that is a cause of another growth."""
+    """Return growths without alternatives that have a single line that is a cause of another growth.
+
+    A single alternative proves nothing, because smaller rows may have grown instead.
+    """
     named: dict[Place | str, set[Growth]] = defaultdict(set)
     for place in causes:
         named[place.line or place] |= {explained.growth for explained in growths if explained.at(place) > 0}
@@ -264,8 +267,7 @@ def _proven(explained: Explained, named: Mapping[Place | str, set[Growth]]) -> E
         lines: dict[Place | str, list[tuple[Place, Part]]] = defaultdict(list)
         for place, part in alternatives.parts.items():
             lines[place.line or place].append((place, part))
-        causes = [line for line in lines if named.get(line, set()) - {explained.growth}]
-        proven_lines = [*lines] if len(lines) == 1 else causes
+        proven_lines = [line for line in lines if named.get(line, set()) - {explained.growth}]
         if len(proven_lines) == 1:
             parts.append(_at_line(lines[proven_lines[0]]))
         else:

@@ -228,10 +228,20 @@ def test_what_other_tests_do_not_name_leaves_the_alternatives_open():
     assert [one.lines for one in found.unproven] == [("model.py:38", "model.py:60")]
 
 
-def test_rows_of_one_line_are_a_cause_whichever_of_them_grew():
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_a_single_line_is_no_cause_because_smaller_rows_may_have_grown(tensors):
+    rows = [replace(SCORES, tensor=f"float32[8, {number}, 256]") for number in range(tensors)]
+    found = causes_of([one_of("test_a", *rows)])
+    assert found.causes == ()
+    assert cause_notes(CausesOf(found, 1), "si") == [
+        "not certain: model.py:38: peak allocated +6.00 MB in 1 test: test_it.py::test_a"
+    ]
+
+
+def test_rows_of_one_line_are_a_cause_if_the_line_is_one_in_another_test():
     other = replace(SCORES, tensor="float32[8, 1, 256]")
-    found = causes_of([one_of("test_a", other, SCORES)])
-    assert told(found) == [(("model.py:38",), 1, 6 * MB)]
+    found = causes_of([one_of("test_a", other, SCORES), regressed("test_b", (SCORES, 9 * MB))])
+    assert told(found) == [(("model.py:38",), 2, 15 * MB)]
     assert found.unproven == ()
 
 
@@ -253,8 +263,11 @@ def test_a_growth_that_is_partly_open_is_not_explained_by_its_remaining_bytes():
 
 def test_rows_of_one_line_in_several_modules_are_a_cause_without_a_module():
     in_package = replace(SCORES, library="lib 1.0: norm.py:7")
-    found = causes_of([one_of("test_a", in_package, replace(in_package, module="blocks.*.mlp"))])
-    assert [(cause.lines, cause.module) for cause in found.causes] == [(("lib 1.0: norm.py:7",), "")]
+    certain = regressed("test_b", (replace(in_package, module=""), 9 * MB))
+    found = causes_of([one_of("test_a", in_package, replace(in_package, module="blocks.*.mlp")), certain])
+    assert [(cause.lines, cause.module, len(cause.tests)) for cause in found.causes] == [
+        (("lib 1.0: norm.py:7",), "", 2)
+    ]
 
 
 def test_more_operators_at_the_line_of_an_alternative_decide_for_it():

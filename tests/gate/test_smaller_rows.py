@@ -130,6 +130,14 @@ def test_a_row_that_grew_among_the_smaller_ones_is_one_of_those_that_may_have():
     assert (change.row.operator, change.alternatives) == (REST, (wider, first))
 
 
+def test_a_row_with_fewer_blocks_than_are_new_has_not_grown_alone():
+    old = row("old", 8 * MB, count=1)
+    new = [row(f"m{number}", (800 + 20 * number) * 1000, count=1) for number in range(11)]
+    (change,) = grown(*new, before=made_of(SCORES, old), listed=1).changes
+    assert (change.row.operator, change.nbytes) == (REST, 9_900_000)
+    assert change.alternatives == (old, new[-1])
+
+
 def test_baselines_of_older_versions_prove_less():
     older = as_older_versions(ATTENTION, 3)
     (change,) = difference(older, made_of(*ATTENTION.rows, LAST_HIDDEN)).changes
