@@ -233,14 +233,20 @@ def _with_changed_alternatives(change: Change, has_changed: Callable[[Row], bool
 
 
 def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str]]) -> Difference:
-    """Return a difference whose increases name a caller before the line that allocates.
+    """Return a difference whose increases and alternatives name a caller before the line that allocates.
 
     Args:
         difference: The difference.
         named: The lines to name for a row. Of several the first is named, and the reason says that it is one of them.
     """
 
+    def of_alternative(row: Row) -> Row:
+        lines = named(row)
+        # No reason can say that the line is one of several.
+        return replace(row, named=lines[0]) if len(lines) == 1 else row
+
     def with_name(one: Change) -> Change:
+        one = one._replace(alternatives=tuple(map(of_alternative, one.alternatives)))
         lines = named(one.after) if one.nbytes > 0 and one.after is not None else ()
         if one.after is None or not lines:
             return one

@@ -12,7 +12,7 @@ from pytest_gpumem.changed_code.statements import TwoVersions
 from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.values.composition import Row
+from pytest_gpumem.values.composition import REST, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 A_MEASUREMENT = Measurement("train_step", Workload("train_step"), Environment("cpu", "cpu"), {})
@@ -284,3 +284,22 @@ def test_bytes_at_a_changed_caller_come_after_those_at_a_changed_line_of_their_o
     more = with_changed_code(Verdict(A_MEASUREMENT, (), difference=replace(difference, after=400)), changed).difference
     assert [one.row.nbytes for one in more.changes] == [40, 400, 1000]
     assert [one.row.named for one in more.changes] == [CALLER, CALLER, ""]
+
+
+def test_alternatives_name_the_caller_that_changed(tmp_path):
+    changed = of_a_package(tmp_path, "site-packages/lib/model.py")
+    before, after = (Row("activation", nbytes, operator=REST) for nbytes in (100, 500))
+    alternatives = replace(THROUGH, nbytes=400), replace(THROUGH, nbytes=400, operator="other")
+    difference = Difference(100, 500, (Change(before, after, alternatives=alternatives),))
+    (change,) = with_changed_code(Verdict(A_MEASUREMENT, (), difference=difference), changed).difference.changes
+    assert [row.named for row in change.alternatives] == [CALLER, CALLER]
+
+
+def test_an_alternative_with_two_changed_callers_names_neither(tmp_path):
+    changed = of_a_package(tmp_path, "site-packages/lib/model.py", "train.py")
+    twice = replace(THROUGH, nbytes=400, callers=((CALLER,), (TRAIN,)))
+    assert len(changed.named(twice)) == 2
+    before, after = (Row("activation", nbytes, operator=REST) for nbytes in (100, 500))
+    difference = Difference(100, 500, (Change(before, after, alternatives=(twice, twice)),))
+    (change,) = with_changed_code(Verdict(A_MEASUREMENT, (), difference=difference), changed).difference.changes
+    assert [row.named for row in change.alternatives] == ["", ""]
