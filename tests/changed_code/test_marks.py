@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.changed_code.marks import ChangedCode, with_changed_code
+from pytest_gpumem.changed_code.marks import ChangedCode, with_changed_code, without_callers
 from pytest_gpumem.changed_code.sources import Folders
 from pytest_gpumem.changed_code.statements import TwoVersions
 from pytest_gpumem.gate.difference import Change, Difference
@@ -303,3 +303,11 @@ def test_an_alternative_with_two_changed_callers_names_neither(tmp_path):
     difference = Difference(100, 500, (Change(before, after, alternatives=(twice, twice)),))
     (change,) = with_changed_code(Verdict(A_MEASUREMENT, (), difference=difference), changed).difference.changes
     assert [row.named for row in change.alternatives] == ["", ""]
+
+
+def test_no_row_of_a_change_has_callers_once_the_changed_lines_are_named():
+    change = Change(THROUGH, replace(THROUGH, nbytes=16), alternatives=(THROUGH, THROUGH))
+    verdict = Verdict(A_MEASUREMENT, (), difference=Difference(8, 16, (change, Change(THROUGH, None))))
+    changes = without_callers(verdict).difference.changes
+    rows = [row for each in changes for row in (each.before, each.after, *each.alternatives) if row is not None]
+    assert [row.callers for row in rows] == [()] * 5
