@@ -185,7 +185,7 @@ class _Held(NamedTuple):
     holder: Place
     rows: tuple[Row, ...]
     is_again: bool
-    """Whether each step keeps such rows once more, so that the peak may have more of them than one step keeps."""
+    """True if each step keeps such rows once more. The peak may then have more of them than one step keeps."""
 
     def has(self, row: Row, nbytes: int) -> bool:
         """Return whether bytes of a row are tensors of the holder. A step finds what the step before it kept as an input."""
