@@ -51,7 +51,7 @@ from pytest_gpumem.step_config.config import (
     combinations,
 )
 from pytest_gpumem.units import parse_ratio, parse_size
-from pytest_gpumem.values.composition import CATEGORIES, CompositionError, row_from_text
+from pytest_gpumem.values.composition import CATEGORIES, REST, CompositionError, row_from_text
 from pytest_gpumem.values.module_calls import Calls
 from pytest_gpumem.values.option_words import UPDATE_MODES
 from tests.pages import FENCE, HEADING, PAGES, ROOT, SITE, blocks, read
@@ -330,6 +330,14 @@ REASONS = [
     ([], [activation("clone")]),
     ([activation(count=4)], [activation(count=4), activation("tanh", count=4)]),
     ([activation(count=24)], [activation(count=48)]),
+    (
+        [replace(activation(), nbytes=9000), Row("activation", 20, operator=REST, count=2)],
+        [
+            replace(activation(), nbytes=9000),
+            Row("activation", 10, site="a.py:1"),
+            Row("activation", 500, site="b.py:1"),
+        ],
+    ),
     ([activation(tensor="float32[2048, 512]")], [activation(tensor="float32[4096, 512]")]),
     ([activation(category="temporary")], [activation(count=2)]),
     ({"recomputed": {"blocks.*": 4}}, {"recomputed": {"blocks.*": 2}}),

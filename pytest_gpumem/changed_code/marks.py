@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from pytest_gpumem.changed_code.sources import Source
+    from pytest_gpumem.gate.difference import Change
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.values.operator_counts import Tally
     from pytest_gpumem.values.source_lines import Chain
@@ -145,14 +146,10 @@ def without_callers(verdict: Verdict) -> Verdict:
     measurement, difference = verdict.measurement, verdict.difference
     explanation = measurement.explanation
     counted = (tally.place for tallies in measurement.by_operator.values() for tally in tallies)
-    if explanation is None and not any(place.callers for place in counted):
+    if explanation is None and difference is None and not any(place.callers for place in counted):
         return verdict
     if difference is not None:
-        changes = (
-            change if change.after is None else change._replace(after=replace(change.after, callers=()))
-            for change in difference.changes
-        )
-        difference = replace(difference, changes=tuple(changes))
+        difference = replace(difference, changes=tuple(map(_change_without_callers, difference.changes)))
     return replace(
         verdict,
         measurement=replace(
@@ -163,6 +160,12 @@ def without_callers(verdict: Verdict) -> Verdict:
         difference=difference,
         count_changes=_without_callers(verdict.count_changes),
     )
+
+
+def _change_without_callers(change: Change) -> Change:
+    before, after = (None if row is None else replace(row, callers=()) for row in (change.before, change.after))
+    alternatives = tuple(replace(row, callers=()) for row in change.alternatives)
+    return change._replace(before=before, after=after, alternatives=alternatives)
 
 
 def _without_callers(counts: Mapping[str, tuple[Tally, ...]]) -> dict[str, tuple[Tally, ...]]:

@@ -108,19 +108,39 @@ class LeftByRun:
         )
 
     def joined_to(self, explanation: Explanation) -> Explanation:
-        """Return the explanation of the recorded run, with what the measured run left and the recorded one did not."""
-        besides = {path for holder in explanation.holders for path in (holder.path, *holder.alternatives)}
-        more = self.holders(besides)
+        """Return the explanation of the recorded run, with what the measured run left and the recorded one did not.
+
+        What the recorded run retained elsewhere may be the same leak, whose path differs or was not found. So only the bytes
+        beyond it are joined. A holder is a cache for certain only if all holders of the recorded run are known.
+        """
+        retained, recorded = explanation.retained, explanation.holders
+        besides = {path for holder in recorded for path in (holder.path, *holder.alternatives)} - {""}
+        is_known = all(holder.path for holder in recorded) and sum(map(_nbytes, recorded)) >= retained.total
+        measured = {*self.paths.values()}
+        left = sum(block.row.nbytes for address, block in self.blocks.items() if self.paths.get(address) not in besides)
+        left -= retained.total - sum(
+            holder.kept.total for holder in recorded if not measured.isdisjoint((holder.path, *holder.alternatives))
+        )
+        more = []
+        for holder in self.holders(besides):
+            nbytes = min(holder.kept.total, left)
+            if nbytes <= 0:
+                break
+            kept = holder.kept if nbytes == holder.kept.total else Composition(nbytes, (Row("other", nbytes),))
+            more.append(replace(holder, kept=kept, first_use=holder.first_use and is_known))
+            left -= nbytes
         if not more:
             return explanation
-        retained = explanation.retained
         rows = merged((*retained.rows, *(row for holder in more for row in holder.kept.rows)))
-        total = retained.total + sum(holder.kept.total for holder in more)
         return replace(
             explanation,
-            retained=replace(retained, total=total, rows=rows),
-            holders=ranked((*explanation.holders, *more)),
+            retained=replace(retained, total=retained.total + sum(map(_nbytes, more)), rows=rows),
+            holders=ranked((*recorded, *more)),
         )
+
+
+def _nbytes(holder: Holder) -> int:
+    return holder.kept.total
 
 
 def left_by_run(

@@ -23,6 +23,8 @@ T = TypeVar("T")
 Key = Callable[[Row], object]
 CHANGED_LINE = "changed line"
 """Beginning of the reason of an increase whose line is not in both versions of the code."""
+AMONG_SMALLER = "among smaller rows in the baseline"
+"""Reason of an increase whose earlier bytes are part of a sum, so that the baseline does not list them."""
 
 
 def _of_no_layer(row: Row) -> Row:
@@ -107,7 +109,7 @@ class Change(NamedTuple):
         earlier = Row(row.category, row.nbytes - grown, operator=REST) if row.nbytes > grown else None
         rest = self.nbytes - grown
         sums = [Change(self.before, replace(self.row, nbytes=self.row.nbytes - grown))] if rest else []
-        return Change(earlier, row), *sums
+        return Change(earlier, row, AMONG_SMALLER if earlier is not None else ""), *sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ def with_changed_lines(
     """
     changes = [change for one in difference.changes for change in _with_changed_alternatives(one, has_changed)]
     changed = [
-        one._replace(reason="; ".join(filter(None, [CHANGED_LINE, one.reason])))
+        one._replace(reason=_joined(CHANGED_LINE, one.reason))
         if one.nbytes > 0 and one.after is not None and has_changed(one.after)
         else one
         for one in changes
@@ -233,18 +235,24 @@ def _with_changed_alternatives(change: Change, has_changed: Callable[[Row], bool
 
 
 def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str]]) -> Difference:
-    """Return a difference whose increases name a caller before the line that allocates.
+    """Return a difference whose increases and alternatives name a caller before the line that allocates.
 
     Args:
         difference: The difference.
         named: The lines to name for a row. Of several the first is named, and the reason says that it is one of them.
     """
 
+    def of_alternative(row: Row) -> Row:
+        lines = named(row)
+        # No reason can say that the line is one of several.
+        return replace(row, named=lines[0]) if len(lines) == 1 else row
+
     def with_name(one: Change) -> Change:
+        one = one._replace(alternatives=tuple(map(of_alternative, one.alternatives)))
         lines = named(one.after) if one.nbytes > 0 and one.after is not None else ()
         if one.after is None or not lines:
             return one
-        reason = "; ".join(filter(None, [one.reason, *one_of(lines)]))
+        reason = _joined(one.reason, *one_of(lines))
         return one._replace(after=replace(one.after, named=lines[0]), reason=reason)
 
     return replace(difference, changes=tuple(map(with_name, difference.changes)))
@@ -265,6 +273,7 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
     for key in _MOVED:
         old, new = _without_moved(old, new, key)
     old, new, changes, alternatives = _with_sums(was._replace(rows=old), is_now._replace(rows=new), graph)
+    among_smaller = tuple(changes)
     for key in _GREW:
         old, new, found = _paired(old, new, key)
         changes += found
@@ -272,7 +281,10 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
     changes += [Change(None, row) for row in new]
     explained = [
         change._replace(
-            reason=reason(change.before, change.after, before, after, graph),
+            reason=_joined(
+                reason(change.before, change.after, before, after, graph),
+                AMONG_SMALLER if change in among_smaller else "",
+            ),
             alternatives=alternatives.get(change.row.category, ()) if change.row.operator == REST else (),
         )
         for change in changes
@@ -289,6 +301,10 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
     is_cause = sum(change.nbytes for change in by_graph) >= LEAST_SHARE * (after.total - before.total)
     graph_changes = graph.of_rows(change.row for change in by_graph) if is_cause else ()
     return Difference(before.total, after.total, _ranked(explained), graph=graph_changes)
+
+
+def _joined(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))
 
 
 def _ranked(changes: list[Change]) -> tuple[Change, ...]:

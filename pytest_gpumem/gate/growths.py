@@ -115,10 +115,10 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
     # More operators are what memory grows by; who reads a value may do so anywhere.
     syncs = [name for name in work if name == "syncs"]
     chosen = [*_one_of_each(memory), *syncs] or work[:1] or names[:1]
-    holders: tuple[Holder, ...] = ()
+    held: dict[Place, _Held] = {}
     if explanation is not None:
-        holders = (*explanation.holders_of_inputs, *(() if KEPT.isdisjoint(chosen) else explanation.holders))
-    held = _holder_places(holders)
+        kept = () if KEPT.isdisjoint(chosen) else explanation.holders
+        held = _holder_places(explanation.holders_of_inputs, kept, is_again="growth" in chosen)
     parts = {name: _parts(verdict, name, held) for name in chosen}
     if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
         # Of tests that were not recorded the work is known at least.
@@ -154,7 +154,7 @@ def _amount(one: MetricVerdict) -> float:
     return next((amount for amount in by if amount > 0), 0)
 
 
-def _parts(verdict: Verdict, metric: str, held: Mapping[Place, Place]) -> dict[Place, Part]:
+def _parts(verdict: Verdict, metric: str, held: Mapping[Place, _Held]) -> dict[Place, Part]:
     """Return what explains a metric of a measurement, by place. ``held`` are `_holder_places`."""
     explanation = verdict.measurement.explanation
     if metric in verdict.count_changes:
@@ -179,32 +179,64 @@ def _held(holder: Holder, row: Row) -> tuple[Place, Part] | None:
     return Place("", "", holder=holder.path), part
 
 
-def _holder_places(holders: Iterable[Holder]) -> dict[Place, Place]:
-    """Return the place of the holder for each line whose tensors it keeps: these are at the peak because it keeps them.
+class _Held(NamedTuple):
+    """Rows of one place that a single holder keeps."""
+
+    holder: Place
+    rows: tuple[Row, ...]
+    is_again: bool
+    """True if each step keeps such rows once more. The peak may then have more of them than one step keeps."""
+
+    def has(self, row: Row, nbytes: int) -> bool:
+        """Return whether bytes of a row are tensors of the holder. A step finds what the step before it kept as an input."""
+        alike = [
+            kept
+            for kept in self.rows
+            if (kept.operator, kept.tensor) == (row.operator, row.tensor) and row.category in ("input", kept.category)
+        ]
+        return bool(alike) and (self.is_again or nbytes <= sum(kept.nbytes for kept in alike))
+
+
+def _holder_places(of_inputs: Iterable[Holder], of_kept: Iterable[Holder], *, is_again: bool) -> dict[Place, _Held]:
+    """Return the holder for each line whose tensors it keeps: these are at the peak because it keeps them.
 
     A line with several holders is left out. A row without a line and a module may be other tensors, and is left out, too.
+
+    Args:
+        of_inputs: The holders of inputs.
+        of_kept: The holders of what a step or a call keeps.
+        is_again: Whether each step keeps ``of_kept`` once more.
     """
     of_place: dict[Place, set[Place]] = defaultdict(set)
-    for holder in holders:
-        for row in holder.kept.rows:
+    rows: dict[Place, list[Row]] = defaultdict(list)
+    again: set[Place] = set()
+    for holders, each_step in ((of_inputs, False), (of_kept, is_again)):
+        for holder, row in ((each, row) for each in holders for row in each.kept.rows):
             found, held = _of_row(row, row.nbytes), _held(holder, row)
             if found is not None and held is not None:
                 of_place[found[0]] |= {held[0], *(Place("", "", holder=path) for path in holder.alternatives)}
-    return {place: next(iter(some)) for place, some in of_place.items() if len(some) == 1 and not place.category}
+                rows[found[0]].append(row)
+                again |= {found[0]} if each_step else set()
+    return {
+        place: _Held(next(iter(some)), tuple(rows[place]), place in again)
+        for place, some in of_place.items()
+        if len(some) == 1 and not place.category
+    }
 
 
-def _at_holder(row: Row, nbytes: int, held: Mapping[Place, Place], reason: str = "") -> tuple[Place, Part] | None:
-    """Return a row of a peak as a part, at its holder if there is a single holder for its line."""
+def _at_holder(row: Row, nbytes: int, held: Mapping[Place, _Held], reason: str = "") -> tuple[Place, Part] | None:
+    """Return a row of a peak as a part, at its holder if there is a single holder for its tensors."""
     of_row = _of_row(row, nbytes, reason)
     if of_row is None:
         return None
     place, part = of_row
     # Rows of a holder have no changed caller that is named before their line.
     unnamed = _of_row(replace(row, named=""), nbytes) if row.named else None
-    return held.get(place if unnamed is None else unnamed[0], place), part
+    at_line = held.get(place if unnamed is None else unnamed[0])
+    return at_line.holder if at_line is not None and at_line.has(row, nbytes) else place, part
 
 
-def _parts_of_peak(verdict: Verdict, held: Mapping[Place, Place]) -> dict[Place, Part]:
+def _parts_of_peak(verdict: Verdict, held: Mapping[Place, _Held]) -> dict[Place, Part]:
     """Return what grew at the peak; where that is many small rows, also what was left, which was there at the peak."""
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None:
@@ -215,7 +247,7 @@ def _parts_of_peak(verdict: Verdict, held: Mapping[Place, Place]) -> dict[Place,
     return parts
 
 
-def _alternatives(verdict: Verdict, metric: str, held: Mapping[Place, Place]) -> tuple[Alternatives, ...]:
+def _alternatives(verdict: Verdict, metric: str, held: Mapping[Place, _Held]) -> tuple[Alternatives, ...]:
     """Return the parts of a growth whose place is not proven. ``held`` are `_holder_places`."""
     explanation = verdict.measurement.explanation
     if METRICS[metric].peak:
@@ -236,7 +268,7 @@ def _alternative_holders(holder: Holder) -> Alternatives:
     return Alternatives(holder.kept.total, {place: part for each in places for place, part in each.items()})
 
 
-def _alternatives_of_peak(verdict: Verdict, held: Mapping[Place, Place]) -> tuple[Alternatives, ...]:
+def _alternatives_of_peak(verdict: Verdict, held: Mapping[Place, _Held]) -> tuple[Alternatives, ...]:
     """Return the parts of a peak's growth whose place is not proven, the largest first."""
     peak_alternatives = []
     for change in verdict.difference.changes if verdict.difference is not None else ():
@@ -251,7 +283,10 @@ def _alternatives_of_peak(verdict: Verdict, held: Mapping[Place, Place]) -> tupl
 
 
 def proven(growths: Sequence[Explained], causes: Sequence[Place]) -> list[Explained]:
-    """Return growths without alternatives that have a single line, or a single line that is a cause of another growth."""
+    """Return growths without alternatives that have a single line that is a cause of another growth.
+
+    A single alternative proves nothing, because smaller rows may have grown instead.
+    """
     named: dict[Place | str, set[Growth]] = defaultdict(set)
     for place in causes:
         named[place.line or place] |= {explained.growth for explained in growths if explained.at(place) > 0}
@@ -264,8 +299,7 @@ def _proven(explained: Explained, named: Mapping[Place | str, set[Growth]]) -> E
         lines: dict[Place | str, list[tuple[Place, Part]]] = defaultdict(list)
         for place, part in alternatives.parts.items():
             lines[place.line or place].append((place, part))
-        causes = [line for line in lines if named.get(line, set()) - {explained.growth}]
-        proven_lines = [*lines] if len(lines) == 1 else causes
+        proven_lines = [line for line in lines if named.get(line, set()) - {explained.growth}]
         if len(proven_lines) == 1:
             parts.append(_at_line(lines[proven_lines[0]]))
         else:
@@ -296,7 +330,7 @@ def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | Non
     return place, Part(nbytes, nbytes, lines, row.path, row.operator, row.what, row.category, reason)
 
 
-def _of_change(change: Change, difference: Difference, held: Mapping[Place, Place]) -> tuple[Place, Part] | None:
+def _of_change(change: Change, difference: Difference, held: Mapping[Place, _Held]) -> tuple[Place, Part] | None:
     """Return the place of a change and the change as a part.
 
     The place is the caller's if the change follows from a change of the graph, else the holder's if there is one in ``held``.

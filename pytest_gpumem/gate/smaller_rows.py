@@ -60,7 +60,8 @@ def attribution(rows: Sequence[Row], most: int, growth: int, blocks: int) -> Att
         (row,) = larger
         return Attribution(((replace(row, nbytes=-left, tensor="", count=row.count - max(blocks, 0)), row),))
     others = [row for row in rows if row not in larger]
-    alternatives = _alternatives(others, left) if left > _NEGLIGIBLE * most else ()
+    left_blocks = blocks - sum(row.count for row in larger)
+    alternatives = _alternatives(others, left, left_blocks) if left > _NEGLIGIBLE * most else ()
     return Attribution(tuple((None, row) for row in larger), alternatives)
 
 
@@ -122,13 +123,13 @@ def _attributed(new_blocks: Sequence[_Blocks]) -> Attribution:
     return Attribution(tuple(grown), _at_most(alternatives))
 
 
-def _alternatives(rows: Sequence[Row], growth: int) -> tuple[Row, ...]:
-    """Return the rows that may have grown alone, or else the rows that may have grown together."""
-    for share in (MAY_BE_ALL, MAY_BE_A_PART):
-        large = [row for row in rows if row.nbytes >= share * growth]
-        if large:
-            return _at_most(large)
-    return ()
+def _alternatives(rows: Sequence[Row], growth: int, blocks: int) -> tuple[Row, ...]:
+    """Return the rows that may have grown alone, or else the rows that may have grown together.
+
+    A row with fewer blocks than are new has not grown alone.
+    """
+    alone = [row for row in rows if row.nbytes >= MAY_BE_ALL * growth and row.count >= blocks]
+    return _at_most(alone or [row for row in rows if row.nbytes >= MAY_BE_A_PART * growth])
 
 
 def _at_most(rows: Sequence[Row]) -> tuple[Row, ...]:

@@ -5,7 +5,7 @@ Each format lays out the same `PartTable`; here it becomes lines of text. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.difference import CHANGED_LINE, LEAST_SHARE
@@ -20,7 +20,7 @@ from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Expl
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, total
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from pytest_gpumem.gate.difference import Change, Difference, Moved
     from pytest_gpumem.gate.verdict import Verdict
@@ -108,11 +108,16 @@ class PartTable:
 
 
 def composition_table(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> PartTable:
-    """Return the largest rows of a composition."""
+    """Return the largest rows of a composition, whose bytes are never more than its total."""
     # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
-    rows = [row for row in composition.rows if row.operator != REST and row.nbytes > 0][:most]
+    listed = [row for row in composition.rows if row.operator != REST and row.nbytes > 0][:most]
+    rest = composition.total - sum(row.nbytes for row in listed)
+    rows = _without_bytes(listed, max(0, -rest))
+    note = (
+        f"without {format_bytes(-rest, units)}, because memory of other owners was freed meanwhile" if rest < 0 else ""
+    )
+    rest = max(0, rest)
     largest = max((row.nbytes for row in rows), default=0)
-    rest = max(0, composition.total - sum(row.nbytes for row in rows))
     parts = (
         Part(
             _category_of(row),
@@ -124,8 +129,18 @@ def composition_table(title: str, composition: Composition, units: UnitSystem, m
         for row in rows
     )
     return PartTable(
-        title, ("bytes",), tuple(parts), "the rest" if rest else "", format_bytes(rest, units) if rest else ""
+        title, ("bytes",), tuple(parts), "the rest" if rest else "", format_bytes(rest, units) if rest else "", note
     )
+
+
+def _without_bytes(rows: Iterable[Row], nbytes: int) -> list[Row]:
+    """Return rows, the largest first, after so many bytes are taken from the largest."""
+    smaller = []
+    for row in rows:
+        taken = min(row.nbytes, nbytes)
+        nbytes -= taken
+        smaller += [replace(row, nbytes=row.nbytes - taken)] if taken < row.nbytes else []
+    return sorted(smaller, key=lambda row: -row.nbytes)
 
 
 def change_table(

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.changed_code.marks import ChangedCode, with_changed_code
+from pytest_gpumem.changed_code.marks import ChangedCode, with_changed_code, without_callers
 from pytest_gpumem.changed_code.sources import Folders
 from pytest_gpumem.changed_code.statements import TwoVersions
 from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Verdict
 from pytest_gpumem.measurement import Environment, Measurement, Workload
-from pytest_gpumem.values.composition import Row
+from pytest_gpumem.values.composition import REST, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 
 A_MEASUREMENT = Measurement("train_step", Workload("train_step"), Environment("cpu", "cpu"), {})
@@ -284,3 +284,30 @@ def test_bytes_at_a_changed_caller_come_after_those_at_a_changed_line_of_their_o
     more = with_changed_code(Verdict(A_MEASUREMENT, (), difference=replace(difference, after=400)), changed).difference
     assert [one.row.nbytes for one in more.changes] == [40, 400, 1000]
     assert [one.row.named for one in more.changes] == [CALLER, CALLER, ""]
+
+
+def test_alternatives_name_the_caller_that_changed(tmp_path):
+    changed = of_a_package(tmp_path, "site-packages/lib/model.py")
+    before, after = (Row("activation", nbytes, operator=REST) for nbytes in (100, 500))
+    alternatives = replace(THROUGH, nbytes=400), replace(THROUGH, nbytes=400, operator="other")
+    difference = Difference(100, 500, (Change(before, after, alternatives=alternatives),))
+    (change,) = with_changed_code(Verdict(A_MEASUREMENT, (), difference=difference), changed).difference.changes
+    assert [row.named for row in change.alternatives] == [CALLER, CALLER]
+
+
+def test_an_alternative_with_two_changed_callers_names_neither(tmp_path):
+    changed = of_a_package(tmp_path, "site-packages/lib/model.py", "train.py")
+    twice = replace(THROUGH, nbytes=400, callers=((CALLER,), (TRAIN,)))
+    assert len(changed.named(twice)) == 2
+    before, after = (Row("activation", nbytes, operator=REST) for nbytes in (100, 500))
+    difference = Difference(100, 500, (Change(before, after, alternatives=(twice, twice)),))
+    (change,) = with_changed_code(Verdict(A_MEASUREMENT, (), difference=difference), changed).difference.changes
+    assert [row.named for row in change.alternatives] == ["", ""]
+
+
+def test_no_row_of_a_change_has_callers_once_the_changed_lines_are_named():
+    change = Change(THROUGH, replace(THROUGH, nbytes=16), alternatives=(THROUGH, THROUGH))
+    verdict = Verdict(A_MEASUREMENT, (), difference=Difference(8, 16, (change, Change(THROUGH, None))))
+    changes = without_callers(verdict).difference.changes
+    rows = [row for each in changes for row in (each.before, each.after, *each.alternatives) if row is not None]
+    assert [row.callers for row in rows] == [()] * 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,3 +112,52 @@ def test_a_possible_holder_of_what_the_next_run_keeps_is_no_cache(cache):
     row = Row("activation", 3600, site="net.py:7")
     recorded = explained(holder_at(("Net.last", "young.CACHE[...]"), Composition(3600, (row,))))
     assert left_by_run(made, CPU, (), {}).joined_to(recorded) == recorded
+
+
+LEAK = Row("activation", 3600, site="net.py:7")
+
+
+@pytest.mark.parametrize(
+    "holders",
+    [
+        pytest.param((), id="no holder"),
+        pytest.param((Holder("", Composition(3600, (LEAK,))),), id="a holder that was not found"),
+        pytest.param((Holder("Net.same", Composition(3600, (LEAK,))),), id="another path"),
+    ],
+)
+def test_a_leak_that_the_recorded_run_has_as_well_is_neither_a_cache_nor_counted_twice(cache, holders):
+    made = TensorsMadeBy()
+    cache["new"] = torch.ones(30, 30)
+    made.ended()
+    recorded = Explanation(Composition(0, ()), Composition(3600, (LEAK,)), holders=holders)
+    assert left_by_run(made, CPU, (), {}).joined_to(recorded) == recorded
+
+
+@pytest.mark.parametrize(
+    ("path", "first_use"),
+    [
+        pytest.param("Net.seen[...]", True, id="a leak whose holder is known"),
+        pytest.param("", False, id="a leak whose holder is not known"),
+    ],
+)
+def test_a_cache_beside_a_leak_is_joined_by_the_bytes_beyond_the_leak(cache, path, first_use):
+    made = TensorsMadeBy()
+    cache["new"] = torch.ones(30, 30)
+    made.ended()
+    leak = Holder(path, Composition(400, (replace(LEAK, nbytes=400),)))
+    told = left_by_run(made, CPU, (), {}).joined_to(explained(leak))
+    beyond = Holder("young.CACHE[...]", Composition(3200, (Row("other", 3200),)), first_use=first_use)
+    assert told.holders == (beyond, leak)
+    assert told.retained.total == 3600
+
+
+def test_a_leak_that_both_runs_find_at_a_path_takes_nothing_from_a_cache(cache):
+    made = TensorsMadeBy()
+    leaked, cache["new"] = torch.ones(10, 10), torch.ones(30, 30)
+    made.ended()
+    left = left_by_run(made, CPU, (), {})
+    left = replace(left, paths={**left.paths, address(leaked): "Net.seen[...]"})
+    leak = Holder("Net.seen[...]", Composition(900, (replace(LEAK, nbytes=900),)))
+    told = left.joined_to(explained(leak))
+    assert told.holders == (Holder("young.CACHE[...]", Composition(3600, (SQUARE,)), first_use=True), leak)
+    assert told.retained.total == 4500

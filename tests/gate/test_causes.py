@@ -228,10 +228,20 @@ def test_what_other_tests_do_not_name_leaves_the_alternatives_open():
     assert [one.lines for one in found.unproven] == [("model.py:38", "model.py:60")]
 
 
-def test_rows_of_one_line_are_a_cause_whichever_of_them_grew():
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_a_single_line_is_no_cause_because_smaller_rows_may_have_grown(tensors):
+    rows = [replace(SCORES, tensor=f"float32[8, {number}, 256]") for number in range(tensors)]
+    found = causes_of([one_of("test_a", *rows)])
+    assert found.causes == ()
+    assert cause_notes(CausesOf(found, 1), "si") == [
+        "not certain: model.py:38: peak allocated +6.00 MB in 1 test: test_it.py::test_a"
+    ]
+
+
+def test_rows_of_one_line_are_a_cause_if_the_line_is_one_in_another_test():
     other = replace(SCORES, tensor="float32[8, 1, 256]")
-    found = causes_of([one_of("test_a", other, SCORES)])
-    assert told(found) == [(("model.py:38",), 1, 6 * MB)]
+    found = causes_of([one_of("test_a", other, SCORES), regressed("test_b", (SCORES, 9 * MB))])
+    assert told(found) == [(("model.py:38",), 2, 15 * MB)]
     assert found.unproven == ()
 
 
@@ -253,8 +263,11 @@ def test_a_growth_that_is_partly_open_is_not_explained_by_its_remaining_bytes():
 
 def test_rows_of_one_line_in_several_modules_are_a_cause_without_a_module():
     in_package = replace(SCORES, library="lib 1.0: norm.py:7")
-    found = causes_of([one_of("test_a", in_package, replace(in_package, module="blocks.*.mlp"))])
-    assert [(cause.lines, cause.module) for cause in found.causes] == [(("lib 1.0: norm.py:7",), "")]
+    certain = regressed("test_b", (replace(in_package, module=""), 9 * MB))
+    found = causes_of([one_of("test_a", in_package, replace(in_package, module="blocks.*.mlp")), certain])
+    assert [(cause.lines, cause.module, len(cause.tests)) for cause in found.causes] == [
+        (("lib 1.0: norm.py:7",), "", 2)
+    ]
 
 
 def test_more_operators_at_the_line_of_an_alternative_decide_for_it():
@@ -465,3 +478,42 @@ def test_a_cache_that_the_first_use_fills_has_a_cause_without_a_line():
     row = Row("other", 0, tensor="float32[512, 512]")
     (cause,) = causes_of([leaking("test_a", ("lib.CACHE[...]", row, MB), first_use=True)]).causes
     assert (cause.holder, cause.lines, cause.reason) == ("lib.CACHE[...]", (), FIRST_USE)
+
+
+def with_last_output(row, *parts):
+    """A test whose peak has grown by rows, with an input of 1 MB that ``Net.last_output`` keeps from step to step."""
+    kept = Composition(MB, (replace(row, nbytes=MB),))
+    holders = (Holder("Net.last_output", kept),)
+    return regressed("test_a", *parts, explanation=Explanation(Composition(0, ()), holders_of_inputs=holders))
+
+
+OUTPUT = Row("input", 0, "net", "m.py:5", operator="add", tensor="float32[250000]")
+
+
+def test_an_input_that_grew_has_its_holder_as_the_cause():
+    (cause,) = causes_of([with_last_output(OUTPUT, (OUTPUT, MB))]).causes
+    assert (cause.kind, cause.holder, cause.total) == ("holder", "Net.last_output", MB)
+
+
+@pytest.mark.parametrize(
+    ("row", "nbytes"),
+    [
+        pytest.param(replace(OUTPUT, category="activation", operator="bmm"), 100 * MB, id="an activation"),
+        pytest.param(replace(OUTPUT, category="activation"), MB, id="an activation that is alike"),
+        pytest.param(replace(OUTPUT, operator="bmm"), MB, id="an input of another operator"),
+        pytest.param(replace(OUTPUT, tensor="float32[8]"), MB, id="another tensor"),
+        pytest.param(OUTPUT, 100 * MB, id="more than the holder keeps"),
+    ],
+)
+def test_other_tensors_at_the_line_of_a_holder_are_not_kept_by_it(row, nbytes):
+    (cause,) = causes_of([with_last_output(OUTPUT, (row, nbytes))]).causes
+    assert (cause.kind, cause.holder, cause.lines, cause.total) == ("line", "", ("m.py:5",), nbytes)
+
+
+def test_what_each_step_keeps_explains_only_such_tensors_at_the_peak():
+    kept = Composition(2 * MB, (replace(SCORES, nbytes=2 * MB),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(Holder("Block.seen[...]", kept),))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    other = replace(SCORES, operator="bmm")
+    found = causes_of([regressed("test_a", (other, 90 * MB), explanation=explanation, metrics=(growth,))])
+    assert {(cause.holder, cause.total) for cause in found.causes} == {("Block.seen[...]", 2 * MB), ("", 90 * MB)}

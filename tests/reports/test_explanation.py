@@ -256,6 +256,32 @@ def test_a_composition_that_is_shown_whole_has_no_rest():
     assert not any("rest" in line for line in composition_lines("what is there", composition(WEIGHTS), "si"))
 
 
+def test_rows_are_not_more_than_the_total_if_a_row_is_negative():
+    """Example: other owners' blocks of 4 MB were freed while the step ran."""
+    freed = Row("unattributed", -4 * MB)
+    made = composition(row("activation", 10 * MB, "net"), row("activation", 7 * MB, "head"), freed)
+    assert composition_lines("what is there", made, "si") == literal_lines(
+        """
+        what is there    bytes  module  line  operator  tensors
+        activations    7.00 MB  head          mul       1 x block
+        activations    6.00 MB  net           mul       1 x block
+        note: without 4.00 MB, because memory of other owners was freed meanwhile
+        """
+    )
+    alone = composition(row("activation", 10 * MB, "net"), freed)
+    assert composition_table("what is there", alone, "si").parts[0].figures == ("6.00 MB",)
+    hidden = composition(*(row("activation", 10 * MB, f"m{number}") for number in range(7)), freed)
+    assert composition_lines("what is there", hidden, "si")[-1] == "the rest: 16.00 MB"
+
+
+@given(st.lists(st.integers(-50, 50).filter(bool), max_size=9), st.integers(1, 9))
+def test_what_is_shown_of_a_composition_adds_up_to_its_total(sizes, most):
+    rows = [row("unattributed" if size < 0 else "activation", size, f"m{n}") for n, size in enumerate(sizes)]
+    table = composition_table("what is there", composition(*rows), "si", most)
+    figures = [*(part.figures[0] for part in table.parts), *([table.rest] if table.others else [])]
+    assert sum(int(figure.removesuffix(" B")) for figure in figures) == max(0, sum(sizes))
+
+
 # Which blocks
 
 
