@@ -19,6 +19,18 @@ def two_files(project):
     return project
 
 
+TRAINING = """\
+def train():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+
+"""
+
+
 def ini(project, *lines):
     project.settings("\n".join(["[tool.pytest.ini_options]", *lines, ""]))
 
@@ -60,6 +72,19 @@ def test_what_settings_leave_out_is_named_and_fails_in_strict_mode(two_files, le
     strict = two_files.run("--gpumem-baseline", "--gpumem-strict", *options, separate=separate)
     assert strict.ret == pytest.ExitCode.TESTS_FAILED
     strict.stdout.fnmatch_lines([said, "gpumem: 1 gated"])
+
+
+def test_a_test_of_any_name_in_a_file_that_is_left_out_is_named(project):
+    naming = 'python_functions = ["check_*", "other_*"]'
+    ini(project, naming)
+    project.write(MARKED.format("it").replace("test_", "check_"), "tests/test_it.py")
+    loop = "def check_loop(gpumem):\n    with gpumem.loop(4):\n        train()\n\n\n"
+    project.write(TRAINING + loop + MARKED.format("other").replace("test_", "other_"), FILE)
+    project.run("--gpumem-update=new").assert_outcomes(passed=3)
+    ini(project, naming, 'python_files = ["test_i*.py"]')
+    result = project.run("--gpumem-baseline")
+    result.stdout.fnmatch_lines([LEFT.format("python_files").replace("1 test in it has", "2 tests in it have")])
+    assert project.run("--gpumem-baseline", "--gpumem-strict").ret == pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["-n2"], marks=pytest.mark.thorough)], ids=["alone", "workers"])
@@ -129,7 +154,7 @@ def test_baselines_of_other_devices_of_scripts_and_of_typed_models_are_not_left_
     for file in ("train.py", "pyproject.toml"):
         two_files.write("", file) if file == "train.py" else ini(two_files, 'norecursedirs = ["sub"]')
         of_file = two_files.store / path.parts[-4] / f"{file}.toml"
-        of_file.write_text(text.replace("tests.test_other", "tests.run"), encoding="utf-8")
+        of_file.write_text(text.replace("tests.test_other.call", "tests.run.loop"), encoding="utf-8")
     result = two_files.run("--gpumem-baseline", "--gpumem-strict")
     assert result.ret == 0
     result.stdout.no_fnmatch_line("*was not collected*")

@@ -51,9 +51,10 @@ def files_left_out(config: pytest.Config, files: CollectedFiles, stored: StoreHe
     """
     looked_at = {*files.collected, *files.skipped, *files.failed, _SETTINGS_FILE}
     absent = {file for file in stored.files() - looked_at if (config.rootpath / file).is_file()}
+    functions = config.getini("python_functions")
     tests: dict[tuple[str, str], set[str]] = {}
     for slug, key in stored.keys(absent):
-        if not is_of_script(key):
+        if not is_of_script(key, functions):
             tests.setdefault((key.file, slug), set()).add(key.test)
     sentences = []
     for (file, slug), names in sorted(tests.items()):

@@ -305,6 +305,11 @@ def test_a_file_that_is_gone_and_a_script_are_left_by_no_shard():
     assert in_no_report([shard(measured(), stored=script)]) == []
 
 
+@pytest.mark.parametrize("key", [Key("c.py", "check_it", "call"), Key("c.py", "check_it[a]", "loop")], ids=str)
+def test_a_test_with_any_name_is_accounted_for_as_each_test_is(key):
+    assert in_no_report([shard(measured(), stored=Stored((("h100", key),)))]) == [("h100", key)]
+
+
 def test_a_budget_that_holds_a_test_of_one_shard_is_not_idle():
     idle, holding = shard(selection=Selection(idle_budgets=("b", "a"))), shard(selection=Selection(idle_budgets=("b",)))
     assert merged([idle, holding]).selection.idle_budgets == ("b",)
