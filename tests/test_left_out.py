@@ -87,6 +87,45 @@ def test_a_test_of_any_name_in_a_file_that_is_left_out_is_named(project):
     assert project.run("--gpumem-baseline", "--gpumem-strict").ret == pytest.ExitCode.TESTS_FAILED
 
 
+IN_CLASS = "class {name}:\n    @pytest.mark.gpumem\n    def test_in_class(self):\n        torch.ones(10)\n\n\n"
+BY_NAME = "gpumem: 1 test that has baselines here was not collected (left out by {}): tests/test_it.py::{}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "test"),
+    [("python_functions", "test_other"), ("python_classes", "TestOther::test_in_class")],
+    ids=["functions", "classes"],
+)
+@pytest.mark.parametrize("quiet", [[], ["-q"]], ids=["usual", "quiet"])
+def test_a_test_that_a_setting_of_names_leaves_out_is_named_and_not_gone(project, setting, test, quiet):
+    kept = MARKED.format("kept") + IN_CLASS.format(name="TestKept")
+    deleted = MARKED.format("deleted") + IN_CLASS.format(name="TestDeleted")
+    other = MARKED.format("other") + IN_CLASS.format(name="TestOther")
+    project.write(kept + deleted + other, "tests/test_it.py")
+    project.run("--gpumem-update=new").assert_outcomes(passed=6)
+    project.write(kept + other, "tests/test_it.py")
+    patterns = '["test_k*", "test_i*"]' if setting == "python_functions" else '["TestKept"]'
+    ini(project, f"{setting} = {patterns}")
+    said = BY_NAME.format(setting, test)
+    result = project.run("--gpumem-baseline", *quiet)
+    assert result.ret == 0
+    assert result.outlines.count(said) == 1
+    result.stdout.no_fnmatch_line(f"*unused baseline*{test}*")
+    if not quiet:
+        result.stdout.fnmatch_lines(["gpumem store: 2 unused baselines: *test_deleted (call)*"])
+    strict = project.run("--gpumem-baseline", "--gpumem-strict", *quiet)
+    assert strict.ret == pytest.ExitCode.TESTS_FAILED
+    strict.stdout.fnmatch_lines([said])
+
+
+def test_prune_keeps_baselines_of_tests_that_settings_of_names_leave_out(two_files):
+    ini(two_files, 'python_functions = ["test_it"]')
+    result = two_files.gpumem("prune")
+    assert "0 of 2 baselines were unused" in result.stdout
+    two_files.write("", FILE)
+    assert "1 of 2 baselines were unused" in two_files.gpumem("prune").stdout
+
+
 @pytest.mark.parametrize("options", [[], pytest.param(["-n2"], marks=pytest.mark.thorough)], ids=["alone", "workers"])
 def test_a_file_that_skips_itself_counts_its_tests_as_skipped(two_files, options):
     two_files.write("pytest.importorskip('nothing_of_that_name')\n\n\n" + MARKED.format("other"), FILE)
