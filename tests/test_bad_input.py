@@ -222,12 +222,13 @@ MEASURED = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(10)\n"
 @pytest.mark.parametrize("source", [MEASURED, "def test_it(): ..."], ids=["measured", "not measured"])
 def test_settings_above_the_root_directory_are_pointed_out(project, monkeypatch, file, source):
     project.settings("[tool.gpumem]\nbaseline = true\n")
+    (project.path / ".git").mkdir()
     inner = project.path / "packages" / "inner"
     project.write(source, "packages/inner/test_it.py")
     (inner / file).write_text("[tool.pytest.ini_options]\n" if file == "pyproject.toml" else "[pytest]\n")
     monkeypatch.chdir(inner)
     told = (
-        f"gpumem: [tool.gpumem] in {project.path / 'pyproject.toml'} has no effect: pytest's root directory is {inner} "
+        f"gpumem: [tool.gpumem] in {Path('..', '..', 'pyproject.toml')} has no effect: pytest's root directory is . "
         f"({file}); move the table into the pyproject.toml of that folder, or add --rootdir={Path('..', '..')}"
     )
     result, quiet = project.run(), project.run("-q")
@@ -237,9 +238,13 @@ def test_settings_above_the_root_directory_are_pointed_out(project, monkeypatch,
     assert quiet.outlines.count(told) == is_measured
 
 
-@pytest.mark.parametrize("reason", ["a table of its own", "a repository of its own", "the root directory is named"])
+@pytest.mark.parametrize(
+    "reason", ["a table of its own", "a repository of its own", "the root directory is named", "no repository"]
+)
 def test_settings_above_the_root_directory_of_another_project_are_left_alone(project, monkeypatch, reason):
     project.settings("[tool.gpumem]\ndevice = 'cpu'\n")
+    if reason != "no repository":
+        (project.path / ".git").mkdir()
     inner = project.path / "inner"
     project.write(MEASURED, "inner/test_it.py")
     (inner / "pytest.ini").write_text("[pytest]\n")
@@ -252,3 +257,11 @@ def test_settings_above_the_root_directory_of_another_project_are_left_alone(pro
     result = project.run(*arguments)
     result.assert_outcomes(passed=1)
     result.stdout.no_fnmatch_line("*has no effect*")
+
+
+def test_settings_between_the_folder_of_the_start_and_the_root_directory_are_pointed_out(project):
+    project.settings("[tool.gpumem]\ndevice = 'cpu'\n")
+    project.write(MEASURED, "inner/test_it.py")
+    (project.path / "inner" / "pytest.ini").write_text("[pytest]\n")
+    told = "gpumem: [tool.gpumem] in pyproject.toml has no effect: pytest's root directory is inner (pytest.ini); *=."
+    project.run("inner").stdout.fnmatch_lines([told.replace("[", "[[]")])

@@ -19,6 +19,18 @@ def two_files(project):
     return project
 
 
+TRAINING = """\
+def train():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+
+"""
+
+
 def ini(project, *lines):
     project.settings("\n".join(["[tool.pytest.ini_options]", *lines, ""]))
 
@@ -60,6 +72,58 @@ def test_what_settings_leave_out_is_named_and_fails_in_strict_mode(two_files, le
     strict = two_files.run("--gpumem-baseline", "--gpumem-strict", *options, separate=separate)
     assert strict.ret == pytest.ExitCode.TESTS_FAILED
     strict.stdout.fnmatch_lines([said, "gpumem: 1 gated"])
+
+
+def test_a_test_of_any_name_in_a_file_that_is_left_out_is_named(project):
+    naming = 'python_functions = ["check_*", "other_*"]'
+    ini(project, naming)
+    project.write(MARKED.format("it").replace("test_", "check_"), "tests/test_it.py")
+    loop = "def check_loop(gpumem):\n    with gpumem.loop(4):\n        train()\n\n\n"
+    project.write(TRAINING + loop + MARKED.format("other").replace("test_", "other_"), FILE)
+    project.run("--gpumem-update=new").assert_outcomes(passed=3)
+    ini(project, naming, 'python_files = ["test_i*.py"]')
+    result = project.run("--gpumem-baseline")
+    result.stdout.fnmatch_lines([LEFT.format("python_files").replace("1 test in it has", "2 tests in it have")])
+    assert project.run("--gpumem-baseline", "--gpumem-strict").ret == pytest.ExitCode.TESTS_FAILED
+
+
+IN_CLASS = "class {name}:\n    @pytest.mark.gpumem\n    def test_in_class(self):\n        torch.ones(10)\n\n\n"
+BY_NAME = "gpumem: 1 test that has baselines here was not collected (left out by {}): tests/test_it.py::{}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "test"),
+    [("python_functions", "test_other"), ("python_classes", "TestOther::test_in_class")],
+    ids=["functions", "classes"],
+)
+@pytest.mark.parametrize("quiet", [[], ["-q"]], ids=["usual", "quiet"])
+def test_a_test_that_a_setting_of_names_leaves_out_is_named_and_not_gone(project, setting, test, quiet):
+    kept = MARKED.format("kept") + IN_CLASS.format(name="TestKept")
+    deleted = MARKED.format("deleted") + IN_CLASS.format(name="TestDeleted")
+    other = MARKED.format("other") + IN_CLASS.format(name="TestOther")
+    project.write(kept + deleted + other, "tests/test_it.py")
+    project.run("--gpumem-update=new").assert_outcomes(passed=6)
+    project.write(kept + other, "tests/test_it.py")
+    patterns = '["test_k*", "test_i*"]' if setting == "python_functions" else '["TestKept"]'
+    ini(project, f"{setting} = {patterns}")
+    said = BY_NAME.format(setting, test)
+    result = project.run("--gpumem-baseline", *quiet)
+    assert result.ret == 0
+    assert result.outlines.count(said) == 1
+    result.stdout.no_fnmatch_line(f"*unused baseline*{test}*")
+    if not quiet:
+        result.stdout.fnmatch_lines(["gpumem store: 2 unused baselines: *test_deleted (call)*"])
+    strict = project.run("--gpumem-baseline", "--gpumem-strict", *quiet)
+    assert strict.ret == pytest.ExitCode.TESTS_FAILED
+    strict.stdout.fnmatch_lines([said])
+
+
+def test_prune_keeps_baselines_of_tests_that_settings_of_names_leave_out(two_files):
+    ini(two_files, 'python_functions = ["test_it"]')
+    result = two_files.gpumem("prune")
+    assert "0 of 2 baselines were unused" in result.stdout
+    two_files.write("", FILE)
+    assert "1 of 2 baselines were unused" in two_files.gpumem("prune").stdout
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["-n2"], marks=pytest.mark.thorough)], ids=["alone", "workers"])
@@ -129,7 +193,7 @@ def test_baselines_of_other_devices_of_scripts_and_of_typed_models_are_not_left_
     for file in ("train.py", "pyproject.toml"):
         two_files.write("", file) if file == "train.py" else ini(two_files, 'norecursedirs = ["sub"]')
         of_file = two_files.store / path.parts[-4] / f"{file}.toml"
-        of_file.write_text(text.replace("tests.test_other", "tests.run"), encoding="utf-8")
+        of_file.write_text(text.replace("tests.test_other.call", "tests.run.loop"), encoding="utf-8")
     result = two_files.run("--gpumem-baseline", "--gpumem-strict")
     assert result.ret == 0
     result.stdout.no_fnmatch_line("*was not collected*")

@@ -7,11 +7,17 @@ import fnmatch
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.units import counted
+from pytest_gpumem.values.rank import without_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pytest_gpumem.gate.baseline import Key
+
+_OF_SCRIPTS = "loop"
+"""The only measurement of a script, as it is called in the store."""
+_FUNCTIONS = ("test",)
+"""pytest's default of ``python_functions``."""
 
 
 def matches(key: Key, pattern: str) -> bool:
@@ -41,9 +47,26 @@ def nearest_tests(keys: Iterable[Key], pattern: str) -> list[str]:
     return list(dict.fromkeys(named[name] for name in close))[:3]
 
 
-def is_of_script(key: Key) -> bool:
-    """Return whether a baseline is of `gpumem run`, and not of a test that pytest collects: ``train.py::run (loop)``."""
-    return "::" not in key.test and not key.test.startswith("test")
+def is_of_script(key: Key, python_functions: Sequence[str] = _FUNCTIONS) -> bool:
+    """Return whether a baseline is of `gpumem run`, and not of a test that pytest collects: ``train.py::run (loop)``.
+
+    A script is measured as a loop, and its name has no brackets. A test may be so, too, by ``gpumem.loop()``: it has the
+    name of a function of tests.
+
+    Args:
+        key: The key of the baseline.
+        python_functions: pytest's setting of that name.
+    """
+    is_loop = without_rank(key.name) == _OF_SCRIPTS and not {*"[:"} & {*key.test}
+    return is_loop and not is_name_of_test(key.test, python_functions)
+
+
+def is_name_of_test(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name has a prefix or a pattern of pytest's ``python_functions`` or ``python_classes``."""
+    # As pytest's own: a pattern only if it has a character of one.
+    return any(
+        name.startswith(pattern) or ({*"*?["} & {*pattern} and fnmatch.fnmatch(name, pattern)) for pattern in patterns
+    )
 
 
 def unused(

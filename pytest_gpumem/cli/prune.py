@@ -69,7 +69,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             idle = collected.not_measured | (session.measured_elsewhere() if own else frozenset())
             found = [(slug, key) for slug, key in own if f"{key.file}::{key.test}" in idle]
         else:
-            found = unused(stored, measured=selection.measured, whole_files=selection.files, exists=exists)
+            found = unused(stored, measured=session.living(collected.items), whole_files=selection.files, exists=exists)
         # Which devices there are is known by loading torch, and only asked where it decides.
         present = session.present_devices() if any(exists(key.file) for _, key in found) else frozenset[str]()
         # Suites are parametrised over the devices that a machine has: those of others may have a test elsewhere.
@@ -103,17 +103,18 @@ class _Collected:
         self.session: GpumemSession | None = None
         self.names_tests = False
         """True if the arguments name tests, and not only files and folders."""
-        self._selected: list[pytest.Item] = []
+        self.items: list[pytest.Item] = []
+        """The selected tests."""
 
     @property
     def selected(self) -> frozenset[str]:
         """The ids of the selected tests."""
-        return frozenset(map(without_group, self._selected))
+        return frozenset(map(without_group, self.items))
 
     @property
     def not_measured(self) -> frozenset[str]:
         """The ids of the selected tests that are not measured."""
-        return frozenset(without_group(item) for item in self._selected if not is_measured(item))
+        return frozenset(without_group(item) for item in self.items if not is_measured(item))
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -125,7 +126,7 @@ class _Collected:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         # On an emulated GPU those that are not measured are deselected after this.
-        self._selected = list(items)
+        self.items = list(items)
         self.names_tests = any("::" in argument for argument in config.args)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:

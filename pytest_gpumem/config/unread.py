@@ -19,14 +19,17 @@ def unread_settings(config: pytest.Config) -> str | None:
 
     For example ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the
     repository's pyproject.toml has no effect. The root directory's own table takes its place. The search ends where the
-    repository does.
+    repository does; outside of a repository, in the folder in which pytest was started, if that is around the root directory.
     """
-    root = config.rootpath
-    for folder in (root, *root.parents):
+    root, started = config.rootpath, config.invocation_params.dir
+    around = (root, *root.parents)
+    outermost = started if started in around else root
+    last = next((folder for folder in around if (folder / ".git").exists()), outermost)
+    for folder in around:
         path = folder / "pyproject.toml"
         if _has_table(path):
             return None if folder == root else _sentence(path, config)
-        if (folder / ".git").exists():
+        if folder == last:
             return None
     return None
 
@@ -39,9 +42,12 @@ def _has_table(path: Path) -> bool:
 
 
 def _sentence(path: Path, config: pytest.Config) -> str:
+    """Return the sentence, with paths from where pytest was started: it is kept in reports."""
     because = "" if config.inipath is None else f" ({config.inipath.name})"
-    option = f"--rootdir={os.path.relpath(path.parent, config.invocation_params.dir)}"
+    table, folder, root = (
+        os.path.relpath(place, config.invocation_params.dir) for place in (path, path.parent, config.rootpath)
+    )
     return (
-        f"[tool.gpumem] in {path} has no effect: pytest's root directory is {config.rootpath}{because}; "
-        f"move the table into the pyproject.toml of that folder, or add {option}"
+        f"[tool.gpumem] in {table} has no effect: pytest's root directory is {root}{because}; "
+        f"move the table into the pyproject.toml of that folder, or add --rootdir={folder}"
     )

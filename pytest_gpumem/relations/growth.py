@@ -15,6 +15,7 @@ from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import alive, blocks_of, storages_of
 from pytest_gpumem.torch_support.static_access import tensor_property
+from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
 from pytest_gpumem.units import format_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
         fresh = [weakref.ref(tensor) for number, tensor in _tensors(device).items() if number not in old]
         survivors: list[torch.Tensor] = []
         if not device.consensus.several:
-            with suppress(Exception):
+            with suppress(*RAISED_BY_A_STEP):
                 step()
             device.quiesce()
             survivors = [tensor for reference in fresh if (tensor := reference()) is not None]

@@ -115,7 +115,7 @@ class TestRun:
             self.device.register_existing(existing)
             self._at_call = own, live_everywhere(self.device)
             self._known_at_call = self.device.known()
-        self._made_by_call = TensorsMadeBy()
+        self._made_by_call = None if self.measures_itself else self._tensors_made()
         self._attributes = frozenset(self._instance_dict())
 
     @property
@@ -192,12 +192,17 @@ class TestRun:
     def region(self, name: str | None) -> Iterator[Callable[[], Measurement]]:
         """Measure what runs within, once. Calling what is yielded keeps its measurement, when it has ended."""
         self.device.settle()
-        made = TensorsMadeBy()
+        made = self._tensors_made()
         with read_once(self.device, self.not_own, self._held) as figures:
             yield lambda: self.keep(self._judged_region(figures(), name, made))
-            made.ended()
+            if made is not None:
+                made.ended()
 
-    def _judged_region(self, figures: ByDevice, name: str | None, made: TensorsMadeBy) -> Judged:
+    def _tensors_made(self) -> TensorsMadeBy | None:
+        """Return the tensors that are made from here on; ``None`` if nothing is explained, so no holders are looked for."""
+        return None if self.context.sites is None else TensorsMadeBy()
+
+    def _judged_region(self, figures: ByDevice, name: str | None, made: TensorsMadeBy | None) -> Judged:
         """Return what was measured of a region with its verdict. If it fails by what it left, the notes name the holders."""
         judged = self.judge_figures(Workload("region"), figures, name)
         if self.context.sites is None or not self._policy.should_find_holders(judged):

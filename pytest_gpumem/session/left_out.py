@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
+import sys
+import unittest
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.selecting import is_of_script, unused, unused_line
+from pytest_gpumem.baselines.selecting import is_name_of_test, is_of_script, unused, unused_line
 from pytest_gpumem.baselines.store import path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable, Mapping
 
     import pytest
 
+    from pytest_gpumem.gate.baseline import Key
     from pytest_gpumem.session.store_here import StoreHere
 
 Test = tuple[str, str]
@@ -51,9 +56,10 @@ def files_left_out(config: pytest.Config, files: CollectedFiles, stored: StoreHe
     """
     looked_at = {*files.collected, *files.skipped, *files.failed, _SETTINGS_FILE}
     absent = {file for file in stored.files() - looked_at if (config.rootpath / file).is_file()}
+    functions = config.getini("python_functions")
     tests: dict[tuple[str, str], set[str]] = {}
     for slug, key in stored.keys(absent):
-        if not is_of_script(key):
+        if not is_of_script(key, functions):
             tests.setdefault((key.file, slug), set()).add(key.test)
     sentences = []
     for (file, slug), names in sorted(tests.items()):
@@ -107,12 +113,83 @@ def deselected(config: pytest.Config, tests: Collection[Test], stored: StoreHere
     idle = sorted(tests_in({file for file, _ in tests}, stored) & {*tests})
     if not idle:
         return None
-    have = (
-        "1 test that has baselines here was" if len(idle) == 1 else f"{len(idle)} tests that have baselines here were"
+    return _tests_were(f"deselected, by {selecting_options(config) or 'a conftest.py or a plugin'}", idle)
+
+
+def left_out_by_name(
+    config: pytest.Config, stored: Iterable[tuple[str, Key]], tests: Collection[Test], files: Collection[str]
+) -> dict[Test, str]:
+    """Return the uncollected tests that are in the modules of collected files, each with the setting that leaves it out.
+
+    For example, ``python_functions = check_*`` leaves out ``test_it``. A deleted test is not among them.
+
+    Args:
+        config: pytest's.
+        stored: The baselines, as (slug, key).
+        tests: The tests of the collection.
+        files: The collected files.
+    """
+    settings = {}
+    for key in {key for _, key in stored if key.file in files and (key.file, key.test) not in tests}:
+        *classes, function = key.test.partition("[")[0].split("::")
+        names = [*((name, "python_classes") for name in classes), (function, "python_functions")]
+        wrong = [setting for name, setting in names if not is_name_of_test(name, config.getini(setting))]
+        if wrong:
+            settings[key.file, key.test] = ([*classes, function], wrong[0])
+    if not settings:
+        return {}
+    modules = _modules(config.rootpath / file for file, _ in settings)
+    return {
+        (file, test): setting
+        for (file, test), (names, setting) in settings.items()
+        if _is_in(modules.get((config.rootpath / file).resolve()), names)
+    }
+
+
+def uncollected(settings: Mapping[Test, str], stored: StoreHere) -> tuple[str, ...]:
+    """Return a sentence for each setting of names that leaves out tests with baselines.
+
+    Args:
+        settings: The tests, each with the setting that leaves it out.
+        stored: The baselines for this session.
+    """
+    idle = sorted(tests_in({file for file, _ in settings}, stored) & settings.keys())
+    return tuple(
+        _tests_were(f"not collected (left out by {setting})", [test for test in idle if settings[test] == setting])
+        for setting in sorted({settings[test] for test in idle})
     )
-    named = ", ".join([f"{file}::{test}" for file, test in idle[:_MOST_NAMED]] + ["..."] * (len(idle) > _MOST_NAMED))
-    options = selecting_options(config)
-    return f"{have} deselected, by {options or 'a conftest.py or a plugin'}: {named}"
+
+
+def _modules(paths: Iterable[Path]) -> dict[Path, ModuleType]:
+    """Return the imported modules of files, by the resolved path."""
+    wanted = {path.resolve() for path in paths}
+    names = {path.name for path in wanted}
+    modules: dict[Path, ModuleType] = {}
+    for module in list(sys.modules.values()):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(file, str) and Path(file).name in names and (path := Path(file).resolve()) in wanted:
+            modules[path] = module
+    return modules
+
+
+def _is_in(module: ModuleType | None, names: Iterable[str]) -> bool:
+    """Return whether a module has a test, whose names of classes and function are ``names``."""
+    place: object = module
+    for name in names:
+        # A unittest.TestCase is collected whatever these settings are, so its uncollected test is gone.
+        if place is None or (isinstance(place, type) and issubclass(place, unittest.TestCase)):
+            return False
+        place = inspect.getattr_static(place, name, None)
+    return place is not None
+
+
+def _tests_were(what: str, tests: Collection[Test]) -> str:
+    """Return ``"1 test that has baselines here was deselected, by -k of addopts: test_it.py::test_it"``."""
+    have = (
+        "1 test that has baselines here was" if len(tests) == 1 else f"{len(tests)} tests that have baselines here were"
+    )
+    named = [f"{file}::{test}" for file, test in sorted(tests)]
+    return f"{have} {what}: {', '.join(named[:_MOST_NAMED] + ['...'] * (len(named) > _MOST_NAMED))}"
 
 
 def selecting_options(config: pytest.Config) -> str | None:

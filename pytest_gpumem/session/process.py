@@ -25,7 +25,7 @@ from pytest_gpumem.values.plain import to_plain
 from pytest_gpumem.values.selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from pytest_gpumem.baselines.store import Store
@@ -247,18 +247,28 @@ class GpumemSession:
             return
         from pytest_gpumem.baselines.errors import BackendError, StoreError
         from pytest_gpumem.config.command_line import is_whole_run, selects
-        from pytest_gpumem.session.left_out import CollectedFiles, deselected, files_left_out, tests_gone, tests_in
+        from pytest_gpumem.session.left_out import (
+            CollectedFiles,
+            deselected,
+            files_left_out,
+            tests_gone,
+            tests_in,
+            uncollected,
+        )
 
         whole, stored, selection = is_whole_run(config), self._store_here(), self.selection
         files = CollectedFiles(self._files, self._skipped, self._not_collected)
         try:
             skipped = tests_in(self._skipped, stored) if whole or not selects(config) else frozenset()
             omitted: tuple[str, ...] = ()
+            collected, selected = map(_tests, (everything, items))
+            settings = self._left_out_by_name(collected)
             if whole:
-                collected, selected = map(_tests, (everything, items))
                 sentence = deselected(config, collected - selected, stored)
                 omitted = files_left_out(config, files, stored) + (() if sentence is None else (sentence,))
-                omitted += () if selection.measured else tests_gone(files, collected, stored, self.root)
+                omitted += uncollected(settings, stored)
+                living = collected | settings.keys()
+                omitted += () if selection.measured else tests_gone(files, living, stored, self.root)
         except (StoreError, BackendError) as error:
             # The session has read the whole store at its start, so it was changed since.
             self._refuse(str(error), items)
@@ -268,8 +278,20 @@ class GpumemSession:
             measured=selection.measured | skipped,
             collected=selection.collected | skipped,
             skipped=skipped,
+            left_out=frozenset(settings),
             omitted=omitted,
         )
+
+    def _left_out_by_name(self, tests: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
+        """Return the tests in collected files that settings of names leave out. Raises `StoreError` and `BackendError`."""
+        from pytest_gpumem.session.left_out import left_out_by_name
+
+        files = self.selection.collected_files
+        return left_out_by_name(self._config, self.store().keys(files=files), tests, files)
+
+    def living(self, everything: list[pytest.Item]) -> frozenset[tuple[str, str]]:
+        """Return the measured tests and those that settings of names leave out. Raises `StoreError` and `BackendError`."""
+        return self.selection.measured | self._left_out_by_name(_tests(everything)).keys()
 
     def _store_here(self) -> StoreHere:
         from pytest_gpumem.session.store_here import StoreHere
@@ -375,7 +397,8 @@ class GpumemSession:
         def exists(file: str) -> bool:
             return (self.root / file).exists()
 
-        return UnusedBaselines(self.store(), _tests(everything), self.selection.collected_files, exists)
+        tests = _tests(everything) | self.selection.left_out
+        return UnusedBaselines(self.store(), tests, self.selection.collected_files, exists)
 
     def _register_measuring(
         self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], unused: UnusedBaselines

@@ -90,7 +90,9 @@ class StoreAtEnd:
         gone = unused(
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
             # What an update says of tests that are not measured any more is a line of its own.
-            measured=selection.measured | {(one.verdict.file, one.verdict.test) for one in results},
+            measured=selection.measured
+            | selection.left_out
+            | {(one.verdict.file, one.verdict.test) for one in results},
             whole_files=selection.files,
             exists=self._exists,
         )

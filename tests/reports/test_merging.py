@@ -88,6 +88,7 @@ SHARDS = st.builds(
         idle_budgets=st.lists(NAMES, max_size=2).map(lambda texts: tuple(sorted(set(texts)))),
         collected=st.frozensets(TESTS, max_size=3),
         collected_files=st.frozensets(FILES),
+        left_out=st.frozensets(TESTS, max_size=3),
     ),
     stored=st.builds(
         Stored,
@@ -303,6 +304,11 @@ def test_a_file_that_is_gone_and_a_script_are_left_by_no_shard():
     assert in_no_report([a, b, shard(stored=replace(a.stored, gone=frozenset({"c.py"})))]) == []
     script = Stored((("h100", Key("train.py", "run", "loop")),))
     assert in_no_report([shard(measured(), stored=script)]) == []
+
+
+@pytest.mark.parametrize("key", [Key("c.py", "check_it", "call"), Key("c.py", "check_it[a]", "loop")], ids=str)
+def test_a_test_with_any_name_is_accounted_for_as_each_test_is(key):
+    assert in_no_report([shard(measured(), stored=Stored((("h100", key),)))]) == [("h100", key)]
 
 
 def test_a_budget_that_holds_a_test_of_one_shard_is_not_idle():
