@@ -311,3 +311,47 @@ def test_functions_of_torch_that_switch_grad_mode_off_by_themselves_are_no_chang
     result = project.run(*COMPARE)
     result.assert_outcomes(failed=1)
     assert "Grad mode" not in result.stdout.str()
+
+
+TWO_CALLERS = """
+import torch
+
+NET = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4)))
+
+
+def first(x):
+    loss = NET(x).sum()
+    {no_grad}
+        other = NET(x * 2)
+    return loss + other.sum().detach()
+
+
+def second(x):
+    loss = NET(x).sum()
+    {no_grad}
+        other = NET(x * 3)
+    return loss + other.sum().detach()
+"""
+CALLING = """
+import models
+import torch
+
+
+def test_first(gpumem):
+    gpumem.measure(lambda: models.first(torch.ones(1024, 512)))
+
+
+def test_second(gpumem):
+    gpumem.measure(lambda: models.second(torch.ones(1024, 512)))
+"""
+
+
+def test_calls_at_different_lines_are_two_causes_although_one_of_two_made_each(project):
+    project.write(TWO_CALLERS.format(no_grad="with torch.no_grad():"), "models.py")
+    project.write(CALLING)
+    project.run(*RECORD)
+    project.write(TWO_CALLERS.format(no_grad="if True:"), "models.py")
+    told = project.run(*COMPARE).stdout.str()
+    _, _, second = told.partition("___ test_second ___")
+    assert "as in test_it.py::test_first" not in second
+    assert "(called at models.py:19 or models.py:21)" in second.partition("gpumem ===")[0]

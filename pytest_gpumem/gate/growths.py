@@ -341,7 +341,8 @@ def _of_change(change: Change, difference: Difference, held: Mapping[Place, _Hel
         return of_row
     lines = cause.lines if len(cause.lines) == 1 else ()
     part = replace(of_row[1], lines=lines, module=cause.module, reason=cause.sentence)
-    return Place(without_release(lines[0]) if lines else "", cause.module), part
+    # Of several possible callers all are the place: calls elsewhere are another cause.
+    return Place(" or ".join(map(without_release, cause.lines)), cause.module), part
 
 
 def _of_tally(tally: Tally) -> tuple[Place, Part]:
