@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Test = tuple[str, str]
+"""A test as (file, test)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
