@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.gate.verdict import WORSE, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.values.composition import FIRST_USE, REST
 from pytest_gpumem.values.source_lines import without_release
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Holder, Row
     from pytest_gpumem.values.operator_counts import Tally
 
-_WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
 ENOUGH = 0.8
 """Share of a growth that its causes have to explain; the rest of it are consequences."""
 
@@ -108,7 +107,7 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
 
     Where nothing is known of what the bytes are, there is other work, too.
     """
-    worse = {one.metric: one for one in verdict.metrics if one.outcome in _WORSE and _amount(one) > 0}
+    worse = {one.metric: one for one in verdict.metrics if one.outcome in WORSE and _amount(one) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
     memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
     measurement, explanation = verdict.measurement, verdict.measurement.explanation

@@ -11,7 +11,16 @@ from pytest_gpumem.gate.count_difference import changed_tallies
 from pytest_gpumem.gate.difference import difference_of_peaks
 from pytest_gpumem.gate.one_sided import not_measured, why_new
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
-from pytest_gpumem.gate.verdict import FAILING, UNKNOWN_RELEASE, MetricVerdict, Origin, Outcome, TestVerdict, Verdict
+from pytest_gpumem.gate.verdict import (
+    FAILING,
+    UNKNOWN_RELEASE,
+    WORSE,
+    MetricVerdict,
+    Origin,
+    Outcome,
+    TestVerdict,
+    Verdict,
+)
 from pytest_gpumem.measurement import Measurement, largest
 from pytest_gpumem.metrics import METRICS, Kind, Metric, Tolerance
 from pytest_gpumem.units import format_bytes, format_bytes_change
@@ -163,9 +172,6 @@ def _phase_of_peak(metrics: Mapping[str, float]) -> str:
     return highest[0] if len(highest) == 1 else ""
 
 
-_WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
-
-
 def _judge_on_devices(
     metric: Metric,
     limit: int | None,
@@ -192,8 +198,8 @@ def _judge_on_devices(
             one = replace(one, reason=f"the baseline has no bytes of {device}")
         found.append(replace(one, gpu=device))
     return max(
-        (one for one in found if one.outcome in _WORSE),
-        key=lambda one: (_WORSE.index(one.outcome), one.value - (one.budget or one.baseline or 0)),
+        (one for one in found if one.outcome in WORSE),
+        key=lambda one: (WORSE.index(one.outcome), one.value - (one.budget or one.baseline or 0)),
         default=replace(
             whole, gpu=max(by_device, key=by_device.__getitem__) if measurement.metrics[metric.name] else None
         ),

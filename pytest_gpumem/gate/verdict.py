@@ -46,6 +46,8 @@ class Outcome(str, Enum):
 FAILING = frozenset({Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET})
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
 CHANGED = COMPARED - {Outcome.OK}
+WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
+"""The outcomes of a metric that is worse, or may be, in ascending order of importance."""
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:

@@ -178,7 +178,7 @@ def _selection(selections: Sequence[Selection]) -> Selection:
         collected=frozenset[tuple[str, str]]().union(*(one.collected for one in selections)),
         collected_files=frozenset[str]().union(*(one.collected_files for one in selections)),
         skipped=frozenset[tuple[str, str]]().union(*(one.skipped for one in selections)),
-        left_out=frozenset[tuple[str, str]]().union(*(one.left_out for one in selections)),
+        uncollected=frozenset[tuple[str, str]]().union(*(one.uncollected for one in selections)),
         omitted=tuple(sorted({sentence for one in selections for sentence in one.omitted})),
     )
 

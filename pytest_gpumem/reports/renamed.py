@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.gate.renaming import likeness
 from pytest_gpumem.gate.verdict import FormerTest, Outcome
 from pytest_gpumem.reports.results import Renaming, TestResult
+from pytest_gpumem.values.selection import Test
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-Test = tuple[str, str]
-"""A test as (file, test)."""
 _Candidates = Mapping[int, Mapping[Test, FormerTest]]
 """The possible former names of new tests, by the number of the new test."""
 

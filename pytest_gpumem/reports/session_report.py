@@ -230,7 +230,7 @@ class SessionReport:
         """Baselines that belong to no test, as (slug, key)."""
         return unused(
             self.stored.baselines,
-            measured=self.selection.collected | self.selection.left_out,
+            measured=self.selection.collected | self.selection.uncollected,
             whole_files=self.selection.collected_files,
             exists=lambda file: file not in self.stored.gone,
         )

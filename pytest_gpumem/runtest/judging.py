@@ -20,7 +20,7 @@ from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences
 from pytest_gpumem.gate.renaming import candidates_of
 from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput
-from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, Outcome, TestVerdict
+from pytest_gpumem.gate.verdict import NOT_MARKED, SKIPPED, WHY_FAILED, WORSE, Outcome, TestVerdict
 from pytest_gpumem.hookspecs import HookError, checked_tolerance
 from pytest_gpumem.metrics import METRICS, RealMetric, Tolerance
 from pytest_gpumem.reports.escaping import visible
@@ -50,7 +50,6 @@ _TIMES = frozenset(
 )
 """Attributes of a `Measurement` that are times, or made of them."""
 
-_WORSE = (Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN)
 _SINCE = pytest.StashKey[SinceBaselines]()
 
 _T = TypeVar("_T")
@@ -338,7 +337,7 @@ class Judging:
         """Return the verdict, which says of what is worse which lines have changed since the baseline."""
         verdicts = []
         for one in verdict.verdicts:
-            if any(metric.outcome in _WORSE for metric in one.metrics):
+            if any(metric.outcome in WORSE for metric in one.metrics):
                 slug = self.settings.compared_slug(one.measurement.environment.slug)
                 one = self._since.marked(one, self.measured.key(one.measurement.name), slug)  # noqa: PLW2901
             explained = one.measurement.explanation is not None or one.difference is not None or one.count_changes

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.gate.baseline import Key
     from pytest_gpumem.session.store_here import StoreHere
-
-Test = tuple[str, str]
-"""A test as (file, test)."""
+    from pytest_gpumem.values.selection import Test
 
 _SETTINGS_FILE = "pyproject.toml"
 """The file of models by name. A typed model has baselines, and other runs do not collect it."""

@@ -278,7 +278,7 @@ class GpumemSession:
             measured=selection.measured | skipped,
             collected=selection.collected | skipped,
             skipped=skipped,
-            left_out=frozenset(settings),
+            uncollected=frozenset(settings),
             omitted=omitted,
         )
 
@@ -397,7 +397,7 @@ class GpumemSession:
         def exists(file: str) -> bool:
             return (self.root / file).exists()
 
-        tests = _tests(everything) | self.selection.left_out
+        tests = _tests(everything) | self.selection.uncollected
         return UnusedBaselines(self.store(), tests, self.selection.collected_files, exists)
 
     def _register_measuring(

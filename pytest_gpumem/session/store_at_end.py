@@ -91,7 +91,7 @@ class StoreAtEnd:
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
             # What an update says of tests that are not measured any more is a line of its own.
             measured=selection.measured
-            | selection.left_out
+            | selection.uncollected
             | {(one.verdict.file, one.verdict.test) for one in results},
             whole_files=selection.files,
             exists=self._exists,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Test = tuple[str, str]
+"""A test as (file, test)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -24,7 +27,7 @@ class Selection:
     """The test files that were collected whole, whatever was deselected of them."""
     skipped: frozenset[tuple[str, str]] = frozenset()
     """The tests with baselines in files that skipped themselves, as by ``pytest.importorskip``; among ``measured``."""
-    left_out: frozenset[tuple[str, str]] = frozenset()
+    uncollected: frozenset[tuple[str, str]] = frozenset()
     """The tests with baselines in collected files, whose names are not those of pytest's settings. They are not gone."""
     omitted: tuple[str, ...] = ()
     """Sentences on tests with baselines, left out by settings alone: ``"tests/test_a.py was not collected ..."``."""

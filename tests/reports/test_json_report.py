@@ -245,6 +245,7 @@ ADDED_SINCE = {
     "renamed",
     "candidates",
     "skipped",
+    "uncollected",
     "omitted",
     "failed_in",
     "failed_by_gate",

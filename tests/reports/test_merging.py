@@ -88,7 +88,7 @@ SHARDS = st.builds(
         idle_budgets=st.lists(NAMES, max_size=2).map(lambda texts: tuple(sorted(set(texts)))),
         collected=st.frozensets(TESTS, max_size=3),
         collected_files=st.frozensets(FILES),
-        left_out=st.frozensets(TESTS, max_size=3),
+        uncollected=st.frozensets(TESTS, max_size=3),
     ),
     stored=st.builds(
         Stored,
