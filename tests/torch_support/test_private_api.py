@@ -372,7 +372,7 @@ def test_what_makes_no_node_leaves_the_next_number():
     assert next_node_number() == number
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_sizes_are_numbers_out_of_the_trace_and_the_program_is_traced_within():
     seen = []
 
