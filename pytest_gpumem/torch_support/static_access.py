@@ -171,7 +171,7 @@ def _in_a_generator(value: types.GeneratorType[Any, Any, Any]) -> list[object]:
 
 
 _REFERENCES_TO_LOCALS = 3
-"""Those of the frame, `named_variables_of` and `sys.getrefcount`: with more somebody has kept what ``locals()`` gave."""
+"""References to a frame's locals: the frame, `named_variables_of` and `sys.getrefcount`. More mean a kept ``locals()``."""
 
 
 def variables_of(frame: types.FrameType) -> list[object]:

@@ -32,7 +32,7 @@ class Plant:
     """A file of transformers, and the beginning of the line there: of settings, which allocate nothing themselves."""
     says: str = ""
     first: str = ""
-    """What stands before the rows."""
+    """Text before the rows."""
 
     @property
     def test(self) -> str:
