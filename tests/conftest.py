@@ -8,6 +8,7 @@ import json
 import multiprocessing.util
 import os
 import pkgutil
+import shutil
 import signal
 import sys
 import tempfile
@@ -155,6 +156,7 @@ class Project:
 
         Steps are ``timed`` only where a test says so: what the suite's machine does meanwhile would be in every verdict.
         """
+        self._drop_bytecode()
         command = [*_LEFT_OUT, *(f"-p{name}" for name in self.plugins), *args]
         if not timed:
             command.append("--no-gpumem-time")
@@ -175,6 +177,7 @@ class Project:
 
     def gpumem(self, *args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run the command, in the project's folder if not in another."""
+        self._drop_bytecode()
         environment = {"PYTEST_ADDOPTS": " ".join(_THE_SUITES), **os.environ}
         command = ("-m", "pytest_gpumem.cli.main", *args)
         return preloaded.run(*command, cwd=folder or self.path, env=environment, before=_hiding())
@@ -187,6 +190,11 @@ class Project:
     def verdicts(self) -> dict[str, Any]:
         """The verdicts of the last run with ``--junitxml=report.xml``, by test."""
         return verdicts_of(self.path / "report.xml")
+
+    def _drop_bytecode(self) -> None:
+        """Delete bytecode: of two texts of one length that a file has within a second, Python would run the first one's."""
+        for folder in [*self.path.rglob("__pycache__")]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def store(self) -> Path:

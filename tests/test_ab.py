@@ -244,7 +244,8 @@ def test_interrupted_even_twice_it_leaves_no_worktree_and_no_process(repository,
         time.sleep(0.05)
     os.kill(process.pid, signum)
     time.sleep(0.05)  # Python takes two signals that arrive together for one
-    os.kill(process.pid, signum)
+    with suppress(ProcessLookupError):  # on a fast machine it has ended
+        os.kill(process.pid, signum)
     _, said = process.communicate(timeout=60)
     assert process.returncode == status
     assert said.endswith("interrupted\n")

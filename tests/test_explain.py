@@ -52,8 +52,6 @@ COMPARE = ("--no-gpumem-time", "--gpumem-baseline", "--junitxml=report.xml")
 
 def write_model(project: Project, source: str = MODEL, name: str = "model.py") -> None:
     project.write(source, name)
-    # Two versions of a file within a second look the same to whoever compares dates of bytecode.
-    shutil.rmtree((project.path / name).parent / "__pycache__", ignore_errors=True)
 
 
 def place(project: Project, text: str, name: str = "model.py") -> str:
