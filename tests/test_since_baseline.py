@@ -48,6 +48,14 @@ from model import Net
 def test_step(gpumem):
     gpumem.train_step(Net(), torch.zeros(256, 64))
 """
+LETS_GO = """\
+        with torch.no_grad():
+            large = widened(x, 16)
+            mean = large.mean()
+            del large
+            most = torch.cat([x] * 20).mean()
+        return x.sum() + mean + most
+"""
 CALL, CAT = "model.py:15", "helper.py:6"
 
 
@@ -94,6 +102,17 @@ def test_a_changed_argument_of_a_caller_is_named_before_the_line_that_allocates(
     first = grown(red(project))[0]
     assert f"{CALL}, which calls {CAT}" in first
     assert "changed line" in first
+
+
+def test_a_result_that_is_no_longer_deleted_is_named_with_what_is_gone(project, repository):
+    edit(project, "        return (wide * wide).sum()\n", LETS_GO)
+    shutil.rmtree(project.store)
+    accept(project)
+    repository.commit("Let go of what is large, and record anew")
+    edit(project, "            del large\n", "")
+    first = grown(red(project))[0]
+    assert f"model.py:20, which calls {CAT}" in first
+    assert "changed line: `del large` is gone" in first
 
 
 def test_what_grew_at_lines_that_are_as_they_were_is_not_said_to_have_changed(project, repository):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from packaging.utils import canonicalize_name
 
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from pytest_gpumem.changed_code.sources import Source
+    from pytest_gpumem.changed_code.statements import ChangedLine
     from pytest_gpumem.gate.difference import Change
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.values.operator_counts import Tally
     from pytest_gpumem.values.source_lines import Chain
+
+_T = TypeVar("_T")
 
 _MOVED_SHARE = 0.5
 """A new file that shares at least this part of its lines with a removed file is the removed file under another name."""
@@ -59,17 +62,24 @@ class ChangedCode:
         """Return a copy for versions in which the releases of the named packages differ."""
         return replace(self, packages=frozenset(canonicalize_name(name) for name in names))
 
-    def has(self, place: Place) -> bool:
-        """Return whether the code at a place, or at one of its callers, has changed."""
-        return bool(self.lines(place))
+    def mark(self, place: Place) -> str:
+        """Return the clause for a place whose code, or a caller's code, has changed; empty if none has.
+
+        Example: ``changed line``, or ``changed line: `del hidden` is gone``.
+        """
+        found = self._innermost(place)
+        if not found:
+            return ""
+        removed = {one.removed for one in found.values()}
+        return f"{CHANGED_LINE}: `{removed.pop()}` is gone" if len(removed) == 1 and all(removed) else CHANGED_LINE
 
     def is_own(self, place: Place) -> bool:
         """Return whether the user's line or the library's line itself has changed."""
-        return any(self._changed(line) == line for line in (place.library, place.site) if line)
+        return any(line in self._changed(line) for line in (place.library, place.site) if line)
 
     def lines(self, place: Place) -> tuple[str, ...]:
         """Return the innermost changed line on each call chain to a place."""
-        return _innermost(place, self._changed)
+        return tuple(self._innermost(place))
 
     def named(self, place: Place) -> tuple[str, ...]:
         """Return the lines to name first, at most one for each call chain to a place.
@@ -77,19 +87,22 @@ class ChangedCode:
         Changed lines are named. If nothing has changed, the innermost line in a package whose release differs is named.
         Example: rotary-embedding-torch's own line, and not the einops helper that it calls.
         """
-        return self.lines(place) or _innermost(place, lambda line: line if self._is_compared(line) else "")
+        return self.lines(place) or tuple(_first_on_chains(place, self._of_compared_package))
 
-    def _is_compared(self, line: str) -> bool:
-        return canonicalize_name(package_of(line)) in self.packages
+    def _innermost(self, place: Place) -> dict[str, ChangedLine]:
+        return _first_on_chains(place, self._changed)
 
-    def _changed(self, line: str) -> str:
+    def _of_compared_package(self, line: str) -> dict[str, None]:
+        return {line: None} if canonicalize_name(package_of(line)) in self.packages else {}
+
+    def _changed(self, line: str) -> dict[str, ChangedLine]:
         """Return the changed line that decides what a line does, which may be the line itself; empty if nothing has changed."""
         file, number = file_and_line(line)
         if file not in self._files:
             self._files[file] = self._versions(line)
         versions = self._files[file]
         changed = versions.changed_at(number) if versions is not None and number > 0 else None
-        return "" if changed is None else f"{line.rpartition(':')[0]}:{changed}"
+        return {} if changed is None else {f"{line.rpartition(':')[0]}:{changed.number}": changed}
 
     def _versions(self, line: str) -> TwoVersions | None:
         """Return the file of a line in both versions; ``None`` if a version is unknown."""
@@ -121,19 +134,18 @@ def _texts(lines: Sequence[str]) -> Counter[str]:
     return Counter(text for line in lines if (text := line.strip()))
 
 
-def _innermost(place: Place, chosen: Callable[[str], str]) -> tuple[str, ...]:
-    """Return the first ``chosen`` line on each call chain, starting from the place itself."""
-    firsts = (
-        next(filter(None, map(chosen, chain)), "") for chain in chains_of(place.site, place.library, place.callers)
-    )
-    return tuple(dict.fromkeys(filter(None, firsts)))
+def _first_on_chains(place: Place, found: Callable[[str], dict[str, _T]]) -> dict[str, _T]:
+    """Return the first line that is ``found`` on each call chain, starting from the place itself."""
+    chains = chains_of(place.site, place.library, place.callers)
+    firsts = (next(filter(None, map(found, chain)), {}) for chain in chains)
+    return {line: value for first in firsts for line, value in first.items()}
 
 
 def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
     """Return a verdict whose increases name changed lines first."""
     difference = verdict.difference
     if difference is not None:
-        difference = with_changed_lines(difference, changed.has, changed.is_own)
+        difference = with_changed_lines(difference, changed.mark, changed.is_own)
         difference = with_named_lines(difference, changed.named)
     counts = {
         name: tuple(_marked(tally, changed) for tally in tallies) for name, tallies in verdict.count_changes.items()
@@ -177,6 +189,5 @@ def _marked(tally: Tally, changed: ChangedCode) -> Tally:
     named = changed.named(place) if tally.amount > 0 and place != NOWHERE else ()
     if not named:
         return tally
-    reasons = [CHANGED_LINE] if changed.lines(place) else []
-    reason = "; ".join([*reasons, *one_of(named)])
+    reason = "; ".join(filter(None, [changed.mark(place), *one_of(named)]))
     return replace(tally, place=replace(place, named=named[0], reason=reason))

@@ -16,12 +16,27 @@ _TESTS_OWN = "pytest."
 """Beginning of a decorator that selects tests, and does not change the code in them."""
 
 
+class _Statement(NamedTuple):
+    """First and last line of a statement, and what it binds: ``outputs``, ``self.cache``."""
+
+    first: int
+    last: int
+    bound: tuple[str, ...] = ()
+
+
 class _Block(NamedTuple):
     """Lines that run under a changed ``with`` or changed decorators: the line to name, and the first and last line inside."""
 
-    named: int
+    changed: ChangedLine
     begin: int
     end: int
+
+
+class ChangedLine(NamedTuple):
+    """A line of the new file, and the statement or decorator of the old one that it lacks: ``del hidden``."""
+
+    number: int
+    removed: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,18 +59,30 @@ class TwoVersions:
         between = (begin + b + at for _, b, size in matcher.get_matching_blocks() for at in range(size))
         return frozenset(at + 1 for at in (*range(begin), *between, *range(len(new) - end, len(new))))
 
-    def changed_at(self, number: int) -> int | None:
+    def changed_at(self, number: int) -> ChangedLine | None:
         """Return the changed line that decides what a line of the new file does; ``None`` if nothing has changed.
 
-        A changed statement returns ``number`` itself. Otherwise a changed ``with`` around the line counts, or a changed
-        decorator on its function. Example: ``@torch.no_grad()`` decides which tensors the function keeps.
+        A changed statement is the line itself, and so is a statement whose result lives longer: the old function deleted the
+        result, and the new one does not. Otherwise a changed ``with`` around the line counts, or a changed decorator on its
+        function. Example: ``@torch.no_grad()`` decides which tensors the function keeps.
         """
-        statements = [(first, last) for first, last in self._statements if first <= number <= last]
-        if self._differs(*max(statements, default=(number, number))):
-            return number
-        within = max((_first(node) for node in self._functions.values() if _contains(node, number)), default=0)
+        statements = [one for one in self._statements if one.first <= number <= one.last]
+        innermost = max(statements, default=_Statement(number, number))
+        if self._differs(innermost.first, innermost.last):
+            return ChangedLine(number)
+        function = max(
+            (name for name, node in self._functions.items() if _contains(node, number)),
+            key=lambda name: _first(self._functions[name]),
+            default="",
+        )
+        ends = self._longer_lived.get(function, {})
+        removed = next((ends[name] for name in innermost.bound if name in ends), "")
+        if removed:
+            return ChangedLine(number, removed)
+        within = _first(self._functions[function]) if function else 0
         blocks = (block for block in self._blocks if block.begin <= number <= block.end)
-        return max((block.named for block in blocks if block.named >= within), default=None)
+        named = max((block for block in blocks if block.changed.number >= within), default=None)
+        return None if named is None else named.changed
 
     def _differs(self, first: int, last: int) -> bool:
         return any(line not in self.kept for line in range(first, last + 1))
@@ -65,13 +92,27 @@ class TwoVersions:
         return [node for node in ast.walk(_parsed(self.new)) if isinstance(node, ast.stmt)]
 
     @cached_property
-    def _statements(self) -> list[tuple[int, int]]:
-        """First and last line of each statement. A compound statement ends before its body."""
+    def _statements(self) -> list[_Statement]:
+        """All statements. A compound statement ends before its body."""
         found = []
         for node in self._nodes:
             body: list[ast.stmt] = getattr(node, "body", [])
-            found.append((node.lineno, _first(body[0]) - 1 if body else node.end_lineno or node.lineno))
+            last = _first(body[0]) - 1 if body else node.end_lineno or node.lineno
+            found.append(_Statement(node.lineno, last, tuple(_bound(node))))
         return found
+
+    @cached_property
+    def _longer_lived(self) -> dict[str, dict[str, str]]:
+        """Names whose first value now lives until its function ends, by the function's qualified name.
+
+        Each has the statement of the old version that ended the value: ``{"Net.forward": {"hidden": "del hidden"}}``.
+        """
+        old = {name: _ends_of_values(node) for name, node in _functions(_parsed(self.old))}
+        now = {name: _ends_of_values(node) for name, node in self._functions.items() if name in old}
+        return {
+            function: {name: old[function][name] for name, end in ends.items() if not end and old[function].get(name)}
+            for function, ends in now.items()
+        }
 
     @cached_property
     def _functions(self) -> dict[str, _Function]:
@@ -81,17 +122,18 @@ class TwoVersions:
     def _blocks(self) -> list[_Block]:
         """Blocks with a changed head."""
         found = [
-            _Block(node.lineno, node.lineno, node.end_lineno or node.lineno)
+            _Block(ChangedLine(node.lineno), node.lineno, node.end_lineno or node.lineno)
             for node in self._nodes
             if isinstance(node, ast.With | ast.AsyncWith) and self._differs(node.lineno, _first(node.body[0]) - 1)
         ]
         before = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
         # A removed decorator leaves no line, so the function's first line stands for it.
-        found += [
-            _Block(_first(node), node.lineno, node.end_lineno or node.lineno)
-            for name, node in self._functions.items()
-            if before.get(name, _decorators(node)) != _decorators(node)
-        ]
+        for name, node in self._functions.items():
+            now = _decorators(node)
+            then = before.get(name, now)
+            if then != now:
+                removed = next((f"@{text}" for text in then if text not in now), "")
+                found.append(_Block(ChangedLine(_first(node), removed), node.lineno, node.end_lineno or node.lineno))
         return found
 
 
@@ -112,6 +154,32 @@ def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Function
             if isinstance(child, _Function):
                 yield name, child
         yield from _functions(child, name)
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """Yield the names and attributes that a statement binds: ``self.cache`` and ``hidden`` for ``self.cache, hidden = ...``."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    for target in filter(None, targets):
+        for part in ast.walk(target):
+            if isinstance(part, ast.Name | ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store):
+                yield ast.unparse(part)
+
+
+def _ends_of_values(function: _Function) -> dict[str, str]:
+    """Return the last statement that ends the first value of each name: ``{"hidden": "del hidden"}``; empty if none does."""
+    found: dict[str, str] = {}
+    statements = (node for node in ast.walk(function) if isinstance(node, ast.stmt))
+    for node in sorted(statements, key=lambda node: node.lineno):
+        if isinstance(node, ast.Delete):
+            found.update({name: f"del {name}" for name in map(ast.unparse, node.targets) if name in found})
+            continue
+        is_none = isinstance(node, ast.Assign) and ast.unparse(node.value) == "None"
+        for name in _bound(node):
+            if name in found:
+                found[name] = ast.unparse(node).partition("\n")[0]
+            elif not is_none:
+                found[name] = ""
+    return found
 
 
 def _decorators(node: _Function) -> list[str]:

@@ -201,7 +201,7 @@ LEAST_SHARE = 0.1
 
 
 def with_changed_lines(
-    difference: Difference, has_changed: Callable[[Row], bool], is_own: Callable[[Row], bool] = lambda _: True
+    difference: Difference, mark: Callable[[Row], str], is_own: Callable[[Row], bool] = lambda _: True
 ) -> Difference:
     """Return a difference that says which increases are at lines that have changed, with these first.
 
@@ -210,14 +210,13 @@ def with_changed_lines(
 
     Args:
         difference: The difference.
-        has_changed: Whether the code at a row's line, or at one of the line's callers, has changed.
+        mark: The clause for a row if the code at its line, or at one of the line's callers, has changed; else empty. It begins
+            with `CHANGED_LINE`.
         is_own: Whether it is the line itself. Such rows come first, because a caller may lead to many lines.
     """
-    changes = [change for one in difference.changes for change in _with_changed_alternatives(one, has_changed)]
+    changes = [change for one in difference.changes for change in _with_changed_alternatives(one, mark)]
     changed = [
-        one._replace(reason=_joined(CHANGED_LINE, one.reason))
-        if one.nbytes > 0 and one.after is not None and has_changed(one.after)
-        else one
+        one._replace(reason=_joined(mark(one.after), one.reason)) if one.nbytes > 0 and one.after is not None else one
         for one in changes
     ]
 
@@ -229,8 +228,8 @@ def with_changed_lines(
     return replace(difference, changes=tuple(sorted(changed, key=rank)))
 
 
-def _with_changed_alternatives(change: Change, has_changed: Callable[[Row], bool]) -> tuple[Change, ...]:
-    changed = tuple(filter(has_changed, change.alternatives))
+def _with_changed_alternatives(change: Change, mark: Callable[[Row], str]) -> tuple[Change, ...]:
+    changed = tuple(filter(mark, change.alternatives))
     return change.among(changed) if changed else (change,)
 
 

@@ -82,12 +82,12 @@ def changed(tmp_path):
 )
 def test_a_line_has_changed_where_its_statement_has(changed, file, number, expected):
     where = {"site": f"{file}:{number}"} if file == "model.py" else {"library": f"{file}:{number}"}
-    assert changed.has(Row("activation", 8, **where)) is expected
+    assert bool(changed.lines(Row("activation", 8, **where))) is expected
 
 
 def test_of_two_lines_either_counts(changed):
-    assert changed.has(Row("activation", 8, site=f"model.py:{WHERE}", library=f"lib 2.0: nn/model.py:{SCORES}"))
-    assert not changed.has(Row("activation", 8, site=f"model.py:{SCORES}", library=f"lib 2.0: nn/model.py:{SCORES}"))
+    assert changed.lines(Row("activation", 8, site=f"model.py:{WHERE}", library=f"lib 2.0: nn/model.py:{SCORES}"))
+    assert not changed.lines(Row("activation", 8, site=f"model.py:{SCORES}", library=f"lib 2.0: nn/model.py:{SCORES}"))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_of_two_lines_either_counts(changed):
     ],
 )
 def test_a_file_that_is_new_has_changed_and_of_one_that_cannot_be_read_nothing_is_said(changed, line, expected):
-    assert changed.has(Row("activation", 8, site=line)) is expected
+    assert bool(changed.lines(Row("activation", 8, site=line))) is expected
 
 
 def versions(tmp_path, old, new, packages=()):
@@ -132,7 +132,7 @@ def of_a_package(tmp_path, *changed, packages=()):
 
 def test_the_innermost_caller_that_changed_is_named(tmp_path):
     changed = of_a_package(tmp_path, "site-packages/lib/model.py", "train.py")
-    assert changed.has(THROUGH)
+    assert changed.lines(THROUGH)
     assert changed.named(THROUGH) == (CALLER,)
 
 
@@ -161,7 +161,7 @@ def test_of_two_ways_to_a_line_both_changed_callers_are_possible(tmp_path):
 
 def test_nothing_is_named_where_nothing_changed_and_no_package_is_compared(tmp_path):
     changed = of_a_package(tmp_path)
-    assert not changed.has(THROUGH)
+    assert not changed.lines(THROUGH)
     assert changed.named(THROUGH) == ()
 
 
@@ -170,7 +170,7 @@ def test_without_a_changed_line_the_compared_package_is_named_in_place_of_its_he
     row = replace(THROUGH, library=helper, callers=((CALLER, TRAIN),))
     changed = of_a_package(tmp_path, packages={"lib"})
     assert changed.named(row) == (CALLER,)
-    assert not changed.has(row)
+    assert not changed.lines(row)
     assert of_a_package(tmp_path, packages={""}).named(row) == (TRAIN,)
 
 
@@ -186,7 +186,7 @@ LONG = "".join(f"x{number} = {number}\n" for number in range(20))
 def test_a_file_that_moved_is_compared_with_what_it_was(tmp_path, before, after):
     others = {"other.py": "y = 1\n" * 20}
     changed = versions(tmp_path, {before: LONG, **others}, {after: LONG.replace("x7 = 7", "x7 = 8"), **others})
-    assert [number for number in range(1, 21) if changed.has(Row("other", 1, site=f"{after}:{number}"))] == [8]
+    assert [number for number in range(1, 21) if changed.lines(Row("other", 1, site=f"{after}:{number}"))] == [8]
 
 
 def test_a_file_of_a_package_that_moved_is_compared_with_what_it_was(tmp_path):
@@ -194,25 +194,25 @@ def test_a_file_of_a_package_that_moved_is_compared_with_what_it_was(tmp_path):
         tmp_path, {"site-packages/lib/ops.py": LONG}, {"site-packages/lib/nn/ops.py": LONG.replace("x7 = 7", "x7 = 8")}
     )
     lines = (f"lib 3.0: nn/ops.py:{number}" for number in range(1, 21))
-    assert [line for line in lines if changed.has(Row("other", 1, library=line))] == ["lib 3.0: nn/ops.py:8"]
+    assert [line for line in lines if changed.lines(Row("other", 1, library=line))] == ["lib 3.0: nn/ops.py:8"]
 
 
 def test_a_copy_of_a_file_that_is_still_there_is_new(tmp_path):
     changed = versions(tmp_path, {"a.py": LONG}, {"a.py": LONG, "b.py": LONG})
-    assert changed.has(Row("other", 1, site="b.py:3"))
+    assert changed.lines(Row("other", 1, site="b.py:3"))
 
 
 @pytest.mark.parametrize("ends", ["\r\n", "\r"])
 def test_the_ends_of_lines_are_no_change(tmp_path, ends):
     changed = versions(tmp_path, {"a.py": LONG}, {"a.py": LONG.replace("\n", ends).replace("x7 = 7", "x7 = 8")})
-    assert [number for number in range(1, 21) if changed.has(Row("other", 1, site=f"a.py:{number}"))] == [8]
+    assert [number for number in range(1, 21) if changed.lines(Row("other", 1, site=f"a.py:{number}"))] == [8]
 
 
 def test_a_form_feed_ends_no_line(tmp_path):
     old = "\f\ndef f(x):\n    return x.float()\n"
     changed = versions(tmp_path, {"a.py": old}, {"a.py": old.replace("float", "half")})
-    assert changed.has(Row("other", 1, site="a.py:3"))
-    assert not changed.has(Row("other", 1, site="a.py:2"))
+    assert changed.lines(Row("other", 1, site="a.py:3"))
+    assert not changed.lines(Row("other", 1, site="a.py:2"))
 
 
 WRAPPED = """\
@@ -246,8 +246,75 @@ def f(
 )
 def test_a_line_runs_by_the_with_and_the_decorators_around_it(old, new, expected):
     file = TwoVersions(WRAPPED.split("\n"), WRAPPED.replace(old, new).split("\n"))
-    found = {number: at for number in (6, 7, 8, 11, 13) if (at := file.changed_at(number)) is not None}
+    found = {number: at.number for number in (6, 7, 8, 11, 13) if (at := file.changed_at(number)) is not None}
     assert found == expected
+
+
+def test_a_removed_decorator_is_named():
+    file = TwoVersions(WRAPPED.split("\n"), WRAPPED.replace("@torch.no_grad()\n", "# Nothing.\n").split("\n"))
+    changed = file.changed_at(13)
+    assert changed is not None
+    assert changed.removed == "@torch.no_grad()"
+
+
+LIVES = """\
+class Net:
+    def forward(self, x):
+        hidden = self.up(x)
+        self.seen = gate = self.gate(x)
+        hidden = hidden * gate
+        y = self.down(hidden)
+        del hidden
+        self.seen = None
+        for step in range(3):
+            outputs = self.next(y)
+            y = outputs.last
+            del outputs.cache, outputs
+        return y
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        pytest.param("        del hidden\n", "", {}, id="its first value is replaced all the same"),
+        pytest.param("        self.seen = None\n", "", {4: "self.seen = None"}, id="an attribute"),
+        pytest.param("            del outputs.cache, outputs\n", "", {10: "del outputs"}, id="a name in a loop"),
+        pytest.param("outputs.cache, outputs", "outputs", {}, id="a part of what is deleted"),
+        pytest.param("del hidden\n", "del hidden  # early\n", {}, id="a comment"),
+        pytest.param("hidden = hidden * gate", "wide = hidden * gate", {4: None}, id="a name that is deleted later"),
+    ],
+)
+def test_a_line_whose_result_lives_longer_has_changed(old, new, expected):
+    file = TwoVersions(LIVES.split("\n"), LIVES.replace(old, new).split("\n"))
+    unchanged = [number for number in range(1, len(file.new)) if number in file.kept]
+    found = {number: at.removed for number in unchanged if (at := file.changed_at(number)) is not None}
+    assert found == {number: text for number, text in expected.items() if text}
+
+
+def test_a_name_that_is_no_longer_replaced_lives_longer():
+    old = "def f(x):\n    h = a(x)\n    h = b(h)\n    return c(h)\n"
+    file = TwoVersions(
+        old.split("\n"), old.replace("h = b(h)\n    return c(h)", "y = b(h)\n    return c(y)").split("\n")
+    )
+    changed = file.changed_at(2)
+    assert changed is not None
+    assert (changed.number, changed.removed) == (2, "h = b(h)")
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        pytest.param("def f(x):\n    h = None\n    h = a(x)\n    return h\n", id="set before it has a value"),
+        pytest.param(
+            "def g(x):\n    h = a(x)\n    del h\n\n\ndef f(x):\n    h = a(x)\n    return h\n", id="another function"
+        ),
+        pytest.param("def f(x):\n    h = a(x)\n    del h[0]\n    return h\n", id="an item"),
+    ],
+)
+def test_a_statement_that_ended_no_value_is_not_missed(old):
+    file = TwoVersions(old.split("\n"), ["def f(x):", "    h = a(x)", "    return h", ""])
+    assert file.changed_at(2) is None
 
 
 def test_a_marker_of_pytest_changes_nothing_in_its_test():

@@ -434,7 +434,7 @@ def test_changed_lines_are_first_unless_little_grew_there_and_the_changes_still_
     sizes = {"kept.py:1": 1000, "changed.py:2": 400, "changed.py:3": 1}
     added = [row(operator=f"op{n}", shape=(8 * size,), site=site) for n, (site, size) in enumerate(sizes.items())]
     plain = difference(made_of(WEIGHTS), made_of(WEIGHTS, *added))
-    told = with_changed_lines(plain, lambda one: one.site.startswith("changed"))
+    told = with_changed_lines(plain, lambda one: "changed line" if one.site.startswith("changed") else "")
     assert [change.row.site for change in plain.changes] == [*sizes]
     assert [change.row.site for change in told.changes] == ["changed.py:2", "kept.py:1", "changed.py:3"]
     reasons = [change.reason for change in told.changes]
