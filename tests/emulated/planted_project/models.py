@@ -44,8 +44,8 @@ class Perceptron(nn.Module):
         self.wide, self.narrow = nn.Linear(512, 2048), nn.Linear(2048, 512)
 
     def forward(self, hidden):
-        hidden = self.wide(hidden)
-        hidden = hidden.relu()  # planted: perceptron-average-of-more-rows
+        hidden = self.wide(hidden)  # planted: perceptron-average-of-more-rows
+        hidden = hidden.relu()
         return self.narrow(hidden)
 
 
