@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.config.errors import BudgetError
 from pytest_gpumem.config.marker import budget_from_arguments, budget_of_marks, check_of_a_call
-from pytest_gpumem.config.options import MARKER_HELP
+from pytest_gpumem.config.marker_arguments import MARKER_HELP
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.units import ThroughputLimit
 

@@ -13,7 +13,8 @@ import click
 from pytest_gpumem.baselines.selecting import unused_line
 from pytest_gpumem.cli.streams import InputError, WholeNumber, files_of, input_errors, read_report, screen, write_lines
 from pytest_gpumem.reports.errors import MergeError
-from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes, write_report
+from pytest_gpumem.reports.files import write_report
+from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes
 from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Span
 from pytest_gpumem.reports.merging import in_no_report, in_no_shard, merged, run_twice, several

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pytest_gpumem.units import nearest
-
 DEFAULT_DEVICE = "cuda"
 """The word of the device that is used where nobody names one."""
 EMULATED = "emulated:"
@@ -23,6 +21,8 @@ EMULATED_SLUG = "emulated-"
 
 def nearest_device(word: str, valid: list[str]) -> str:
     """Return the name nearest to that of a device: ``gpu`` is closer to ``cuda`` than its letters say."""
+    from pytest_gpumem.units import nearest
+
     return nearest(DEFAULT_DEVICE if word.lower() == "gpu" else word, valid)
 
 
