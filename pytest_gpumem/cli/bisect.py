@@ -35,6 +35,7 @@ from pytest_gpumem.cli.ab import (
     told_in,
     write_reports,
 )
+from pytest_gpumem.cli.files import FilePath, name_of, read_text, text_beside
 from pytest_gpumem.cli.jobs import jobs_option, most_jobs
 from pytest_gpumem.cli.project import checkout_of, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
@@ -80,7 +81,7 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
     "--from",
     "source",
     metavar="REPORT",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FilePath(exists=True),
     help="Search for what made the first test regress in this JSON report, of 'gpumem ab' or of a session, in place of TEST.",
 )
 @click.option("--good", metavar="WHICH", help="The revision, release or lock file of which the test needs less.")
@@ -182,13 +183,15 @@ def bisect(
         except Stopped as stopped:
             click.echo("interrupted: the same command goes on from here", err=True)
             context.exit(stopped.exit_status)
-    write_lines(lines(found, screen()))
+    with text_beside(files):
+        write_lines(lines(found, screen()))
     accepted = [*tests, *given] if red is None else [red.nodeid, *options]
     release_mended_it = found.bad.backwards and bool(found.bad.package)
     if (red is None or red.gated) and not release_mended_it:
         needed = "" if found.bad.variant.revision is not None else _not_here(package, bad, red)
         first = f", install {needed} first" if needed else ""
-        click.echo(f"to accept it{first}: pytest {shlex.join(accepted)} --gpumem-update=all")
+        with text_beside(files):
+            click.echo(f"to accept it{first}: pytest {shlex.join(accepted)} --gpumem-update=all")
     write_reports(files, {".json": lambda one: to_json(one, red), ".md": lambda one: markdown(one, red)}, found)
 
 
@@ -268,9 +271,9 @@ def _not_here(package: str | None, bad: str | None, red: Red | None) -> str:
 def _red(source: Path) -> Red:
     """Return what a report has to search for. Raises `ReportError`, `NothingFound` and `InputError`."""
     try:
-        return red_of(source.read_text(encoding="utf-8"), str(source))
+        return red_of(read_text(source), name_of(source))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source} cannot be read: {error}") from None
+        raise InputError(f"{name_of(source)} cannot be read: {error}") from None
 
 
 def _of_red(

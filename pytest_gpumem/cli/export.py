@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.cli.files import STANDARD, FilePath, name_of, write_file
 from pytest_gpumem.cli.streams import files_of, input_errors, read_report
 from pytest_gpumem.exports.figures import ExportedFigures, ExportError, Figure, figures_of
 from pytest_gpumem.exports.formats import Better, bencher, github_action_benchmark, metrics_of, openmetrics
 from pytest_gpumem.exports.tensorboard import commits, seconds, write_scalars
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,8 +51,9 @@ _output = click.option(
     "-o",
     "--output",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write it there, and not to standard output.",
+    type=FilePath(),
+    default=STANDARD,
+    help="Write it there. The default, -, is standard output.",
 )
 
 
@@ -70,7 +71,7 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
 )
 @_common
 def for_github_action_benchmark(
-    *, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None, better: Better
+    *, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path, better: Better
 ) -> None:
     """JSON for github-action-benchmark.
 
@@ -85,7 +86,7 @@ def for_github_action_benchmark(
 
 @export.command("bencher")
 @_common
-def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None) -> None:
+def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path) -> None:
     """Bencher Metric Format JSON.
 
     For bencher run --adapter json --file FILE.
@@ -95,9 +96,15 @@ def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: P
 
 @export.command("openmetrics")
 @_common
-def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None) -> None:
+def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path) -> None:
     """OpenMetrics text, as Prometheus reads it."""
     _export(openmetrics, reports, metrics, output)
+
+
+def _folder(_context: click.Context, _parameter: click.Parameter, value: Path) -> Path:
+    if value == STANDARD:
+        raise click.BadParameter("event files are written into a folder, and not to standard output")
+    return value
 
 
 @export.command("tensorboard")
@@ -114,6 +121,7 @@ def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], outpu
     metavar="DIR",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
+    callback=_folder,
     help="The folder of event files, to which this one is added.",
 )
 @_metrics
@@ -130,20 +138,17 @@ def for_tensorboard(*, reports: tuple[str, ...], metrics: tuple[str, ...], outpu
 
 
 def _export(
-    render: Callable[[Sequence[Figure]], str], reports: Sequence[str], metrics: Sequence[str], output: Path | None
+    render: Callable[[Sequence[Figure]], str], reports: Sequence[str], metrics: Sequence[str], output: Path
 ) -> None:
     with input_errors(ExportError, OSError):
         found = figures_of(_read(reports), metrics)
         text = render(found.figures)
-        if output is None:
-            click.echo(text.encode(), nl=False)
-        else:
-            write_whole(output, text)
+        write_file(output, text)
     _print(found)
 
 
 def _read(files: Sequence[str]) -> dict[str, SessionReport]:
-    return {str(path): read_report(path) for path in files_of(files)}
+    return {name_of(path): read_report(path) for path in files_of(files)}
 
 
 def _print(found: ExportedFigures) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import click
 
 from pytest_gpumem import __version__
+from pytest_gpumem.terminals import wants_colour
 from pytest_gpumem.units import nearest
 
 _COMMANDS = {
@@ -59,8 +61,9 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="gpumem")
-def main() -> None:
+@click.version_option(__version__)
+@click.pass_context
+def main(context: click.Context) -> None:
     """Keep the baselines of pytest-gpumem, read its reports, and find out how a model fits into a GPU.
 
     Tests are measured and gated by pytest itself (pytest --gpumem-baseline); these commands look at what it left, and at
@@ -87,6 +90,7 @@ def main() -> None:
     Exit status: 0 when all is well, 1 when something is worse than it should be, 2 for wrong input or usage. Each command
     says what that means for it.
     """
+    context.color = wants_colour(os.environ)
 
 
 if __name__ == "__main__":
