@@ -39,6 +39,7 @@ from pytest_gpumem.cli.files import FilePath, name_of, read_text, text_beside
 from pytest_gpumem.cli.jobs import jobs_option, most_jobs
 from pytest_gpumem.cli.project import checkout_of, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.git import GitError, Revision, plain_environment
 from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.processes import Stopped, noted_signals
@@ -354,7 +355,7 @@ def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -
     found = [one for one in stored if one.key in keys]
     if not found:
         raise InputError(
-            f"there is no baseline of {test!r}, whose packages could be compared; `gpumem show` lists what there is"
+            f"there is no baseline of {test!r}, whose packages could be compared; `{command_name()} show` lists what there is"
         )
     slugs = sorted({one.slug for one in found})
     if len(slugs) > 1:

@@ -12,6 +12,7 @@ import click
 
 from pytest_gpumem.cli.files import FilePath, name_of, read_text, suffix_of
 from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.github.comment import (
     Api,
@@ -178,7 +179,7 @@ def _how_to_accept(files: Sequence[Path], artifact: str, pull_request: int) -> s
         commands = [
             f"git fetch origin pull/{pull_request}/merge",
             f"gh run download {run} --name {shlex.quote(artifact)} --dir {folder}",
-            f'gpumem accept {shlex.quote(f"{folder}/{file.name}")} --reason "..."',
+            f'{command_name()} accept {shlex.quote(f"{folder}/{file.name}")} --reason "..."',
         ]
         told = block("\n".join(commands))
         return f"\n{details('To accept what was measured, in the branch of this pull request', told)}\n"

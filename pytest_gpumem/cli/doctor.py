@@ -84,6 +84,7 @@ def _facts(settings: Settings, environment: Mapping[str, str]) -> Facts:
         store=_store(settings),
         compiling=looking.compiling(environment),
         reports=looking.reports(),
+        other_command=looking.other_command(),
         ignored=_ignored(),
     )
 

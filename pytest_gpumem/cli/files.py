@@ -63,7 +63,7 @@ def read_text(file: Path) -> str:
     # A command may look at a report twice, and a stream has it once.
     meta = click.get_current_context().meta
     if _STDIN not in meta:
-        meta[_STDIN] = click.get_text_stream("stdin", encoding="utf-8", errors="strict").read()
+        meta[_STDIN] = sys.stdin.buffer.read().decode("utf-8")
     text: str = meta[_STDIN]
     return text
 

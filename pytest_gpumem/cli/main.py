@@ -61,7 +61,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__)
+@click.version_option(__version__, prog_name="pytest-gpumem")
 @click.pass_context
 def main(context: click.Context) -> None:
     """Keep the baselines of pytest-gpumem, read its reports, and find out how a model fits into a GPU.

@@ -13,6 +13,7 @@ import click
 from pytest_gpumem.baselines.selecting import unused_line
 from pytest_gpumem.cli.files import FilePath, check_one_stream, suffix_of, text_beside, write_file
 from pytest_gpumem.cli.streams import InputError, WholeNumber, files_of, input_errors, read_report, screen, write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.reports.errors import MergeError
 from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes
 from pytest_gpumem.reports.github import report_to_github
@@ -119,8 +120,8 @@ def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], wh
         verb = "is" if len(lost) == 1 else "are"
         raise InputError(
             f"{again}{counted(len(lost), 'test')} with baselines on these devices {verb} in none of the shards: "
-            f"{_named(lost)}; add the shard that ran them, remove what is gone with `gpumem prune`, or, if this is meant, "
-            "leave out --shards"
+            f"{_named(lost)}; add the shard that ran them, remove what is gone with `{command_name()} prune`, or, if "
+            "this is meant, leave out --shards"
         )
 
 

@@ -11,6 +11,7 @@ from pytest_gpumem.cli.files import FilePath, name_of
 from pytest_gpumem.cli.one_test import keys_of_one_test
 from pytest_gpumem.cli.project import read_of_project
 from pytest_gpumem.cli.streams import InputError, read_report, screen, write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.reports.why import tests_of, why_lines
 from pytest_gpumem.session.kept_report import kept_in
@@ -61,7 +62,7 @@ def why(*, test: str, file: Path | None) -> None:
 def _kept(test: str) -> Path:
     """Return the file that keeps the report of the last session here. Raises `InputError` where there is none."""
     path = read_of_project(kept_in)
-    else_written = f"`pytest --gpumem-report=FILE.json` writes one for `gpumem why {test} --report FILE.json`"
+    else_written = f"`pytest --gpumem-report=FILE.json` writes one for `{command_name()} why {test} --report FILE.json`"
     if path is None:
         raise InputError(f"no report is kept, as pytest's cache is switched off (-p no:cacheprovider): {else_written}")
     if not path.is_file():
