@@ -30,6 +30,7 @@ from pytest_gpumem.advice.trial import (
     try_config,
 )
 from pytest_gpumem.advice.trials import Trials
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.named_function import named_function
 from pytest_gpumem.cli.project import devices_of_plugins, own_gpus_around
 from pytest_gpumem.cli.streams import (
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     default=(DEFAULT_DEVICE,),
     show_default=True,
     multiple=True,
+    shell_complete=completion.devices,
     help="cuda, cpu, auto, emulated:l4 and so on, or a plugin's. Several emulated ones, or emulated:all.",
 )
 @click.option(

@@ -25,6 +25,7 @@ from pytest_gpumem.bisect.journal import Journal
 from pytest_gpumem.bisect.red_report import red_of
 from pytest_gpumem.bisect.report import lines, markdown, nothing_as_json, nothing_as_markdown, to_json
 from pytest_gpumem.bisect.state import state_of
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.ab import (
     PYTEST_ARGUMENTS,
     WithPytestArguments,
@@ -77,7 +78,7 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
 
 
 @click.command(cls=WithPytestArguments)
-@click.argument("tests", nargs=-1, metavar="TEST...")
+@click.argument("tests", nargs=-1, metavar="TEST...", shell_complete=completion.tests)
 @click.option(
     "--from",
     "source",
@@ -111,7 +112,10 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
 @jobs_option("with --setup one")
 @max_slowdown_option("How much longer a step may take, with --metric step_time.")
 @click.option(
-    "--slug", metavar="SLUG", help="With --packages: the baseline's device, by the name of its folder in the store."
+    "--slug",
+    metavar="SLUG",
+    shell_complete=completion.slugs,
+    help="With --packages: the baseline's device, by the name of its folder in the store.",
 )
 @click.option(
     "--setup", metavar="COMMAND", help="Run by the shell in each checkout before its run, say 'pip install -e .'."

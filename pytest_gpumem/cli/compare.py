@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from pytest_gpumem.baselines.url_backend import without_credentials
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.files import name_of, path_of
 from pytest_gpumem.cli.project import committed, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, format_option, read_report, renamed, screen, write_lines
@@ -17,9 +18,14 @@ from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 
 
 @click.command()
-@click.argument("old")
-@click.argument("new", required=False)
-@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
+@click.argument("old", shell_complete=completion.slugs_and_files)
+@click.argument("new", required=False, shell_complete=completion.slugs_and_files)
+@click.option(
+    "--store",
+    metavar="PATH|URL",
+    shell_complete=completion.folders,
+    help="Where the baselines lie, if not where the project's settings say.",
+)
 @format_option("json", "markdown")
 @renamed("--json", "--format json", is_flag=True)
 @renamed("--markdown", "--format markdown", is_flag=True)

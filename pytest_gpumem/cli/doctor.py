@@ -13,6 +13,7 @@ from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.url_backend import without_credentials
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.project import devices_of_plugins, project_settings, read_baselines, read_of_project
 from pytest_gpumem.cli.streams import InputError, format_option, input_errors, not_there, screen, write_lines
 from pytest_gpumem.config.errors import SettingsError
@@ -36,7 +37,12 @@ _SETTINGS = "pyproject.toml"
 
 
 @click.command()
-@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
+@click.option(
+    "--store",
+    metavar="PATH|URL",
+    shell_complete=completion.folders,
+    help="Where the baselines lie, if not where the project's settings say.",
+)
 @format_option("json")
 @not_there("--json", "write --format json")
 def doctor(*, store: str | None, form: str) -> None:

@@ -6,6 +6,7 @@ import os
 
 import click
 
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.project import own_gpus_around
 from pytest_gpumem.emulated_process.before_torch import PEAKS, QUIET
 from pytest_gpumem.emulated_process.start import environment_for
@@ -22,7 +23,7 @@ from pytest_gpumem.values.option_words import EMULATED
     is_flag=True,
     help="Print no peaks and record no allocator history. Reasons why the program's own figures are wrong are still printed.",
 )
-@click.argument("gpu")
+@click.argument("gpu", shell_complete=completion.cards)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     """Run a program on an emulated GPU, and tell the peaks of its memory and what they are made of.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.files import STANDARD, FilePath, name_of, write_file
 from pytest_gpumem.cli.streams import files_of, input_errors, read_report
 from pytest_gpumem.exports.figures import ExportedFigures, ExportError, Figure, figures_of
@@ -38,7 +39,7 @@ def export() -> None:
     """
 
 
-_reports = click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True)
+_reports = click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True, shell_complete=completion.files)
 _metrics = click.option(
     "--metric",
     "metrics",

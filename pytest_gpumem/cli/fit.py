@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.jobs import jobs_option, most_jobs
 from pytest_gpumem.cli.project import own_gpus_around
 from pytest_gpumem.cli.streams import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     "words",
     multiple=True,
     metavar="DEVICE",
+    shell_complete=completion.cards,
     help="One that it has to fit into, as `gpumem emulate` has them: l4, 24GB, h100x8. May be repeated; all if not given.",
 )
 @click.option(

@@ -10,6 +10,7 @@ from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.history import Event, events_of, file_changes, names_in, paths_ever, state_in, texts_of
 from pytest_gpumem.baselines.selecting import nearest_tests
 from pytest_gpumem.baselines.store import path_of
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.one_test import keys_of_one_test
 from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, input_errors, not_there, renamed, screen, write_lines
@@ -35,7 +36,7 @@ _SHALLOW = (
 
 
 @click.command()
-@click.argument("test")
+@click.argument("test", shell_complete=completion.tests)
 @click.option(
     "--metric",
     type=click.Choice(list(METRICS)),
@@ -48,8 +49,18 @@ _SHALLOW = (
 @not_there(
     "--json", f"it prints a table only; `{command_name()} show --format json` has the figures that are stored now"
 )
-@click.option("--slug", metavar="SLUG", help="On one device only, by the name of its folder in the store.")
-@click.option("--store", metavar="PATH", help="Where the baselines lie, if not where the project's settings say.")
+@click.option(
+    "--slug",
+    metavar="SLUG",
+    shell_complete=completion.slugs,
+    help="On one device only, by the name of its folder in the store.",
+)
+@click.option(
+    "--store",
+    metavar="PATH",
+    shell_complete=completion.folders,
+    help="Where the baselines lie, if not where the project's settings say.",
+)
 def history(*, test: str, metric: str, slug: str | None, store: str | None) -> None:
     """Tell how a baseline came to be what it is.
 

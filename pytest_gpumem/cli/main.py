@@ -7,6 +7,7 @@ import os
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from pytest_gpumem import __version__
 from pytest_gpumem.terminals import wants_colour
@@ -51,11 +52,16 @@ class _LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        commands = [CompletionItem(name, help=told) for name, told in _COMMANDS.items() if name.startswith(incomplete)]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in _COMMANDS and not name.startswith("-"):
+        # A shell that completes words shows no error.
+        if not ctx.resilient_parsing and name not in _COMMANDS and not name.startswith("-"):
             raise click.UsageError(f"No such command {name!r}; {nearest(name, list(_COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.baselines.selecting import unused_line
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.files import FilePath, check_one_stream, suffix_of, text_beside, write_file
 from pytest_gpumem.cli.streams import InputError, WholeNumber, files_of, input_errors, read_report, screen, write_lines
 from pytest_gpumem.command_name import command_name
@@ -41,7 +42,7 @@ def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Pa
 
 
 @click.command()
-@click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True)
+@click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True, shell_complete=completion.files)
 @click.option(
     "--report",
     "files",

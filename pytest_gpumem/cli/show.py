@@ -6,6 +6,7 @@ import click
 
 from pytest_gpumem.baselines.selecting import matches, nearest_tests
 from pytest_gpumem.baselines.url_backend import without_credentials
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.project import project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, format_option, renamed, screen, write_lines
 from pytest_gpumem.command_name import command_name
@@ -14,9 +15,19 @@ from pytest_gpumem.reports.stored import accounting, table, to_json
 
 
 @click.command()
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
-@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
-@click.option("--slug", metavar="SLUG", help="Those of one device only, by the name of its folder in the store.")
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=completion.tests)
+@click.option(
+    "--store",
+    metavar="PATH|URL",
+    shell_complete=completion.folders,
+    help="Where the baselines lie, if not where the project's settings say.",
+)
+@click.option(
+    "--slug",
+    metavar="SLUG",
+    shell_complete=completion.slugs,
+    help="Those of one device only, by the name of its folder in the store.",
+)
 @format_option("json")
 @click.option("-v", "--verbose", is_flag=True, help="Also the peaks and times of phases, and counts of work.")
 @renamed("--device", "--slug")

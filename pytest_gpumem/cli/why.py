@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.baselines.selecting import nearest_tests
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.files import FilePath, name_of
 from pytest_gpumem.cli.one_test import keys_of_one_test
 from pytest_gpumem.cli.project import read_of_project
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("test")
+@click.argument("test", shell_complete=completion.tests)
 @click.option(
     "--report",
     "file",

@@ -93,6 +93,11 @@ def known_gpus(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[Gpu, ...]:
     return (*_table().values(), *own.values())
 
 
+def known_words(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[str, ...]:
+    """Return all words for GPUs of the table, then one's own; neither slices nor sizes."""
+    return (*_table(), *_aliases(), *own)
+
+
 def known_capabilities() -> tuple[tuple[int, int], ...]:
     """Return the compute capabilities of which the limits are known."""
     return tuple(_limits())
@@ -139,7 +144,7 @@ def _unknown(word: str, name: str, own: Mapping[str, Gpu]) -> str:
         return f"{word!r}: {title} has no MIG profile {profile!r}; {nearest(profile, profiles)}"
     if is_slice:
         return f"{word!r} is no MIG slice; there are slices of {', '.join(_divided())}, like {EMULATED}{_MIG_EXAMPLE}"
-    known = [EMULATED + one for one in (*_table(), *_aliases(), *own)]
+    known = [EMULATED + one for one in known_words(own)]
     theirs = f", of [tool.gpumem.gpus] {', '.join(own)}" if own else ""
     return (
         f"{word!r} is no GPU that can be emulated; {nearest_device(EMULATED + name, known)} There are "
