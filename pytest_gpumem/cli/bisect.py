@@ -38,6 +38,7 @@ from pytest_gpumem.cli.ab import (
 )
 from pytest_gpumem.cli.files import FilePath, name_of, read_text, text_beside
 from pytest_gpumem.cli.jobs import jobs_option, most_jobs
+from pytest_gpumem.cli.one_test import check_is_no_file, no_such_test
 from pytest_gpumem.cli.project import checkout_of, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
 from pytest_gpumem.command_name import command_name
@@ -358,9 +359,10 @@ def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -
     keys = selected((one.key for one in stored), test)
     found = [one for one in stored if one.key in keys]
     if not found:
-        raise InputError(
-            f"there is no baseline of {test!r}, whose packages could be compared; `{command_name()} show` lists what there is"
-        )
+        check_is_no_file(test)
+        lists = f"`{command_name()} show` lists what there is"
+        sentence = f"there is no baseline of {test!r}, whose packages could be compared"
+        raise no_such_test(test, sentence, [one.key for one in stored], lists)
     slugs = sorted({one.slug for one in found})
     if len(slugs) > 1:
         raise InputError(f"{test!r} has baselines of {len(slugs)} devices; say which one: --slug {' or '.join(slugs)}")

@@ -11,11 +11,13 @@ import click
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.files import STANDARD, FilePath, name_of, write_file
 from pytest_gpumem.cli.streams import files_of, input_errors, read_report
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.exports.figures import ExportedFigures, ExportError, Figure, figures_of
 from pytest_gpumem.exports.formats import Better, bencher, github_action_benchmark, metrics_of, openmetrics
 from pytest_gpumem.exports.tensorboard import commits, seconds, write_scalars
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Screen
+from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +25,23 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 
-@click.group()
+class _Formats(click.Group):
+    """The formats, each a command: told to who gives a report in place of one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if ctx.resilient_parsing or name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        formats = list(self.commands)
+        if name == str(STANDARD) or name.endswith(".json") or Path(name).exists():
+            typed = f"{command_name()} export {formats[1]} {' '.join(args)}"
+            raise click.UsageError(f"name the format before {name}, like {typed}; formats: {', '.join(formats)}", ctx)
+        raise click.UsageError(f"no such format: {name}; {nearest(name, formats)}", ctx)
+
+
+@click.group(cls=_Formats)
 def export() -> None:
     """Give the figures of reports to another tool.
 

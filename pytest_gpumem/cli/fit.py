@@ -34,7 +34,6 @@ from pytest_gpumem.fit.run import with_expandable_segments
 from pytest_gpumem.fit.summary import conclusion, details, name_of, progress, table, to_json
 from pytest_gpumem.processes import Stopped, noted_signals
 from pytest_gpumem.reports.layout import laid_out
-from pytest_gpumem.values.option_words import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,7 +120,7 @@ def _gpus(words: Sequence[str]) -> list[Gpu]:
     """Return the GPUs to emulate: those that were asked for, or all, the default one first."""
     own = own_gpus_around()
     with input_errors(EmulationError, ValueError):
-        asked = [emulated_gpu(word if word.startswith(EMULATED) else EMULATED + word, own) for word in words]
+        asked = [emulated_gpu(word, own) for word in words]
         gpus = asked or sorted(known_gpus(own), key=lambda gpu: gpu.word != DEFAULT)
         prepare()
     return list(dict.fromkeys(gpus))

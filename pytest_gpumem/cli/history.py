@@ -8,10 +8,9 @@ import click
 
 from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.history import Event, events_of, file_changes, names_in, paths_ever, state_in, texts_of
-from pytest_gpumem.baselines.selecting import nearest_tests
 from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli import completion
-from pytest_gpumem.cli.one_test import keys_of_one_test
+from pytest_gpumem.cli.one_test import check_is_no_file, keys_of_one_test, no_such_test
 from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, input_errors, not_there, renamed, screen, write_lines
 from pytest_gpumem.command_name import command_name
@@ -82,9 +81,10 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
     with input_errors(GitError, BackendError):
         found = _named(test, read_baselines(backend, slug)) or _removed(test, checkout.top, folder, below, slug)
         if not found:
-            near = nearest_tests((one.key for one in read_baselines(backend, slug)), test)
-            hint = f"; there is {' and '.join(near)}" if near else f"; `{command_name()} show` lists what there is"
-            raise InputError(f"there is no baseline of {test!r}, and there never was{hint}")
+            check_is_no_file(test)
+            keys = [one.key for one in read_baselines(backend, slug)]
+            lists = f"`{command_name()} show` lists what there is"
+            raise no_such_test(test, f"there is no baseline of {test!r}, and there never was", keys, lists)
         at_head = committed("HEAD", backend)[1]
         histories = [(on, key, _events(checkout.top, below, at_head, on, key, entry)) for on, key, entry in found]
         shallow = is_shallow(checkout.top)

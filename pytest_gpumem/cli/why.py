@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.baselines.selecting import nearest_tests
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.files import FilePath, name_of
-from pytest_gpumem.cli.one_test import keys_of_one_test
+from pytest_gpumem.cli.one_test import check_is_no_file, keys_of_one_test, no_such_test
 from pytest_gpumem.cli.project import read_of_project
 from pytest_gpumem.cli.streams import InputError, read_report, screen, write_lines
 from pytest_gpumem.command_name import command_name
@@ -46,6 +45,7 @@ def why(*, test: str, file: Path | None) -> None:
 
     Exit status: 0 when the test was told of, 2 when it was not: no such test, several, or no report that can be read.
     """
+    check_is_no_file(test)
     path = _kept(test) if file is None else file
     report = read_report(path)
     # A test without a measurement has a key, too.
@@ -53,10 +53,8 @@ def why(*, test: str, file: Path | None) -> None:
     keys = [Key(*one, name) for one, names in tests.items() for name in names or ("",)]
     found = keys_of_one_test(test, keys)
     if not found:
-        near = nearest_tests(keys, test)
-        hint = f"; there is {' and '.join(near)}" if near else ""
         where = "the last session" if file is None else name_of(path)
-        raise InputError(f"none of the {counted(len(tests), 'measured test')} of {where} is {test!r}{hint}")
+        raise no_such_test(test, f"none of the {counted(len(tests), 'measured test')} of {where} is {test!r}", keys)
     write_lines(why_lines(report, found[0].file, found[0].test, screen()))
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.config.options import MARKER
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.units import parse_gigabytes, parse_rate, parse_ratio, parse_size
+from pytest_gpumem.units import format_bytes, parse_gigabytes, parse_rate, parse_ratio, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +16,15 @@ def _size(value: object) -> int:
     if value == 0 and not isinstance(value, (bool, str)):
         return 0
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a size; write it with its unit, like '6.5 GB'")
+        raise ValueError(f"{value!r} is not a size; write it with its unit, like '{_with_unit(value)}'")
     return parse_size(value)
+
+
+def _with_unit(value: object) -> str:
+    """Return the size that a number may mean: GB, or bytes if it is a million or more. For example 6.5 is ``"6.5 GB"``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        return "6.5 GB"
+    return f"{value:g} GB" if value < 10**6 else format_bytes(int(value))
 
 
 def _device(value: object) -> str:

@@ -26,11 +26,6 @@ def nearest_device(word: str, valid: list[str]) -> str:
     return nearest(DEFAULT_DEVICE if word.lower() == "gpu" else word, valid)
 
 
-def nearest_device_or_emulated(word: str, valid: list[str]) -> str:
-    """Return the same where a GPU that is emulated is valid, too."""
-    return nearest_device(word, [*valid, f"{EMULATED}h100"])
-
-
 UpdateMode = Literal["new", "improved", "all"]
 UPDATE_MODES: tuple[UpdateMode, ...] = ("new", "improved", "all")
 Routing = Literal["balanced", "worst"]
