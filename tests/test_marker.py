@@ -67,7 +67,11 @@ def test_arguments_make_a_budget_in_bytes_and_ratios(arguments, budget):
         ({"max_memory": 6.5}, "max_memory: 6.5 is not a size; write it with its unit, like '6.5 GB'"),
         ({"max_memory": "6.5"}, "max_memory: '6.5' has no unit; write it like '6.5 GB' or '6.5 MiB'"),
         ({"tolerance": 0.02}, "tolerance: 0.02 is not a percentage; write it like '2 %'"),
-        ({"max_slowdown": 0.1}, "max_slowdown: 0.1 is not a percentage; write it like '2 %'"),
+        ({"max_slowdown": 0.1}, "max_slowdown: 0.1 is not a percentage; write it like '10 %'"),
+        ({"tolerance": "3"}, "tolerance: '3' is not a percentage; write it like '3 %'"),
+        ({"tolerance": True}, "tolerance: True is not a percentage; write it like '2 %'"),
+        ({"max_memory": 60_000_000}, "max_memory: 60000000 is not a size; write it with its unit, like '60.00 MB'"),
+        ({"min_throughput": 900}, "min_throughput: 900 is not a rate; write it like '900 samples/s'"),
         (
             {"min_throughput": 1200},
             "min_throughput: 1200 is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'",

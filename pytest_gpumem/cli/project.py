@@ -83,12 +83,12 @@ def backend_in(store: str | None) -> Backend:
     running code of it. Raises `InputError`.
     """
     if store is not None:
-        return _opened(_named(store), Path.cwd())
+        return backend_at(_named(store), Path.cwd())
     settings = project_settings()
-    return _opened(settings.store, settings.store_base)
+    return backend_at(settings.store, settings.store_base)
 
 
-def _opened(location: str, base: Path) -> Backend:
+def backend_at(location: str, base: Path) -> Backend:
     """Return the backend for a location. Raises `InputError`, which says what a file is that is given for a store."""
     try:
         return backend_of(location, base)
@@ -117,7 +117,7 @@ def read_of_project(read: Callable[[pytest.Config], T], *, emulates: bool = Fals
 
 def store_backend(settings: Settings) -> Backend:
     """Return the backend with the project's baselines. Raises `InputError` when there is no store there."""
-    backend = _opened(settings.store, settings.store_base)
+    backend = backend_at(settings.store, settings.store_base)
     if isinstance(backend, Folder) and not backend.root.is_dir():
         raise InputError(
             f"there is no store at {backend.root}; record baselines with `pytest --gpumem-update=new`, or say where they are: "
