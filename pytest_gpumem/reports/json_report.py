@@ -13,7 +13,7 @@ from pytest_gpumem import __version__
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.causes import causes_in, plain_causes
 from pytest_gpumem.reports.errors import ReportError
-from pytest_gpumem.reports.file_kinds import SESSION, kind_of, kind_of_json
+from pytest_gpumem.reports.file_kinds import SESSION, STORED, kind_of, kind_of_json
 from pytest_gpumem.reports.ranks import peaks_by_rank
 from pytest_gpumem.reports.session_report import SessionReport
 from pytest_gpumem.units import nearest
@@ -74,7 +74,7 @@ def _read(text: str, name: str) -> SessionReport:
         plain = json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number, parse_float=_finite)
     except ValueError as error:
         kind = kind_of(text)
-        wrong = _not_json(text, error) if kind is None else f"it is {kind}"
+        wrong = f"it is {kind}" if kind == STORED else _not_json(text, error)
         raise ReportError(f"{name}: {wrong}; {_RIGHT}") from None
     kind = kind_of_json(plain)
     if kind not in (None, SESSION):
