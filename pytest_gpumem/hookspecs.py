@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.metrics import Tolerance
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.contract import Device
     from pytest_gpumem.devices.registry import DeviceFactory
     from pytest_gpumem.measurement import Environment, Measurement
+    from pytest_gpumem.metrics import Tolerance
 
 
 def pytest_gpumem_devices(config: pytest.Config) -> Mapping[str, DeviceFactory]:  # type: ignore[empty-body]
@@ -72,6 +71,8 @@ def checked_tolerance(result: object, metric: str, default: Tolerance, hook: plu
 
     Raises `HookError` for what is no tolerance, or allows an amount that is not finite or is negative.
     """
+    from pytest_gpumem.metrics import Tolerance
+
     if result is None:
         return default
     if isinstance(result, Tolerance) and _is_amount(result.relative) and _is_amount(result.absolute):

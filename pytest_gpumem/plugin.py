@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.config.command_line import PARSER
 from pytest_gpumem.config.options import (
     CONFIG_FIXTURE,
     CONFIG_MARKER,
-    CONFIG_MARKER_HELP,
     MARKER,
-    MARKER_HELP,
     OPTIONS,
+    PARSER,
     add_options,
     check_words,
     is_measured,
 )
-from pytest_gpumem.config.unread import unread_settings
 from pytest_gpumem.session.stash import SESSION
 
 if TYPE_CHECKING:
@@ -102,8 +99,7 @@ def _final_status(config: pytest.Config, status: int) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", MARKER_HELP)
-    config.addinivalue_line("markers", CONFIG_MARKER_HELP)
+    _register_markers(config)
     collecting = Collecting(config)
     config.pluginmanager.register(collecting, "gpumem-collecting")
     if is_concerned(config):
@@ -114,11 +110,27 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(ModelTests(config, settings), "gpumem-models")
 
 
+def _register_markers(config: pytest.Config) -> None:
+    """Register the markers: by name, and for ``pytest --markers`` with their help, which needs the table of metrics."""
+    lines = MARKER, CONFIG_MARKER
+    if config.getoption("markers", default=False):
+        from pytest_gpumem.config.marker_arguments import CONFIG_MARKER_HELP, MARKER_HELP
+
+        lines = MARKER_HELP, CONFIG_MARKER_HELP
+    for line in lines:
+        config.addinivalue_line("markers", line)
+
+
 def is_concerned(config: pytest.Config) -> bool:
-    """Return whether there is something to do before the tests are known: an option, settings, or workers."""
+    """Return whether there is something to do before the tests are known.
+
+    An option, settings, or workers to send tests to. A worker itself has the options that were typed for its controller, and
+    makes its session later if it collects a measured test.
+    """
     if any(config.getoption(option.dest, None) is not None for option in OPTIONS):
         return True
-    if hasattr(config, "workerinput") or config.getoption("numprocesses", None) or config.getoption("tx", None):
+    distributes = config.getoption("numprocesses", None) or config.getoption("tx", None)
+    if distributes and not hasattr(config, "workerinput"):
         return True
     return _settings_have(config, b"gpumem")
 
@@ -143,6 +155,8 @@ class Collecting:
         return self._config.stash[SESSION]
 
     def pytest_report_header(self) -> list[str]:
+        from pytest_gpumem.config.unread import unread_settings
+
         unread = unread_settings(self._config)
         header = self.session().header() if SESSION in self._config.stash else None
         return [*([] if header is None else [header]), *([] if unread is None else [f"gpumem: {unread}"])]

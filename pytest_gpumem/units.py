@@ -61,10 +61,22 @@ def parse_size(text: str) -> int:
 def parse_gigabytes(number: float) -> int:
     """Return the bytes of a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise ValueError(f"{number!r} is not a number of GB; write 6.5, or use max_memory='6.5 GiB'")
+        raise ValueError(f"{number!r} is not a number of GB; {_as_gigabytes(number)}")
     if number < 0:
         raise ValueError(f"{number!r} is negative; a number of GB is zero or more")
     return _whole(number * 10**9, repr(number), "number of GB")
+
+
+def _as_gigabytes(value: object) -> str:
+    """Return how to write in GB what was meant: of ``"60 MB"`` the number 0.06, or the argument that takes the text."""
+    number, unit = _quantity(value)
+    if number and not unit:
+        return f"write {number}, or use max_memory='{number} GB'"
+    try:
+        size = parse_size(str(value))
+    except ValueError:
+        return "write 6.5, or use max_memory='6.5 GiB'"
+    return f"write {size / 10**9:.12g}, or use max_memory={value!r}"
 
 
 def _whole(count: float, shown: str, what: str) -> int:
@@ -81,10 +93,20 @@ def parse_ratio(text: str) -> float:
     """
     number, unit = _quantity(text)
     if unit != "%":
-        raise ValueError(f"{text!r} is not a percentage; write it like '2 %'")
+        raise ValueError(f"{text!r} is not a percentage; write it like '{_as_percentage(text)}'")
     if number.startswith("-"):
         raise ValueError(f"{text!r} is negative; a percentage here is zero or more")
     return float(Decimal(number) / 100)
+
+
+def _as_percentage(value: object) -> str:
+    """Return what was meant as a percentage: of 0.02 it is ``"2 %"``, of 2 as well."""
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, str) and _quantity(value)[0] and not _quantity(value)[1]:
+        number = float(_quantity(value)[0])
+    if number is None or not 0 < number < float("inf"):
+        return "2 %"
+    return f"{number * 100 if number < 1 else number:.6g} %"
 
 
 def _quantity(text: object) -> tuple[str, str]:
@@ -111,7 +133,9 @@ def parse_rate(text: str) -> ThroughputLimit:
     """Return the rate of ``"1200 samples/s"`` or ``"3.5e4 tokens/s"``. Raises ``ValueError`` for anything else."""
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{text!r} is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'")
+        typed = _amount(text)
+        example = "'1200 samples/s', '35000 tokens/s' or '8 steps/s'" if typed is None else f"'{typed} samples/s'"
+        raise ValueError(f"{text!r} is not a rate; write it like {example}")
     of = match["of"].lower()
     if of not in RATES:
         raise ValueError(f"{text!r}: unknown {match['of']!r}; {nearest(of, list(RATES))}")
@@ -121,12 +145,20 @@ def parse_rate(text: str) -> ThroughputLimit:
     return ThroughputLimit(amount, of)
 
 
+def _amount(value: object) -> str | None:
+    """Return the number that was written without a unit; ``None`` for anything else, and for one that is not above zero."""
+    number, unit = _quantity(str(value)) if not isinstance(value, bool) else ("", "")
+    return number if number and not unit and float(number) > 0 else None
+
+
 def parse_seconds(text: str) -> float:
     """Return the seconds of a duration such as ``"2 s"`` or ``"500 ms"``. Raises ``ValueError`` for anything else, and 0."""
     number, unit = _quantity(text)
     scale = {"s": 1.0, "ms": 1e-3, "min": 60.0}.get(unit)
     if scale is None:
-        raise ValueError(f"{text!r} is not a duration; write it like '2 s' or '500 ms'")
+        typed = _amount(text)
+        example = "'2 s' or '500 ms'" if typed is None else f"'{typed} s'"
+        raise ValueError(f"{text!r} is not a duration; write it like {example}")
     seconds = float(number) * scale
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{text!r} is not a duration above zero; --no-gpumem-time takes no time at all")

@@ -26,6 +26,11 @@ def usage_error(result: pytest.RunResult) -> str:
         ("max_bg=1", "unknown argument 'max_bg'; did you mean 'max_gb'?", ["-n1"]),
         ("6.5", "takes keyword arguments only, got 6.5; write max_gb=6.5", []),
         ("device='gpu'", "device 'gpu': no such device; did you mean 'cuda'?", []),
+        (
+            "device='l4'",
+            "device 'l4': no such device; a GPU is emulated for the whole session: --gpumem-device=emulated:l4",
+            [],
+        ),
         ("max_retained=None", "max_retained is None, which is no limit; leave it out where there is none", []),
     ],
 )
@@ -49,6 +54,10 @@ def test_a_wrong_marker_is_told_also_when_its_test_is_deselected(project):
         ("stroe = 'x'", "unknown key 'stroe'; did you mean 'store'?"),
         ("device = 'gpu'", "gpu: no such device; did you mean 'cuda'?"),
         ("device = 'emulated'", "emulated: no such device; did you mean 'emulated:h100'?"),
+        ("device = 'l4'", "l4: no such device; did you mean 'emulated:l4'?"),
+        ("device = 'H100x8'", "H100x8: no such device; did you mean 'emulated:h100x8'?"),
+        ("device = '24GB'", "24GB: no such device; did you mean 'emulated:24gb'?"),
+        ("device = 'lab'\n[tool.gpumem.gpus.lab]\nlike = 'l4'", "lab: no such device; did you mean 'emulated:lab'?"),
         ("rank_timeout = '٣'", "rank_timeout is '٣', expected a duration above zero"),
     ],
 )

@@ -28,7 +28,8 @@ from pytest_gpumem.cli.fit import fit
 from pytest_gpumem.cli.init import init
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.cli.run import run
-from pytest_gpumem.config.options import EXPLAIN_MODES, MARKER_ARGUMENTS, OPTIONS
+from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
+from pytest_gpumem.config.options import EXPLAIN_MODES, OPTIONS
 from pytest_gpumem.config.settings import KEYS, Settings, read_table, settings_from_table
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.difference import difference

@@ -13,6 +13,8 @@ def test_nothing_heavy_was_loaded():
     assert not heavy & set(sys.modules)
     assert "pytest_gpumem.runtest.hooks" not in sys.modules
 """
+MODULES = 15
+"""The most modules of this package that a run may load which measures nothing. The number only falls."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,6 +28,21 @@ def test_a_run_without_measured_tests_loads_neither_torch_nor_anything_for_measu
     result = project.run("-p", "no:anyio", *workers, device=None, new=True, timed=True)
     result.assert_outcomes(passed=1)
     assert not any("gpumem:" in line for line in result.outlines)
+
+
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "worker"])
+def test_a_run_without_measured_tests_loads_few_modules_of_the_package(project, workers):
+    (project.path / "test_it.py").write_text(
+        f"""
+import sys
+
+
+def test_few_modules_were_loaded():
+    loaded = sorted(name for name in sys.modules if name.startswith("pytest_gpumem"))
+    assert len(loaded) <= {MODULES}, loaded
+"""
+    )
+    project.run("-p", "no:anyio", *workers, device=None, new=True, timed=True).assert_outcomes(passed=1)
 
 
 def test_a_gate_without_measured_tests_loads_no_torch_either(project):

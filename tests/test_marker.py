@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pytest_gpumem.config.errors import BudgetError
 from pytest_gpumem.config.marker import budget_from_arguments, budget_of_marks, check_of_a_call
-from pytest_gpumem.config.options import MARKER_HELP
+from pytest_gpumem.config.marker_arguments import MARKER_HELP
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.units import ThroughputLimit
 
@@ -67,10 +67,13 @@ def test_arguments_make_a_budget_in_bytes_and_ratios(arguments, budget):
         ({"max_memory": 6.5}, "max_memory: 6.5 is not a size; write it with its unit, like '6.5 GB'"),
         ({"max_memory": "6.5"}, "max_memory: '6.5' has no unit; write it like '6.5 GB' or '6.5 MiB'"),
         ({"tolerance": 0.02}, "tolerance: 0.02 is not a percentage; write it like '2 %'"),
-        ({"max_slowdown": 0.1}, "max_slowdown: 0.1 is not a percentage; write it like '2 %'"),
+        ({"max_slowdown": 0.1}, "max_slowdown: 0.1 is not a percentage; write it like '10 %'"),
+        ({"tolerance": "3"}, "tolerance: '3' is not a percentage; write it like '3 %'"),
+        ({"tolerance": True}, "tolerance: True is not a percentage; write it like '2 %'"),
+        ({"max_memory": 60_000_000}, "max_memory: 60000000 is not a size; write it with its unit, like '60.00 MB'"),
         (
             {"min_throughput": 1200},
-            "min_throughput: 1200 is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'",
+            "min_throughput: 1200 is not a rate; write it like '1200 samples/s'",
         ),
         ({"device": 0}, "device: 0 is not the name of a device; write 'cuda' or 'cpu'"),
         ({"max_gb": 1, "max_memory": "1 GB"}, "max_gb and max_memory say the same thing; give one of them"),

@@ -137,7 +137,8 @@ def test_a_name_that_is_misspelt_is_told_beside_those_of_ones_own(folder):
     ):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == (1 if command[0] == "emulate" else 2)
-        assert "did you mean 'emulated:mine'?" in result.output
+        near = "emulated:mine" if command[0] == "advise" else "mine"
+        assert f"did you mean '{near}'?" in result.output
         assert "of [tool.gpumem.gpus] mine, each with" in result.output
 
 

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.config import renamed
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.options import MARKER_ARGUMENTS, OPTIONS
+from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
+from pytest_gpumem.config.options import OPTIONS
 from pytest_gpumem.config.settings import KEYS, settings_from_table
 
 if sys.version_info >= (3, 11):

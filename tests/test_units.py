@@ -109,11 +109,14 @@ def test_a_number_of_gigabytes_is_decimal(number, count):
         (float("nan"), "nan is not a finite number of GB"),
         (float("inf"), "inf is not a finite number of GB"),
         (True, "True is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
-        ("6.5", "'6.5' is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
+        ("6.5", "'6.5' is not a number of GB; write 6.5, or use max_memory='6.5 GB'"),
+        ("60 MB", "'60 MB' is not a number of GB; write 0.06, or use max_memory='60 MB'"),
+        ("24 GiB", "'24 GiB' is not a number of GB; write 25.769803776, or use max_memory='24 GiB'"),
+        ("60 MP", "'60 MP' is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
         (None, "None is not a number of GB; write 6.5, or use max_memory='6.5 GiB'"),
     ],
 )
-def test_what_is_no_number_of_gigabytes_is_named(number, message):
+def test_what_is_no_number_of_gigabytes_is_named_with_the_value_in_gb(number, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse_gigabytes(number)
 
@@ -331,7 +334,7 @@ def test_a_rate_reads_as_it_is_written(rate):
 
 @pytest.mark.parametrize(
     "text",
-    ["1200 samples", "samples/s", "-3 steps/s", "1,5 steps/s", "٢ steps/s", 8],
+    ["1200 samples", "samples/s", "-3 steps/s", "1,5 steps/s", "٢ steps/s", "-8", True, None],
 )
 def test_what_is_no_rate_is_told_how_to_write_one(text):
     message = f"{text!r} is not a rate; write it like '1200 samples/s', '35000 tokens/s' or '8 steps/s'"

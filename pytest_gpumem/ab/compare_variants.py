@@ -26,6 +26,7 @@ from pytest_gpumem.git import GitError
 from pytest_gpumem.processes import Stopped
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED
 from pytest_gpumem.requirements.errors import NotInstalled
+from pytest_gpumem.terminals import can_redraw
 from pytest_gpumem.timing.comparison import FEWEST_PAIRS
 from pytest_gpumem.units import counted
 
@@ -55,7 +56,7 @@ class Progress:
     def __init__(self, stream: TextIO, most: int) -> None:
         self._stream = stream
         self._most = most
-        self._live = stream.isatty()
+        self._live = can_redraw(stream)
         self._run = ""
         self._began = 0.0
         self._shown = ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.baselines.selecting import nearest_tests, selected
 from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.judge import failing_outcomes
 from pytest_gpumem.gate.verdict import WHY_FAILED, Outcome
@@ -112,7 +113,7 @@ def refusal(result: TestResult, terms: Terms) -> Refusal | None:
 def _nothing_measured(result: TestResult) -> Refusal:
     verdict = result.verdict
     if verdict.missing_text is not None:
-        return Refusal("not measured", f"{verdict.missing_text}; `gpumem prune` removes what is unused")
+        return Refusal("not measured", f"{verdict.missing_text}; `{command_name()} prune` removes what is unused")
     if verdict.unmeasured and not verdict.failed_by_itself:
         return Refusal("not measured", f"it was not measured: {verdict.unmeasured}")
     if result.failed:

@@ -13,6 +13,7 @@ from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.compare_variants import Ended, Plan, Progress, compare_variants
 from pytest_gpumem.ab.runs import AFTER_SETUP, refused
 from pytest_gpumem.ab.variants import Variant, without_folders
+from pytest_gpumem.cli.files import FilePath, check_one_stream, suffix_of, text_beside, write_file
 from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, renamed, screen, write_lines
 from pytest_gpumem.git import GitError, plain_environment
 from pytest_gpumem.processes import noted_signals
@@ -72,8 +73,9 @@ _OF_NOTHING: dict[str, Callable[[str], str]] = {".json": nothing_as_json, ".md":
 
 
 def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[Path, ...]) -> tuple[Path, ...]:
+    check_one_stream(files)
     for file in files:
-        if file.suffix not in _RENDERERS:
+        if suffix_of(file) not in _RENDERERS:
             raise click.BadParameter(f"{file} has to end with {' or '.join(_RENDERERS)}, which says the format")
         if not file.absolute().parent.is_dir():
             raise click.BadParameter(f"there is no folder {file.parent}")
@@ -122,7 +124,7 @@ def report_option(told: str) -> Callable[[FC], FC]:
         "files",
         metavar="FILE",
         multiple=True,
-        type=click.Path(dir_okay=False, writable=True, path_type=Path),
+        type=FilePath(writable=True),
         callback=_reports,
         help=told,
     )
@@ -240,7 +242,8 @@ def _report_of(ended: Ended) -> Compared:
 
 
 def _print(ended: Ended, files: Sequence[Path]) -> None:
-    write_lines(lines(_report_of(ended), ended.units, screen()))
+    with text_beside(files):
+        write_lines(lines(_report_of(ended), ended.units, screen()))
     write_reports(files, _RENDERERS, ended)
 
 
@@ -248,7 +251,7 @@ def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], s
     """Write what is ``told`` into ``files``, by suffix. Raises `InputError`."""
     try:
         for file in files:
-            file.write_text(renderers[file.suffix](told), encoding="utf-8")
+            write_file(file, renderers[suffix_of(file)](told))
     except OSError as error:
         raise InputError(f"the result could not be written: {error}") from None
 

@@ -17,6 +17,8 @@ from pytest_gpumem.baselines.changes import Source
 from pytest_gpumem.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.cli import completion
+from pytest_gpumem.cli.files import FilePath, name_of
 from pytest_gpumem.cli.project import backend_in
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, read_report, write_lines
 from pytest_gpumem.config.errors import SettingsError
@@ -48,8 +50,8 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
 
 
 @click.command()
-@click.argument("report_file", metavar="REPORT.json", type=click.Path(path_type=Path))
-@click.argument("tests", metavar="[TEST]...", nargs=-1)
+@click.argument("report_file", metavar="REPORT.json", type=FilePath())
+@click.argument("tests", metavar="[TEST]...", nargs=-1, shell_complete=completion.tests)
 @click.option(
     "--reason",
     metavar="TEXT",
@@ -67,6 +69,7 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
 @click.option(
     "--store",
     metavar="PATH|URL",
+    shell_complete=completion.folders,
     help="Where the baselines lie, if not where the project's settings say; nothing of the project is read then, nor run.",
 )
 @click.option(
@@ -112,7 +115,7 @@ def accept(
     backend = backend_in(store)
     units = report.terms.units
     with input_errors(UnfitReport):
-        check_report(report, str(report_file))
+        check_report(report, name_of(report_file))
     source = _source(report, reason, backend, force=force_commit)
     found = causes_in(report)
     apart: list[Candidate] = []

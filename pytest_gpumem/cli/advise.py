@@ -30,7 +30,8 @@ from pytest_gpumem.advice.trial import (
     try_config,
 )
 from pytest_gpumem.advice.trials import Trials
-from pytest_gpumem.cli.named_function import named_function
+from pytest_gpumem.cli import completion
+from pytest_gpumem.cli.named_function import check_form, named_function
 from pytest_gpumem.cli.project import devices_of_plugins, own_gpus_around
 from pytest_gpumem.cli.streams import (
     INTERRUPTED,
@@ -45,7 +46,7 @@ from pytest_gpumem.cli.streams import (
 from pytest_gpumem.devices.contract import Device, DeviceUnavailable
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN, Devices, factories
 from pytest_gpumem.emulation.errors import EmulationError
-from pytest_gpumem.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus
+from pytest_gpumem.emulation.gpus import EVERY, Gpu, emulated_gpu, known_gpus, nearest_device_or_emulated
 from pytest_gpumem.emulation.load import current_emulation, prepare
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.lora import DTYPE_OF_ADAPTERS, Lora, lora
@@ -56,7 +57,7 @@ from pytest_gpumem.reports.formats import format_of
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.private_api import gpu_unseen
 from pytest_gpumem.units import parse_size
-from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED, nearest_device
+from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     default=(DEFAULT_DEVICE,),
     show_default=True,
     multiple=True,
+    shell_complete=completion.devices,
     help="cuda, cpu, auto, emulated:l4 and so on, or a plugin's. Several emulated ones, or emulated:all.",
 )
 @click.option(
@@ -216,6 +218,7 @@ def advise(
     with input_errors(ModelError):
         name = model_name(subject_name)
     if name is None:
+        check_form(subject_name)
         given = {"--batch": size, OPTIONS[sought or "samples"]: sought, "--generate": new_tokens, "--lora": adapters}
         for option, value in given.items():
             if value is not None:
@@ -433,7 +436,8 @@ def _with_code(
 def _device(name: str) -> Device:
     known = factories(name, () if name in (*BUILT_IN, AUTO) else devices_of_plugins())
     if name not in (*known, AUTO):
-        raise click.UsageError(f"--device {name}: no such device; {nearest_device(name, [*known, AUTO])}")
+        near = nearest_device_or_emulated(name, [*known, AUTO], own_gpus_around())
+        raise click.UsageError(f"--device {name}: no such device; {near}")
     try:
         return Devices(known).get(name)
     except DeviceUnavailable as unavailable:

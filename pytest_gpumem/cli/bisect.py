@@ -25,6 +25,7 @@ from pytest_gpumem.bisect.journal import Journal
 from pytest_gpumem.bisect.red_report import red_of
 from pytest_gpumem.bisect.report import lines, markdown, nothing_as_json, nothing_as_markdown, to_json
 from pytest_gpumem.bisect.state import state_of
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.ab import (
     PYTEST_ARGUMENTS,
     WithPytestArguments,
@@ -35,9 +36,12 @@ from pytest_gpumem.cli.ab import (
     told_in,
     write_reports,
 )
+from pytest_gpumem.cli.files import FilePath, name_of, read_text, text_beside
 from pytest_gpumem.cli.jobs import jobs_option, most_jobs
+from pytest_gpumem.cli.one_test import check_is_no_file, no_such_test
 from pytest_gpumem.cli.project import checkout_of, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.git import GitError, Revision, plain_environment
 from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.processes import Stopped, noted_signals
@@ -75,12 +79,12 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
 
 
 @click.command(cls=WithPytestArguments)
-@click.argument("tests", nargs=-1, metavar="TEST...")
+@click.argument("tests", nargs=-1, metavar="TEST...", shell_complete=completion.tests)
 @click.option(
     "--from",
     "source",
     metavar="REPORT",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FilePath(exists=True),
     help="Search for what made the first test regress in this JSON report, of 'gpumem ab' or of a session, in place of TEST.",
 )
 @click.option("--good", metavar="WHICH", help="The revision, release or lock file of which the test needs less.")
@@ -109,7 +113,10 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
 @jobs_option("with --setup one")
 @max_slowdown_option("How much longer a step may take, with --metric step_time.")
 @click.option(
-    "--slug", metavar="SLUG", help="With --packages: the baseline's device, by the name of its folder in the store."
+    "--slug",
+    metavar="SLUG",
+    shell_complete=completion.slugs,
+    help="With --packages: the baseline's device, by the name of its folder in the store.",
 )
 @click.option(
     "--setup", metavar="COMMAND", help="Run by the shell in each checkout before its run, say 'pip install -e .'."
@@ -182,13 +189,15 @@ def bisect(
         except Stopped as stopped:
             click.echo("interrupted: the same command goes on from here", err=True)
             context.exit(stopped.exit_status)
-    write_lines(lines(found, screen()))
+    with text_beside(files):
+        write_lines(lines(found, screen()))
     accepted = [*tests, *given] if red is None else [red.nodeid, *options]
     release_mended_it = found.bad.backwards and bool(found.bad.package)
     if (red is None or red.gated) and not release_mended_it:
         needed = "" if found.bad.variant.revision is not None else _not_here(package, bad, red)
         first = f", install {needed} first" if needed else ""
-        click.echo(f"to accept it{first}: pytest {shlex.join(accepted)} --gpumem-update=all")
+        with text_beside(files):
+            click.echo(f"to accept it{first}: pytest {shlex.join(accepted)} --gpumem-update=all")
     write_reports(files, {".json": lambda one: to_json(one, red), ".md": lambda one: markdown(one, red)}, found)
 
 
@@ -268,9 +277,9 @@ def _not_here(package: str | None, bad: str | None, red: Red | None) -> str:
 def _red(source: Path) -> Red:
     """Return what a report has to search for. Raises `ReportError`, `NothingFound` and `InputError`."""
     try:
-        return red_of(source.read_text(encoding="utf-8"), str(source))
+        return red_of(read_text(source), name_of(source))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source} cannot be read: {error}") from None
+        raise InputError(f"{name_of(source)} cannot be read: {error}") from None
 
 
 def _of_red(
@@ -350,9 +359,10 @@ def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -
     keys = selected((one.key for one in stored), test)
     found = [one for one in stored if one.key in keys]
     if not found:
-        raise InputError(
-            f"there is no baseline of {test!r}, whose packages could be compared; `gpumem show` lists what there is"
-        )
+        check_is_no_file(test)
+        lists = f"`{command_name()} show` lists what there is"
+        sentence = f"there is no baseline of {test!r}, whose packages could be compared"
+        raise no_such_test(test, sentence, [one.key for one in stored], lists)
     slugs = sorted({one.slug for one in found})
     if len(slugs) > 1:
         raise InputError(f"{test!r} has baselines of {len(slugs)} devices; say which one: --slug {' or '.join(slugs)}")

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.cli.files import FilePath, name_of, read_text, suffix_of
 from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.github.comment import (
     Api,
@@ -63,7 +65,7 @@ def _name(text: str) -> str:
     metavar="REPORT...",
     nargs=-1,
     required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FilePath(exists=True),
 )
 @click.option("--pull-request", type=WholeNumber(min=1), help="Its number; that of the workflow's event by default.")
 @click.option(
@@ -177,7 +179,7 @@ def _how_to_accept(files: Sequence[Path], artifact: str, pull_request: int) -> s
         commands = [
             f"git fetch origin pull/{pull_request}/merge",
             f"gh run download {run} --name {shlex.quote(artifact)} --dir {folder}",
-            f'gpumem accept {shlex.quote(f"{folder}/{file.name}")} --reason "..."',
+            f'{command_name()} accept {shlex.quote(f"{folder}/{file.name}")} --reason "..."',
         ]
         told = block("\n".join(commands))
         return f"\n{details('To accept what was measured, in the branch of this pull request', told)}\n"
@@ -194,11 +196,11 @@ def _may_be_accepted(result: TestResult) -> bool:
 def _report(file: Path) -> SessionReport:
     """Read a JSON report. Raises `InputError`."""
     try:
-        return from_json(file.read_text(encoding="utf-8"), str(file))
+        return from_json(read_text(file), name_of(file))
     except ReportError as error:
         raise InputError(str(error)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
+        raise InputError(f"{name_of(file)} cannot be read: {error}") from None
 
 
 def _body(files: Sequence[Path], name: str, link: str, accept: str = "") -> str:
@@ -208,12 +210,12 @@ def _body(files: Sequence[Path], name: str, link: str, accept: str = "") -> str:
     left = room(name) - len(above) - len(beneath) - (len(files) - 1)
     texts: dict[Path, str] = {}
     # Of JSON there is as much as the others leave room for.
-    for file in sorted(files, key=lambda one: one.suffix == ".json"):
+    for file in sorted(files, key=lambda one: suffix_of(one) == ".json"):
         try:
-            is_json = file.suffix == ".json"
-            texts[file] = markdown(_report(file), most=left) if is_json else file.read_text(encoding="utf-8")
+            is_json = suffix_of(file) == ".json"
+            texts[file] = markdown(_report(file), most=left) if is_json else read_text(file)
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{file} cannot be read: {error}") from None
+            raise InputError(f"{name_of(file)} cannot be read: {error}") from None
         if len(texts[file]) > left:
             raise InputError(
                 f"{file} has {len(texts[file]):,} characters, and a comment has room for {left:,}: give the report as JSON, "

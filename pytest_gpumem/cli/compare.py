@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 from pytest_gpumem.baselines.url_backend import without_credentials
+from pytest_gpumem.cli import completion
+from pytest_gpumem.cli.files import name_of, path_of
 from pytest_gpumem.cli.project import committed, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, format_option, read_report, renamed, screen, write_lines
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings
@@ -16,9 +18,14 @@ from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 
 
 @click.command()
-@click.argument("old")
-@click.argument("new", required=False)
-@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
+@click.argument("old", shell_complete=completion.slugs_and_files)
+@click.argument("new", required=False, shell_complete=completion.slugs_and_files)
+@click.option(
+    "--store",
+    metavar="PATH|URL",
+    shell_complete=completion.folders,
+    help="Where the baselines lie, if not where the project's settings say.",
+)
 @format_option("json", "markdown")
 @renamed("--json", "--format json", is_flag=True)
 @renamed("--markdown", "--format markdown", is_flag=True)
@@ -44,6 +51,8 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
     Exit status: 0 when nothing is worse, 1 when something regressed, or failed in NEW only, 2 when nothing could be compared,
     or for wrong input.
     """
+    if old == new == "-":
+        raise click.UsageError("OLD and NEW cannot both be standard input")
     settings = project_settings(store)
     found = compared(_side(old, settings), _side(new, settings), {**DEFAULT_TOLERANCES, **settings.tolerances})
     if form == "json":
@@ -59,8 +68,9 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
 
 def _side(name: str | None, settings: Settings) -> Side:
     """Return the figures that ``name`` means. Raises `InputError`."""
-    if name is not None and (name.endswith(".json") or Path(name).is_file()):
-        return side_of_report(name, read_report(Path(name)))
+    if name is not None and (name == "-" or name.endswith(".json") or Path(name).is_file()):
+        file = path_of(name)
+        return side_of_report(name_of(file), read_report(file))
     here = store_backend(settings)
     if name is None:
         return side_of_store(without_credentials(settings.store), read_baselines(here))

@@ -11,9 +11,9 @@ import click
 
 from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.folder import Folder
-from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.url_backend import without_credentials
-from pytest_gpumem.cli.project import devices_of_plugins, project_settings, read_baselines, read_of_project
+from pytest_gpumem.cli import completion
+from pytest_gpumem.cli.project import backend_at, devices_of_plugins, project_settings, read_baselines, read_of_project
 from pytest_gpumem.cli.streams import InputError, format_option, input_errors, not_there, screen, write_lines
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import check_device, read_table
@@ -36,7 +36,12 @@ _SETTINGS = "pyproject.toml"
 
 
 @click.command()
-@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
+@click.option(
+    "--store",
+    metavar="PATH|URL",
+    shell_complete=completion.folders,
+    help="Where the baselines lie, if not where the project's settings say.",
+)
 @format_option("json")
 @not_there("--json", "write --format json")
 def doctor(*, store: str | None, form: str) -> None:
@@ -84,6 +89,7 @@ def _facts(settings: Settings, environment: Mapping[str, str]) -> Facts:
         store=_store(settings),
         compiling=looking.compiling(environment),
         reports=looking.reports(),
+        other_command=looking.other_command(),
         ignored=_ignored(),
     )
 
@@ -110,7 +116,7 @@ def _added(settings: Settings) -> DeviceFacts:
 def _store(settings: Settings) -> StoreFacts:
     location = without_credentials(settings.store)
     try:
-        backend = backend_of(settings.store, settings.store_base)
+        backend = backend_at(settings.store, settings.store_base)
         is_there = not isinstance(backend, Folder) or backend.root.is_dir()
         return StoreFacts(location, looking.stored(read_baselines(backend)) if is_there else (), is_there)
     except (BackendError, InputError) as error:

@@ -6,13 +6,13 @@ import os
 
 import click
 
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.project import own_gpus_around
 from pytest_gpumem.emulated_process.before_torch import PEAKS, QUIET
 from pytest_gpumem.emulated_process.start import environment_for
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.load import prepare
-from pytest_gpumem.values.option_words import EMULATED
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -22,7 +22,7 @@ from pytest_gpumem.values.option_words import EMULATED
     is_flag=True,
     help="Print no peaks and record no allocator history. Reasons why the program's own figures are wrong are still printed.",
 )
-@click.argument("gpu")
+@click.argument("gpu", shell_complete=completion.cards)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     """Run a program on an emulated GPU, and tell the peaks of its memory and what they are made of.
@@ -41,10 +41,9 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     Exit status: 0 when the program ends with 0, its own where it ends with another, 1 when a GPU cannot be emulated here or the
     program not be started, 2 for wrong usage.
     """
-    word = gpu if gpu.startswith(EMULATED) else EMULATED + gpu
     own = own_gpus_around()
     try:
-        emulated = emulated_gpu(word, own)
+        emulated = emulated_gpu(gpu, own)
         prepare()
     except (EmulationError, ValueError) as error:
         raise click.ClickException(str(error)) from None

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.cli import completion
+from pytest_gpumem.cli.files import STANDARD, FilePath, name_of, write_file
 from pytest_gpumem.cli.streams import files_of, input_errors, read_report
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.exports.figures import ExportedFigures, ExportError, Figure, figures_of
 from pytest_gpumem.exports.formats import Better, bencher, github_action_benchmark, metrics_of, openmetrics
 from pytest_gpumem.exports.tensorboard import commits, seconds, write_scalars
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Screen
-from pytest_gpumem.whole_file import write_whole
+from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +25,23 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 
-@click.group()
+class _Formats(click.Group):
+    """The formats, each a command: told to who gives a report in place of one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if ctx.resilient_parsing or name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        formats = list(self.commands)
+        if name == str(STANDARD) or name.endswith(".json") or Path(name).exists():
+            typed = f"{command_name()} export {formats[1]} {' '.join(args)}"
+            raise click.UsageError(f"name the format before {name}, like {typed}; formats: {', '.join(formats)}", ctx)
+        raise click.UsageError(f"no such format: {name}; {nearest(name, formats)}", ctx)
+
+
+@click.group(cls=_Formats)
 def export() -> None:
     """Give the figures of reports to another tool.
 
@@ -38,7 +57,7 @@ def export() -> None:
     """
 
 
-_reports = click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True)
+_reports = click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True, shell_complete=completion.files)
 _metrics = click.option(
     "--metric",
     "metrics",
@@ -51,8 +70,9 @@ _output = click.option(
     "-o",
     "--output",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write it there, and not to standard output.",
+    type=FilePath(),
+    default=STANDARD,
+    help="Write it there. The default, -, is standard output.",
 )
 
 
@@ -70,7 +90,7 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
 )
 @_common
 def for_github_action_benchmark(
-    *, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None, better: Better
+    *, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path, better: Better
 ) -> None:
     """JSON for github-action-benchmark.
 
@@ -85,7 +105,7 @@ def for_github_action_benchmark(
 
 @export.command("bencher")
 @_common
-def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None) -> None:
+def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path) -> None:
     """Bencher Metric Format JSON.
 
     For bencher run --adapter json --file FILE.
@@ -95,9 +115,15 @@ def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: P
 
 @export.command("openmetrics")
 @_common
-def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path | None) -> None:
+def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path) -> None:
     """OpenMetrics text, as Prometheus reads it."""
     _export(openmetrics, reports, metrics, output)
+
+
+def _folder(_context: click.Context, _parameter: click.Parameter, value: Path) -> Path:
+    if value == STANDARD:
+        raise click.BadParameter("event files are written into a folder, and not to standard output")
+    return value
 
 
 @export.command("tensorboard")
@@ -114,6 +140,7 @@ def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], outpu
     metavar="DIR",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
+    callback=_folder,
     help="The folder of event files, to which this one is added.",
 )
 @_metrics
@@ -130,20 +157,17 @@ def for_tensorboard(*, reports: tuple[str, ...], metrics: tuple[str, ...], outpu
 
 
 def _export(
-    render: Callable[[Sequence[Figure]], str], reports: Sequence[str], metrics: Sequence[str], output: Path | None
+    render: Callable[[Sequence[Figure]], str], reports: Sequence[str], metrics: Sequence[str], output: Path
 ) -> None:
     with input_errors(ExportError, OSError):
         found = figures_of(_read(reports), metrics)
         text = render(found.figures)
-        if output is None:
-            click.echo(text.encode(), nl=False)
-        else:
-            write_whole(output, text)
+        write_file(output, text)
     _print(found)
 
 
 def _read(files: Sequence[str]) -> dict[str, SessionReport]:
-    return {str(path): read_report(path) for path in files_of(files)}
+    return {name_of(path): read_report(path) for path in files_of(files)}
 
 
 def _print(found: ExportedFigures) -> None:

@@ -15,6 +15,7 @@ import pytest
 from pytest_gpumem.cli.edits import write_edits
 from pytest_gpumem.cli.shown_session import run_shown
 from pytest_gpumem.cli.streams import write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.init.patterns import patterns_of
 from pytest_gpumem.init.proposal import MARK_KEY, SETTINGS, with_patterns
 from pytest_gpumem.init.workflow import PLACEHOLDER
@@ -147,7 +148,7 @@ class FirstBaselines:
             )
             if status != 0:
                 said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                typed = f"gpumem prune {' '.join(map(shlex.quote, functions))}"
+                typed = f"{command_name()} prune {' '.join(map(shlex.quote, functions))}"
                 write_lines(["", *said, f"their baselines are still in the store; once that is mended: {typed}"])
 
     def _leave_out(self, functions: AbstractSet[str]) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.jobs import jobs_option, most_jobs
 from pytest_gpumem.cli.project import own_gpus_around
 from pytest_gpumem.cli.streams import (
@@ -33,7 +34,6 @@ from pytest_gpumem.fit.run import with_expandable_segments
 from pytest_gpumem.fit.summary import conclusion, details, name_of, progress, table, to_json
 from pytest_gpumem.processes import Stopped, noted_signals
 from pytest_gpumem.reports.layout import laid_out
-from pytest_gpumem.values.option_words import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     "words",
     multiple=True,
     metavar="DEVICE",
+    shell_complete=completion.cards,
     help="One that it has to fit into, as `gpumem emulate` has them: l4, 24GB, h100x8. May be repeated; all if not given.",
 )
 @click.option(
@@ -119,7 +120,7 @@ def _gpus(words: Sequence[str]) -> list[Gpu]:
     """Return the GPUs to emulate: those that were asked for, or all, the default one first."""
     own = own_gpus_around()
     with input_errors(EmulationError, ValueError):
-        asked = [emulated_gpu(word if word.startswith(EMULATED) else EMULATED + word, own) for word in words]
+        asked = [emulated_gpu(word, own) for word in words]
         gpus = asked or sorted(known_gpus(own), key=lambda gpu: gpu.word != DEFAULT)
         prepare()
     return list(dict.fromkeys(gpus))

@@ -8,11 +8,12 @@ import click
 
 from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.history import Event, events_of, file_changes, names_in, paths_ever, state_in, texts_of
-from pytest_gpumem.baselines.selecting import nearest_tests
 from pytest_gpumem.baselines.store import path_of
-from pytest_gpumem.cli.one_test import keys_of_one_test
+from pytest_gpumem.cli import completion
+from pytest_gpumem.cli.one_test import check_is_no_file, keys_of_one_test, no_such_test
 from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.streams import InputError, input_errors, not_there, renamed, screen, write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.git import GitError, is_shallow
 from pytest_gpumem.metrics import METRICS
@@ -34,7 +35,7 @@ _SHALLOW = (
 
 
 @click.command()
-@click.argument("test")
+@click.argument("test", shell_complete=completion.tests)
 @click.option(
     "--metric",
     type=click.Choice(list(METRICS)),
@@ -44,9 +45,21 @@ _SHALLOW = (
     help="The figure to follow, by its name in the store: step_time, flops, peak_reserved, ...",
 )
 @renamed("--device", "--slug")
-@not_there("--json", "it prints a table only; `gpumem show --format json` has the figures that are stored now")
-@click.option("--slug", metavar="SLUG", help="On one device only, by the name of its folder in the store.")
-@click.option("--store", metavar="PATH", help="Where the baselines lie, if not where the project's settings say.")
+@not_there(
+    "--json", f"it prints a table only; `{command_name()} show --format json` has the figures that are stored now"
+)
+@click.option(
+    "--slug",
+    metavar="SLUG",
+    shell_complete=completion.slugs,
+    help="On one device only, by the name of its folder in the store.",
+)
+@click.option(
+    "--store",
+    metavar="PATH",
+    shell_complete=completion.folders,
+    help="Where the baselines lie, if not where the project's settings say.",
+)
 def history(*, test: str, metric: str, slug: str | None, store: str | None) -> None:
     """Tell how a baseline came to be what it is.
 
@@ -68,9 +81,10 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
     with input_errors(GitError, BackendError):
         found = _named(test, read_baselines(backend, slug)) or _removed(test, checkout.top, folder, below, slug)
         if not found:
-            near = nearest_tests((one.key for one in read_baselines(backend, slug)), test)
-            hint = f"; there is {' and '.join(near)}" if near else "; `gpumem show` lists what there is"
-            raise InputError(f"there is no baseline of {test!r}, and there never was{hint}")
+            check_is_no_file(test)
+            keys = [one.key for one in read_baselines(backend, slug)]
+            lists = f"`{command_name()} show` lists what there is"
+            raise no_such_test(test, f"there is no baseline of {test!r}, and there never was", keys, lists)
         at_head = committed("HEAD", backend)[1]
         histories = [(on, key, _events(checkout.top, below, at_head, on, key, entry)) for on, key, entry in found]
         shallow = is_shallow(checkout.top)
@@ -82,7 +96,7 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
         if isinstance(state, Baseline)
     }
     if values <= {None}:
-        raise InputError(f"no baseline of {test!r} ever had {metric}; `gpumem show -v` tells what they have")
+        raise InputError(f"no baseline of {test!r} ever had {metric}; `{command_name()} show -v` tells what they have")
     for on, key, events in histories:
         title = f"{key} on {on}: {METRICS[metric].title}"
         write_lines([title, "", *history_lines(events, metric, settings.units, screen()), ""])

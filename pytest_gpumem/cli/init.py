@@ -17,6 +17,7 @@ from pytest_gpumem.cli.edits import write_edits
 from pytest_gpumem.cli.first_baselines import FirstBaselines
 from pytest_gpumem.cli.project import check_pyproject, read_config
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.config.settings import DEFAULT_STORE, settings_of
 from pytest_gpumem.devices.registry import BUILT_IN
 from pytest_gpumem.doctor import looking
@@ -56,7 +57,7 @@ _LARGEST = 2**20
 """Bytes of a source file that is read: larger ones are data."""
 _NONE = (
     "nothing is proposed: no test was found that runs a model. Mark those that do with @pytest.mark.gpumem, name them in "
-    f"[tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture; then run gpumem init again"
+    f"[tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture; then run {command_name()} init again"
 )
 
 
@@ -130,8 +131,8 @@ def _not_read(sources: Sources, names: Names) -> Iterator[str]:
     for path, why in sources.not_parsed.items():
         if names.has_file(path) or PurePosixPath(path).name == "conftest.py":
             yield (
-                f"{path} cannot be parsed ({why}): what is in it is not seen. Correct it and run gpumem init again, or mark "
-                "its tests"
+                f"{path} cannot be parsed ({why}): what is in it is not seen. Correct it and run {command_name()} init again, "
+                "or mark its tests"
             )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from pytest_gpumem import __version__
+from pytest_gpumem.terminals import wants_colour
 from pytest_gpumem.units import nearest
 
 _COMMANDS = {
@@ -49,18 +52,24 @@ class _LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        commands = [CompletionItem(name, help=told) for name, told in _COMMANDS.items() if name.startswith(incomplete)]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in _COMMANDS and not name.startswith("-"):
+        # A shell that completes words shows no error.
+        if not ctx.resilient_parsing and name not in _COMMANDS and not name.startswith("-"):
             raise click.UsageError(f"No such command {name!r}; {nearest(name, list(_COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="gpumem")
-def main() -> None:
+@click.version_option(__version__, prog_name="pytest-gpumem")
+@click.pass_context
+def main(context: click.Context) -> None:
     """Keep the baselines of pytest-gpumem, read its reports, and find out how a model fits into a GPU.
 
     Tests are measured and gated by pytest itself (pytest --gpumem-baseline); these commands look at what it left, and at
@@ -87,6 +96,7 @@ def main() -> None:
     Exit status: 0 when all is well, 1 when something is worse than it should be, 2 for wrong input or usage. Each command
     says what that means for it.
     """
+    context.color = wants_colour(os.environ)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 from pytest_gpumem.baselines.selecting import unused_line
+from pytest_gpumem.cli import completion
+from pytest_gpumem.cli.files import FilePath, check_one_stream, suffix_of, text_beside, write_file
 from pytest_gpumem.cli.streams import InputError, WholeNumber, files_of, input_errors, read_report, screen, write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.reports.errors import MergeError
-from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes, write_report
+from pytest_gpumem.reports.formats import ENDINGS, FORMATS, format_of, suffixes
 from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Span
 from pytest_gpumem.reports.merging import in_no_report, in_no_shard, merged, run_twice, several
@@ -27,8 +30,9 @@ _MOST_NAMED = 3
 
 
 def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Path, ...]) -> tuple[Path, ...]:
+    check_one_stream(value)
     for path in value:
-        form = format_of(path)
+        form = format_of(f"report{suffix_of(path)}")
         if form is None:
             raise click.BadParameter(f"{path} has to end with {ENDINGS}, which says the format")
         why_not = form.lacking()
@@ -38,15 +42,16 @@ def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Pa
 
 
 @click.command()
-@click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True)
+@click.argument("reports", metavar="REPORT.json...", nargs=-1, required=True, shell_complete=completion.files)
 @click.option(
     "--report",
     "files",
     metavar="FILE",
     multiple=True,
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(),
     callback=_files,
-    help=f"Write the whole there, in the format of the suffix: {suffixes(FORMATS)}. May be repeated.",
+    help=f"Write the whole there, in the format of the suffix: {suffixes(FORMATS)}; - writes JSON to standard output. May be "
+    "repeated.",
 )
 @click.option(
     "--shards",
@@ -84,14 +89,17 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
         whole = merged(parts, [str(path) for path in paths])
     if shards is not None:
         _check_shards(shards, paths, parts, whole)
-    _print(whole, parts, verbose)
+    with text_beside(files):
+        _print(whole, parts, verbose)
+        # Commands of the runner, which sanitizing would undo.
+        write_lines((Span(screen().encodable(line)),) for line in report_to_github(whole, Path.cwd(), os.environ))
     for path in files:
+        form = format_of(f"report{suffix_of(path)}")
+        assert form is not None, "options are checked"
         try:
-            write_report(path, whole)
-        except OSError as error:
+            write_file(path, form.render(whole))
+        except (OSError, ValueError) as error:
             raise InputError(f"{path}: the report cannot be written: {error}") from None
-    # Commands of the runner, which sanitizing would undo.
-    write_lines((Span(screen().encodable(line)),) for line in report_to_github(whole, Path.cwd(), os.environ))
     sys.exit(0 if whole.passed else 1)
 
 
@@ -113,8 +121,8 @@ def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], wh
         verb = "is" if len(lost) == 1 else "are"
         raise InputError(
             f"{again}{counted(len(lost), 'test')} with baselines on these devices {verb} in none of the shards: "
-            f"{_named(lost)}; add the shard that ran them, remove what is gone with `gpumem prune`, or, if this is meant, "
-            "leave out --shards"
+            f"{_named(lost)}; add the shard that ran them, remove what is gone with `{command_name()} prune`, or, if "
+            "this is meant, leave out --shards"
         )
 
 

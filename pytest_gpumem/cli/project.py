@@ -13,7 +13,7 @@ import pytest
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.baselines.folder import Folder, GitBackend
-from pytest_gpumem.baselines.location import backend_of
+from pytest_gpumem.baselines.location import backend_of, is_url
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.cli.streams import InputError, input_errors
 from pytest_gpumem.config.errors import SettingsError
@@ -21,6 +21,7 @@ from pytest_gpumem.config.settings import Settings, check_readable, is_loaded, o
 from pytest_gpumem.emulated_process.before_torch import gpu_told
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import GitError
+from pytest_gpumem.reports.file_kinds import kind_of_file
 from pytest_gpumem.reports.stored import StoredBaseline
 from pytest_gpumem.units import nearest
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE
@@ -81,11 +82,19 @@ def backend_in(store: str | None) -> Backend:
     Where it is named nothing of the project is read: its settings are found by pytest with the plugins that it names, and so by
     running code of it. Raises `InputError`.
     """
-    with input_errors(BackendError):
-        if store is not None:
-            return backend_of(_named(store), Path.cwd())
-        settings = project_settings()
-        return backend_of(settings.store, settings.store_base)
+    if store is not None:
+        return backend_at(_named(store), Path.cwd())
+    settings = project_settings()
+    return backend_at(settings.store, settings.store_base)
+
+
+def backend_at(location: str, base: Path) -> Backend:
+    """Return the backend for a location. Raises `InputError`, which says what a file is that is given for a store."""
+    try:
+        return backend_of(location, base)
+    except BackendError as error:
+        kind = None if is_url(location) else kind_of_file(base / location)
+        raise InputError(str(error) if kind is None else f"{error}; it is {kind}") from None
 
 
 def _named(store: str) -> str:
@@ -108,8 +117,7 @@ def read_of_project(read: Callable[[pytest.Config], T], *, emulates: bool = Fals
 
 def store_backend(settings: Settings) -> Backend:
     """Return the backend with the project's baselines. Raises `InputError` when there is no store there."""
-    with input_errors(BackendError):
-        backend = backend_of(settings.store, settings.store_base)
+    backend = backend_at(settings.store, settings.store_base)
     if isinstance(backend, Folder) and not backend.root.is_dir():
         raise InputError(
             f"there is no store at {backend.root}; record baselines with `pytest --gpumem-update=new`, or say where they are: "

@@ -9,8 +9,10 @@ import pytest
 
 from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.baselines.selecting import unused
+from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.project import run_pytest
 from pytest_gpumem.cli.streams import InputError, write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.config.selection import without_group
 from pytest_gpumem.session.stash import SESSION
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
-@click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.tests)
 def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     """Remove baselines of tests that are gone or not measured any more.
 
@@ -59,9 +61,9 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         if files and not any(map(exists, files)):
             these = "its only test file is not" if len(files) == 1 else f"none of its {len(files)} test files is"
             raise click.ClickException(
-                f"the store seems to belong to another project: {these} below {root}; nothing was removed. Run gpumem prune "
-                "in the root directory of the tests, or name it with --rootdir; if all of them are gone, remove the store's "
-                "files by hand"
+                f"the store seems to belong to another project: {these} below {root}; nothing was removed. Run "
+                f"{command_name()} prune in the root directory of the tests, or name it with --rootdir; if all of them are "
+                "gone, remove the store's files by hand"
             )
         selection = session.selection
         if collected.names_tests:
@@ -90,7 +92,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         )
         click.echo(
             f"{have} left alone: this machine does not have the device ({devices}), and where it is, the tests may be "
-            "collected; run gpumem prune there"
+            f"collected; run {command_name()} prune there"
         )
     if unlocked is not None:
         click.echo(f"warning: {unlocked}", err=True)

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import click
 
-from pytest_gpumem.baselines.selecting import matches, nearest_tests
+from pytest_gpumem.baselines.selecting import matches
 from pytest_gpumem.baselines.url_backend import without_credentials
+from pytest_gpumem.cli import completion
+from pytest_gpumem.cli.one_test import check_is_no_file, no_such_test
 from pytest_gpumem.cli.project import project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, format_option, renamed, screen, write_lines
+from pytest_gpumem.cli.streams import format_option, renamed, screen, write_lines
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.reports.layout import laid_out
 from pytest_gpumem.reports.stored import accounting, table, to_json
 
 
 @click.command()
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1)
-@click.option("--store", metavar="PATH|URL", help="Where the baselines lie, if not where the project's settings say.")
-@click.option("--slug", metavar="SLUG", help="Those of one device only, by the name of its folder in the store.")
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=completion.tests)
+@click.option(
+    "--store",
+    metavar="PATH|URL",
+    shell_complete=completion.folders,
+    help="Where the baselines lie, if not where the project's settings say.",
+)
+@click.option(
+    "--slug",
+    metavar="SLUG",
+    shell_complete=completion.slugs,
+    help="Those of one device only, by the name of its folder in the store.",
+)
 @format_option("json")
 @click.option("-v", "--verbose", is_flag=True, help="Also the peaks and times of phases, and counts of work.")
 @renamed("--device", "--slug")
@@ -40,9 +53,9 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
     baselines = read_baselines(store_backend(settings), slug)
     for pattern in patterns:
         if not any(matches(one.key, pattern) for one in baselines):
-            near = nearest_tests([one.key for one in baselines], pattern)
-            hint = f"; there is {' and '.join(near)}" if near else "; `gpumem show` lists them all"
-            raise InputError(f"no baseline is of {pattern}{hint}")
+            check_is_no_file(pattern)
+            lists = f"`{command_name()} show` lists them all"
+            raise no_such_test(pattern, f"no baseline is of {pattern}", [one.key for one in baselines], lists)
     kept = [one for one in baselines if not patterns or any(matches(one.key, pattern) for pattern in patterns)]
     if form == "json":
         click.echo(to_json(kept, where), nl=False)

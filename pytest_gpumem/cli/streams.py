@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pytest_gpumem.cli.files import name_of, path_of, read_text
 from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.json_report import from_json
 from pytest_gpumem.reports.layout import Screen
+from pytest_gpumem.terminals import can_redraw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,7 +140,7 @@ class WholeLines:
         """Write a text, which ends a line or is continued by the next one."""
         self._begun += text
         has_ended = self._begun.endswith("\n")
-        if sys.stderr.isatty():
+        if can_redraw(sys.stderr):
             click.echo(f"\r\x1b[K{self._begun}", nl=False, err=True)
         elif has_ended:
             click.echo(self._begun, nl=False, err=True)
@@ -146,23 +148,24 @@ class WholeLines:
 
 
 def read_report(path: Path) -> SessionReport:
-    """Return the report in a JSON file. Raises `InputError`, which names the file."""
+    """Return the report in a JSON file, or on standard input. Raises `InputError`, which names the file."""
+    name = name_of(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except IsADirectoryError:
         raise InputError(f"{path} is a folder; name the files in it: {path}/*.json") from None
     except FileNotFoundError:
         raise InputError(f"there is no file {path}; `pytest --gpumem-report={path}` writes one") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path} is not UTF-8, and so no JSON report of pytest-gpumem") from None
+        raise InputError(f"{name} is not UTF-8, and so no JSON report of pytest-gpumem") from None
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        raise InputError(f"{name} cannot be read: {error.strerror}") from None
     with input_errors(ReportError):
-        return from_json(text, str(path))
+        return from_json(text, name)
 
 
 def files_of(given: Sequence[str]) -> list[Path]:
-    """Return the files that are named, with patterns expanded where no shell did.
+    """Return the files that are named, with patterns expanded where no shell did; ``-`` is standard input.
 
     Raises:
         InputError: A pattern matches nothing, or a file is given twice, which would count for two shards.
@@ -180,4 +183,4 @@ def files_of(given: Sequence[str]) -> list[Path]:
             if real in found:
                 raise InputError(f"{path} is given twice{'' if found[real] == path else f', also as {found[real]}'}")
             found[real] = path
-    return [Path(path) for path in found.values()]
+    return [path_of(path) for path in found.values()]

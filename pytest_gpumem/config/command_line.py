@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-PARSER = pytest.StashKey[pytest.Parser]()
-"""pytest's parser of options, which knows those of all plugins."""
+from pytest_gpumem.config.options import PARSER
+
 WORKER_IS_WHOLE = "gpumem_whole"
 """The key by which a worker of pytest-xdist learns it: the worker is given all arguments as if they were typed."""
 

@@ -1,16 +1,15 @@
-"""The kinds of values that options and keys of ``[tool.gpumem]`` take, each with its check."""
+"""The kinds of values that options and keys of ``[tool.gpumem]`` take, each with its check.
+
+Every pytest run loads this module: checks import the rest of the package only when there is a value to check.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.models.errors import ModelError
-from pytest_gpumem.models.sources import SOURCES, model_name
 from pytest_gpumem.reports.formats import ENDINGS, format_of
-from pytest_gpumem.units import nearest, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.name import ModelName
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of values: the ``types`` of TOML, ``expected`` in messages, and the function that checks and converts one."""
 
     types: type | tuple[type, ...]
@@ -50,6 +48,8 @@ class Kind:
         if not fits or (self.is_array and not all(isinstance(text, str) and text for text in value)):
             raise SettingsError(f"{where} is {value!r}, expected {self.expected}")
         if self.choices is not None and value not in self.choices:
+            from pytest_gpumem.units import nearest
+
             raise SettingsError(f"{where} is {value!r}; {nearest(value, list(self.choices))}")
         return self.convert(value, where)
 
@@ -89,6 +89,8 @@ def _reports(files: list[str], where: str) -> tuple[str, ...]:
 
 
 def _duration(text: str, where: str) -> float:
+    from pytest_gpumem.units import parse_seconds
+
     try:
         return parse_seconds(text)
     except ValueError as error:
@@ -96,6 +98,8 @@ def _duration(text: str, where: str) -> float:
 
 
 def _seconds(value: float | str, where: str) -> float:
+    from pytest_gpumem.units import parse_seconds
+
     try:
         text = value if isinstance(value, str) else f"{value:f}"
         return parse_seconds(f"{text} s" if text.replace(".", "", 1).isdigit() else text)
@@ -105,6 +109,9 @@ def _seconds(value: float | str, where: str) -> float:
 
 def model_of(text: str, where: str) -> ModelName:
     """Return the model that a text names. Raises `SettingsError`."""
+    from pytest_gpumem.models.errors import ModelError
+    from pytest_gpumem.models.sources import SOURCES, model_name
+
     try:
         name = model_name(text)
     except ModelError as error:

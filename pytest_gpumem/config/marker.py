@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.config.errors import BudgetError
-from pytest_gpumem.config.options import CELL, CONFIG_FIXTURE, CONFIG_MARKER, MARKER, MARKER_ARGUMENTS
+from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
+from pytest_gpumem.config.options import CELL, CONFIG_FIXTURE, CONFIG_MARKER, MARKER
 from pytest_gpumem.config.renamed import ARGUMENTS, hint
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS

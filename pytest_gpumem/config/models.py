@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.config.errors import BudgetError, SettingsError
 from pytest_gpumem.config.kinds import model_of
 from pytest_gpumem.config.marker import budget_from_arguments
-from pytest_gpumem.config.options import MARKER_ARGUMENTS
+from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.lora import lora
 from pytest_gpumem.models.name import BatchSize, ModelName, batch_size

@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.units import nearest
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -24,6 +22,8 @@ METHODS: Mapping[str, str] = MappingProxyType({"steps": "loop"})
 
 def hint(name: str, renamed: Mapping[str, str], known: list[str]) -> str:
     """Return a clause for a name that is not ``known``: what it is called now, or else the known ones that come near."""
+    from pytest_gpumem.units import nearest
+
     if name in REPLACED:
         return f"write {REPLACED[name]}"
     return f"it is called {renamed[name]!r} now" if name in renamed else nearest(name, known)

@@ -16,7 +16,7 @@ from pytest_gpumem.config.options import FIXTURE, MARKER, is_measured
 from pytest_gpumem.config.settings import matches_test
 from pytest_gpumem.gate.baseline import Budget, Key
 from pytest_gpumem.gate.verdict import Cell, Location, TestVerdict
-from pytest_gpumem.values.option_words import nearest_device
+from pytest_gpumem.values.option_words import EMULATED, nearest_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -72,13 +72,23 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
             _check_below_root(item, nodeid)
         budget = (budget or Budget()).or_else(settings.budget_for(nodeid))
         if budget.device is not None and budget.device not in devices:
-            raise BudgetError(
-                f"device {budget.device!r}: no such device; {nearest_device(budget.device, list(devices))}"
-            )
+            near = _nearest_device(budget.device, devices, settings)
+            raise BudgetError(f"device {budget.device!r}: no such device; {near}")
     except BudgetError as error:
         raise BudgetError(f"{item.nodeid}: {error}") from None
     file, _, test = nodeid.partition("::")
     return MeasuredTest(file, test, budget, has_fixture, cell_of(item, nodeid), location_of(item))
+
+
+def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> str:
+    """Return a clause on the device that a marker may mean. An emulated GPU takes the place of CUDA in the whole session."""
+    from pytest_gpumem.emulation.gpus import emulated_gpu
+
+    try:
+        gpu = emulated_gpu(word if word.startswith(EMULATED) else EMULATED + word, settings.gpus)
+    except ValueError:
+        return nearest_device(word, list(devices))
+    return f"a GPU is emulated for the whole session: --gpumem-device={gpu.device}"
 
 
 def _check_below_root(item: pytest.Item, nodeid: str) -> None:

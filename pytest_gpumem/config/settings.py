@@ -27,7 +27,6 @@ from pytest_gpumem.values.option_words import (
     ROUTINGS,
     Routing,
     UpdateMode,
-    nearest_device_or_emulated,
 )
 
 if TYPE_CHECKING:
@@ -352,9 +351,10 @@ def _budget(entry: object, where: str) -> PatternBudget:
 def check_device(settings: Settings, valid: list[str]) -> None:
     """Raise `SettingsError` when the device that was asked for is none of ``valid``."""
     if settings.device not in valid:
-        raise SettingsError(
-            f"--gpumem-device={settings.device}: no such device; {nearest_device_or_emulated(settings.device, valid)}"
-        )
+        from pytest_gpumem.emulation.gpus import nearest_device_or_emulated
+
+        near = nearest_device_or_emulated(settings.device, valid, settings.gpus)
+        raise SettingsError(f"--gpumem-device={settings.device}: no such device; {near}")
 
 
 def options_given(config: pytest.Config) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pytest_gpumem.command_name import OtherCommand
 from pytest_gpumem.measurement import Environment
 from pytest_gpumem.values.interference import Conditions
 
@@ -89,6 +90,8 @@ class Facts:
     """The pyproject.toml nearest to this folder, where it has settings that are not read, as pytest's root is above it."""
     reports: tuple[str, ...] = ()
     """A sentence for each format of reports that cannot be written, with its mend."""
+    other_command: OtherCommand | None = None
+    """The command ``gpumem`` that a shell finds first, if it belongs to another package."""
 
     def of(self, word: str) -> DeviceFacts | None:
         """Return the facts about the device called ``word``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pytest_gpumem.baselines.location import is_url
+from pytest_gpumem.command_name import LONG, command_name
 from pytest_gpumem.emulation.torch_build import OLDEST
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.timing.validity import disturbance
@@ -57,6 +58,7 @@ def findings(facts: Facts) -> list[Finding]:
         *_reports(facts),
         *_store(facts),
         *_ignored(facts),
+        *_command(facts),
         _project(facts),
     ]
 
@@ -105,6 +107,18 @@ def _torch(facts: Facts) -> Finding:
             _cuda_build(torch.release),
         )
     return Finding("ok", "torch", fact)
+
+
+def _command(facts: Facts) -> Iterator[Finding]:
+    other = facts.other_command
+    if other is not None:
+        belongs = "" if other.module is None else f", of the module {other.module}"
+        yield Finding(
+            "limited",
+            "command",
+            f"the first gpumem on the path belongs to another package: {other.path}{belongs}",
+            f"type {LONG}, which is this package's command, too",
+        )
 
 
 def _numbers(release: str | None) -> tuple[int, ...]:
@@ -320,7 +334,9 @@ def _store(facts: Facts) -> Iterator[Finding]:
 
 def _mend_of_store(location: str) -> str:
     if is_url(location):
-        return f"mend what it names, until `gpumem show --store {location}` works; --store names another store"
+        return (
+            f"mend what it names, until `{command_name()} show --store {location}` works; --store names another store"
+        )
     return "fix or remove what it names; its history is in git"
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem import __version__
+from pytest_gpumem import __version__, command_name
 from pytest_gpumem.devices.nvml import NvmlGpu
 from pytest_gpumem.doctor.facts import DeviceFacts, Looked, StoredFacts, TorchFacts
 from pytest_gpumem.emulation.torch_build import what_compiling_lacks
@@ -21,6 +21,7 @@ from pytest_gpumem.values.plain import from_plain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from pytest_gpumem.command_name import OtherCommand
     from pytest_gpumem.reports.stored import StoredBaseline
 
 _PATIENCE = 180.0
@@ -45,6 +46,11 @@ def compiling(environment: Mapping[str, str]) -> str | None:
 def reports() -> tuple[str, ...]:
     """Return a sentence for each format of reports that cannot be written here."""
     return tuple(lacking for one in FORMATS if (lacking := one.lacking()) is not None)
+
+
+def other_command() -> OtherCommand | None:
+    """Return the command ``gpumem`` that is first on the path, if it belongs to another package."""
+    return command_name.other_command()
 
 
 def look(words: Sequence[str], environment: Mapping[str, str]) -> Looked:

@@ -88,9 +88,22 @@ def emulated_gpu(word: str, own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> Gpu:
     return replace(gpu, count=count)
 
 
+def nearest_device_or_emulated(word: str, valid: Iterable[str], own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> str:
+    """Return a clause that names the device nearest to a word: of ``l4`` the emulated one, else one of ``valid``."""
+    try:
+        return f"did you mean {emulated_gpu(EMULATED + word, own).device!r}?"
+    except ValueError:
+        return nearest_device(word, [*valid, f"{EMULATED}{DEFAULT}"])
+
+
 def known_gpus(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[Gpu, ...]:
     """Return all GPUs of the table, in its order, without slices; then one's own."""
     return (*_table().values(), *own.values())
+
+
+def known_words(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[str, ...]:
+    """Return all words for GPUs of the table, then one's own; neither slices nor sizes."""
+    return (*_table(), *_aliases(), *own)
 
 
 def known_capabilities() -> tuple[tuple[int, int], ...]:
@@ -139,10 +152,12 @@ def _unknown(word: str, name: str, own: Mapping[str, Gpu]) -> str:
         return f"{word!r}: {title} has no MIG profile {profile!r}; {nearest(profile, profiles)}"
     if is_slice:
         return f"{word!r} is no MIG slice; there are slices of {', '.join(_divided())}, like {EMULATED}{_MIG_EXAMPLE}"
-    known = [EMULATED + one for one in (*_table(), *_aliases(), *own)]
+    # In the form that was typed: `gpumem emulate l4`, --gpumem-device=emulated:l4.
+    prefix = EMULATED if word.startswith(EMULATED) else ""
+    known = [prefix + one for one in known_words(own)]
     theirs = f", of [tool.gpumem.gpus] {', '.join(own)}" if own else ""
     return (
-        f"{word!r} is no GPU that can be emulated; {nearest_device(EMULATED + name, known)} There are "
+        f"{word!r} is no GPU that can be emulated; {nearest_device(prefix + name, known)} There are "
         f"{', '.join(_table())}{theirs}, each with x2 and so on for several, MIG slices like {_MIG_EXAMPLE}, and "
         "sizes: 24GB is an H100 with so much memory"
     )

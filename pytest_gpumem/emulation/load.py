@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.emulation.build import FIRST, stand_ins
 from pytest_gpumem.emulation.cudnn import Cudnn
 from pytest_gpumem.emulation.errors import EmulationError
@@ -103,7 +104,8 @@ def load(gpu: Gpu) -> Emulation:
     if "torch" in sys.modules:
         raise EmulationError(
             f"torch was imported before the GPU could be emulated, by {_who_imported_torch()}. Have it imported later "
-            f"(within functions, or in a conftest.py), or start the whole with `gpumem emulate {gpu.word} -- python -m pytest`"
+            f"(within functions, or in a conftest.py), or start the whole with "
+            f"`{command_name()} emulate {gpu.word} -- python -m pytest`"
         )
     libraries = prepare()
     loaded = {path.name: ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in libraries}

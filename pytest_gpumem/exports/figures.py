@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.units import counted
 
@@ -160,7 +161,7 @@ def _twice(figure: Figure, earlier: str, name: str, *, over_time: bool) -> str:
     where = f"{figure.test} ({figure.measurement}) on {figure.environment.device} is in {earlier} and in {name}"
     if over_time:
         return f"{where}, which ended in the same second: export one of them"
-    return f"{where}: export one of them (gpumem merge makes one report of shards)"
+    return f"{where}: export one of them ({command_name()} merge makes one report of shards)"
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -92,7 +92,8 @@ def details(fits: Sequence[Fit], cwd: str) -> list[str]:
         named: dict[str, list[str]] = {}
         for fit, note in zip(_by_memory(fits), notes, strict=True):
             named.setdefault(note, []).append(name_of(fit.gpu))
-        lines += [f"note: {', '.join(names)}: {note}" for note, names in named.items() if note]
+        every = [name_of(fit.gpu) for fit in _by_memory(fits)]
+        lines += [f"note: {_all_but(names, every)}: {note}" for note, names in named.items() if note]
     return lines
 
 
@@ -108,8 +109,8 @@ def conclusion(fits: Sequence[Fit]) -> str:
         ("cannot run on", _of(fits, FitOutcome.CANNOT_RUN)),
         ("failed by itself:", _of(fits, FitOutcome.FAILED)),
     )
-    first = f"fits {_names(fitting)}" if fitting else "fits none (emulated)"
-    return needs + "; ".join([first, *(f"{what} {_names(some)}" for what, some in others if some)])
+    first = f"fits {_names(fitting, len(fits))}" if fitting else "fits none (emulated)"
+    return needs + "; ".join([first, *(f"{what} {_names(some, len(fits))}" for what, some in others if some)])
 
 
 def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
@@ -147,8 +148,23 @@ def _by_memory(fits: Sequence[Fit]) -> list[Fit]:
     return sorted(fits, key=lambda fit: (fit.gpu.total_bytes, fit.gpu.word))
 
 
-def _names(fits: Sequence[Fit]) -> str:
-    return ", ".join(name_of(fit.gpu) for fit in _by_memory(fits))
+_MOST_NAMED = 6
+"""GPUs that a sentence names. The table has all of them."""
+
+
+def _names(fits: Sequence[Fit], tried: int) -> str:
+    """Return the names of GPUs, or of many their number: ``"22 of 24 GPUs"``."""
+    if len(fits) <= _MOST_NAMED:
+        return ", ".join(name_of(fit.gpu) for fit in _by_memory(fits))
+    return f"all {tried} GPUs" if len(fits) == tried else f"{len(fits)} of {tried} GPUs"
+
+
+def _all_but(names: Sequence[str], every: Sequence[str]) -> str:
+    """Return names, or of many which ones are not among them: ``"all but T4, V100"``."""
+    others = [name for name in every if name not in names]
+    if len(names) <= _MOST_NAMED or len(others) > _MOST_NAMED:
+        return ", ".join(names)
+    return f"all but {', '.join(others)}" if others else f"all {len(every)} GPUs"
 
 
 def _span(found: Sequence[Found]) -> str:

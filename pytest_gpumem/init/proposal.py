@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.config.settings import matches_test
 from pytest_gpumem.git import USUAL_BRANCH
 from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
@@ -161,7 +162,7 @@ def chosen_runner(found: FoundTests, here: Here) -> tuple[Runner, str]:
         return "self-hosted", "this machine has a GPU"
     if here.can_emulate:
         return "emulated", "this machine has no GPU, and can emulate one"
-    return "cpu", "this machine has no GPU and cannot emulate one, as `gpumem doctor` tells"
+    return "cpu", f"this machine has no GPU and cannot emulate one, as `{command_name()} doctor` tells"
 
 
 def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | None) -> Proposal:
@@ -326,7 +327,7 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
             for path, line in unfit_of(sources, here.torch):
                 yield (
                     f"{path} asks for {line!r}, and torch {here.torch} is here: pip installs no two of them. Install the one "
-                    f"that is asked for, and run gpumem init again; or let {path} allow {here.torch}"
+                    f"that is asked for, and run {command_name()} init again; or let {path} allow {here.torch}"
                 )
         else:
             yield (

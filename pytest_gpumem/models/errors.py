@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.command_name import command_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 WRITE = (
-    "write a function that returns (model, batch, loss): `gpumem advise` takes it as MODULE:FUNCTION, and a test gives them to "
-    "gpumem.train_step"
+    f"write a function that returns (model, batch, loss): `{command_name()} advise` takes it as MODULE:FUNCTION, and a test "
+    "gives them to gpumem.train_step"
 )
 """The way to measure a model that cannot be had by its name."""
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.models.errors import ModelError
 from pytest_gpumem.models.name import ModelName
-from pytest_gpumem.models.peft import with_adapters
 
 if TYPE_CHECKING:
     from pytest_gpumem.models.name import BatchSize
@@ -81,4 +80,8 @@ def named_model(name: ModelName, size: BatchSize | None, task: Task) -> NamedMod
     module = importlib.import_module(f"pytest_gpumem.models.{SOURCES[name.source].file}")
     model: NamedModel = module.model_of(name, size, task)
     model = replace(model, task=task)
-    return model if task.lora is None else with_adapters(model, task.lora)
+    if task.lora is None:
+        return model
+    from pytest_gpumem.models.peft import with_adapters
+
+    return with_adapters(model, task.lora)

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.judge import failing_metrics
 from pytest_gpumem.gate.verdict import NOT_MARKED, MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS, Kind
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.option_words import UpdateMode
 
 
-_MEASURE_AGAIN = "let it be measured again; or remove its marker or fixture, and run `gpumem prune`"
+_MEASURE_AGAIN = f"let it be measured again; or remove its marker or fixture, and run `{command_name()} prune`"
 _REGION = (
     "a region of gpumem.track() runs once and is not recorded, so no line and tensor of it is known; to see them, move its "
     "code into a function and call gpumem.measure(function)"

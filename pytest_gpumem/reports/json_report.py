@@ -13,6 +13,7 @@ from pytest_gpumem import __version__
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.reports.causes import causes_in, plain_causes
 from pytest_gpumem.reports.errors import ReportError
+from pytest_gpumem.reports.file_kinds import SESSION, STORED, kind_of, kind_of_json
 from pytest_gpumem.reports.ranks import peaks_by_rank
 from pytest_gpumem.reports.session_report import SessionReport
 from pytest_gpumem.units import nearest
@@ -72,7 +73,12 @@ def _read(text: str, name: str) -> SessionReport:
     try:
         plain = json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number, parse_float=_finite)
     except ValueError as error:
-        raise ReportError(f"{name}: {_not_json(text, error)}; {_RIGHT}") from None
+        kind = kind_of(text)
+        wrong = f"it is {kind}" if kind == STORED else _not_json(text, error)
+        raise ReportError(f"{name}: {wrong}; {_RIGHT}") from None
+    kind = kind_of_json(plain)
+    if kind not in (None, SESSION):
+        raise ReportError(f"{name}: it is {kind}; {_RIGHT}")
     if not isinstance(plain, dict) or "format" not in plain or plain.keys().isdisjoint(_OURS):
         raise ReportError(f"{name}: it is JSON, but not a report of pytest-gpumem; {_RIGHT}")
     if plain["format"] != FORMAT or isinstance(plain["format"], bool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.reports.causes import MOST_CAUSES, cause_notes, cause_table, causes_in
 from pytest_gpumem.reports.explanation import composition_table, part_layout
 from pytest_gpumem.reports.layout import Column, Line, Span, Style, Table, laid_out
@@ -230,7 +231,7 @@ def _ranks(rows: Sequence[RankPeaks], units: UnitSystem) -> Table:
 
 WITHOUT_GPU = (
     "gpumem: without a GPU, choose where steps run, here or as `device` in [tool.gpumem]:",
-    "  --gpumem-device=emulated:h100   a GPU that is emulated: `gpumem doctor` tells what that needs here",
+    f"  --gpumem-device=emulated:h100   a GPU that is emulated: `{command_name()} doctor` tells what that needs here",
     "  --gpumem-device=cpu             the CPU, with baselines of its own",
     "  --gpumem-device=auto            the GPU where there is one, else the CPU",
 )

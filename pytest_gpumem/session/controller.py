@@ -21,7 +21,7 @@ from pytest_gpumem.config.command_line import WORKER_IS_WHOLE, is_whole_run
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.gate.verdict import SKIPPED, TestVerdict
 from pytest_gpumem.git import commit_of
-from pytest_gpumem.reports.formats import ReportFiles
+from pytest_gpumem.reports.files import ReportFiles
 from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.renamed import with_renamings

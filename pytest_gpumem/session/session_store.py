@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.baselines.errors import BackendError, StoreError
-from pytest_gpumem.baselines.location import backend_of
+from pytest_gpumem.baselines.location import backend_of, is_url
 from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.reports.file_kinds import kind_of_file
 from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ def opened(settings: Settings) -> Store:
     try:
         return Store(backend_of(settings.store, settings.store_base))
     except BackendError as error:
-        raise pytest.UsageError(str(error)) from None
+        kind = None if is_url(settings.store) else kind_of_file(settings.store_base / settings.store)
+        raise pytest.UsageError(str(error) if kind is None else f"{error}; it is {kind}") from None
 
 
 def check(store: Store, settings: Settings) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.baselines.changes import Source, changes_of
 from pytest_gpumem.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.baselines.selecting import unused, unused_line
+from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.session_report import STORE, Stored
@@ -137,7 +138,7 @@ def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
         return []
     first = tests[0]
     count = "1 test has" if len(tests) == 1 else f"{len(tests)} tests have"
-    mend = f"mark it again, or remove them with `gpumem prune {first.nodeid}`"
+    mend = f"mark it again, or remove them with `{command_name()} prune {first.nodeid}`"
     return [
         (
             f"store: {count} baselines here and {'is' if len(tests) == 1 else 'are'} not measured any more "

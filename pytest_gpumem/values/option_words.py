@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pytest_gpumem.units import nearest
-
 DEFAULT_DEVICE = "cuda"
 """The word of the device that is used where nobody names one."""
 EMULATED = "emulated:"
@@ -23,12 +21,9 @@ EMULATED_SLUG = "emulated-"
 
 def nearest_device(word: str, valid: list[str]) -> str:
     """Return the name nearest to that of a device: ``gpu`` is closer to ``cuda`` than its letters say."""
+    from pytest_gpumem.units import nearest
+
     return nearest(DEFAULT_DEVICE if word.lower() == "gpu" else word, valid)
-
-
-def nearest_device_or_emulated(word: str, valid: list[str]) -> str:
-    """Return the same where a GPU that is emulated is valid, too."""
-    return nearest_device(word, [*valid, f"{EMULATED}h100"])
 
 
 UpdateMode = Literal["new", "improved", "all"]

@@ -117,7 +117,7 @@ def test_a_file_that_is_no_report_is_an_error_that_names_it(written, text, said)
     [
         (["bencher"], "Missing argument 'REPORT.json...'"),
         (["bencher", "none.json"], "there is no file none.json"),
-        (["benchr", "a.json"], "No such command 'benchr'"),
+        (["benchr", "a.json"], "no such format: benchr; did you mean 'bencher'?"),
         (["tensorboard", "a.json"], "Missing option '-o'"),
         (["bencher", "--metric=peak", "a.json"], "'peak' is not one of 'peak_allocated'"),
         (["bencher", "a.json", "./a.json"], "./a.json is given twice, also as a.json"),

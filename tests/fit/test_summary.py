@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_gpumem.emulated_process.usage import RanOut
-from pytest_gpumem.emulation.gpus import emulated_gpu
+from pytest_gpumem.emulation.gpus import emulated_gpu, known_gpus
 from pytest_gpumem.fit.outcome import Fit, FitOutcome, Found
 from pytest_gpumem.fit.summary import conclusion, details, progress, table, to_json
 from pytest_gpumem.reports.layout import plain_lines
@@ -44,6 +44,23 @@ def test_the_conclusion_says_what_it_needs_and_what_it_fits_with_and_without_exp
     assert conclusion(ISSUE) == (
         "needs 25.10 GB reserved (emulated): fits A100 40GB, L40S; not L4, RTX 4090; "
         "with expandable segments 23.40 GB: fits L4"
+    )
+
+
+def test_many_gpus_are_counted_and_the_few_others_named():
+    noted = {"unknown": "a value was read"}
+    fitting = [
+        fit(gpu.word, FitOutcome.FITS, 5 * GB, **noted) for gpu in known_gpus() if gpu.word not in ("t4", "v100")
+    ]
+    assert conclusion(fitting) == "needs 5.00 GB reserved (emulated): fits all 22 GPUs"
+    assert details(fitting, CWD)[0].startswith("note: all 22 GPUs: a value was read")
+    found = [*fitting, fit("t4", FitOutcome.OUT_OF_MEMORY), fit("v100", FitOutcome.CANNOT_RUN)]
+    assert conclusion(found) == (
+        "needs 5.00 GB reserved (emulated): fits 22 of 24 GPUs; not T4; cannot run on V100 16GB"
+    )
+    assert (
+        "note: all but T4, V100 16GB: a value was read: what comes after it may need other memory on a GPU"
+        in details(found, CWD)
     )
 
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from pytest_gpumem.reports.formats import FORMATS, write_report
+from pytest_gpumem.reports.files import write_report
+from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.json_report import from_json, to_json
 from pytest_gpumem.reports.markdown import markdown
 from pytest_gpumem.whole_file import write_whole

@@ -1,0 +1,73 @@
+"""Kinds of files that this package writes, and the commands that read each: for who names one in place of another."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.command_name import command_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class FileKind(NamedTuple):
+    """A kind of file, recognized by names that stand in it."""
+
+    title: str
+    keys: frozenset[str]
+    """The names that tell it from others: of JSON the keys at its top."""
+    takers: tuple[str, ...] = ()
+    """The commands that read it, without the word ``gpumem``."""
+
+    def __str__(self) -> str:
+        """Return the kind and its commands: ``"the result of gpumem ab (for `gpumem bisect --from`)"``."""
+        commands = " and ".join(f"`{command_name()} {taker}`" for taker in self.takers)
+        return f"{self.title} (for {commands})" if commands else self.title
+
+
+SESSION = FileKind("the report of a session", frozenset({"terms", "results"}), ("why --report", "accept"))
+STORED = FileKind("a file of the store", frozenset(), ("show --store FOLDER",))
+"""TOML."""
+KINDS = (
+    SESSION,
+    FileKind("the result of gpumem ab", frozenset({"not_compared", "packages"}), ("bisect --from",)),
+    FileKind("the result of gpumem compare", frozenset({"added", "gone", "tests"})),
+    FileKind("the result of gpumem bisect", frozenset({"found", "culprit"})),
+    FileKind("the result of gpumem advise", frozenset({"subject", "recommended"})),
+    FileKind("the result of gpumem fit", frozenset({"gpus", "conclusion"})),
+    FileKind("the result of gpumem doctor", frozenset({"findings", "exit_status"})),
+    FileKind("the result of gpumem show", frozenset({"store", "baselines"})),
+    FileKind("a report in SARIF", frozenset({"$schema", "runs"})),
+)
+"""Kinds of JSON."""
+
+
+def kind_of_file(path: Path) -> FileKind | None:
+    """Return the kind of the file at ``path``; ``None`` if there is none that can be read, or it is another program's."""
+    try:
+        return kind_of(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def kind_of(text: str) -> FileKind | None:
+    """Return the kind of file that has this text; ``None`` for a file of another program."""
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError):
+        return STORED if _is_stored(text) else None
+    return kind_of_json(plain)
+
+
+def kind_of_json(plain: object) -> FileKind | None:
+    """Return the kind of file that has this content."""
+    keys = plain.keys() if isinstance(plain, dict) else frozenset()
+    return next((kind for kind in KINDS if kind.keys <= keys), None)
+
+
+def _is_stored(text: str) -> bool:
+    # The names of its tables, without reading it whole: it is only to be told.
+    lines = text.splitlines()
+    heads = ("format = ", "[environments.", "[tests.")
+    return all(any(line.startswith(head) for line in lines) for head in heads)
