@@ -27,6 +27,7 @@ from pytest_gpumem.requirements.environments import Environments, cache_folder
 from pytest_gpumem.requirements.errors import RequirementError
 from pytest_gpumem.requirements.requirement_set import requirement_set
 from pytest_gpumem.units import counted, parse_ratio
+from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -248,7 +249,7 @@ def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], s
     """Write what is ``told`` into ``files``, by suffix. Raises `InputError`."""
     try:
         for file in files:
-            file.write_text(renderers[file.suffix](told), encoding="utf-8")
+            write_whole(file, renderers[file.suffix](told))
     except OSError as error:
         raise InputError(f"the result could not be written: {error}") from None
 
