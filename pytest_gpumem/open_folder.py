@@ -129,6 +129,11 @@ class OpenFolder:
         if mode & 0o077:
             os.fchmod(self._descriptor, 0o700)
 
+    def refuse_others_file(self, name: str) -> None:
+        """Raise ``OSError`` if ``name`` belongs to another user."""
+        if hasattr(os, "getuid") and self.status(name).st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, f"{name} belongs to another user", str(self.path / name))
+
     def close(self) -> None:
         """Close the descriptor."""
         if self._descriptor is not None:
