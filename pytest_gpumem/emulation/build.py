@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.emulation.elf import read_needs
 from pytest_gpumem.emulation.errors import EmulationError, NotElf
-from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs
+from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs, version_script
 from pytest_gpumem.emulation.neighbours import Needs, needed_beside
 from pytest_gpumem.emulation.torch_build import needs_of_triton
 from pytest_gpumem.user_cache import VARIABLE, CacheRefused, cache_root, check_own, make_own
@@ -140,8 +140,7 @@ def _compile(
     rest = sources / f"{library.stem}_rest.c"
     rest.write_text(stubs(library, needed.names), encoding="utf-8")
     script = sources / f"{library.stem}.map"
-    nodes = sorted(needed.versions)
-    script.write_text("".join(f"{node} {{ global: *; }};\n" for node in nodes) or "{ global: *; };\n", encoding="utf-8")
+    script.write_text(version_script(needed.versions), encoding="utf-8")
     (major, minor), (cudnn_major, cudnn_minor, cudnn_patch) = torch.cuda, torch.cudnn
     definitions = {
         "CUDA_MAJOR": major,
