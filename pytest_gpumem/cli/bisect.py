@@ -37,7 +37,7 @@ from pytest_gpumem.cli.ab import (
 )
 from pytest_gpumem.cli.jobs import jobs_option, most_jobs
 from pytest_gpumem.cli.project import checkout_of, project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, input_errors, screen, text_of, write_lines
 from pytest_gpumem.git import GitError, Revision, plain_environment
 from pytest_gpumem.measurement import changed_releases
 from pytest_gpumem.processes import Stopped, noted_signals
@@ -268,7 +268,7 @@ def _not_here(package: str | None, bad: str | None, red: Red | None) -> str:
 def _red(source: Path) -> Red:
     """Return what a report has to search for. Raises `ReportError`, `NothingFound` and `InputError`."""
     try:
-        return red_of(source.read_text(encoding="utf-8"), str(source))
+        return red_of(text_of(source), str(source))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{source} cannot be read: {error}") from None
 

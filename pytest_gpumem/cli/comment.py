@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed
+from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed, text_of
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.github.comment import (
     Api,
@@ -194,7 +194,7 @@ def _may_be_accepted(result: TestResult) -> bool:
 def _report(file: Path) -> SessionReport:
     """Read a JSON report. Raises `InputError`."""
     try:
-        return from_json(file.read_text(encoding="utf-8"), str(file))
+        return from_json(text_of(file), str(file))
     except ReportError as error:
         raise InputError(str(error)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -211,7 +211,7 @@ def _body(files: Sequence[Path], name: str, link: str, accept: str = "") -> str:
     for file in sorted(files, key=lambda one: one.suffix == ".json"):
         try:
             is_json = file.suffix == ".json"
-            texts[file] = markdown(_report(file), most=left) if is_json else file.read_text(encoding="utf-8")
+            texts[file] = markdown(_report(file), most=left) if is_json else text_of(file)
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{file} cannot be read: {error}") from None
         if len(texts[file]) > left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import shutil
 import sys
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.layout import Line, Style
     from pytest_gpumem.reports.session_report import SessionReport
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
+LARGEST_REPORT = 2**29
+"""Characters of the largest report that is read. One of three million numbers has 60 million."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -145,10 +148,24 @@ class WholeLines:
         self._begun = "" if has_ended else self._begun
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a report's file.
+
+    Raises:
+        OSError: The file cannot be read, or has more than 512 MB.
+        UnicodeDecodeError: The file is not UTF-8.
+    """
+    with path.open(encoding="utf-8") as file:
+        text = file.read(LARGEST_REPORT + 1)
+    if len(text) > LARGEST_REPORT:
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST_REPORT} characters, and a report has fewer", str(path))
+    return text
+
+
 def read_report(path: Path) -> SessionReport:
     """Return the report in a JSON file. Raises `InputError`, which names the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = text_of(path)
     except IsADirectoryError:
         raise InputError(f"{path} is a folder; name the files in it: {path}/*.json") from None
     except FileNotFoundError:
