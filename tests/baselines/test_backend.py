@@ -141,6 +141,15 @@ def test_the_lock_of_every_place_is_given_back_after_an_error(backend):
         backend.write(PATH, "one\n")
 
 
+@pytest.mark.parametrize("url", ["simplecache::file:///srv/baselines", "dir::LOCAL:///srv/baselines"])
+def test_a_folder_behind_another_file_system_is_refused(url):
+    """fsspec would follow links in it."""
+    with pytest.raises(
+        BackendError, match=r"a folder of this machine needs no (simplecache|dir); name it as (file|local):///srv"
+    ):
+        backend_of(url, Path())
+
+
 def test_text_that_no_file_can_hold_is_named_and_the_old_text_stays(backend):
     backend.write(PATH, "old\n")
     with pytest.raises(BackendError, match="cannot be written") as caught:
