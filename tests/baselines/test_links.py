@@ -87,7 +87,11 @@ def empty(store: Path) -> Path:
 # The folder
 
 
-def test_no_operation_of_a_folder_reaches_what_a_link_in_it_leads_to(tmp_path, outside, plant):
+@pytest.mark.parametrize("has_descriptors", [True, False], ids=["by descriptor", "by path, as on Windows"])
+def test_no_operation_of_a_folder_reaches_what_a_link_in_it_leads_to(
+    tmp_path, outside, plant, monkeypatch, has_descriptors
+):
+    monkeypatch.setattr("pytest_gpumem.open_folder._HAS_DESCRIPTORS", has_descriptors)
     store = empty(tmp_path / "store")
     plant(store, outside)
     before = contents(outside)
@@ -166,8 +170,10 @@ def test_a_link_that_appears_while_a_file_is_written_is_not_followed(tmp_path, o
     assert written.read_text(encoding="utf-8") == "mine\n"
 
 
-def test_a_store_whose_root_is_a_link_works(tmp_path):
+@pytest.mark.parametrize("has_descriptors", [True, False], ids=["by descriptor", "by path, as on Windows"])
+def test_a_store_whose_root_is_a_link_works(tmp_path, monkeypatch, has_descriptors):
     """A user's own choice, for example to a disk that several machines share."""
+    monkeypatch.setattr("pytest_gpumem.open_folder._HAS_DESCRIPTORS", has_descriptors)
     (tmp_path / "disk").mkdir()
     (tmp_path / "store").symlink_to(tmp_path / "disk")
     folder = Folder(tmp_path / "store")
