@@ -3,52 +3,61 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
+
+from pytest_gpumem.open_folder import open_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 DRAFT = ".draft"
 """Suffix of a file that is being written; its name begins with a dot."""
 
 
-def write_whole(path: Path, text: str, *, errors: str = "backslashreplace") -> None:
-    """Write ``text`` as UTF-8, line ends as they are; the folder is made, and a link's target is what is replaced.
+def write_whole(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:
+    """Write ``text`` as UTF-8, line ends as they are, and make the folder.
 
-    ``errors`` is what becomes of a lone surrogate, which UTF-8 does not have: it is written as Python writes it, or with
-    ``strict`` refused. Raises ``OSError``, and ``UnicodeEncodeError`` for what is refused.
+    Args:
+        path: The file. A link in its place is refused.
+        text: The content.
+        root: No folder below this one may be a link; the default is the file's folder. See `open_folder`.
+        errors: The treatment of lone surrogates, which UTF-8 lacks: written as Python writes them, or with ``strict`` refused.
+
+    Raises:
+        OSError: The file cannot be written, or is a link.
+        UnicodeEncodeError: The text has a lone surrogate, and ``errors`` is ``strict``.
     """
-    with replacing(path) as draft, draft.open("w", encoding="utf-8", errors=errors, newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with replacing(path, root=root) as draft:
+        draft.write(text.encode("utf-8", errors))
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield an empty draft that replaces ``path`` when the context ends, unless it raises.
+def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
+    """Yield an empty file that replaces ``path`` when the context ends, unless it raises.
 
-    The folder is made. If ``path`` is a link, its target is replaced. Raises ``OSError``.
+    Args:
+        path: The file. A link in its place is refused, and the folder is made.
+        root: No folder below this one may be a link; the default is the file's folder. See `open_folder`.
+
+    Raises:
+        OSError: The file cannot be written, or is a link.
     """
-    target = Path(os.path.realpath(path))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=DRAFT)
-    os.close(handle)
-    draft = Path(name)
-    try:
-        yield draft
-        # mkstemp makes files that only their owner may read.
-        draft.chmod(0o666 & ~_umask())
-        draft.replace(target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    root = path.parent if root is None else root
+    *folders, name = path.relative_to(root).parts
+    with open_folder(root, folders, make=True) as folder:
+        folder.refuse_link(name)
+        draft = f".{name[:40]}.{secrets.token_hex(8)}{DRAFT}"
+        # The system takes the process's umask off these permissions.
+        descriptor = folder.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            folder.replace(name, draft)
+        except BaseException:
+            folder.remove(draft)
+            raise

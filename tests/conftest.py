@@ -95,7 +95,7 @@ def _no_job_of_a_ci() -> Iterator[None]:
     Under GitHub Actions they would annotate it, and write its summary; where ``CI`` is set, pytest cuts no line short.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
+        for name in ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE", "GPUMEM_CACHE"):
             patch.delenv(name, raising=False)
         yield
 

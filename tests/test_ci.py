@@ -199,6 +199,20 @@ def test_the_action_uses_what_is_there_isolated_from_the_working_folder(runner):
     assert [words[1:3] for words in runner.calls() if words[1] != "-I"] == [["-m", "pytest"]]
 
 
+@pytest.mark.parametrize("named", [None, "/mine"])
+def test_what_is_loaded_and_run_is_kept_where_no_earlier_job_put_anything(runner, named):
+    tells = "import os, pathlib\npathlib.Path(os.environ['LOG'] + '-cache').write_text(os.environ['GPUMEM_CACHE'])\n"
+    (runner.folder / "pytest.py").write_text(tells + PYTEST)
+    if named is not None:
+        runner.environment["GPUMEM_CACHE"] = named
+    assert runner.run_action(), runner.log
+    assert (runner.temp / "log-cache").read_text() == (named or f"{runner.temp}/gpumem-cache")
+    steps = read_yaml(ACTION.read_text(encoding="utf-8"))["runs"]["steps"]
+    running = [step for step in steps if {"ab", "bisect"} & set(step.get("run", "").split())]
+    assert [step["name"] for step in running] == ["Gate", "Bisect"]
+    assert all('export GPUMEM_CACHE="${GPUMEM_CACHE:-$RUNNER_TEMP/gpumem-cache}"' in step["run"] for step in running)
+
+
 @pytest.mark.parametrize("environment", [True, False], ids=["virtual environment", "no virtual environment"])
 def test_what_is_missing_is_installed_where_it_stays_for_the_job_only(runner, environment):
     runner.plugin.unlink()

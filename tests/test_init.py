@@ -537,6 +537,30 @@ def test_a_read_only_folder_is_seen_before_the_first_file_is_written(repository,
     assert there(project) == {*FLAT}
 
 
+@pytest.mark.skipif(os.name != "posix", reason="links need permissions on other systems")
+@pytest.mark.parametrize("options", ["--dry-run", "--yes"])
+@pytest.mark.parametrize("link", [SETTINGS, ATTRIBUTES, ".github", ".github/workflows", WORKFLOW])
+def test_what_a_link_in_the_repository_leads_to_is_neither_shown_nor_written(
+    repository, tmp_path_factory, link, options
+):
+    """Nobody has agreed yet to what is in the repository."""
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "file").write_text("# precious\n", encoding="utf-8")
+    project = repository(FLAT)
+    path = project.path / link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A workflow that exists is left alone, and so this link leads to one that does not.
+    name = {".github": "", ".github/workflows": "", WORKFLOW: "missing"}.get(link, "file")
+    path.symlink_to(outside / name)
+    before = there(project)
+    done = init(options)
+    assert (done.exit_code, "precious" in done.output) == (2, False)
+    assert f"{path} is a symbolic link, which is not followed; remove it; nothing was written" in done.output
+    assert there(project) == before
+    assert [one.name for one in outside.iterdir()] == ["file"]
+    assert (outside / "file").read_text(encoding="utf-8") == "# precious\n"
+
+
 def test_files_are_put_back_when_one_cannot_be_written(repository, monkeypatch):
     project = repository({**FLAT, SETTINGS: "# mine\n"})
     write = edits.write_whole

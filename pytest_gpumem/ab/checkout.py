@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.git import GitError, Revision, git, git_environment, is_shallow
+from pytest_gpumem.open_folder import open_folder
 from pytest_gpumem.processes import run
 
 if TYPE_CHECKING:
@@ -106,9 +107,12 @@ def _is_left(folder: Path) -> bool:
     if not folder.exists():
         # The system has emptied its temporary folder, and git still has the worktree in its list.
         return True
-    if not (folder / _LOCK).exists():
-        return False
     try:
+        # Another user may have put a folder or a link of this name into the temporary folder.
+        with open_folder(folder.parent, [folder.name]) as opened:
+            opened.keep_others_out(also_before=True)
+        if not (folder / _LOCK).exists():
+            return False
         with FileLock(folder / _LOCK, timeout=0):
             return True
     except (Timeout, OSError):

@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-import stat
-from contextlib import contextmanager
+import errno
+import os
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baselines.backend import SUFFIX, Backend
+from pytest_gpumem.baselines.backend import LARGEST, SUFFIX, Backend
 from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.git import GitError, contents, git
+from pytest_gpumem.open_folder import open_folder
 from pytest_gpumem.whole_file import DRAFT, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
+
+    from pytest_gpumem.open_folder import OpenFolder
 
 
 _LOCK = ".lock"
-_ITSELF = "/.gitignore"
+_IGNORE = ".gitignore"
+_ITSELF = f"/{_IGNORE}"
 _IGNORED = (f"/{_LOCK}", _ITSELF, f".*{DRAFT}")
 """The lines of a store's .gitignore."""
+_LINK = "120000 "
+"""The mode of a symbolic link in git."""
 
 
 class Folder(Backend):
-    """A folder on this machine: files are replaced whole, under the system's lock."""
+    """A folder on this machine: files are replaced whole, under the system's lock.
+
+    The folder itself may be a link, for example to a disk that several machines share. A link in the folder is refused, because
+    a stranger's branch could lead out of the store by one.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = self.folder = root
 
     def paths(self) -> list[str]:
-        return sorted(path.relative_to(self.root).as_posix() for path in self.root.rglob(f"*{SUFFIX}"))
+        try:
+            return sorted(path for path in self._files() if path.endswith(SUFFIX))
+        except OSError as error:
+            raise BackendError(f"{self.root}: cannot be read: {error}") from error
 
     def read(self, path: str) -> str | None:
         try:
-            return _read_text(self.root / path)
+            with self._folder_of(path) as (folder, name):
+                return folder.read_text(name, LARGEST)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
@@ -43,19 +58,22 @@ class Folder(Backend):
     def write(self, path: str, text: str) -> None:
         try:
             # A test's name that was written in another way could not be found again.
-            write_whole(self.root / path, text, errors="strict")
+            write_whole(self.root / path, text, root=self.root, errors="strict")
         except (OSError, UnicodeEncodeError) as error:
             raise BackendError(f"{self.shown(path)}: cannot be written: {error}") from error
 
     def remove(self, path: str) -> None:
+        folders = path.split("/")[:-1]
         try:
-            (self.root / path).unlink(missing_ok=True)
-            for folder in (self.root / path).parents:
-                if folder == self.root or any(folder.iterdir()):
-                    break
-                folder.rmdir()
+            with self._folder_of(path) as (folder, name):
+                folder.remove(name)
+            for depth in range(len(folders), 0, -1):
+                with open_folder(self.root, folders[: depth - 1]) as folder:
+                    folder.remove_folder(folders[depth - 1])
         except OSError as error:
-            raise BackendError(f"{self.shown(path)}: cannot be removed: {error}") from error
+            # A folder that has other files stays.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise BackendError(f"{self.shown(path)}: cannot be removed: {error}") from error
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -63,7 +81,9 @@ class Folder(Backend):
 
         lock = FileLock(self.root / _LOCK)
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            with open_folder(self.root, make=True) as folder:
+                # filelock follows none, either, and says it in other words.
+                folder.refuse_link(_LOCK)
             # The lock stays where it is: a lock file that is deleted can be held by two at once.
             lock.acquire()
         except OSError as error:
@@ -79,27 +99,40 @@ class Folder(Backend):
 
         Called by the holder of the lock, so that no draft is of a writer that is alive.
         """
-        ignored = self.root / ".gitignore"
         try:
-            lines = _read_text(ignored).splitlines() if ignored.exists() else [_ITSELF]
-            missing = [line for line in _IGNORED if line not in lines]
+            lines = [_ITSELF]
+            with suppress(FileNotFoundError), self._folder_of(_IGNORE) as (folder, name):
+                lines = folder.read_text(name, LARGEST).splitlines()
             # Only a .gitignore of ours ignores itself; another one is the user's.
-            if _ITSELF in lines and (missing or not ignored.exists()):
-                write_whole(ignored, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_IGNORED])))
-            for draft in self.root.rglob(f".*{DRAFT}"):
-                draft.unlink(missing_ok=True)
+            if _ITSELF in lines and not set(_IGNORED) <= set(lines):
+                write_whole(self.root / _IGNORE, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_IGNORED])))
+            for path in self._files():
+                with self._folder_of(path) as (folder, name):
+                    if name.startswith(".") and name.endswith(DRAFT):
+                        folder.remove(name)
         except (OSError, UnicodeDecodeError) as error:
             raise BackendError(f"{self.root}: cannot be tidied up: {error}") from error
 
+    def _files(self) -> Iterator[str]:
+        """Yield the paths of files. Raises ``OSError`` for a link to a folder, because baselines behind it would be missed."""
+        for here, folders, names in os.walk(self.root):
+            below = Path(here).relative_to(self.root)
+            # Another session may have removed the folder by now.
+            with suppress(FileNotFoundError), open_folder(self.root, below.parts) as folder:
+                for name in folders:
+                    folder.refuse_link(name)
+            # A folder in the place of a file is told when it is read.
+            files = [*names, *(name for name in folders if name.endswith(SUFFIX))]
+            yield from ((below / name).as_posix() for name in files)
+
+    @contextmanager
+    def _folder_of(self, path: str) -> Iterator[tuple[OpenFolder, str]]:
+        *folders, name = path.split("/")
+        with open_folder(self.root, folders) as folder:
+            yield folder, name
+
     def shown(self, path: str) -> str:
         return str(self.root / path)
-
-
-def _read_text(path: Path) -> str:
-    """Return the text of a file. Raises ``OSError`` for a FIFO or a device, because reading it may never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path.name} is not a regular file; remove it")
-    return path.read_text(encoding="utf-8")
 
 
 class GitBackend(Backend):
@@ -123,6 +156,8 @@ class GitBackend(Backend):
             for line in listed.split("\0"):
                 # "100644 blob <name>\t<path>"
                 words, _, path = line.partition("\t")
+                if path.endswith(SUFFIX) and words.startswith(_LINK):
+                    raise BackendError(f"{name}:{path} is a symbolic link, which is not followed; remove it")
                 if path.endswith(SUFFIX) and words.split()[1] == "blob":
                     blobs[path.removeprefix(below)] = words.split()[2]
             read = contents(top, blobs.values())

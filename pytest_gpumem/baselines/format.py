@@ -16,25 +16,21 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from pytest_gpumem.baselines.backend import LARGEST
 from pytest_gpumem.baselines.errors import FormatError
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.metrics import METRICS, WHOLE
 from pytest_gpumem.timing.comparison import Runs
+from pytest_gpumem.toml import read_toml
 from pytest_gpumem.units import nearest
 from pytest_gpumem.values.composition import Composition, CompositionError, Row, row_from_text
 from pytest_gpumem.values.module_calls import Calls, calls_from_text
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Tally, from_texts, to_texts, total
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 FORMAT = 1
 
@@ -77,12 +73,14 @@ def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Baseline]:
 
 
 def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
+    if len(text) > LARGEST:
+        raise FormatError(f"has more than {LARGEST} characters; restore it from version control")
     for number, line in enumerate(text.split("\n"), start=1):
         if line.startswith(_CONFLICT_MARKS):
             raise FormatError(f"line {number} is a merge-conflict mark; keep one side of the conflict")
     try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        document = read_toml(text)
+    except ValueError as error:
         raise FormatError(f"not TOML: {error}; restore the file from version control") from None
     version = document.pop("format", None)
     if version != FORMAT or isinstance(version, bool):

@@ -28,7 +28,13 @@ def backend_of(location: str, base: Path) -> Backend:
         except RuntimeError as error:
             raise BackendError(f"{location}: {error}") from None
     scheme, _, rest = location.partition("://")
-    if scheme.lower() in ("file", "local"):
+    *before, scheme = scheme.lower().split("::")
+    if scheme in ("file", "local"):
+        if before:
+            # fsspec would follow links in the folder.
+            raise BackendError(
+                f"{location}: a folder of this machine needs no {before[0]}; name it as {scheme}://{rest}"
+            )
         return _folder(_path_in(location, rest))
     from pytest_gpumem.baselines.url_backend import Url
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Run, run_of
-from pytest_gpumem.requirements.environments import cache_folder, packages_here
+from pytest_gpumem.requirements.environments import packages_here
+from pytest_gpumem.user_cache import cache_root
 from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def journals_folder() -> Path:
     """Return the folder of the user's cache that journals are kept in."""
-    return cache_folder().parent / "bisections"
+    return cache_root() / "bisections"
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def red_of(text: str, name: str) -> Red:
     """
     try:
         plain = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         plain = None
     of_ab = isinstance(plain, dict) and "not_compared" in plain
     try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 
 import click
 
-from pytest_gpumem.bisect.journal import journals_folder
+from pytest_gpumem import user_cache
 from pytest_gpumem.cli.ab import environments
 from pytest_gpumem.cli.streams import input_errors, screen, write_lines
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
@@ -16,11 +15,16 @@ from pytest_gpumem.units import counted, format_bytes
 
 
 @click.command()
-@click.option("--clear", is_flag=True, help="Remove all of them, and the runs of bisections that were interrupted.")
+@click.option(
+    "--clear",
+    is_flag=True,
+    help="Remove all of them, the runs of interrupted bisections, and what was compiled for emulated GPUs.",
+)
 def cache(*, clear: bool) -> None:
     """List the environments that sets of requirements were installed into, or remove them.
 
-    They are kept in the user's cache, each by what it holds, and used again by `gpumem ab` and `gpumem bisect`.
+    They are kept in the user's cache, each by what it holds, and used again by `gpumem ab` and `gpumem bisect`. The variable
+    GPUMEM_CACHE names another folder for all that is kept.
 
     \b
     Examples:
@@ -55,7 +59,5 @@ def cache(*, clear: bool) -> None:
         told += f", and {len(unfinished)} not finished, {format_bytes(sum(map(bytes_in, unfinished)))}"
     if clear:
         with input_errors(OSError):
-            kept.clear()
-            if journals_folder().exists():
-                shutil.rmtree(journals_folder())
+            user_cache.clear()
     click.echo(f"gpumem cache: {'removed ' if clear else ''}{told}, in {kept.folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 STANDARD = Path("-")
 """Standard input or output, in place of a file. A file of this name is written ``./-``."""
+LARGEST_REPORT = 2**29
+"""Characters of the largest report that is read. One of three million numbers has 60 million."""
 _STDIN = "pytest_gpumem.stdin"
 """The key in click's context under which the text of standard input is kept."""
 
@@ -57,14 +60,26 @@ def write_file(file: Path, text: str) -> None:
 
 
 def read_text(file: Path) -> str:
-    """Return the UTF-8 text of ``file``, or of standard input. Raises ``OSError`` and ``UnicodeDecodeError``."""
+    """Return the text of a report's file, or of standard input.
+
+    Raises:
+        OSError: The file cannot be read, or has more than 512 MB.
+        UnicodeDecodeError: The file is not UTF-8.
+    """
     if file != STANDARD:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as opened:
+            return _bounded(opened.read(LARGEST_REPORT + 1), name_of(file))
     # A command may look at a report twice, and a stream has it once.
     meta = click.get_current_context().meta
     if _STDIN not in meta:
-        meta[_STDIN] = sys.stdin.buffer.read().decode("utf-8")
+        meta[_STDIN] = _bounded(sys.stdin.buffer.read(LARGEST_REPORT + 1).decode("utf-8"), name_of(file))
     text: str = meta[_STDIN]
+    return text
+
+
+def _bounded(text: str, name: str) -> str:
+    if len(text) > LARGEST_REPORT:
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST_REPORT} characters, and a report has fewer", name)
     return text
 
 

@@ -13,7 +13,7 @@ import click
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.baselines.location import is_url
-from pytest_gpumem.cli.edits import write_edits
+from pytest_gpumem.cli.edits import check_edits, write_edits
 from pytest_gpumem.cli.first_baselines import FirstBaselines
 from pytest_gpumem.cli.project import check_pyproject, read_config
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, write_lines
@@ -98,6 +98,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     project = _project(place)
     with input_errors(ProposalError):
         proposed = proposal(project, found, _here(environment), cast("Runner | None", runner))
+    check_edits(place.root, proposed.edits)
     _show(proposed)
     if dry_run:
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from pytest_gpumem.config.renamed import hint
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.timing.sampling import DEFAULT_SECONDS
+from pytest_gpumem.toml import read_toml
 from pytest_gpumem.units import UnitSystem, nearest, parse_ratio
 from pytest_gpumem.values.option_words import (
     DEFAULT_DEVICE,
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.config.models import ModelStep
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.models.name import ModelName
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 DEFAULT_STORE = "gpumem-baselines"
 DEFAULT_RANK_TIMEOUT = 600.0
@@ -265,11 +260,8 @@ def _text(path: Path, name: str) -> str | None:
 
 def _table(text: str, name: str) -> dict[str, Any] | None:
     try:
-        tools = tomllib.loads(text).get("tool", {})
-    except RecursionError:
-        raise SettingsError(f"{name}: not TOML: it is nested too deeply") from None
+        tools = read_toml(text).get("tool", {})
     except ValueError as error:
-        # Not TOML, or a number of more digits than Python reads.
         raise SettingsError(f"{name}: not TOML: {error}") from None
     if not isinstance(tools, dict):
         raise SettingsError(f"{name}: tool is {tools!r}, expected a table: [tool.gpumem]")

@@ -235,7 +235,7 @@ class CudaDevice(Device):
 
     def keep_snapshot(self, path: Path) -> None:
         if self._snapshot is not None:
-            with replacing(path) as draft, draft.open("wb") as file:
+            with replacing(path) as file:
                 pickle.dump(self._snapshot, file)
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:

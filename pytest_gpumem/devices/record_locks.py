@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 import struct
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from pytest_gpumem.open_folder import private_folder
 
 SECONDS_BETWEEN_TRIES = 0.02
 """Seconds between polls: seldom enough not to disturb the process that is being timed, on whose cores it runs."""
@@ -138,21 +139,6 @@ def _open_private(folder: Path, file_name: str) -> int:
     Another user may have put something of that name into the temporary folder: a symbolic link is not followed,
     and another user's folder not used. Raises ``OSError``.
     """
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(opened)
-        if status.st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            os.fchmod(opened, 0o700)
+    with private_folder(folder) as opened:
         # Non-blocking, as opening a named pipe would wait for a reader.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(file_name, flags, 0o600, dir_fd=opened)
-    except OSError as error:
-        if error.filename == file_name:
-            error.filename = str(folder / file_name)
-        raise
-    finally:
-        os.close(opened)
+        return opened.open(file_name, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)

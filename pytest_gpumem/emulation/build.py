@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.emulation.elf import read_needs
 from pytest_gpumem.emulation.errors import EmulationError, NotElf
-from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs
+from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs, version_script
 from pytest_gpumem.emulation.neighbours import Needs, needed_beside
 from pytest_gpumem.emulation.torch_build import needs_of_triton
+from pytest_gpumem.user_cache import VARIABLE, CacheRefused, cache_root, check_own, make_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,17 +50,18 @@ def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
     Raises:
         EmulationError: They cannot be compiled or kept.
     """
-    beside = needed_beside(torch.libraries.parents[1], _cache())
-    folder = _cache() / f"torch-{torch.version}-{_key(torch, beside)}"
-    if not folder.is_dir():
-        _build_into(folder, torch, beside)
+    try:
+        cache = cache_root() / "emulation"
+        make_own(cache)
+        beside = needed_beside(torch.libraries.parents[1], cache)
+        folder = cache / f"torch-{torch.version}-{_key(torch, beside)}"
+        if not folder.is_dir():
+            _build_into(folder, torch, beside)
+        check_own(folder)
+    except CacheRefused as error:
+        raise EmulationError(f"the emulated GPU's libraries cannot be kept: {error}") from None
     there = (path for path in folder.glob("*.so*") if not path.is_symlink())
     return tuple(sorted(there, key=lambda path: (not path.name.startswith(FIRST), path.name)))
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pytest-gpumem" / "emulation"
 
 
 def _sources() -> dict[str, str]:
@@ -93,11 +95,10 @@ def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
             "(Debian and Ubuntu: apt-get install gcc libc6-dev) or set CC"
         )
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
     except OSError as error:
         raise EmulationError(
-            f"the emulated GPU's libraries cannot be kept in {folder.parent}: {error.strerror}. Set XDG_CACHE_HOME to a "
+            f"the emulated GPU's libraries cannot be kept in {folder.parent}: {error.strerror}. Set {VARIABLE} to a "
             "folder that can be written to"
         ) from None
     try:
@@ -139,8 +140,7 @@ def _compile(
     rest = sources / f"{library.stem}_rest.c"
     rest.write_text(stubs(library, needed.names), encoding="utf-8")
     script = sources / f"{library.stem}.map"
-    nodes = sorted(needed.versions)
-    script.write_text("".join(f"{node} {{ global: *; }};\n" for node in nodes) or "{ global: *; };\n", encoding="utf-8")
+    script.write_text(version_script(needed.versions), encoding="utf-8")
     (major, minor), (cudnn_major, cudnn_minor, cudnn_patch) = torch.cuda, torch.cudnn
     definitions = {
         "CUDA_MAJOR": major,

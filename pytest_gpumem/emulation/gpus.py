@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
@@ -12,13 +11,9 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.toml import read_toml
 from pytest_gpumem.units import nearest, parse_size
 from pytest_gpumem.values.option_words import EMULATED, nearest_device
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -177,7 +172,7 @@ def _with_memory(size: str) -> Gpu | None:
 
 @cache
 def _read() -> Mapping[str, Mapping[str, Any]]:
-    found: dict[str, Any] = tomllib.loads((files(__package__) / "gpus.toml").read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_toml((files(__package__) / "gpus.toml").read_text(encoding="utf-8"))
     return found
 
 

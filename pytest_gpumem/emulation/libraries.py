@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _NOTHING = re.compile(r"(?!)")
+# Names are read from the files of packages, and become C code, a linker's script and paths.
+_SONAME = re.compile(r"([A-Za-z0-9_-]+)\.so(\.[0-9]+)*")
+_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_VERSION_NODE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 
 @dataclass(frozen=True)
@@ -95,12 +103,21 @@ ALWAYS = (DRIVER, "libnvidia-ml.so.1")
 
 
 def library_of(soname: str) -> Library | None:
-    """Return the library with this soname (``"libcudart.so.13"``); ``None`` where it is not NVIDIA's."""
-    return BY_STEM.get(soname.partition(".so")[0])
+    """Return the library with this soname (``"libcudart.so.13"``); ``None`` if it is not NVIDIA's, or no soname."""
+    match = _SONAME.fullmatch(soname)
+    return None if match is None else BY_STEM.get(match[1])
+
+
+def version_script(nodes: Iterable[str]) -> str:
+    """Return the linker's script that exports everything, under each of the version nodes. Other texts are left out."""
+    known = sorted(node for node in nodes if _VERSION_NODE.fullmatch(node))
+    return "".join(f"{node} {{ global: *; }};\n" for node in known) or "{ global: *; };\n"
 
 
 def stubs(library: Library, names: set[str]) -> str:
     """Return C code of a weak stub for each of ``names``: a function in the sources takes its place.
+
+    A name that is no identifier of C is left out: code in C cannot call it.
 
     A stub that does more than launch a kernel says its name and fails: success would leave its outputs unset.
     """
@@ -111,7 +128,7 @@ def stubs(library: Library, names: set[str]) -> str:
         "#define WEAK __attribute__((weak))",
         f"static const char WHY[] = {json.dumps(library.why)};",
     ]
-    for name in sorted(names):
+    for name in sorted(filter(_FUNCTION.fullmatch, names)):
         if library.launched.match(name):
             lines.append(f'WEAK int {name}(void) {{ gpumem_launched("{name}"); return 0; }}')
         elif re.search(r"(Error|Status)(String|Name)$", name):

@@ -31,9 +31,13 @@ def needed_beside(packages: Path, cache: Path) -> Needs:
     """
     installed = sorted(path.name for path in packages.glob("*.dist-info"))
     known = cache / f"beside-{hashlib.sha256(repr((str(packages), installed)).encode()).hexdigest()[:16]}.json"
-    with suppress(OSError, ValueError):
+    # A file with something else in it is written anew.
+    with suppress(OSError, ValueError, TypeError, AttributeError):
         plain = json.loads(known.read_text(encoding="utf-8"))
-        return {soname: [(name, version) for name, version in needed] for soname, needed in plain.items()}
+        return {
+            soname: [(str(name), None if version is None else str(version)) for name, version in needed]
+            for soname, needed in plain.items()
+        }
     found = _read(packages)
     with suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import getpass
 import importlib.util
-import os
 import re
 import shutil
 import sysconfig
-import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.emulation.errors import EmulationError
+from pytest_gpumem.user_cache import CacheRefused, cache_root, make_own
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
 
 OLDEST = (2, 6)
 """The first release of torch that is emulated (CUDA 12.4)."""
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _CUDNN_OF_OLDEST = "nvidia-cudnn-cu12==9.1.0.70"
 
 
@@ -106,8 +105,18 @@ def compiler_variables(driver: Path, environment: Mapping[str, str]) -> dict[str
     Args:
         driver: The stand-in of ``libcuda.so.1``. Triton links to it, and would look for it among the system's libraries.
         environment: What is there; it is left alone.
+
+    Raises:
+        EmulationError: Others could put compiled kernels into the cache, which torch loads.
     """
-    variables = {"TRITON_LIBCUDA_PATH": str(driver.parent), "TORCHINDUCTOR_CACHE_DIR": _cache()}
+    variables = {"TRITON_LIBCUDA_PATH": str(driver.parent)}
+    if not environment.get(_INDUCTOR):
+        try:
+            kernels = cache_root() / "torchinductor"
+            make_own(kernels)
+            variables[_INDUCTOR] = str(kernels)
+        except CacheRefused as error:
+            raise EmulationError(f"compiled kernels cannot be kept: {error}") from None
     return {name: value for name, value in variables.items() if not environment.get(name)}
 
 
@@ -142,9 +151,3 @@ def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
             "apt-get install python3-dev)"
         )
     return None
-
-
-def _cache() -> str:
-    """Return the folder of the compiler's cache, beside torch's own, which is ``torchinductor_<user>``."""
-    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    return os.path.join(tempfile.gettempdir(), f"torchinductor_{user}_emulated")  # noqa: PTH118

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.exports.figures import ExportError, utf8
 from pytest_gpumem.git import GitError, git, is_shallow
+from pytest_gpumem.open_folder import open_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,7 +65,8 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
     except ImportError as error:
         raise ExportError(f"TensorBoard's event files cannot be written ({error}): pip install tensorboard") from None
     for slug in sorted({figure.environment.slug for figure in figures}):
-        writer = SummaryWriter(str(folder / slug))
+        with open_folder(folder, [slug], make=True) as run:
+            writer = SummaryWriter(str(run.path))
         try:
             for figure, step, ended in steps:
                 if figure.environment.slug == slug:

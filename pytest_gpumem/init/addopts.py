@@ -7,17 +7,13 @@ import configparser
 import glob
 import os
 import shlex
-import sys
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.toml import read_toml
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _TABLES = (("tool", "pytest", "ini_options"), ("tool", "pytest"), ("pytest",))
 _SECTIONS = ("pytest", "tool:pytest")
@@ -41,7 +37,7 @@ def addopts_of(name: str, text: str) -> Sequence[str]:
 
 def _of_toml(text: str) -> object:
     for names in _TABLES:
-        table: object = tomllib.loads(text)
+        table: object = read_toml(text)
         for name in (*names, "addopts"):
             table = table.get(name) if isinstance(table, dict) else None
         if table is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from pytest_gpumem.init.workflow import (
     template,
     workflow,
 )
+from pytest_gpumem.toml import read_toml
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_gpumem.init.found_tests import FoundTests
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MARK_KEY = "mark"
 """The key of ``[tool.gpumem]`` with patterns of the tests to measure."""
@@ -106,8 +101,8 @@ class Project:
     def parsed_settings(self) -> dict[str, Any]:
         """The content of pyproject.toml. Raises `ProposalError` for what is no TOML."""
         try:
-            parsed: dict[str, Any] = tomllib.loads(self.settings or "")
-        except (ValueError, RecursionError) as error:
+            parsed: dict[str, Any] = read_toml(self.settings or "")
+        except ValueError as error:
             raise ProposalError(f"{SETTINGS} cannot be parsed: {error}; nothing was written") from None
         return parsed
 
@@ -261,7 +256,7 @@ def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) 
     gap = ("" if before.endswith("\n") else newline) + newline if before else ""
     after = (before or "") + gap + "".join(f"{line}{newline}" for line in lines)
     try:
-        tomllib.loads(after)
+        read_toml(after)
     except ValueError:
         # tool = {...} is closed where it stands.
         raise ProposalError(

@@ -20,6 +20,7 @@ from pytest_gpumem.processes import POLL_SECONDS, run
 from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.requirements.installed import by_module
 from pytest_gpumem.requirements.installers import Installer
+from pytest_gpumem.user_cache import CacheRefused, cache_root, check_own, make_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -70,9 +71,7 @@ def interpreter(folder: Path) -> Path:
 
 def cache_folder() -> Path:
     """Return the folder of the user's cache that environments are kept in."""
-    import platformdirs
-
-    return platformdirs.user_cache_path("pytest-gpumem") / "environments"
+    return cache_root() / "environments"
 
 
 @dataclass(frozen=True)
@@ -93,14 +92,18 @@ class Environments:
         finished = {one.folder for one in self.kept()}
         return [path for path in sorted(self.folder.glob("*")) if path.is_dir() and path not in finished]
 
-    def clear(self) -> None:
-        """Remove all environments, also those that were not finished. Raises ``OSError``."""
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-
     def find(self, wanted: RequirementSet, *, emulated: bool = False) -> VirtualEnvironment | None:
-        """Return the environment that holds ``wanted``, if there is one that will hold nothing else tomorrow."""
-        return _read(self.folder / _key(wanted, emulated=emulated)) if wanted.is_exact else None
+        """Return the environment that holds ``wanted``, if there is one that will hold nothing else tomorrow.
+
+        Raises `NotInstalled` for one that others could have changed.
+        """
+        found = _read(self.folder / _key(wanted, emulated=emulated)) if wanted.is_exact else None
+        if found is not None:
+            try:
+                check_own(found.folder)
+            except CacheRefused as error:
+                raise NotInstalled(str(error)) from None
+        return found
 
     def make(
         self,
@@ -118,13 +121,15 @@ class Environments:
         """
         try:
             return self._made(wanted, stop, tick, emulated=emulated)
+        except CacheRefused as error:
+            raise NotInstalled(str(error)) from None
         except OSError as error:
             raise NotInstalled(f"{self.folder} cannot be written: {error.strerror}") from None
 
     def _made(
         self, wanted: RequirementSet, stop: Stop, tick: Callable[[], None], *, emulated: bool
     ) -> VirtualEnvironment:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_own(self.folder)
         folder = self.folder / _key(wanted, emulated=emulated)
         if not wanted.is_exact:
             _remove_unused(folder)
@@ -154,7 +159,7 @@ class Environments:
     ) -> None:
         layered = wanted.python is None
         creating = [wanted.python or sys.executable, "-m", "venv", "--without-pip", str(folder)]
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         log = folder.with_suffix(".log")
         try:
             if run(creating, folder=self.folder, environment=self.environment, output=log, stop=stop, tick=tick):

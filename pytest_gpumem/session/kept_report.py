@@ -29,11 +29,9 @@ def keep(config: pytest.Config, report: SessionReport) -> None:
 
     with suppress(OSError):
         path = cache.mkdir(_FOLDER) / _FILE
-        try:
-            write_whole(path, to_json(report))
-        except OSError:
-            # An older session must not be taken for this one.
-            path.unlink(missing_ok=True)
+        # If this report cannot be written, the one of an older session must not be taken for it.
+        path.unlink(missing_ok=True)
+        write_whole(path, to_json(report))
 
 
 def kept_in(config: pytest.Config) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 
@@ -105,6 +106,22 @@ def test_worktrees_whose_temporary_folder_is_gone_are_forgotten(repository, chec
     assert clear_leftovers(checkout) == 2
     assert checkout.checkouts() == [repository]
     assert clear_leftovers(checkout) == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need permissions on other systems")
+@pytest.mark.parametrize("theirs", ["link", "writable"])
+def test_a_folder_that_another_user_may_have_put_there_is_left_alone(checkout, tmp_path, monkeypatch, theirs):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    target = tmp_path / ("elsewhere" if theirs == "link" else "gpumem-ab-1")
+    target.mkdir()
+    (target / "running.lock").write_text("precious", encoding="utf-8")
+    if theirs == "link":
+        (tmp_path / "gpumem-ab-1").symlink_to(target)
+    else:
+        target.chmod(0o777)
+    clear_leftovers(checkout)
+    # Taking a lock empties the file.
+    assert (target / "running.lock").read_text(encoding="utf-8") == "precious"
 
 
 def test_a_worktree_of_ones_own_is_left_alone_whatever_its_folder_is_called(repository, checkout, tmp_path):

@@ -72,7 +72,7 @@ def test_a_report_without_a_regression_is_told_with_why_it_is_red(text, said):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", "{}", '{"not_compared": [], "tests": [{}]}', '{"not_compared": 1}', "\0"]
+    "text", ["", "[]", "{", "{}", '{"not_compared": [], "tests": [{}]}', '{"not_compared": 1}', "\0", "[" * 100_000]
 )
 def test_what_is_no_report_is_told_with_its_name(text):
     with pytest.raises(ReportError, match=r"^a\.json: "):

@@ -406,7 +406,7 @@ def test_a_link_in_the_folder_s_place_is_not_followed(tmp_path, lock, locks):
 def test_a_link_in_the_lock_s_place_is_not_followed(tmp_path, lock, locks):
     locks.mkdir()
     (locks / "GPU-0.lock").symlink_to(tmp_path / "elsewhere")
-    assert f"'{locks}/GPU-0.lock'" in str(refused_by(lock))
+    assert f"({locks}/GPU-0.lock is a symbolic link, which is not followed; remove it)" in str(refused_by(lock))
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -190,9 +190,19 @@ def test_a_compiler_that_fails_or_cannot_be_run_is_named(fake_torch, monkeypatch
 def test_a_cache_that_cannot_be_written_to_is_named(fake_torch, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(EmulationError, match=r"cannot be kept in .*Set XDG_CACHE_HOME to a folder that can be written"):
+    with pytest.raises(
+        EmulationError, match=r"cannot be kept: the cache .* is not used: Not a directory; set GPUMEM_CACHE to"
+    ):
         stand_ins(installed_torch())
     assert (tmp_path / "file").read_text(encoding="utf-8") == ""
+
+
+@pytest.mark.parametrize("where", ["cache", "libraries"])
+def test_libraries_that_others_may_have_planted_are_not_loaded(fake_torch, monkeypatch, tmp_path, where):
+    folder = stand_ins(installed_torch())[0].parent
+    (tmp_path / "cache" / "pytest-gpumem" if where == "cache" else folder).chmod(0o777)
+    with pytest.raises(EmulationError, match=r"cannot be kept: .* is not used: other users can write to the folder; "):
+        stand_ins(installed_torch())
 
 
 def test_a_torch_that_cannot_be_read_is_named(fake_torch):

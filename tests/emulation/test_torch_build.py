@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import stat
 import sysconfig
 from pathlib import Path
 
@@ -111,11 +112,20 @@ def test_pythons_headers_are_asked_for(complete, tmp_path):
     assert "apt-get install python3-dev" in str(torch_build.what_compiling_lacks({}))
 
 
-def test_what_is_compiled_has_a_cache_of_its_own_unless_a_place_is_named():
+def test_what_is_compiled_has_a_cache_of_its_own_unless_a_place_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUMEM_CACHE", str(tmp_path / "cache"))
     driver = Path("/cache/libcuda.so.1")
     wanted = torch_build.compiler_variables(driver, {})
     assert wanted["TRITON_LIBCUDA_PATH"] == "/cache"
-    assert wanted["TORCHINDUCTOR_CACHE_DIR"].endswith("_emulated")
+    assert wanted["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "torchinductor")
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
     assert torch_build.compiler_variables(driver, {"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == {
         "TRITON_LIBCUDA_PATH": "/cache"
     }
+
+
+def test_kernels_are_kept_in_no_folder_that_others_can_write_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUMEM_CACHE", str(tmp_path))
+    tmp_path.chmod(0o777)
+    with pytest.raises(EmulationError, match=r"compiled kernels cannot be kept: .*other users can write to the folder"):
+        torch_build.compiler_variables(Path("/cache/libcuda.so.1"), {})

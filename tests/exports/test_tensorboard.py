@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import subprocess
 
 import pytest
@@ -65,6 +66,16 @@ def test_a_device_that_leads_out_of_the_folder_is_refused_before_anything_is_wri
     with pytest.raises(ExportError, match=r"the device '\.\./evil' of .*test_a cannot be the name of a folder"):
         write_scalars(figures(report(result("test_a", called(outside)))), tmp_path / "in", seconds)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need permissions on other systems")
+def test_a_devices_folder_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / H100.slug).symlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
+        write_scalars(figures(report(result("test_a", called(H100)))), tmp_path / "in", seconds)
+    assert list((tmp_path / "outside").iterdir()) == []
 
 
 def test_without_tensorboard_it_says_what_to_install(tmp_path, monkeypatch):

@@ -1,0 +1,208 @@
+"""Folders that are reached through descriptors: no symbolic link below a root is followed, also if one appears meanwhile.
+
+A stranger's branch can hold links. For example, ``gpumem-baselines/cpu-x86_64`` can lead to ``/etc``. A check of the path and
+a later ``open`` would be two steps, and the link could be put there in between. So each folder is opened within the one
+before, by ``dir_fd`` and ``O_NOFOLLOW``. Systems without these (Windows) check each name first.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_HAS_DESCRIPTORS = {os.open, os.mkdir, os.rename, os.rmdir, os.stat, os.unlink} <= os.supports_dir_fd
+_OPEN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+# Opening a named pipe would wait for a writer.
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+_JUNCTION = 0xA0000003
+"""``IO_REPARSE_TAG_MOUNT_POINT``: a folder that leads to another one on Windows."""
+
+
+class LinkFound(OSError):
+    """A symbolic link in the place of a file or folder. Its text is a sentence, also as ``strerror``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.ELOOP, f"{path} is a symbolic link, which is not followed; remove it")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class OpenFolder:
+    """A folder that is open. Names are looked up in this folder, even if its path leads elsewhere by now.
+
+    Args:
+        path: The folder's path, for messages.
+        descriptor: The folder's descriptor; ``None`` on systems that cannot look names up in one.
+    """
+
+    def __init__(self, path: Path, descriptor: int | None) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    def status(self, name: str) -> os.stat_result:
+        """Return the status of a name, for a link its own. Raises ``OSError``."""
+        with self._errors_named(name):
+            return os.stat(self._at(name), dir_fd=self._descriptor, follow_symlinks=False)
+
+    def refuse_link(self, name: str) -> None:
+        """Raise `LinkFound` if ``name`` is a symbolic link."""
+        with suppress(FileNotFoundError):
+            status = self.status(name)
+            if stat.S_ISLNK(status.st_mode) or getattr(status, "st_reparse_tag", 0) == _JUNCTION:
+                raise LinkFound(self.path / name)
+
+    def open(self, name: str, flags: int, mode: int = 0o666) -> int:
+        """Return a new descriptor of the file ``name``. Raises ``OSError``, also for a link."""
+        self.refuse_link(name)
+        with self._errors_named(name):
+            return os.open(self._at(name), flags | _OPEN | _NO_LINK, mode, dir_fd=self._descriptor)
+
+    def read_text(self, name: str, most: int) -> str:
+        """Return the UTF-8 text of a file. Each line ends in one character, a newline.
+
+        Raises:
+            OSError: The file is a link, a named pipe or a device, or has more than ``most`` bytes.
+            UnicodeDecodeError: The file is not UTF-8.
+        """
+        # Opening a device can have effects.
+        self._check_regular(name, self.status(name))
+        with open(self.open(name, _READ), encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
+            status = os.fstat(file.fileno())
+            self._check_regular(name, status)
+            if status.st_size > most:
+                raise OSError(errno.EFBIG, f"more than {most} bytes", str(self.path / name))
+            return file.read()
+
+    def replace(self, name: str, by: str) -> None:
+        """Put the file ``by`` in the place of ``name``. A link of that name is replaced itself."""
+        with self._errors_named(name):
+            os.replace(self._at(by), self._at(name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove the file ``name``, if there is one; a link of that name is removed itself."""
+        with self._errors_named(name), suppress(FileNotFoundError):
+            os.unlink(self._at(name), dir_fd=self._descriptor)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove the empty folder ``name``. Raises ``OSError``."""
+        with self._errors_named(name):
+            os.rmdir(self._at(name), dir_fd=self._descriptor)
+
+    def folder(self, name: str, *, make: bool) -> OpenFolder:
+        """Open a folder in this one. Raises ``OSError``, also for a link."""
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(f"{name!r} is no name of a folder")
+        if make:
+            with self._errors_named(name), suppress(FileExistsError):
+                os.mkdir(self._at(name), dir_fd=self._descriptor)
+        self.refuse_link(name)
+        with self._errors_named(name):
+            return _opened(self.path / name, self._at(name), self._descriptor, _NO_LINK)
+
+    def keep_others_out(self, *, also_before: bool) -> None:
+        """Let only this user enter the folder. Systems without users' numbers check nothing.
+
+        Args:
+            also_before: Whether others must not have been able to write to it, because files in it are loaded or run.
+
+        Raises:
+            OSError: The folder belongs to another user, or others could write to it.
+        """
+        if self._descriptor is None or not hasattr(os, "getuid"):
+            return
+        status = os.fstat(self._descriptor)
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "the folder belongs to another user", str(self.path))
+        if also_before and mode & 0o022:
+            raise PermissionError(errno.EPERM, "other users can write to the folder", str(self.path))
+        if mode & 0o077:
+            os.fchmod(self._descriptor, 0o700)
+
+    def refuse_others_file(self, name: str) -> None:
+        """Raise ``OSError`` if ``name`` belongs to another user."""
+        if hasattr(os, "getuid") and self.status(name).st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, f"{name} belongs to another user", str(self.path / name))
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _at(self, name: str) -> str:
+        return name if self._descriptor is not None else str(self.path / name)
+
+    def _check_regular(self, name: str, status: os.stat_result) -> None:
+        self.refuse_link(name)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{name} is not a regular file; remove it")
+
+    @contextmanager
+    def _errors_named(self, name: str) -> Iterator[None]:
+        """Give errors the whole path, because names in a descriptor have none."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from None
+
+
+@contextmanager
+def open_folder(root: Path, below: Sequence[str] = (), *, make: bool = False) -> Iterator[OpenFolder]:
+    """Open a folder below ``root``. The root itself may be a link, and no folder below it may be.
+
+    Args:
+        root: The folder that is trusted, for example the root of a store.
+        below: The names of the folders from there: ``("cpu-x86_64", "tests")``.
+        make: Make the folders that do not exist.
+
+    Raises:
+        OSError: A folder cannot be opened, or is a link.
+    """
+    if make:
+        root.mkdir(parents=True, exist_ok=True)
+    opened = _opened(root, str(root), None, 0)
+    try:
+        for name in below:
+            inner = opened.folder(name, make=make)
+            opened.close()
+            opened = inner
+        yield opened
+    finally:
+        opened.close()
+
+
+@contextmanager
+def private_folder(path: Path, *, also_before: bool = False) -> Iterator[OpenFolder]:
+    """Open a folder that only this user can enter, and make it if it does not exist.
+
+    Args:
+        path: The folder. The folder that it is in exists, and is trusted.
+        also_before: Whether others must not have been able to write to it, because files in it are loaded or run.
+
+    Raises:
+        OSError: The folder is a link, belongs to another user, or others could write to it.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    with open_folder(path.parent, [path.name]) as folder:
+        folder.keep_others_out(also_before=also_before)
+        yield folder
+
+
+def _opened(path: Path, name: str, within: int | None, flags: int) -> OpenFolder:
+    if _HAS_DESCRIPTORS:
+        return OpenFolder(path, os.open(name, _FOLDER | _OPEN | flags, dir_fd=within))
+    if not path.is_dir():
+        kind, says = (errno.ENOTDIR, "not a folder") if path.exists() else (errno.ENOENT, "no such folder")
+        raise OSError(kind, says, str(path))
+    return OpenFolder(path, None)

@@ -1,0 +1,79 @@
+"""The folder in the user's cache that this package keeps files in. Libraries, programs and kernels from it are loaded and run.
+
+So nobody else may put a file there. Another user could do so if, for example, ``XDG_CACHE_HOME`` is ``/tmp``, or if root runs
+with the home folder of another user.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from pytest_gpumem.open_folder import open_folder, private_folder
+
+VARIABLE = "GPUMEM_CACHE"
+"""Environment variable that names the folder, in place of the one in the user's cache."""
+
+
+class CacheRefused(Exception):
+    """A folder of the cache may hold files of others; the message is a sentence with the remedy."""
+
+
+def cache_root() -> Path:
+    """Return the folder that all is kept in, without a look at it: ``~/.cache/pytest-gpumem`` on Linux."""
+    import platformdirs
+
+    chosen = os.environ.get(VARIABLE)
+    return Path(chosen).absolute() if chosen else platformdirs.user_cache_path("pytest-gpumem")
+
+
+def make_own(folder: Path) -> None:
+    """Make a folder in the cache if it does not exist, after a check that only this user can change the cache.
+
+    Args:
+        folder: The folder, for example ``~/.cache/pytest-gpumem/emulation``. The folder that it is in is checked.
+
+    Raises:
+        CacheRefused: The cache cannot be made, is a link, belongs to another user, or others could write to it.
+    """
+    root = folder.parent
+    try:
+        # A file in the place of a folder is told when it is opened.
+        with suppress(FileExistsError):
+            root.parent.mkdir(parents=True)
+        with private_folder(root, also_before=True):
+            # Nobody else can enter the root, so a link in it is this user's own.
+            folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise CacheRefused(
+            f"the cache {root} is not used: {error.strerror}; set {VARIABLE} to a folder of your own"
+        ) from None
+
+
+def check_own(folder: Path) -> None:
+    """Check that only this user can have put files into a folder of the cache, also before the cache was closed to others.
+
+    Raises:
+        CacheRefused: The folder, or a file directly in it, is not only this user's.
+    """
+    try:
+        with open_folder(folder.parent, [folder.name]) as opened:
+            opened.keep_others_out(also_before=True)
+            for path in folder.iterdir():
+                opened.refuse_others_file(path.name)
+    except OSError as error:
+        raise CacheRefused(
+            f"{folder} is not used: {error.strerror}; remove it (gpumem cache --clear), and it is made again"
+        ) from None
+
+
+def clear() -> None:
+    """Remove all that is kept. Raises ``OSError``."""
+    root = cache_root()
+    for path in root.iterdir() if root.exists() else ():
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
