@@ -28,7 +28,6 @@ from pytest_gpumem.requirements.environments import Environments, cache_folder
 from pytest_gpumem.requirements.errors import RequirementError
 from pytest_gpumem.requirements.requirement_set import requirement_set
 from pytest_gpumem.units import counted, parse_ratio
-from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
