@@ -110,8 +110,8 @@ def library_of(soname: str) -> Library | None:
 
 def version_script(nodes: Iterable[str]) -> str:
     """Return the linker's script that exports everything, under each of the version nodes. Other texts are left out."""
-    known = sorted(node for node in nodes if _VERSION_NODE.fullmatch(node))
-    return "".join(f"{node} {{ global: *; }};\n" for node in known) or "{ global: *; };\n"
+    names = sorted(filter(_VERSION_NODE.fullmatch, nodes))
+    return "".join(f"{name} {{ global: *; }};\n" for name in names) or "{ global: *; };\n"
 
 
 def stubs(library: Library, names: set[str]) -> str:

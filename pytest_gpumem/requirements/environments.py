@@ -97,13 +97,13 @@ class Environments:
 
         Raises `NotInstalled` for one that others could have changed.
         """
-        found = _read(self.folder / _key(wanted, emulated=emulated)) if wanted.is_exact else None
-        if found is not None:
+        environment = _read(self.folder / _key(wanted, emulated=emulated)) if wanted.is_exact else None
+        if environment is not None:
             try:
-                check_own(found.folder)
+                check_own(environment.folder)
             except CacheRefused as error:
                 raise NotInstalled(str(error)) from None
-        return found
+        return environment
 
     def make(
         self,
