@@ -28,7 +28,7 @@ _REPLACED = ("attribute_map",)
 """Attributes of a configuration's class. In its place a table could rename any key to one that is refused here."""
 AUTO_MAP = "auto_map"
 LINKS = (AUTO_MAP, "_name_or_path", "name_or_path", "configuration_files", "custom_pipelines")
-"""Keys that lead to other files or repositories. Published configurations often have one, and no model in the library needs it."""
+"""Keys that lead to other files or repositories. Published configurations often have one. No model in the library needs it."""
 _WEIGHTS = "use_pretrained_backbone"
 
 
