@@ -128,7 +128,9 @@ def test_any_text_is_written_as_text(text):
     assert "\x1b" not in read
 
 
-@pytest.mark.parametrize("text", [*TEXTS.values(), "test_a[0](https://evil.example)", "a{0}b", "\\[x](1)", "\\\\[x\\](1)"])
+@pytest.mark.parametrize(
+    "text", [*TEXTS.values(), "test_a[0](https://evil.example)", "a{0}b", "\\[x](1)", "\\\\[x\\](1)"]
+)
 def test_no_text_is_a_link_or_a_placeholder_in_a_message(text):
     run = run_of(everything(text))
     told = [one["message"] for one in run["invocations"][0]["toolExecutionNotifications"]]
