@@ -15,7 +15,7 @@ _LIVE = re.compile(r"[@#$]|GH(?=-\d)|(?::(?=[\w+-]+:))", re.IGNORECASE)
 An element of its own keeps it apart from what follows, as GitHub's documentation shows for the dollar sign.
 """
 _AT_THE_START = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
-"""The beginning of a list, ``- a`` and ``1. a``, and a line that is a rule or makes the line above a title: ``---``, ``===``."""
+"""The beginning of a list, ``- a`` and ``1. a``, and a line that draws a rule or underlines a title: ``---``, ``===``."""
 _ADDRESS = re.compile(r"(:)(?=//)|((?<=www)\.)", re.IGNORECASE)
 
 

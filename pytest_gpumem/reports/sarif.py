@@ -60,7 +60,7 @@ def _rule(words: str) -> dict[str, Any]:
 
 
 def _message(text: str) -> dict[str, str]:
-    """Return a message in which no text is a link or a placeholder: ``test_a[0](x)`` becomes ``test_a\\[0\\](x)``."""
+    r"""Return a message in which no text is a link or a placeholder: ``test_a[0](x)`` becomes ``test_a\[0\](x)``."""
     # Section 3.11.5 doubles braces.
     return {"text": _ACTIVE.sub(r"\\\g<0>", text).replace("{", "{{").replace("}", "}}")}
 
