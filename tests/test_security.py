@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ PAGE = (Path(__file__).parents[1] / "SECURITY.md").read_text(encoding="utf-8")
 ROWS = {row[1]: row[2] for row in re.finditer(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE)}
 COMMANDS = {name: said for name, said in ROWS.items() if name in main.list_commands(None)}
 PLANTED = "from pathlib import Path\n\nPath({!r}).write_text('it was run')\n"
+FILES = ("conftest.py", "planted.py", "test_gpt.py", "setup.py", "sitecustomize.py", "usercustomize.py", "theirs.py")
 READING = {
     "accept": [(["report.json", "--force-commit"], 0)],
     "advise": [(["hf:model", "--fits", "24GB", "--device", "cpu"], 2)],
@@ -51,15 +53,9 @@ def planted(tmp_path, monkeypatch):
     )
     (repository.path / "pyproject.toml").write_text(settings, encoding="utf-8")
     option = "\n\ndef pytest_addoption(parser):\n    parser.addoption('--planted', action='store_true')\n"
-    for name in (
-        "conftest.py",
-        "planted.py",
-        "test_gpt.py",
-        "setup.py",
-        "sitecustomize.py",
-        "usercustomize.py",
-        "theirs.py",
-    ):
+    for name in FILES:
+        # An earlier test may have imported a module with this name.
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
         text = PLANTED.format(str(ran)) + (option if name == "planted.py" else "")
         (repository.path / name).write_text(f"{text}\n\ndef test_a(gpumem):\n    pass\n", encoding="utf-8")
     (repository.path / "report.json").write_text(to_json(session(OK)), encoding="utf-8")
@@ -70,6 +66,7 @@ def planted(tmp_path, monkeypatch):
     repository.git("add", ".")
     repository.git("commit", "--quiet", "-m", "all")
     monkeypatch.chdir(repository.path)
+    monkeypatch.syspath_prepend(repository.path)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     found = (DeviceFacts("cpu", environment=entry().environment),)
     monkeypatch.setattr(looking, "look", lambda *_: Looked(TorchFacts("2.15.0"), found))
