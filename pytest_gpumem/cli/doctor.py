@@ -17,8 +17,8 @@ from pytest_gpumem.cli.project import (
     NOT_LOADED,
     devices_of_plugins,
     files_around,
-    project_settings,
     read_baselines,
+    with_store,
 )
 from pytest_gpumem.cli.streams import InputError, format_option, input_errors, not_there, screen, write_lines
 from pytest_gpumem.config.errors import SettingsError
@@ -36,6 +36,7 @@ from pytest_gpumem.values.option_words import EMULATED
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pytest_gpumem.config.project_files import ProjectFiles
     from pytest_gpumem.config.settings import Settings
 
 _SETTINGS = "pyproject.toml"
@@ -69,7 +70,7 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
     files = files_around()
     if not files.is_plugin_loaded:
         raise InputError(NOT_LOADED)
-    facts = _facts(project_settings(store), environment, files.root, conftest=conftest)
+    facts = _facts(files, store, environment, conftest=conftest)
     found = findings(facts)
     if form == "json":
         click.echo(to_json(facts, found), nl=False)
@@ -78,7 +79,9 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
     sys.exit(exit_status(facts))
 
 
-def _facts(settings: Settings, environment: Mapping[str, str], root: Path, *, conftest: bool) -> Facts:
+def _facts(files: ProjectFiles, store: str | None, environment: Mapping[str, str], *, conftest: bool) -> Facts:
+    with input_errors(SettingsError):
+        settings, is_default = with_store(files.settings, store), not files.names_device
     word = settings.device
     emulated = word if word.startswith(EMULATED) else EMULATED + DEFAULT
     with input_errors(ValueError):
@@ -96,7 +99,9 @@ def _facts(settings: Settings, environment: Mapping[str, str], root: Path, *, co
         store=_store(settings),
         compiling=looking.compiling(environment),
         reports=looking.reports(),
-        ignored=_ignored(root),
+        ignored=_ignored(files.root),
+        is_default_device=is_default,
+        unread=files.unread,
     )
 
 

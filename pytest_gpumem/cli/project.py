@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import click
 import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
@@ -67,6 +68,8 @@ def files_around() -> ProjectFiles:
 def project_settings(store: str | None = None) -> Settings:
     """Return the settings of the project around this folder, with ``addopts``. Its code is not run.
 
+    Settings that are not read are pointed out on stderr.
+
     Args:
         store: Replaces the store of the settings; relative to this folder.
 
@@ -76,9 +79,14 @@ def project_settings(store: str | None = None) -> Settings:
     files = files_around()
     with input_errors(SettingsError):
         settings = files.settings
-    if store is None:
-        return settings
-    return replace(settings, store=_named(store), store_base=Path.cwd())
+    if files.unread is not None:
+        click.echo(f"gpumem: {files.unread}", err=True)
+    return with_store(settings, store)
+
+
+def with_store(settings: Settings, store: str | None) -> Settings:
+    """Return settings with the store that was typed, relative to this folder, if one was. Raises `InputError`."""
+    return settings if store is None else replace(settings, store=_named(store), store_base=Path.cwd())
 
 
 def backend_in(store: str | None) -> Backend:

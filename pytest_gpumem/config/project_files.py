@@ -16,7 +16,8 @@ from _pytest.config.findpaths import determine_setup
 
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.options import OPTIONS, arguments_of
-from pytest_gpumem.config.settings import check_readable, settings_from
+from pytest_gpumem.config.settings import check_readable, read_table, settings_from
+from pytest_gpumem.config.unread import unread_around
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,6 +50,17 @@ class ProjectFiles:
         given = {name: _joined(self.of_addopts[name], self.of_user[name]) for name in self.of_addopts}
         only_in_file = [name for name in self.of_addopts if self.of_user[name] is None]
         return settings_from(self.root, self.started_in, given, only_in_file)
+
+    @property
+    def names_device(self) -> bool:
+        """Whether an option or a setting names the device, which is the default otherwise. Raises `SettingsError`."""
+        given = (self.of_addopts["device"], self.of_user["device"])
+        return given != (None, None) or "device" in (read_table(self.root / "pyproject.toml") or {})
+
+    @property
+    def unread(self) -> str | None:
+        """A sentence on settings that are not read, for example in a table with a mistyped name."""
+        return unread_around(self.root, self.settings_file, self.started_in)
 
     @property
     def cache(self) -> Path | None:
