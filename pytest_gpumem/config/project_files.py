@@ -42,20 +42,20 @@ class ProjectFiles:
     """The same of ``PYTEST_ADDOPTS``."""
     cache_dir: str
     is_plugin_loaded: bool
-    """Whether a session in this project loads this plugin."""
+    """True if a session in this project loads this plugin."""
 
     @property
     def settings(self) -> Settings:
         """The settings of a session in which nothing is typed. Raises `SettingsError`."""
-        given = {name: _joined(self.of_addopts[name], self.of_user[name]) for name in self.of_addopts}
+        values = {name: _joined(self.of_addopts[name], self.of_user[name]) for name in self.of_addopts}
         only_in_file = [name for name in self.of_addopts if self.of_user[name] is None]
-        return settings_from(self.root, self.started_in, given, only_in_file)
+        return settings_from(self.root, self.started_in, values, only_in_file)
 
     @property
     def names_device(self) -> bool:
-        """Whether an option or a setting names the device, which is the default otherwise. Raises `SettingsError`."""
-        given = (self.of_addopts["device"], self.of_user["device"])
-        return given != (None, None) or "device" in (read_table(self.root / "pyproject.toml") or {})
+        """True if an option or a setting names the device. Raises `SettingsError`."""
+        options = (self.of_addopts["device"], self.of_user["device"])
+        return options != (None, None) or "device" in (read_table(self.root / "pyproject.toml") or {})
 
     @property
     def unread(self) -> str | None:
@@ -83,13 +83,13 @@ def project_files(folder: Path, environment: Mapping[str, str]) -> ProjectFiles:
     nearest = next((path for each in (folder, *folder.parents) if _is_there(path := each / "pyproject.toml")), None)
     if nearest is not None:
         check_readable(nearest)
-    root, file, written = _setup(folder, of_user)
-    of_addopts = _options(_words(written.get("addopts", "")), "addopts")
-    overridden = [word.split("=", 1) for word in (of_addopts["override"] or []) + (of_user["override"] or [])]
-    named = {name: value[0] for name, *value in overridden if value}
-    cache_dir = str(named.get("cache_dir", written.get("cache_dir", ".pytest_cache")))
+    root, settings_file, of_pytest = _setup(folder, of_user)
+    of_addopts = _options(_words(of_pytest.get("addopts", "")), "addopts")
+    pairs = [word.partition("=") for word in (of_addopts["override"] or []) + (of_user["override"] or [])]
+    overrides = {name: value for name, _, value in pairs}
+    cache_dir = str(overrides.get("cache_dir", of_pytest.get("cache_dir", ".pytest_cache")))
     words = (of_addopts["plugins"] or []) + (of_user["plugins"] or [])
-    return ProjectFiles(root, folder, file, of_addopts, of_user, cache_dir, _is_loaded(words, environment))
+    return ProjectFiles(root, folder, settings_file, of_addopts, of_user, cache_dir, _is_loaded(words, environment))
 
 
 def _is_there(path: Path) -> bool:
@@ -101,7 +101,7 @@ def _is_there(path: Path) -> bool:
 
 def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None, dict[str, Any]]:
     """Return the root directory, the file with pytest's settings, and those settings. Raises `SettingsError`."""
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "inifile": of_user["config_file"],
         "override_ini": None,
         "args": [],
@@ -109,9 +109,11 @@ def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None,
         "invocation_dir": folder,
     }
     # Releases before 9.0 take fewer arguments, and return values without their origin.
-    known = inspect.signature(determine_setup).parameters
+    parameters = inspect.signature(determine_setup).parameters
     try:
-        root, file, values, *_ = determine_setup(**{name: value for name, value in given.items() if name in known})
+        root, file, values, *_ = determine_setup(
+            **{name: value for name, value in arguments.items() if name in parameters}
+        )
     except (pytest.UsageError, pytest.fail.Exception) as error:
         raise SettingsError(f"pytest cannot read its settings: {' '.join(str(error).split())}") from None
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -119,12 +121,12 @@ def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None,
     return root, file, {name: getattr(value, "value", value) for name, value in values.items()}
 
 
-def _words(written: object) -> list[str]:
+def _words(addopts: object) -> list[str]:
     """Return the words in ``addopts``: an array in TOML, otherwise a text as for a shell."""
-    if isinstance(written, list):
-        return [str(word) for word in written]
+    if isinstance(addopts, list):
+        return [str(word) for word in addopts]
     try:
-        return shlex.split(str(written))
+        return shlex.split(str(addopts))
     except ValueError as error:
         raise SettingsError(f"addopts cannot be split into words: {error}") from None
 
@@ -154,10 +156,10 @@ def _joined(in_file: Any, by_user: Any) -> Any:
 
 
 def _is_loaded(words: Sequence[str], environment: Mapping[str, str]) -> bool:
-    named = [*words, *environment.get("PYTEST_PLUGINS", "").split(",")]
-    if any(f"no:{name}" in named for name in _PLUGIN):
+    plugins = [*words, *environment.get("PYTEST_PLUGINS", "").split(",")]
+    if any(f"no:{name}" in plugins for name in _PLUGIN):
         return False
-    if any(name in named for name in _PLUGIN):
+    if any(name in plugins for name in _PLUGIN):
         return True
     is_installed = any(point.value == _PLUGIN[1] for point in entry_points(group="pytest11"))
     return is_installed and not environment.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD")

@@ -171,19 +171,19 @@ def settings_of(config: pytest.Config) -> Settings:
 
     Raises `SettingsError`.
     """
-    given = {option.name: config.getoption(option.dest) for option in OPTIONS}
-    return settings_from(config.rootpath, config.invocation_params.dir, given, _only_in_file(config))
+    options = {option.name: config.getoption(option.dest) for option in OPTIONS}
+    return settings_from(config.rootpath, config.invocation_params.dir, options, _only_in_file(config))
 
 
 def settings_from(
-    root: Path, started_in: Path, given: Mapping[str, Any], only_in_file: Collection[str] = ()
+    root: Path, started_in: Path, option_values: Mapping[str, Any], only_in_file: Collection[str] = ()
 ) -> Settings:
     """Return the settings from the values of options and the pyproject.toml of the root directory.
 
     Args:
         root: pytest's root directory.
         started_in: The folder that pytest was started in. Relative paths in options count from there.
-        given: The values of options by name, as pytest parsed them. Other names are ignored.
+        option_values: The values of options by name, as pytest parsed them. Other names are ignored.
         only_in_file: The names of options that nobody typed, because they are in ``addopts``.
 
     Raises:
@@ -194,13 +194,13 @@ def settings_from(
     settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
     in_root: dict[str, Any] = {f"{option.name}_base": root for option in OPTIONS if option.kind.is_path}
     settings = replace(settings, explicit=table is not None, **in_root)
-    options = [option for option in OPTIONS if given.get(option.name) is not None]
+    options = [option for option in OPTIONS if option_values.get(option.name) is not None]
     if not options:
         return settings
     for option in options:
         if option.name in only_in_file:
-            option.kind.check_in_file(given[option.name], f"addopts: {option.flag}")
-    values = {option.name: _converted(option, given[option.name]) for option in options}
+            option.kind.check_in_file(option_values[option.name], f"addopts: {option.flag}")
+    values = {option.name: _converted(option, option_values[option.name]) for option in options}
     bases: dict[str, Any] = {f"{option.name}_base": started_in for option in options if option.kind.is_path}
     settings = replace(settings, explicit=True, **values, **bases)
     if settings.reason is not None and settings.update is None:

@@ -60,15 +60,15 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
 def _mistyped(path: Path) -> Iterator[str]:
     """Yield the names of tables and sections that look like this plugin's, but are not read."""
     try:
-        written = path.read_bytes() if path.is_file() else b""
+        content = path.read_bytes() if path.is_file() else b""
     except OSError:
         return
-    for header in _HEADER.findall(written):
+    for header in _HEADER.findall(content):
         name = header.decode("utf-8", "backslashreplace").strip()
         parts = [part.strip(" \t\"'") for part in re.split("[.:]", name)]
         # Other tools have names such as [tool.hatch.envs.gpumem].
-        first = parts[2:3] if parts[:2] == ["tool", "pytest"] else parts[:2]
-        if any(map(_is_similar, first)):
+        leading_parts = parts[2:3] if parts[:2] == ["tool", "pytest"] else parts[:2]
+        if any(map(_is_similar, leading_parts)):
             yield name
 
 
@@ -88,8 +88,10 @@ def _has_table(path: Path) -> bool:
 
 def _sentence(folder: Path, root: Path, settings_file: Path | None, started_in: Path) -> str:
     because = "" if settings_file is None else f" ({settings_file.name})"
-    table, above, here = (os.path.relpath(place, started_in) for place in (folder / "pyproject.toml", folder, root))
+    table, parent, root_shown = (
+        os.path.relpath(place, started_in) for place in (folder / "pyproject.toml", folder, root)
+    )
     return (
-        f"[tool.gpumem] in {table} has no effect: pytest's root directory is {here}{because}; "
-        f"move the table into the pyproject.toml of that folder, or add --rootdir={above}"
+        f"[tool.gpumem] in {table} has no effect: pytest's root directory is {root_shown}{because}; "
+        f"move the table into the pyproject.toml of that folder, or add --rootdir={parent}"
     )

@@ -43,13 +43,13 @@ def read_configuration(name: ModelName, file: Path) -> dict[str, Any]:
         ModelError: The file is not a JSON object, or the configuration names code.
     """
     try:
-        written = json.loads(file.read_text(encoding="utf-8"))
-        refused = next(_named_code(written), None)
+        content = json.loads(file.read_text(encoding="utf-8"))
+        refused = next(_named_code(content), None)
     except RecursionError:
         raise ModelError(f"{name}: not a configuration: the JSON file is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: not a valid JSON file: {error}") from None
-    if not isinstance(written, dict):
+    if not isinstance(content, dict):
         raise ModelError(f"{name}: not a configuration: the JSON file contains no object")
     if refused is not None:
         key, value = (json.dumps(each) for each in refused)
@@ -57,31 +57,31 @@ def read_configuration(name: ModelName, file: Path) -> dict[str, Any]:
             f"{name}: the configuration names code or files outside of the library ({key[1:-1]}: {value[:80]}), "
             "which are not loaded; remove the key from a copy of the config.json, and give the path of the copy"
         )
-    return written
+    return content
 
 
 def without_links(value: Any) -> Any:
     """Return a configuration, or a part of one, without the keys that lead to other files or repositories."""
     if isinstance(value, dict):
-        kept = {key: without_links(one) for key, one in value.items() if key not in LINKS}
+        settings = {key: without_links(child) for key, child in value.items() if key not in LINKS}
         # Weights are random, and those of a backbone would be downloaded.
-        return kept | {_WEIGHTS: False} if kept.get(_WEIGHTS) else kept
-    return [without_links(one) for one in value] if isinstance(value, list) else value
+        return settings | {_WEIGHTS: False} if settings.get(_WEIGHTS) else settings
+    return [without_links(element) for element in value] if isinstance(value, list) else value
 
 
 def _named_code(value: object, key: str = "", path: str = "") -> Iterator[tuple[str, object]]:
     """Yield each value that names code or a file, with its dotted path. ``key`` is the last key that decides about values."""
     if isinstance(value, dict):
-        for inner, one in value.items():
-            inner_path = f"{path}.{inner}" if path else inner
-            if (inner in _CODE and one) or inner in _REPLACED or inner.startswith("__"):
-                yield inner_path, one
+        for name, child in value.items():
+            child_path = f"{path}.{name}" if path else name
+            if (name in _CODE and child) or name in _REPLACED or name.startswith("__"):
+                yield child_path, child
             else:
-                decides = _IMPLEMENTATION in inner or inner in _FETCHED
-                yield from _named_code(one, inner if decides else key, inner_path)
+                decides = _IMPLEMENTATION in name or name in _FETCHED
+                yield from _named_code(child, name if decides else key, child_path)
     elif isinstance(value, list):
-        for one in value:
-            yield from _named_code(one, key, path)
+        for element in value:
+            yield from _named_code(element, key, path)
     elif isinstance(value, str) and (
         (_IMPLEMENTATION in key and not _IN_THE_LIBRARY.fullmatch(value))
         or (key in _FETCHED and _ELSEWHERE.search(value))
