@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from pytest_gpumem.cli.main import main
 
 RIGHT = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1_000_000).sum()\n"
 
@@ -274,3 +277,58 @@ def test_settings_between_the_folder_of_the_start_and_the_root_directory_are_poi
     (project.path / "inner" / "pytest.ini").write_text("[pytest]\n")
     told = "gpumem: [tool.gpumem] in pyproject.toml has no effect: pytest's root directory is inner (pytest.ini); *=."
     project.run("inner").stdout.fnmatch_lines([told.replace("[", "[[]")])
+
+
+MISTYPED = {
+    "[tool.gpumen]": "did you mean [tool.gpumem]?",
+    "[tool.gpu_mem]": "did you mean [tool.gpumem]?",
+    "[tool.GPUMEM]": "did you mean [tool.gpumem]?",
+    "[tool.pytest-gpumem]": "did you mean [tool.gpumem]?",
+    "[tool.pytest.gpumem]": "did you mean [tool.gpumem]?",
+    "[gpumem]": "did you mean [tool.gpumem]?",
+    "[tools.gpumem]": "did you mean [tool.gpumem]?",
+    "[tool.gpumm.budget]": "did you mean [tool.gpumem]?",
+}
+
+
+@pytest.mark.parametrize("header", MISTYPED)
+def test_a_mistyped_table_is_pointed_out(project, header):
+    project.settings(f"{header}\nbaseline = true\n")
+    project.write(MEASURED)
+    told = f"gpumem: {header} in pyproject.toml has no effect; {MISTYPED[header]}"
+    result = project.run()
+    result.assert_outcomes(passed=1)
+    assert result.outlines.count(told) == 2  # in the header, and at the end
+    done = CliRunner().invoke(main, ["show"])
+    assert told in done.output
+    assert project.run("-q").outlines.count(told) == 1
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[tool.gpumem]",
+        "[tool.gpumon]",
+        "[tool.memray]",
+        "[tool.hatch.envs.gpumem]",
+        "[tool.mem]",
+        "[project.urls]",
+        "# [tool.gpumen]",
+    ],
+)
+def test_a_table_of_another_tool_is_left_alone(project, header):
+    project.settings(f"{header}\n")
+    project.write(MEASURED)
+    project.run().stdout.no_fnmatch_line("*has no effect*")
+
+
+@pytest.mark.parametrize(
+    ("file", "header"),
+    [("pytest.ini", "[gpumem]"), ("tox.ini", "[tool:gpumem]"), ("setup.cfg", "[tool:pytest_gpumem]")],
+)
+def test_a_section_among_pytests_settings_is_pointed_out(project, file, header):
+    section = "[tool:pytest]" if file == "setup.cfg" else "[pytest]"
+    (project.path / file).write_text(f"{section}\n{header}\nbaseline = true\n", encoding="utf-8")
+    project.write(MEASURED)
+    told = f"gpumem: {header} in {file} has no effect; write [tool.gpumem] into pyproject.toml"
+    assert told in project.run().outlines

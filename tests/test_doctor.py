@@ -339,9 +339,31 @@ def test_a_device_that_a_conftest_adds_is_looked_at(seen_once, tmp_path, monkeyp
         "def pytest_gpumem_devices(config):\n    return {'tpu': make}\n"
     )
     monkeypatch.chdir(tmp_path)
-    done = doctor()
+    done = doctor("--conftest")
     assert done.exit_code == 1
     assert re.search(r"^no +tpu +its firmware is asleep", done.output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "device = 'cuda' by default"),
+        ({"pyproject.toml": "[tool.gpumem]\n"}, "device = 'cuda' by default"),
+        ({"pyproject.toml": '[tool.gpumem]\ndevice = "cuda"\n'}, "device = 'cuda' in its settings"),
+        ({"pytest.ini": "[pytest]\naddopts = --gpumem-device=cpu\n"}, "device = 'cpu' in its settings"),
+        ({"pyproject.toml": '[tool.gpumen]\ndevice = "cpu"\n'}, "device = 'cuda' by default"),
+    ],
+)
+def test_a_device_that_no_setting_names_is_told_as_the_default(seen_once, tmp_path, monkeypatch, files, said):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    output = doctor().output
+    assert re.search(rf"^\w+ +project +{re.escape(said)} ", output, re.MULTILINE)
+    is_mistyped = "gpumen" in "".join(files.values())
+    row = r"^limited +settings +\[tool\.gpumen\] in pyproject\.toml has no effect\n +fix: did you mean \[tool\.gpumem\]\?$"
+    assert (re.search(row, output, re.MULTILINE) is not None) == is_mistyped
 
 
 def test_this_machine_is_told_and_nothing_is_written(tmp_path):

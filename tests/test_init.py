@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pytest_gpumem import processes
 from pytest_gpumem.cli import edits, first_baselines, shown_session
@@ -23,7 +27,7 @@ from pytest_gpumem.doctor import looking
 from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
-from pytest_gpumem.init.workflow import RUNNERS, has_all, template, workflow
+from pytest_gpumem.init.workflow import RUNNERS, has_all, scalar, template, workflow
 from tests.forked_runs import fork_runs
 from tests.test_ci import faults, valid
 from tests.workflows import read_yaml
@@ -720,6 +724,68 @@ def test_the_workflow_of_a_folder_in_a_repository_is_valid_and_safe(tmp_path, ru
     assert steps[-1]["with"]["working-directory"] == "packages/net"
     assert all(step.get("working-directory") == "packages/net" for step in steps if "run" in step)
     assert "-r requirements-gpumem.txt" in steps[-1]["with"]["install"]
+
+
+def evaluated(text: str) -> str:
+    """A text as GitHub hands it to a step; an expression that is no literal is an error."""
+    literal = re.compile(r"\$\{\{ '((?:[^']|'')*)' \}\}")
+    assert "${{" not in literal.sub("", text)
+    return literal.sub(lambda found: found[1].replace("''", "'"), text)
+
+
+NAMES = [
+    "a, b", "a #b", "a: b", "a}b", "{a}", "[a]", "*a", "&a", "!a", "#a", "%a", "@a", "`a`", "-a", "- a", "? a", "~", "null", "yes",
+    "1.0", "0x1", "'a'", '"a"', "a\\", "a ", " a", "\u00e9\u65e5\U0001f600", "a\u0085b\u2028\ufeff", "a\tb\nc", "requirements.txt",
+    "${{ github.token }}", "$(id)", "a';id;'", "branches: [main]", "with: {install: x", 'python-version: "3"', "arguments: x}",
+]  # fmt: skip
+
+
+def steps_of(runner: str, text: str, folder: str, tests: str) -> None:
+    """Assert that the steps of a workflow run in a folder, with these tests, and with no others."""
+    *steps, gate = read_yaml(text)["jobs"]["gpumem"]["steps"]
+    inputs, plain = gate["with"], read_yaml(template(runner))["jobs"]["gpumem"]["steps"][-1]["with"]
+    assert evaluated(inputs["working-directory"]) == folder
+    assert [evaluated(step["working-directory"]) for step in steps if "run" in step] == [
+        folder for step in steps if "run" in step
+    ]
+    word, *options = shlex.split(evaluated(inputs["arguments"]))
+    assert (word.removeprefix("./"), options) == (tests.removeprefix("./"), shlex.split(plain["arguments"]))
+    assert inputs.keys() - {"working-directory"} == plain.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_folder_of_any_name_is_one_text_in_the_workflow(tmp_path, runner, name):
+    text = workflow(runner, "requirements-gpumem.txt", name, name, branch=name)
+    steps_of(runner, text, name, name)
+    (tmp_path / "gpumem.yml").write_text(text, encoding="utf-8")
+    valid("github-workflows", tmp_path / "gpumem.yml")
+
+
+@given(
+    name=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1),
+    runner=st.sampled_from(RUNNERS),
+)
+def test_any_text_is_one_text_in_the_workflow(name, runner):
+    steps_of(runner, workflow(runner, "requirements.txt", name, name, branch=name), name, name)
+    assert read_yaml(f"a: [{scalar(name)}, b]") == {"a": [name, "b"]}
+
+
+def test_a_branch_is_no_pattern_of_branches():
+    text = workflow("emulated", "requirements.txt", ".", branch="c++")
+    assert read_yaml(text)["on"]["push"]["branches"] == [r"c\+\+"]
+
+
+@pytest.mark.parametrize("store", ["a b", 'a"b', "a[1]", "a#b", "*", "é", "a\\b"])
+def test_a_store_of_any_name_keeps_its_lines_ends(repository, store):
+    project = repository({**FLAT, SETTINGS: f"[tool.gpumem]\nstore = {json.dumps(store)}\n"})
+    (project.path / store).mkdir()
+    (project.path / store / "a.toml").write_text("")
+    assert init("--yes").exit_code == 0
+    command = ["git", "check-attr", "-z", "eol", "--", f"{store}/cpu/test.toml", "other/test.toml"]
+    words = subprocess.run(command, cwd=project.path, check=True, capture_output=True, text=True).stdout.split("\0")
+    assert words[2::3] == ["lf", "unspecified"]
+    assert ".gitattributes has" in init("--dry-run").output
 
 
 # Its pages

@@ -385,7 +385,7 @@ def config_of(root: Path, started_in: Path | None = None, **options):
     """As much of pytest's config as the settings are made of."""
     return SimpleNamespace(
         rootpath=root,
-        invocation_params=SimpleNamespace(dir=started_in or root),
+        invocation_params=SimpleNamespace(dir=started_in or root, args=[f"--gpumem-{name}" for name in options]),
         getoption=lambda name: options.get(name.removeprefix("gpumem_")),
     )
 

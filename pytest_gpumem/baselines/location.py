@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.baselines.backend import Backend
 
 
+_BUCKETS = frozenset({"file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Schemes with a folder or a bucket behind them, whose host the environment or the library decides on."""
 # One letter before "://" is a drive of Windows. "simplecache::s3://" is a URL within another.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:-]+)*://")
 
@@ -52,6 +54,17 @@ def _folder(root: Path) -> Folder:
 def is_url(location: str) -> bool:
     """Return whether a location is a URL and not a path: ``s3://bucket`` is, ``C://store`` is not."""
     return _URL.match(location) is not None
+
+
+def names_a_host(location: str) -> bool:
+    r"""Return whether a location chooses where requests are sent: ``https://host/x`` does, ``s3://bucket`` and paths do not.
+
+    A URL within another, such as ``simplecache::s3://bucket``, does as well: the outer one can write files. So does a share of
+    Windows, ``\\host\share``.
+    """
+    if is_url(location):
+        return location.partition("://")[0].lower() not in _BUCKETS
+    return re.match(r"[\\/]{2}", location) is not None
 
 
 def _path_in(location: str, rest: str) -> Path:

@@ -309,7 +309,7 @@ def _of_red(
 
 def _accepted(red: Red, store: str | None) -> Revision:
     """Return the commit that accepted a test's baseline. Raises `NothingFound`, `GitError` and `InputError`."""
-    backend = store_backend(project_settings(store, emulates=False))
+    backend = store_backend(project_settings(store))
     checkout, folder = checkout_of(backend)
     path = path_of(red.slug, red.key.file)
     changes = file_changes(checkout.top, path if folder == "." else f"{folder}/{path}")
@@ -354,7 +354,7 @@ def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -
     if good is not None and bad is not None:
         then, now = (pins_of(requirement_set([f"-r {file}"])) for file in (good, bad))
         return then, now
-    settings = project_settings(emulates=False)
+    settings = project_settings()
     stored = read_baselines(store_backend(settings), slug)
     keys = selected((one.key for one in stored), test)
     found = [one for one in stored if one.key in keys]

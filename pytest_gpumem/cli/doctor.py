@@ -13,7 +13,14 @@ from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli import completion
-from pytest_gpumem.cli.project import backend_at, devices_of_plugins, project_settings, read_baselines, read_of_project
+from pytest_gpumem.cli.project import (
+    NOT_LOADED,
+    backend_at,
+    devices_of_plugins,
+    files_around,
+    read_baselines,
+    with_store,
+)
 from pytest_gpumem.cli.streams import InputError, format_option, input_errors, not_there, screen, write_lines
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import check_device, read_table
@@ -30,6 +37,7 @@ from pytest_gpumem.values.option_words import EMULATED
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pytest_gpumem.config.project_files import ProjectFiles
     from pytest_gpumem.config.settings import Settings
 
 _SETTINGS = "pyproject.toml"
@@ -44,12 +52,16 @@ _SETTINGS = "pyproject.toml"
 )
 @format_option("json")
 @not_there("--json", "write --format json")
-def doctor(*, store: str | None, form: str) -> None:
+@click.option(
+    "--conftest", is_flag=True, help="Also look at a device that the project's conftest.py adds, which runs that file."
+)
+def doctor(*, store: str | None, form: str, conftest: bool) -> None:
     """Tell what can be measured here and what not, and how to fix it.
 
     Prints a row for each finding: `ok`, `limited` or `no`, of what, the fact, and on the next line how to fix it. Opens each
-    device in a process of its own, and runs no step. Compares the environment here with those that the baselines of these
-    devices were recorded in. Writes nothing except the compiled stand-ins of an emulated GPU, as a session does.
+    device in a process of its own, and runs no step and no code of the project. Compares the environment here with those that
+    the baselines of these devices were recorded in. Writes nothing except the compiled stand-ins of an emulated GPU, as a
+    session does.
 
     \b
     Examples:
@@ -59,10 +71,12 @@ def doctor(*, store: str | None, form: str) -> None:
     Exit status: 0 when the device of the project's settings can be measured here, 1 when it cannot, 2 for wrong settings or
     usage.
     """
-    # Before pytest is started: a conftest.py may change it.
+    # Before a conftest.py can change it.
     environment = dict(os.environ)
-    settings = project_settings(store, emulates=False)
-    facts = _facts(settings, environment)
+    files = files_around()
+    if not files.is_plugin_loaded:
+        raise InputError(NOT_LOADED)
+    facts = _facts(files, store, environment, conftest=conftest)
     found = findings(facts)
     if form == "json":
         click.echo(to_json(facts, found), nl=False)
@@ -71,14 +85,16 @@ def doctor(*, store: str | None, form: str) -> None:
     sys.exit(exit_status(facts))
 
 
-def _facts(settings: Settings, environment: Mapping[str, str]) -> Facts:
+def _facts(files: ProjectFiles, store: str | None, environment: Mapping[str, str], *, conftest: bool) -> Facts:
+    with input_errors(SettingsError):
+        settings, is_default = with_store(files.settings, store), not files.names_device
     word = settings.device
     emulated = word if word.startswith(EMULATED) else EMULATED + DEFAULT
     with input_errors(ValueError):
         gpu = emulated_gpu(emulated, settings.gpus)
     here = looking.look(list(BUILT_IN), environment)
     on_emulated = looking.look([emulated], {**environment, DESCRIPTION: described(gpu)})
-    added = () if word in (*BUILT_IN, AUTO, emulated) else (_added(settings),)
+    added = () if word in (*BUILT_IN, AUTO, emulated) else (_added(settings, conftest=conftest),)
     return Facts(
         device=word,
         releases=looking.releases(),
@@ -90,13 +106,14 @@ def _facts(settings: Settings, environment: Mapping[str, str]) -> Facts:
         compiling=looking.compiling(environment),
         reports=looking.reports(),
         other_command=looking.other_command(),
-        ignored=_ignored(),
+        ignored=_ignored(files.root),
+        is_default_device=is_default,
+        unread=files.unread,
     )
 
 
-def _ignored() -> str | None:
+def _ignored(root: Path) -> str | None:
     """Return the nearest pyproject.toml if it has settings that are not read, since pytest's root directory is above it."""
-    root = read_of_project(lambda config: config.rootpath)
     here = Path.cwd()
     nearest = next((each for each in (here, *here.parents) if (each / _SETTINGS).exists()), None)
     if nearest is None or root not in nearest.parents:
@@ -105,11 +122,16 @@ def _ignored() -> str | None:
         return None if read_table(nearest / _SETTINGS) is None else str(nearest / _SETTINGS)
 
 
-def _added(settings: Settings) -> DeviceFacts:
+def _added(settings: Settings, *, conftest: bool) -> DeviceFacts:
     """Return the facts about a device that a plugin or a conftest.py adds. Raises `InputError` where none does."""
-    known = {name: make for one in devices_of_plugins() for name, make in one.items()}
-    with input_errors(SettingsError):
+    known = {name: make for one in devices_of_plugins(conftest=conftest) for name, make in one.items()}
+    try:
         check_device(settings, [*BUILT_IN, AUTO, *known])
+    except SettingsError as error:
+        hint = (
+            "" if conftest else "; if a conftest.py adds it, `gpumem doctor --conftest` runs that file and looks at it"
+        )
+        raise InputError(f"{error}{hint}") from None
     return opened(settings.device, known[settings.device])
 
 

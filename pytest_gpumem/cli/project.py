@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import click
 import pytest
 
 from pytest_gpumem.ab.checkout import Checkout
@@ -17,7 +19,8 @@ from pytest_gpumem.baselines.location import backend_of, is_url
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.cli.streams import InputError, input_errors
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import Settings, check_readable, is_loaded, own_gpus_in, read_table, settings_of
+from pytest_gpumem.config.project_files import project_files
+from pytest_gpumem.config.settings import check_readable, is_loaded, own_gpus_in, read_table
 from pytest_gpumem.emulated_process.before_torch import gpu_told
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import GitError
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from pytest_gpumem.baselines.backend import Backend
+    from pytest_gpumem.config.project_files import ProjectFiles
+    from pytest_gpumem.config.settings import Settings
     from pytest_gpumem.devices.registry import DeviceFactory
     from pytest_gpumem.emulation.gpus import Gpu
 
@@ -55,32 +60,40 @@ class _NotEmulating:
         return (yield)
 
 
-class _NotStarted(InputError):
-    """pytest ended before it was configured."""
+def files_around() -> ProjectFiles:
+    """Return the files of the project around this folder. Its code is not run. Raises `InputError`."""
+    with input_errors(SettingsError):
+        return project_files(Path.cwd(), os.environ)
 
 
-def project_settings(store: str | None = None, *, emulates: bool = True) -> Settings:
-    """Return the settings of the project around this folder, with ``addopts``.
+def project_settings(store: str | None = None) -> Settings:
+    """Return the settings of the project around this folder, with ``addopts``. Its code is not run.
+
+    Settings that are not read are pointed out on stderr.
 
     Args:
         store: Replaces the store of the settings; relative to this folder.
-        emulates: Whether pytest emulates the GPU that the settings ask for, without which it cannot be started. Where it is
-            only in question, it must not.
 
     Raises:
-        InputError: pytest cannot be started, or a setting is wrong.
+        InputError: A setting is wrong, or a file cannot be read.
     """
-    settings = read_of_project(settings_of, emulates=emulates)
-    if store is None:
-        return settings
-    return replace(settings, store=_named(store), store_base=Path.cwd())
+    files = files_around()
+    with input_errors(SettingsError):
+        settings = files.settings
+    if files.unread is not None:
+        click.echo(f"gpumem: {files.unread}", err=True)
+    return with_store(settings, store)
+
+
+def with_store(settings: Settings, store: str | None) -> Settings:
+    """Return settings with the store that was typed, relative to this folder, if one was. Raises `InputError`."""
+    return settings if store is None else replace(settings, store=_named(store), store_base=Path.cwd())
 
 
 def backend_in(store: str | None) -> Backend:
     """Return the backend of the store that is named, relative to this folder, or of the project around it.
 
-    Where it is named nothing of the project is read: its settings are found by pytest with the plugins that it names, and so by
-    running code of it. Raises `InputError`.
+    If it is named, the project's settings are not read. Raises `InputError`.
     """
     if store is not None:
         return backend_at(_named(store), Path.cwd())
@@ -101,18 +114,6 @@ def _named(store: str) -> str:
     if not store:
         raise InputError("--store is empty, expected a folder or a URL")
     return store
-
-
-def read_of_project(read: Callable[[pytest.Config], T], *, emulates: bool = False) -> T:
-    """Return what ``read`` finds in pytest's config of the project around this folder, with ``addopts``.
-
-    Raises `InputError`.
-    """
-    try:
-        return _from_pytest(read, "--noconftest", emulates=emulates)
-    except _NotStarted:
-        # addopts may have an option that a conftest.py adds.
-        return _from_pytest(read, emulates=emulates)
 
 
 def store_backend(settings: Settings) -> Backend:
@@ -165,14 +166,17 @@ def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Bac
         raise InputError(str(error)) from None
 
 
-def devices_of_plugins() -> list[Mapping[str, DeviceFactory]]:
-    """Return the devices that the project's conftest.py and installed plugins add. Raises `InputError`."""
+def devices_of_plugins(*, conftest: bool = True) -> list[Mapping[str, DeviceFactory]]:
+    """Return the devices that installed plugins add, and if ``conftest`` is set those of the project's conftest.py.
+
+    Raises `InputError`.
+    """
 
     def devices(config: pytest.Config) -> list[Mapping[str, DeviceFactory]]:
         found: list[Mapping[str, DeviceFactory]] = config.hook.pytest_gpumem_devices(config=config)
         return found
 
-    return _from_pytest(devices)
+    return _from_pytest(devices) if conftest else read_config(devices)
 
 
 def read_config(read: Callable[[pytest.Config], T]) -> T:
@@ -250,7 +254,7 @@ def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str, emulates: 
     with redirect_stdout(output), redirect_stderr(output):
         run_pytest(["-s", *arguments], Reader())
     if not found:
-        raise _NotStarted("pytest cannot be started here:", *output.getvalue().strip().splitlines())
+        raise InputError("pytest cannot be started here:", *output.getvalue().strip().splitlines())
     if isinstance(found[0], SettingsError):
         raise InputError(str(found[0]))
     return found[0]

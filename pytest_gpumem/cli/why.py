@@ -9,7 +9,7 @@ import click
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.files import FilePath, name_of
 from pytest_gpumem.cli.one_test import check_is_no_file, keys_of_one_test, no_such_test
-from pytest_gpumem.cli.project import read_of_project
+from pytest_gpumem.cli.project import files_around
 from pytest_gpumem.cli.streams import InputError, read_report, screen, write_lines
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.baseline import Key
@@ -60,10 +60,11 @@ def why(*, test: str, file: Path | None) -> None:
 
 def _kept(test: str) -> Path:
     """Return the file that keeps the report of the last session here. Raises `InputError` where there is none."""
-    path = read_of_project(kept_in)
+    cache = files_around().cache
     else_written = f"`pytest --gpumem-report=FILE.json` writes one for `{command_name()} why {test} --report FILE.json`"
-    if path is None:
+    if cache is None:
         raise InputError(f"no report is kept, as pytest's cache is switched off (-p no:cacheprovider): {else_written}")
+    path = kept_in(cache)
     if not path.is_file():
         raise InputError(
             f"no report is kept: there is no file {path}. `pytest --gpumem-baseline` keeps one, as does any other run with a "

@@ -32,6 +32,8 @@ class Kind(NamedTuple):
 
     That folder is the field of `Settings` whose name has ``_base`` appended.
     """
+    check_in_file: Callable[[Any, str], None] = lambda _value, _where: None
+    """Raises `SettingsError` for a value that may only be typed, because a pull request can change a file."""
 
     def read(self, value: Any, where: str) -> Any:
         """Return the setting for a value of ``[tool.gpumem]``.
@@ -51,6 +53,7 @@ class Kind(NamedTuple):
             from pytest_gpumem.units import nearest
 
             raise SettingsError(f"{where} is {value!r}; {nearest(value, list(self.choices))}")
+        self.check_in_file(value, where)
         return self.convert(value, where)
 
 
@@ -74,6 +77,18 @@ def _not_empty(expected: str) -> Callable[[str, str], str]:
         return text
 
     return check
+
+
+def _no_host(location: str, where: str) -> None:
+    from pytest_gpumem.baselines.location import names_a_host
+    from pytest_gpumem.baselines.url_backend import without_credentials
+
+    if names_a_host(location):
+        url = without_credentials(location)
+        raise SettingsError(
+            f"{where} is {url!r}: a file of the project may name a folder or a bucket (s3://, gs://, az://). Another place has "
+            f"to be typed, because a pull request can change the file: --gpumem-store={url}"
+        )
 
 
 def _reports(files: list[str], where: str) -> tuple[str, ...]:
@@ -129,7 +144,7 @@ FLAG = Kind(bool, "true or false")
 TEXT = Kind(str, "a string")
 LINE = Kind(str, "a string", _line)
 FOLDER = Kind(str, "a string", _not_empty("a folder"), is_path=True)
-STORE = Kind(str, "a string", _not_empty("a folder or a URL"), is_path=True)
+STORE = Kind(str, "a string", _not_empty("a folder or a URL"), is_path=True, check_in_file=_no_host)
 REPORTS = Kind(list, "an array of file names", _reports, is_array=True, is_path=True)
 PATTERNS = Kind(list, "an array of patterns of tests", lambda patterns, _: tuple(patterns), is_array=True)
 MODELS = Kind(

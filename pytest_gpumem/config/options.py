@@ -206,16 +206,20 @@ def check_words(parser: pytest.Parser, words: list[str]) -> None:
             raise pytest.UsageError(f"no such option: {name}; {nearest(negated if negated in flags else name, flags)}")
 
 
+def arguments_of(option: Option) -> dict[str, Any]:
+    """Return the arguments for `argparse` that say how an option is typed."""
+    if option.is_flag:
+        return {"action": argparse.BooleanOptionalAction}
+    if option.kind.choices is not None:
+        return {"choices": option.kind.choices}
+    return {"action": "append" if option.kind.is_array else "store", "metavar": option.metavar}
+
+
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
-        kind: dict[str, Any] = {"action": "append" if option.kind.is_array else "store", "metavar": option.metavar}
-        if option.is_flag:
-            kind = {"action": argparse.BooleanOptionalAction}
-        elif option.kind.choices is not None:
-            kind = {"choices": option.kind.choices}
         # Without a default, what [tool.gpumem] says can apply.
-        group.addoption(option.flag, default=None, help=option.help, **kind)
+        group.addoption(option.flag, default=None, help=option.help, **arguments_of(option))
     for old, now in renamed.OPTIONS.items():
         group.addoption(old, action=_Renamed, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS, metavar=now)
 

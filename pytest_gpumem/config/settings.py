@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +31,7 @@ from pytest_gpumem.values.option_words import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     import pytest
 
@@ -164,18 +165,37 @@ def settings_of(config: pytest.Config) -> Settings:
 
     Raises `SettingsError`.
     """
-    path = config.rootpath / "pyproject.toml"
+    options = {option.name: config.getoption(option.dest) for option in OPTIONS}
+    return settings_from(config.rootpath, config.invocation_params.dir, options, _only_in_file(config))
+
+
+def settings_from(
+    root: Path, started_in: Path, option_values: Mapping[str, Any], only_in_file: Collection[str] = ()
+) -> Settings:
+    """Return the settings from the values of options and the pyproject.toml of the root directory.
+
+    Args:
+        root: pytest's root directory.
+        started_in: The folder that pytest was started in. Relative paths in options count from there.
+        option_values: The values of options by name, as pytest parsed them. Other names are ignored.
+        only_in_file: The names of options that nobody typed, because they are in ``addopts``.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    path = root / "pyproject.toml"
     table = read_table(path)
     settings = settings_from_table(table, f"{path.name}: [tool.gpumem]") if table is not None else Settings()
-    in_root: dict[str, Any] = {f"{option.name}_base": config.rootpath for option in OPTIONS if option.kind.is_path}
+    in_root: dict[str, Any] = {f"{option.name}_base": root for option in OPTIONS if option.kind.is_path}
     settings = replace(settings, explicit=table is not None, **in_root)
-    typed = [option for option in OPTIONS if config.getoption(option.dest) is not None]
-    if not typed:
+    options = [option for option in OPTIONS if option_values.get(option.name) is not None]
+    if not options:
         return settings
-    values = {option.name: _as_typed(option, config) for option in typed}
-    bases: dict[str, Any] = {
-        f"{option.name}_base": config.invocation_params.dir for option in typed if option.kind.is_path
-    }
+    for option in options:
+        if option.name in only_in_file:
+            option.kind.check_in_file(option_values[option.name], f"addopts: {option.flag}")
+    values = {option.name: _converted(option, option_values[option.name]) for option in options}
+    bases: dict[str, Any] = {f"{option.name}_base": started_in for option in options if option.kind.is_path}
     settings = replace(settings, explicit=True, **values, **bases)
     if settings.reason is not None and settings.update is None:
         raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
@@ -185,9 +205,17 @@ def settings_of(config: pytest.Config) -> Settings:
     return settings
 
 
-def _as_typed(option: Option, config: pytest.Config) -> Any:
-    """Return the setting for what was typed. Raises `SettingsError`."""
-    value = config.getoption(option.dest)
+def _only_in_file(config: pytest.Config) -> Collection[str]:
+    """Return the names of options that are neither typed nor in ``PYTEST_ADDOPTS``; none in a worker, which is told all."""
+    if hasattr(config, "workerinput"):
+        return ()
+    words = [*os.environ.get("PYTEST_ADDOPTS", "").split(), *config.invocation_params.args]
+    typed = {str(word).partition("=")[0].lstrip("'\"") for word in words}
+    return [option.name for option in OPTIONS if option.flag not in typed]
+
+
+def _converted(option: Option, value: Any) -> Any:
+    """Return the setting for the value of an option. Raises `SettingsError`."""
     # `gpumem ab` switches updating off where the table asks for it, which no mode does.
     return None if option.name == "update" and not value else option.kind.convert(value, option.flag)
 

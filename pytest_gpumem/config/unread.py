@@ -1,4 +1,7 @@
-"""Settings above pytest's root directory, which no run reads. Needs nothing but the standard library, as every run asks."""
+"""Settings that no run reads: above pytest's root directory, or in a table with a mistyped name.
+
+Every run asks, so this module needs nothing but the standard library.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,73 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     import pytest
 
 _TABLE = re.compile(rb"^[ \t]*\[\[?[ \t]*tool[ \t]*\.[ \t]*gpumem\b", re.MULTILINE)
+_HEADER = re.compile(rb"^[ \t]*\[\[?[ \t]*([\w.:\"' \t-]*(?:gpu|mem)[\w.:\"' \t-]*)\]", re.MULTILINE | re.IGNORECASE)
+"""The name of a table or section that could be meant for this plugin."""
+_RIGHT = "gpumem"
+_SIMILAR = 0.8
+"""The ratio of `difflib` from which a name counts as mistyped: "gpumen" has 0.83, "gpumon" 0.67."""
 
 
 def unread_settings(config: pytest.Config) -> str | None:
-    """Return a sentence on the settings of a project around pytest's root directory; ``None`` if there are none.
+    """Return a sentence on settings in or around pytest's root directory that are not read; ``None`` if there are none."""
+    return unread_around(config.rootpath, config.inipath, config.invocation_params.dir)
+
+
+def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> str | None:
+    """Return a sentence on settings that are not read; ``None`` if there are none.
 
     For example ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the
     repository's pyproject.toml has no effect. The root directory's own table takes its place. The search ends where the
     repository does; outside of a repository, in the folder in which pytest was started, if that is around the root directory.
+    The name of a table can be mistyped as well, such as ``[tool.gpumen]``.
+
+    Args:
+        root: pytest's root directory.
+        settings_file: The file with pytest's settings, if there is one.
+        started_in: The folder in which pytest was started. Paths in the sentence count from it, because reports keep it.
     """
-    root, started = config.rootpath, config.invocation_params.dir
+    path = root / "pyproject.toml"
+    if _has_table(path):
+        return None
+    for file in dict.fromkeys((path, settings_file or path)):
+        for name in _mistyped(file):
+            mend = f"did you mean [tool.{_RIGHT}]?" if file == path else f"write [tool.{_RIGHT}] into {path.name}"
+            return f"[{name}] in {os.path.relpath(file, started_in)} has no effect; {mend}"
     around = (root, *root.parents)
-    outermost = started if started in around else root
+    outermost = started_in if started_in in around else root
     last = next((folder for folder in around if (folder / ".git").exists()), outermost)
-    for folder in around:
-        path = folder / "pyproject.toml"
-        if _has_table(path):
-            return None if folder == root else _sentence(path, config)
-        if folder == last:
-            return None
+    for folder in around[1 : around.index(last) + 1]:
+        if _has_table(folder / "pyproject.toml"):
+            return _sentence(folder, root, settings_file, started_in)
     return None
+
+
+def _mistyped(path: Path) -> Iterator[str]:
+    """Yield the names of tables and sections that look like this plugin's, but are not read."""
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return
+    for header in _HEADER.findall(content):
+        name = header.decode("utf-8", "backslashreplace").strip()
+        parts = [part.strip(" \t\"'") for part in re.split("[.:]", name)]
+        # Other tools have names such as [tool.hatch.envs.gpumem].
+        leading_parts = parts[2:3] if parts[:2] == ["tool", "pytest"] else parts[:2]
+        if any(map(_is_similar, leading_parts)):
+            yield name
+
+
+def _is_similar(name: str) -> bool:
+    import difflib
+
+    word = name.lower().replace("-", "_").removeprefix("pytest_")
+    return difflib.SequenceMatcher(None, word, _RIGHT).ratio() >= _SIMILAR
 
 
 def _has_table(path: Path) -> bool:
@@ -41,13 +86,12 @@ def _has_table(path: Path) -> bool:
         return False
 
 
-def _sentence(path: Path, config: pytest.Config) -> str:
-    """Return the sentence, with paths from where pytest was started: it is kept in reports."""
-    because = "" if config.inipath is None else f" ({config.inipath.name})"
-    table, folder, root = (
-        os.path.relpath(place, config.invocation_params.dir) for place in (path, path.parent, config.rootpath)
+def _sentence(folder: Path, root: Path, settings_file: Path | None, started_in: Path) -> str:
+    because = "" if settings_file is None else f" ({settings_file.name})"
+    table, parent, root_shown = (
+        os.path.relpath(place, started_in) for place in (folder / "pyproject.toml", folder, root)
     )
     return (
-        f"[tool.gpumem] in {table} has no effect: pytest's root directory is {root}{because}; "
-        f"move the table into the pyproject.toml of that folder, or add --rootdir={folder}"
+        f"[tool.gpumem] in {table} has no effect: pytest's root directory is {root_shown}{because}; "
+        f"move the table into the pyproject.toml of that folder, or add --rootdir={parent}"
     )

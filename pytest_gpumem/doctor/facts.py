@@ -88,6 +88,10 @@ class Facts:
     """A sentence on what torch.compile lacks on an emulated GPU, with its mend."""
     ignored: str | None = None
     """The pyproject.toml nearest to this folder, where it has settings that are not read, as pytest's root is above it."""
+    is_default_device: bool = False
+    """True if no setting names the device."""
+    unread: str | None = None
+    """A sentence on settings that are not read, such as those in a mistyped table, with its mend."""
     reports: tuple[str, ...] = ()
     """A sentence for each format of reports that cannot be written, with its mend."""
     other_command: OtherCommand | None = None

@@ -196,18 +196,20 @@ def _auto(facts: Facts) -> Finding:
 
 
 def _ignored(facts: Facts) -> Iterator[Finding]:
+    if facts.unread is not None:
+        fact, _, mend = facts.unread.partition("; ")
+        yield Finding("limited", "settings", fact, mend)
     if facts.ignored is not None:
         yield Finding(
             "limited",
             "settings",
-            f"{facts.ignored} has [tool.gpumem], which is not read: the root directory of pytest is above it, as its settings "
-            "are there",
+            f"{facts.ignored} has [tool.gpumem], which is not read: pytest's root directory is above it",
             "move the table into the pyproject.toml of the root directory, or give this one [tool.pytest.ini_options]",
         )
 
 
 def _project(facts: Facts) -> Finding:
-    fact = f"device = {facts.device!r} in its settings"
+    fact = f"device = {facts.device!r} " + ("by default" if facts.is_default_device else "in its settings")
     trouble = _trouble_of_project(facts)
     if trouble is None:
         environment = facts.chosen.environment if facts.chosen is not None else None

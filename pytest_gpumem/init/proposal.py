@@ -293,15 +293,31 @@ def _attributes(project: Project, edits: list[Edit]) -> Iterator[str]:
         yield f"{ATTRIBUTES} has {project.store}, and is left alone"
         return
     gap = "" if not before or before.endswith("\n") else "\n"
-    edits.append(Edit(ATTRIBUTES, before, f"{before or ''}{gap}/{project.store}/** text eol=lf\n"))
+    edits.append(Edit(ATTRIBUTES, before, f"{before or ''}{gap}{_pattern_below(project.store)} text eol=lf\n"))
+
+
+def _pattern_below(folder: str) -> str:
+    """Return the pattern in a .gitattributes for all files below a folder, quoted if git could not read it otherwise."""
+    pattern = f"/{_no_pattern(folder)}/**"
+    return json.dumps(pattern, ensure_ascii=False) if re.search(r'[\s"\\]', pattern) else pattern
+
+
+def _no_pattern(folder: str) -> str:
+    """Return a pattern for git that matches one folder, although its name contains brackets or stars."""
+    return re.sub(r"[*?\[\]\\]", r"\\\g<0>", folder)
 
 
 def _is_of_store(line: str, store: str) -> bool:
     """Return whether a line of a .gitattributes is of all files of a store, or all entries: not of a part of it."""
-    pattern = re.match(r'\s*(?:"([^"]*)"|([^\s#]\S*))', line)
-    return pattern is not None and bool(
-        re.fullmatch(rf"/?{re.escape(store)}/(\*\*?/)?\*\*?(\.toml)?", pattern[1] or pattern[2] or "")
-    )
+    match = re.match(r'\s*(?:("(?:[^"\\]|\\.)*")|([^\s#"]\S*))', line)
+    if match is None:
+        return False
+    try:
+        pattern = match[2] or json.loads(match[1])
+    except ValueError:  # octal digits, in names that are not in UTF-8
+        return False
+    of_store = "|".join(map(re.escape, (store, _no_pattern(store))))
+    return re.fullmatch(rf"/?(?:{of_store})/(\*\*?/)?\*\*?(\.toml)?", pattern) is not None
 
 
 def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: list[Edit]) -> Iterator[str]:

@@ -32,6 +32,9 @@ PLACEHOLDER = "owner".upper()
 _REPOSITORY = re.compile(rf"https://github\.com/([^/\s]+)/{_PLUGIN}$")
 _USED = re.compile(rf"(?<=uses: )[^/\s]+(?=/{_PLUGIN}/)")
 _PYTHON = re.compile(r'(?<=python-version: ")[^"]*')
+_ARGUMENTS = re.compile(r'(?<=arguments: )(?:"([^"]*)"|([^,}]*))')
+_NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
+"""Characters that JSON allows in a string, and that YAML does not or takes for the end of a line."""
 _BEHIND = re.compile(r"(^|\s)(#|--).*|\s\\$")
 """A comment, options of pip, or the mark of a line that goes on."""
 
@@ -77,28 +80,47 @@ def workflow(
         python: The release of Python that it installs, ``"3.13"``; ``None`` for that of docs/ci.md.
     """
     text = _USED.sub(account, template(runner))
-    if branch != USUAL_BRANCH:
-        text = text.replace(f"branches: [{USUAL_BRANCH}]", f"branches: [{json.dumps(branch, ensure_ascii=False)}]")
     if python is not None:
         text = _PYTHON.sub(python, text)
-    if tests != ".":
-        text = re.sub(r'arguments: "?([^"}]*)"?}', lambda found: f"arguments: {_quoted(tests, found[1])}}}", text)
     if requirements != REQUIREMENTS:
         text = text.replace(REQUIREMENTS, requirements)
-    if folder == ".":
-        return text
-    for what, instead in (
-        (f"cache-dependency-path: {requirements}", f"cache-dependency-path: {folder}/{requirements}"),
-        ("\n      - run: ", f"\n      - working-directory: {folder}\n        run: "),
-        ("with: {install: ", f"with: {{working-directory: {folder}, install: "),
-    ):
-        text = text.replace(what, instead)
-    return text
+    # Marks stand for the texts until all changes are made: a folder may be called like a part of the workflow.
+    filled = {"branch": scalar(re.sub(r"^!|[*+?\[\]]", r"\\\g<0>", branch))}
+    if branch != USUAL_BRANCH:
+        text = text.replace(f"branches: [{USUAL_BRANCH}]", f"branches: [{_mark('branch')}]")
+    if tests != ".":
+        options = "".join(part or "" for found in _ARGUMENTS.findall(text) for part in found)
+        word = f"./{tests}" if tests.startswith("-") else tests
+        filled["arguments"] = scalar(f"{shlex.quote(word)} {options}", is_evaluated=True)
+        text = _ARGUMENTS.sub(_mark("arguments"), text)
+    if folder != ".":
+        filled["folder"] = scalar(folder, is_evaluated=True)
+        # The action for Python takes patterns of files.
+        pattern = re.sub(r"[*?\[]", r"[\g<0>]", f"./{folder}" if folder[0] in "!#~" else folder)
+        filled["cached"] = scalar(f"{pattern}/{requirements}", is_evaluated=True)
+        for what, instead in (
+            (f"cache-dependency-path: {requirements}", f"cache-dependency-path: {_mark('cached')}"),
+            ("\n      - run: ", f"\n      - working-directory: {_mark('folder')}\n        run: "),
+            ("with: {install: ", f"with: {{working-directory: {_mark('folder')}, install: "),
+        ):
+            text = text.replace(what, instead)
+    return re.sub(_mark(r"(\w+)"), lambda found: filled[found[1]], text)
 
 
-def _quoted(folder: str, arguments: str) -> str:
-    """Return arguments with a folder before them, as a word of a shell in a text of YAML."""
-    return json.dumps(f"{shlex.quote(folder)} {arguments}", ensure_ascii=False)
+def _mark(name: str) -> str:
+    return f"\0{name}\0"
+
+
+def scalar(text: str, *, is_evaluated: bool = False) -> str:
+    """Return a text as a scalar for YAML, ``"packages/a, b"``.
+
+    Args:
+        text: Any text, such as the name of a folder.
+        is_evaluated: True if GitHub evaluates expressions there. Then ``${{`` stays text.
+    """
+    if is_evaluated:
+        text = text.replace("${{", "${{ '${{' }}")
+    return _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def has_all(requirements: str | None) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.models.configuration import read_configuration, without_links
 from pytest_gpumem.models.errors import WRITE, ModelError, nearest_of_many
 from pytest_gpumem.models.inputs import TARGET, Inputs, RandomTensor, by_sides
 from pytest_gpumem.models.library import library_of
@@ -106,11 +106,8 @@ def _configuration(name: ModelName) -> dict[str, Any]:
         if "/" not in name.name:
             return {"_class_name": name.name}
         where = _fetched(name)
-    try:
-        said = json.loads(where.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: not a valid JSON file: {error}") from None
-    if not isinstance(said, dict) or not isinstance(said.get("_class_name"), str):
+    said: dict[str, Any] = without_links(read_configuration(name, where))
+    if not isinstance(said.get("_class_name"), str):
         raise ModelError(f'{name}: it names no class; add one, like "_class_name": "UNet2DConditionModel"')
     return said
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.models.configuration import AUTO_MAP, read_configuration, without_links
 from pytest_gpumem.models.errors import WRITE, ModelError
 from pytest_gpumem.models.library import library_of
 from pytest_gpumem.models.named_model import NamedModel
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.name import BatchSize, ModelName
     from pytest_gpumem.models.task import Task
 
+CONFIG = "config.json"
+_OF_TIMM = "pretrained_cfg"
+"""The key by which transformers knows a configuration in timm's form, which has no ``model_type``."""
 _MAPPINGS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "MASKED_LM", "CTC")
 """Kinds of transformers' models, of which the first is taken where a configuration names no class."""
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
@@ -80,26 +87,45 @@ def _search_greedily(transformers: Any, model: Any) -> None:
 
 
 def _configuration(transformers: Any, name: ModelName) -> Any:
-    where = name.path
-    path = str(where) if where.exists() else name.name
-    if where.is_dir() and not (where / "config.json").is_file():
-        raise ModelError(f"{name}: there is no config.json in this folder")
+    file = name.path
+    if not file.exists():
+        file = _fetched(transformers, name)
+    elif file.is_dir():
+        file = file / CONFIG
+        if not file.is_file():
+            raise ModelError(f"{name}: there is no {CONFIG} in this folder")
+    values = read_configuration(name, file)
+    if AUTO_MAP in values and values.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ModelError(
+            f"{name}: its configuration needs code of its own (trust_remote_code), which is not run; {WRITE}"
+        )
+    if "model_type" not in values and _OF_TIMM not in values:
+        raise ModelError(f'{name}: the configuration names no model; add one to {CONFIG}, like "model_type": "llama"')
+    # transformers reads the checked values from a folder. The hub could answer a second request in another way.
+    with TemporaryDirectory(prefix="gpumem-config-") as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(without_links(values)), encoding="utf-8")
+        try:
+            return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # noqa: BLE001, each class of configurations checks its values in its own way
+            text = " ".join(str(error).replace(folder, str(name)).split())
+            raise ModelError(f"{name}: {text or type(error).__name__}") from None
+
+
+def _fetched(transformers: Any, name: ModelName) -> Path:
+    """Return the file in the hub's cache, downloaded if it is not there."""
     try:
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001, each class of configurations checks its values in its own way
-        text = str(error)
-        if "trust_remote_code" in text:
-            raise ModelError(
-                f"{name}: its configuration needs code of its own (trust_remote_code), which is not run; {WRITE}"
-            ) from None
-        raise ModelError(f"{name}: {' '.join(text.split()) or type(error).__name__}") from None
+        return Path(transformers.utils.cached_file(name.name, CONFIG))
+    except Exception as error:  # noqa: BLE001, from the network, the hub or the cache
+        raise ModelError(f"{name}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
 
 def _class_of(transformers: Any, name: ModelName, config: Any) -> Any:
-    names = config.architectures or ()
-    for one in names:
-        if (found := getattr(transformers, one, None)) is not None:
-            return found
+    """Return the model class. A name can only choose among the model classes in transformers, for example no pipeline."""
+    names = [each for each in config.architectures or () if isinstance(each, str)]
+    for each in names:
+        model_class = getattr(transformers, each, None)
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            return model_class
     if names:
         raise ModelError(f"{name}: transformers {transformers.__version__} has no class {', '.join(names)}")
     for kind in _MAPPINGS:

@@ -14,6 +14,8 @@ _LIVE = re.compile(r"[@#$]|GH(?=-\d)|(?::(?=[\w+-]+:))", re.IGNORECASE)
 
 An element of its own keeps it apart from what follows, as GitHub's documentation shows for the dollar sign.
 """
+_AT_THE_START = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
+"""The beginning of a list, ``- a`` and ``1. a``, and a line that draws a rule or underlines a title: ``---``, ``===``."""
 _ADDRESS = re.compile(r"(:)(?=//)|((?<=www)\.)", re.IGNORECASE)
 
 
@@ -59,6 +61,7 @@ def html_code(text: str) -> str:
 def plain(text: str) -> str:
     """Return ``text`` on one line, without any markup, mention or address in it taking effect."""
     escaped = _MARKUP.sub(r"\\\1", html.escape(visible(one_line(text)), quote=False))
+    escaped = _AT_THE_START.sub(r"\1\\\2", escaped)
     escaped = _ADDRESS.sub(lambda found: f"\\{found.group()}", escaped)
     # The entities that `html.escape` made have no "#" in them.
     return _LIVE.sub(lambda found: f"<span>{found.group()}</span>", escaped)

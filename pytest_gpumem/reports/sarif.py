@@ -24,13 +24,15 @@ MOST_RELATED = 20
 """Related lines of a result: a page of code scanning shows them one below the other."""
 ROOT = "%SRCROOT%"
 """The root directory, from which all files are named; GitHub's ``checkout_path`` says where in the repository it is."""
+_ACTIVE = re.compile(r"[\\\[\]]")
+"""Characters of embedded links, ``[text](target)``, in a message (section 3.11.6)."""
 _SITE = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
 
 
 def sarif(report: SessionReport) -> str:
     """Return a run of one tool with its rules, results, and the reasons of a red session beside its tests."""
     rows = [row for row in rows_of(report) if row.status.fails or row.status.words == Outcome.UNCERTAIN.words]
-    problems = [{"level": "error", "message": {"text": visible(one)}} for one in report.problems]
+    problems = [{"level": "error", "message": _message(visible(one))} for one in report.problems]
     run = {
         "tool": {
             "driver": {
@@ -57,6 +59,12 @@ def _rule(words: str) -> dict[str, Any]:
     }
 
 
+def _message(text: str) -> dict[str, str]:
+    r"""Return a message in which no text is a link or a placeholder: ``test_a[0](x)`` becomes ``test_a\[0\](x)``."""
+    # Section 3.11.5 doubles braces.
+    return {"text": _ACTIVE.sub(r"\\\g<0>", text).replace("{", "{{").replace("}", "}}")}
+
+
 def _rule_id(words: str) -> str:
     return f"gpumem/{words.replace(' ', '-')}"
 
@@ -68,7 +76,7 @@ def _result(row: ReportRow) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ruleId": _rule_id(row.status.words),
         "level": "error" if row.status.fails else "warning",
-        "message": {"text": f"{visible(row.title)}: {visible(text, keep=chr(10))}"},
+        "message": _message(f"{visible(row.title)}: {visible(text, keep=chr(10))}"),
         "locations": [_location(*first)],
         # The same test and the same outcome stay one alert, although lines move.
         "partialFingerprints": {"gpumemTest/v1": f"{visible(row.title)} {row.status.slug}"},

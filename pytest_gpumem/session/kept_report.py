@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
     from pytest_gpumem.reports.session_report import SessionReport
@@ -34,12 +34,6 @@ def keep(config: pytest.Config, report: SessionReport) -> None:
         write_whole(path, to_json(report))
 
 
-def kept_in(config: pytest.Config) -> Path | None:
-    """Return the file that `keep` writes, before pytest makes its cache; ``None`` where the cache is switched off.
-
-    A folder of ``Cache.mkdir`` lies in ``d`` of the folder that the setting ``cache_dir`` names.
-    """
-    if not config.pluginmanager.has_plugin("cacheprovider"):
-        return None
-    folder = os.path.expandvars(Path(str(config.getini("cache_dir"))).expanduser())
-    return config.rootpath / folder / "d" / _FOLDER / _FILE
+def kept_in(cache: Path) -> Path:
+    """Return the file that `keep` writes into pytest's cache. A folder from ``Cache.mkdir`` is in its folder ``d``."""
+    return cache / "d" / _FOLDER / _FILE

@@ -454,6 +454,6 @@ def test_a_model_that_cannot_be_fetched_is_told_in_a_sentence(monkeypatch):
     def offline(*_: object, **__: object) -> None:
         raise OSError("We couldn't connect to 'https://huggingface.co'\nCheck your internet connection")
 
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
+    monkeypatch.setattr(transformers.utils, "cached_file", offline)
     with pytest.raises(ModelError, match=r"^hf:gone/model: We couldn't connect to 'https://huggingface.co' Check your"):
         named_model(ModelName("hf", "gone/model"), None, TRAINING)

@@ -41,6 +41,40 @@ def test_no_text_becomes_markup_and_none_is_lost(text):
     assert page.text == f"{visible(text)}\n{visible(one_line(text))}\n{visible(text)}\n{lines}\n\n"
 
 
+STARTS = [
+    "- a",
+    "+ a",
+    "* a",
+    "1. a",
+    "2) a",
+    "-",
+    "1.",
+    "---",
+    "- - -",
+    "===",
+    "=",
+    "# a",
+    "> a",
+    "    a",
+    "[a]: b",
+    "+3 GB",
+    "-1 %",
+]
+
+
+@pytest.mark.parametrize("text", STARTS)
+def test_a_text_at_the_start_of_a_line_is_no_list_title_or_rule(text):
+    page = read(f"{plain(text)}\n\na\n{plain(text)}\n\n- {plain(text)}")
+    assert page.tags == ["p", "p", "ul", "li"]
+    assert page.text.split("\n")[0] == one_line(text)
+
+
+@given(st.text(st.sampled_from("-+=.)0123456789 #>*_~`a\t"), max_size=8))
+def test_any_text_at_the_start_of_a_line_is_a_paragraph(text):
+    page = read(plain(text))
+    assert page.tags == (["p"] if text.strip() else [])
+
+
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_a_table_has_its_cells_and_each_its_text(text):
     cell = code_in_table(text)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
 from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
+from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.sarif import MOST_RELATED, sarif
 from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row
 from pytest_gpumem.values.operator_counts import OperatorSite, Tally
@@ -19,6 +21,15 @@ from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak
 def run_of(report):
     (run,) = json.loads(sarif(report))["runs"]
     return run
+
+
+def shown(message):
+    """The text that a viewer shows of a message, by sections 3.11.5 and 3.11.6; a link or a placeholder is an error."""
+    text = message["text"]
+    assert re.search(r"(?<!\\)(\\\\)*\[.*(?<!\\)(\\\\)*\]\(", text, re.DOTALL) is None
+    assert "{" not in text.replace("{{", "")
+    assert "}" not in text.replace("}}", "")
+    return re.sub(r"\\([\\\[\]])", r"\1", text).replace("{{", "{").replace("}}", "}")
 
 
 def places(located):
@@ -115,6 +126,23 @@ def test_any_text_is_written_as_text(text):
     read = json.dumps(run_of(everything(text)), ensure_ascii=False)
     assert "\ud800" not in read
     assert "\x1b" not in read
+
+
+@pytest.mark.parametrize(
+    "text", [*TEXTS.values(), "test_a[0](https://evil.example)", "a{0}b", "\\[x](1)", "\\\\[x\\](1)"]
+)
+def test_no_text_is_a_link_or_a_placeholder_in_a_message(text):
+    run = run_of(everything(text))
+    told = [one["message"] for one in run["invocations"][0]["toolExecutionNotifications"]]
+    texts = [shown(message) for message in (*told, *(one["message"] for one in run["results"]))]
+    assert any(visible(text, keep="\n") in one for one in texts)
+
+
+def test_a_parametrised_id_keeps_its_brackets_in_a_message():
+    failed = replace(REGRESSED, verdict=replace(REGRESSED.verdict, test="test_b[amp](x)", failure="it grew"))
+    (one,) = run_of(session(failed))["results"]
+    assert one["message"]["text"] == "tests/test_gpt.py::test_b\\[amp\\](x): it grew"
+    assert shown(one["message"]) == "tests/test_gpt.py::test_b[amp](x): it grew"
 
 
 def test_a_file_with_spaces_is_an_address():
