@@ -106,6 +106,11 @@ class PartTable:
         together = " together" if self.changes or not self.of_blocks else ""
         return f"{self.others}: {self.rest}{together}" if self.others else ""
 
+    @property
+    def last(self) -> tuple[str, ...]:
+        """Sentences for the end of the table in text: what the others make up, and the note."""
+        return tuple(filter(None, [self.rest_line, self.note and f"note: {self.note}"]))
+
 
 def composition_table(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> PartTable:
     """Return the largest rows of a composition, whose bytes are never more than its total."""
@@ -294,9 +299,8 @@ def part_layout(table: PartTable, indent: int = 0) -> Table:
 
 
 def part_lines(table: PartTable) -> list[str]:
-    """Return a table as lines of text, with the sentences before it, what the others make up, and its note."""
-    rest = [table.rest_line] if table.others else []
-    return [*table.first, *plain_lines(part_layout(table)), *rest, *([f"note: {table.note}"] if table.note else [])]
+    """Return a table as lines of text, with the sentences before and after it."""
+    return [*table.first, *plain_lines(part_layout(table)), *table.last]
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,8 +225,8 @@ def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
         found += map(plain, one.table.first)
         if one.table.parts or one.table.changes:
             found.append(_part_table(one.table))
-        if one.lines:
-            found.append("\n".join(f"- {plain(line)}" for line in one.lines))
+        if one.lines or one.notes:
+            found.append("\n".join(f"- {plain(line)}" for line in (*one.lines, *one.notes)))
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict
 from pytest_gpumem.reports.escaping import one_line, visible
+from pytest_gpumem.reports.explanation import FILLED_ONCE
 from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_COMMENT, markdown
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Stored, Terms
@@ -100,7 +101,8 @@ def test_a_test_over_budget_shows_what_is_at_its_peak_and_has_nothing_to_accept(
     assert ["what is there at the peak", "bytes", "module", "line", "operator", "tensors"] in cells(text)
     assert ["activations", "5.00 GB", "x", "x (from x)", "x", "24 x x"] in cells(text)
     assert ["the rest", "1.00 GB", "", "", "", ""] in cells(text)
-    assert "accept" not in text
+    assert "To accept it" not in text
+    assert f"- {FILLED_ONCE}" in text
 
 
 @pytest.mark.parametrize(
