@@ -172,7 +172,7 @@ def test_a_log_gets_whole_lines_although_the_program_writes_in_between(ran):
     _, comes = ran
 
     def noisy(_stop: Stop) -> ProgramRun:
-        print("UserWarning: slow", file=sys.stderr)
+        sys.stderr.write("UserWarning: slow\n")
         return fitting(GB)
 
     comes["l4"] = noisy

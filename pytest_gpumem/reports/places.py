@@ -81,7 +81,7 @@ def _first_row(verdict: Verdict, metrics: list[str], units: UnitSystem) -> First
         kept = listed_rows(explanation.retained)[:1]
         for row in kept:
             held = "; ".join(holder_lines(explanation.holders, units))
-            what = f"{_bytes_of(row, units)}{_place_text(row, row.path)}, kept after the step"
+            what = f"{_bytes_of(row, units)}{_place_text(row, row.path)}, kept afterwards"
             return FirstRow(f"{what}: {held}" if held else what, _place_of(row))
     if any(METRICS[name].peak for name in metrics):
         if growth is not None and growth.nbytes > 0:
@@ -104,11 +104,16 @@ def _first_change(change: Change, units: UnitSystem) -> FirstRow:
         return FirstRow(f"{grown} of {alternatives_title(change)}, the largest{_place_text(change.alternatives[0])}")
     reason = f": {change.reason}" if change.reason else ""
     row = change.row
-    return FirstRow(f"{grown} {category_of(row)}{_place_text(row, row.path)}{reason}", _place_of(row))
+    return FirstRow(f"{grown}{_named(row)}{_place_text(row, row.path)}{reason}", _place_of(row))
 
 
 def _bytes_of(row: Row, units: UnitSystem) -> str:
-    return f"{format_bytes(row.nbytes, units)} {category_of(row)}"
+    return f"{format_bytes(row.nbytes, units)}{_named(row)}"
+
+
+def _named(row: Row) -> str:
+    """Return `` activations``; nothing for what has no better name than ``other``."""
+    return "" if row.category == "other" else f" {category_of(row)}"
 
 
 def _place_text(place: Row | OperatorSite, module: str = "", operator: str = "") -> str:

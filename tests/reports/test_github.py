@@ -219,7 +219,7 @@ def test_what_is_kept_is_annotated_with_its_holder_and_more_work_with_its_count(
             "libs/cache.py",
             "5",
             (
-                "1.00 GB activations at cache.py:5, by _softmax in net.attn, kept after the step: "
+                "1.00 GB activations at cache.py:5, by _softmax in net.attn, kept afterwards: "
                 "kept in: cache.kept[...]\ntests/test_gpt.py::test_a: it kept"
             ),
         ),

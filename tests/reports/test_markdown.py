@@ -136,7 +136,7 @@ FEW = Explanation(Composition(GB, (ROW,)), Composition(GB, (ROW,)))
         ),
         (
             measured(MetricVerdict("retained", Outcome.OVER_BUDGET, GB, budget=1), measurement={"explanation": FEW}),
-            "1.00 GB activations at peft 0.17: layer.py:3, by mul in net, kept after the step",
+            "1.00 GB activations at peft 0.17: layer.py:3, by mul in net, kept afterwards",
         ),
         (
             measured(
