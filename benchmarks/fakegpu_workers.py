@@ -64,7 +64,9 @@ class Worker:
         return cls(name, tuple(arguments), ranks)
 
     def peaks(self, sources: Path, gpu: str, model: Path, scratch: Path) -> dict[str, int]:
-        """Run it in a checkout of FakeGPU, and return its figures; of several ranks the largest.
+        """Run it in a checkout of FakeGPU, and return its peaks; of several ranks the largest.
+
+        ``graph_peak_allocated``, of workers of several ranks only, is that of forward and backward.
 
         Raises:
             RuntimeError: It failed; with what it wrote.
@@ -81,9 +83,9 @@ class Worker:
         reports = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(scratch.glob("rank_*.json"))]
         phases = [one["memory_phases"] for one in reports]
         return {
-            name: max(one[f"{name}_bytes"] for one in phases)
-            for name in ("overall_peak", "graph_peak", "forward_peak", "backward_peak", "optimizer_peak")
-            if f"{name}_bytes" in phases[0]
+            metric: max(one[key] for one in phases)
+            for metric, key in (("peak_allocated", "overall_peak_bytes"), ("graph_peak_allocated", "graph_peak_bytes"))
+            if key in phases[0]
         }
 
 

@@ -231,8 +231,7 @@ def compare_fakegpu(options: argparse.Namespace) -> tuple[list[Compared], list[C
             peaks = worker.peaks(options.sources.resolve(), gpu, models[model], Path(scratch, "reports"))
             figures = {row["metric"]: Figure.read(row) for row in same}
             for metric, figure in figures.items():
-                emulated = peaks["graph_peak" if metric.startswith("graph") else "overall_peak"]
-                compared.append(Compared(f"{name} ({gpu})", metric, emulated, figure))
+                compared.append(Compared(f"{name} ({gpu})", metric, peaks[metric], figure))
                 print(*compared[-1].cells(), sep="  ", flush=True)
             published = {
                 metric: f"{figure.value:.{figure.digits}f} {figure.unit}" for metric, figure in figures.items()
