@@ -31,7 +31,7 @@ STEPS = 3
 BASELINE_LENGTH = 256
 """Tokens of a text that is not packed. Up to 640 the peak is that of the backward's end, which has no activations."""
 NEEDS = {
-    "torchtune": "torch===2.7.1 triton==3.3.1 torchtune==0.4.0 torchao==0.6.1 (--no-deps), datasets omegaconf psutil pillow "
+    "torchtune": "torch===2.7.1 triton==3.3.1 torchtune==0.4.0 torchao==0.7.0 (--no-deps), datasets omegaconf psutil pillow "
     "tiktoken sentencepiece blobfile; "
     "not torch 2.6, whose flex attention has no backward for heads of 128 (pytorch issue 146260)",
     "peft": "torch===2.13.0 peft (--no-deps; published with d787f51b), transformers==5.13.1 accelerate",

@@ -80,11 +80,11 @@ def default_branch(folder: Path) -> str:
 
 
 def changed_files(folder: Path, base: str) -> frozenset[str] | None:
-    """Return the files within ``folder`` that a pull request changes, given from there.
+    """Return the files in a pull request's diff, relative to ``folder``; files outside ``folder`` are left out.
 
     Args:
         folder: A folder in a checkout of the pull request's branch, or of its merge into ``base``.
-        base: The branch that it is to be merged into: ``main``.
+        base: The branch to merge into. Example: ``main``.
 
     Returns:
         ``None`` if the clone has neither that branch of ``origin`` nor the merge's first parent.

@@ -166,9 +166,10 @@ class Verdict:
 
     @property
     def deciding(self) -> MetricVerdict | None:
-        """The metric that gives the measurement its outcome, or ``None`` if no metric changed.
+        """The metric with the measurement's outcome, or ``None`` if no metric changed.
 
-        Of several, the one that heads a failure. Example: ``retained``, of a test whose peak is as it was.
+        If several have it, this is the metric in a failure's headline. Example: ``retained`` if a test keeps more bytes and has
+        the same peak.
         """
         changed = (metric for metric in self.metrics if metric.outcome in CHANGED and metric.outcome is self.outcome)
         return min(changed, key=lambda metric: METRICS[metric.metric].precedence, default=None)

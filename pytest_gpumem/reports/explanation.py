@@ -108,7 +108,7 @@ class PartTable:
 
     @property
     def last(self) -> tuple[str, ...]:
-        """Sentences for the end of the table in text: what the others make up, and the note."""
+        """Sentences after the table in text: the sum of the others, and the note."""
         return tuple(filter(None, [self.rest_line, self.note and f"note: {self.note}"]))
 
 
@@ -138,7 +138,7 @@ def composition_table(title: str, composition: Composition, units: UnitSystem, m
 
 
 def listed_rows(composition: Composition) -> list[Row]:
-    """Return the rows that a table shows, the largest first: without the sums of smaller rows."""
+    """Return the rows for a table, the largest first, without sums of smaller rows."""
     # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
     return [row for row in composition.rows if row.operator != REST and row.nbytes > 0]
 
@@ -258,7 +258,7 @@ def _count_table(
 
 
 def ranked(tallies: Collection[Tally]) -> list[Tally]:
-    """Return the parts of a count, the largest first; before them those at changed lines that are a fair share of it."""
+    """Return a count's parts, the largest first. Parts at changed lines precede them if they are a fair share."""
     increase = sum(max(0, one.amount) for one in tallies)
 
     def rank(one: Tally) -> tuple[bool, int]:
@@ -285,7 +285,7 @@ def grown_counts(verdict: Verdict) -> list[str]:
 
 
 def category_of(row: Row) -> str:
-    """Return the plural of a row's category: ``activations``."""
+    """Return the name of a row's category: ``activations``."""
     category = PLURALS.get(row.category, row.category)
     if row.operator != REST:
         return category

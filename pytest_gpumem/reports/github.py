@@ -123,7 +123,7 @@ def _of_a_cause(
     folder: str,
     at_first_line: Callable[[ReportRow], Iterable[str]],
 ) -> Iterator[str]:
-    """Yield the annotation of a cause: at its line, or, if that is a package's or not known, where its first test has two."""
+    """Yield a cause's annotation at its line. If the project has no such line, annotate the first test's two places."""
     units = report.terms.units
     grown = f"{difference(cause.metric, cause.total, units)} {METRICS[cause.metric].title}"
     title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {found.measured} tests"
@@ -141,12 +141,12 @@ def _of_a_cause(
 
 
 def _at_first_line(row: ReportRow, units: UnitSystem, folder: str, can_show: Callable[[str], bool]) -> Iterator[str]:
-    """Yield the annotation at the line in the first row of a test's explanation, if GitHub can show it."""
+    """Yield an annotation at the line in the explanation's first row, if GitHub can show the file."""
     first = first_row(row, units)
-    if first is not None and first.grew_at is not None and can_show(first.grew_at[0]):
-        file, line = first.grew_at
+    if first is not None and first.place is not None and can_show(first.place[0]):
+        file, line = first.place
         where = {"file": f"{folder}{file}", "line": str(line)}
-        yield _of_a_test("error", row, f"{first.what}\n{row.title}: {row.headline}", folder, where)
+        yield _of_a_test("error", row, f"{first.text}\n{row.title}: {row.headline}", folder, where)
 
 
 def _of_a_test(kind: str, row: ReportRow, message: str, folder: str, where: Mapping[str, str] | None = None) -> str:
@@ -196,10 +196,10 @@ def folder_within(root: Path, workspace: str | None) -> str:
 
 
 def shown_files(root: Path, environment: Mapping[str, str]) -> Callable[[str], bool]:
-    """Return a function that tells whether GitHub can show an annotation on a file, which is given from ``root``.
+    """Return a predicate for files, relative to ``root``: can GitHub show an annotation on this file?
 
-    A pull request shows annotations in the files of its diff only. If git does not know the diff, as in a clone of depth 1,
-    any file of the checkout will do.
+    A pull request shows annotations on files in its diff. If git cannot compute the diff, for example in a clone of depth 1,
+    every file in the checkout is accepted.
     """
     base = environment.get("GITHUB_BASE_REF")
     diff = changed_files(root, base) if base else None

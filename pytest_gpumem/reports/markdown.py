@@ -272,7 +272,7 @@ def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]
         if row in folded:
             continue
         first = first_row(row, units)
-        lines = [code(row.title), plain(row.headline), *([] if first is None else [plain(first.what)])]
+        lines = [code(row.title), plain(row.headline), *([] if first is None else [plain(first.text)])]
         yield _Part(_FAILED, "a test that failed", f"❌ {_LINE_END.join(lines)}")
         figures = _figures(row, units)
         if figures:

@@ -106,9 +106,9 @@ def change(verdict: MetricVerdict, units: UnitSystem) -> str:
 
 
 def deciding_change(verdict: Verdict, units: UnitSystem) -> str:
-    """Return the change that a row of a measurement shows: of the peak, or with its name of the metric that decided.
+    """Return the change for a measurement's row: the deciding metric's, with its name unless it is the peak.
 
-    Examples: ``"+14.7 %"``, ``"retained +4.00 MB"``, and ``"retained 4.00 MB"`` of a metric that only has a budget.
+    Examples: ``"+14.7 %"``, ``"retained +4.00 MB"``, and ``"retained 4.00 MB"`` if the metric has a budget and no baseline.
     """
     metric = verdict.deciding or verdict.of("peak_allocated")
     if metric is None or metric.metric == "peak_allocated":
@@ -117,7 +117,7 @@ def deciding_change(verdict: Verdict, units: UnitSystem) -> str:
 
 
 def change_or_value(verdict: MetricVerdict, units: UnitSystem) -> str:
-    """Return the change against the baseline, or the value where there is none."""
+    """Return the change against the baseline, or the value if there is no baseline."""
     return change(verdict, units) or shown(verdict.metric, verdict.value, units, verdict.of)
 
 

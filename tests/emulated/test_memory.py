@@ -246,7 +246,7 @@ print(stats["requested_bytes.all.peak"], stats["allocated_bytes.all.peak"])
 """
 
 
-def test_the_order_of_ragged_batches_moves_what_is_allocated_and_not_what_is_requested(on_gpu):
+def test_the_order_of_ragged_batches_moves_allocated_and_not_requested_bytes(on_gpu):
     orders = ((100, 173, 57, 211, 140, 96), (96, 211, 57, 140, 173, 100))
     found = [on_gpu(RAGGED.format(lengths=lengths)).split() for lengths in orders]
     (requested, allocated), (requested_then, allocated_then) = (map(int, figures) for figures in found)

@@ -168,7 +168,7 @@ ACTIVATION = Row("activation", GB, "net.attn", "model.py:88", operator="_softmax
 IN_A_PACKAGE = replace(ACTIVATION, site="", library="peft 0.17: layer.py:3")
 
 
-def test_a_failing_test_is_also_an_error_at_the_line_in_the_first_row_of_its_explanation():
+def test_a_failing_test_is_also_an_error_at_the_first_line_that_explains_it():
     smaller = Change(None, replace(ACTIVATION, site="other.py:3"))
     failed = grown(Change(None, ACTIVATION, "was bfloat16, now float32"), smaller)
     lines = annotation_lines(session(OK, failed), "libs/", lambda file: file == "model.py")
@@ -227,7 +227,7 @@ def test_what_is_kept_is_annotated_with_its_holder_and_more_work_with_its_count(
     ]
 
 
-def test_what_is_only_uncertain_is_annotated_at_its_line_where_nothing_certain_failed():
+def test_an_uncertain_line_is_annotated_only_if_nothing_certain_failed():
     change = Change(None, ACTIVATION)
     unsure = result(
         measured(peak(Outcome.UNCERTAIN), difference=Difference(1, 2 * GB, (change,))), failure="may have grown"

@@ -92,7 +92,7 @@ def test_a_baseline_of_nothing_has_a_change_that_is_told_and_not_sorted_by():
     assert (row.cells[1].text, row.cells[1].sort) == ("+2.00 GB", None)
 
 
-def test_a_test_that_failed_by_a_metric_without_a_column_shows_that_in_place_of_the_peaks_change():
+def test_a_failed_metric_without_a_column_stands_in_place_of_the_peaks_change():
     kept = MetricVerdict("retained", Outcome.REGRESSED, 4 * GB, GB, 64_000)
     fallen = MetricVerdict("throughput", Outcome.OVER_BUDGET, 10, budget=20, of="steps")
     slower = MetricVerdict("step_time", Outcome.REGRESSED, 2, 1, 0.1)

@@ -63,7 +63,7 @@ class HtmlCell:
     sort: float | None = None
     bad: bool = False
     metric: str = ""
-    """The title of its metric, if that is not the column's."""
+    """Title of the cell's metric, if the column has another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class TestRow:
     part: str
     """The name of the measurement that the figures are of, where the test has several."""
     cells: tuple[HtmlCell, ...]
-    """Peak and its change, or that of the metric that decided; step time and its change."""
+    """Peak, change (the deciding metric's), step time, and its change."""
     panels: tuple[Panel, ...]
 
 
@@ -126,7 +126,7 @@ class Page:
     ranks: tuple[Sequence[str], Sequence[Sequence[str]]]
     """Titles and rows of the table of ranks' peaks; without rows in a session without ranks."""
     opened: str
-    """The anchor of the only test that failed, which is open at first; empty if none failed, or several did."""
+    """Anchor of the only failed test, which is open at first; empty if no test failed, or several."""
     matrices: tuple[MatrixView, ...]
     environments: tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]
     """Device, details and number of tests of each environment."""

@@ -74,9 +74,9 @@ class Panel:
     metrics: tuple[MetricRow, ...]
     origin: str
     changes: tuple[PartTable, ...]
-    """The tables that explain what changed: bytes that stay, the peak, and counts."""
+    """Tables for the metrics with a change: kept bytes, the peak, and counts."""
     compositions: tuple[PartTable, ...]
-    """The other tables: what the peak is made of, and what explains metrics that did not change."""
+    """The other tables, for example the peak's composition."""
     over_time: dict[str, Any] | None
     rounds: dict[str, Any] | None
     notes: tuple[str, ...]
@@ -159,7 +159,7 @@ def _multiple(ratio: float) -> str:
 
 
 def _compositions(verdict: Verdict, units: UnitSystem) -> tuple[list[PartTable], list[PartTable]]:
-    """Return the compositions that explain a metric which is worse, and the others."""
+    """Return the compositions for a metric with a worse value, and the other compositions."""
     explanation = verdict.measurement.explanation
     if explanation is None:
         return [], []
