@@ -240,6 +240,18 @@ def test_an_uncertain_line_is_annotated_only_if_nothing_certain_failed():
     assert at_line(beside) == []
 
 
+def test_a_cause_in_a_package_is_also_annotated_at_the_projects_line_that_reached_it():
+    reached = Change(None, replace(IN_A_PACKAGE, site="train.py:9"))
+    tests = [
+        replace(one, verdict=replace(one.verdict, test=name))
+        for name, one in zip("ab", [grown(reached)] * 2, strict=True)
+    ]
+    lines = annotation_lines(session(*tests), "libs/", lambda _file: True)
+    found = [properties for _, properties, _ in map(command, lines)]
+    assert [(one["file"], one["line"]) for one in found] == [("libs/tests/test_gpt.py", "7"), ("libs/train.py", "9")]
+    assert found[0]["title"].endswith("in 2 of 2 tests")
+
+
 @pytest.fixture
 def pull_request(tmp_path) -> Repository:
     """A project whose checkout is the merge of a pull request that changes ``libs/model.py``."""
