@@ -35,6 +35,7 @@ COUNTERS = ("requested", "allocated", "reserved")
 """Of a table of truth: what tensors asked for, the same in the allocator's blocks, and what it holds from the driver."""
 NEAR = 0.1
 """Percent."""
+HEADER = ("of", "metric", "figures", "equal", f"within {NEAR} %", "lowest", "highest", "farthest in")
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,19 @@ def pairs(real: Kept, emulated: Kept) -> Iterator[Pair]:
 
 
 def summary(found: Sequence[Pair]) -> Iterator[tuple[str, ...]]:
-    """A row for each kind of case and metric: figures, equal ones, near ones, and the farthest with its case."""
+    """Yield a row for each kind of case and metric: figures, equal ones, near ones, both ends, and the farthest one's case."""
     for kind, metric in dict.fromkeys((one.kind, one.metric) for one in found):
         those = [one for one in found if (one.kind, one.metric) == (kind, metric)]
         worst = max(those, key=lambda one: abs(one.percent))
         counts = (len(those), sum(not one.percent for one in those), sum(abs(one.percent) <= NEAR for one in those))
-        farthest = (f"{worst.percent:+.2f} %", worst.case) if worst.percent else ("", "")
-        yield (kind, metric, *map(str, counts), *farthest)
+        ends = min(one.percent for one in those), max(one.percent for one in those)
+        yield (
+            kind,
+            metric,
+            *map(str, counts),
+            *(f"{end:+.2f} %" if end else "" for end in ends),
+            worst.case if worst.percent else "",
+        )
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -149,7 +156,7 @@ def compare(options: argparse.Namespace) -> int:
         real, emulated = map(read, files)
         found = list(pairs(real, emulated))
         print(f"\n{files[1]} beside {files[0]}")
-        print_table(("of", "metric", "figures", "equal", f"within {NEAR} %", "farthest", "in"), summary(found))
+        print_table(HEADER, summary(found))
         if options.all:
             apart = sorted((one for one in found if one.percent), key=lambda one: -abs(one.percent))
             rows = [

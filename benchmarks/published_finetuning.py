@@ -1,4 +1,4 @@
-"""Peaks of torchtune's recipes and PEFT's methods on an emulated GPU beside those that their authors published.
+"""Peaks of torchtune's recipes, PEFT's methods and FakeGPU's workers on an emulated GPU beside published ones.
 
 Each suite needs its own packages, and says so where they are missing. Nothing that is printed as emulated was measured on a
 GPU; ``published/finetuning-peaks.csv`` has the published figures, each with its source.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 import csv
+import operator
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import fakegpu_workers
 from claims import Claim, conclude, print_table
 from emulated_child import run_child, serve
 from published_figures import HEADER, Compared, Figure, missing, write_results
@@ -28,11 +31,15 @@ STEPS = 3
 BASELINE_LENGTH = 256
 """Tokens of a text that is not packed. Up to 640 the peak is that of the backward's end, which has no activations."""
 NEEDS = {
-    "torchtune": "torch===2.7.1 triton==3.3.1 torchtune==0.4.0 torchao==0.6.1 (--no-deps), datasets omegaconf psutil pillow "
+    "torchtune": "torch===2.7.1 triton==3.3.1 torchtune==0.4.0 torchao==0.7.0 (--no-deps), datasets omegaconf psutil pillow "
     "tiktoken sentencepiece blobfile; "
     "not torch 2.6, whose flex attention has no backward for heads of 128 (pytorch issue 146260)",
     "peft": "torch===2.13.0 peft (--no-deps; published with d787f51b), transformers==5.13.1 accelerate",
+    "fakegpu": "torch===2.8.0 or torch===2.12.1 (rows of a GPU each) peft (--no-deps), transformers==5.12.1 accelerate, and "
+    "--sources: a checkout of github.com/FanBB2333/FakeGPU at 7d5cf83c",
 }
+PACKAGES = {"torchtune": "torchtune", "peft": "peft", "fakegpu": "peft"}
+"""A package that each suite needs besides torch."""
 FUSED = {"_component_": "torch.optim.AdamW", "lr": 2e-5, "fused": True}
 WHOLE_LOSS = {"_component_": "torch.nn.CrossEntropyLoss"}
 CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
@@ -146,7 +153,14 @@ def run_method(asked: dict[str, Any]) -> dict[int, dict[str, int]]:
     return peft_methods.run_method(asked)
 
 
-CHILDREN = {function.__name__: function for function in (run_recipe, run_method)}
+def write_model(asked: dict[str, Any]) -> None:
+    """Write a model for FakeGPU's workers in this process."""
+    import fakegpu_workers
+
+    fakegpu_workers.write_model(asked)
+
+
+CHILDREN = {function.__name__: function for function in (run_recipe, run_method, write_model)}
 
 
 def compare_torchtune(options: argparse.Namespace) -> tuple[list[Compared], list[Claim]]:
@@ -196,6 +210,42 @@ def compare_peft(options: argparse.Namespace) -> tuple[list[Compared], list[Clai
     return compared, [*claims, Claim("neighbours in another order than published", swapped, 0)]
 
 
+def compare_fakegpu(options: argparse.Namespace) -> tuple[list[Compared], list[Claim]]:
+    """Run FakeGPU's workers for the rows that were published with the release of torch that is installed."""
+    release = version("torch").partition("+")[0]
+    with PUBLISHED.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if "FakeGPU" in row["source"] and row["torch"].startswith(release)]
+    compared = []
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        models: dict[str, Path] = {}
+        for (model, config, card), same in groupby(rows, key=operator.itemgetter("model", "config", "gpu")):
+            name, gpu = f"{model} {config}", fakegpu_workers.GPUS[card]
+            if options.only not in name:
+                continue
+            if model not in models:
+                models[model] = Path(scratch, model)
+                asked = {"do": "write_model", "gpu": gpu, "values": True, "model": model, "folder": str(models[model])}
+                run_child(Path(__file__), asked, os.environ, CASE_SECONDS)
+            worker = fakegpu_workers.Worker.parse(config)
+            peaks = worker.peaks(options.sources.resolve(), gpu, models[model], Path(scratch, "reports"))
+            figures = {row["metric"]: Figure.read(row) for row in same}
+            for metric, figure in figures.items():
+                compared.append(Compared(f"{name} ({gpu})", metric, peaks[metric], figure))
+                print(*compared[-1].cells(), sep="  ", flush=True)
+            published = {
+                metric: f"{figure.value:.{figure.digits}f} {figure.unit}" for metric, figure in figures.items()
+            }
+            results.setdefault(gpu, {})[name] = {"published": published, "emulated": peaks}
+    if not options.only:
+        for gpu, found in results.items():
+            write_results(options.out, gpu, "fakegpu", ("torch", "peft", "transformers"), found)
+    return compared, [Claim(f"{one.name}, {one.metric}: percent off", one.off, 0.5) for one in compared]
+
+
+COMPARISONS = {"torchtune": compare_torchtune, "peft": compare_peft, "fakegpu": compare_fakegpu}
+
+
 def main() -> int:
     """Run the rows, print the emulated peaks beside the published ones, and tell whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -206,14 +256,17 @@ def main() -> int:
         action="store_true",
         help="compile the last norm, too, where layers are compiled; nothing is written",
     )
+    parser.add_argument("--sources", type=Path, help="the checkout of FakeGPU")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder of results")
     parser.add_argument("--do", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.do:
         serve(options.do, CHILDREN)
-    if lack := missing(options.suite, NEEDS[options.suite]):
+    if lack := missing(PACKAGES[options.suite], NEEDS[options.suite]):
         parser.error(lack)
-    compared, claims = (compare_torchtune if options.suite == "torchtune" else compare_peft)(options)
+    if options.suite == "fakegpu" and options.sources is None:
+        parser.error(f"fakegpu needs: {NEEDS['fakegpu']}")
+    compared, claims = COMPARISONS[options.suite](options)
     print(f"\nEmulated, torch {version('torch')}\n")
     print_table(HEADER, [one.cells() for one in compared])
     return conclude(claims, check=True)

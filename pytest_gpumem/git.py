@@ -79,6 +79,30 @@ def default_branch(folder: Path) -> str:
     return USUAL_BRANCH
 
 
+def changed_files(folder: Path, base: str) -> frozenset[str] | None:
+    """Return the files in a pull request's diff, relative to ``folder``; files outside ``folder`` are left out.
+
+    Args:
+        folder: A folder in a checkout of the pull request's branch, or of its merge into ``base``.
+        base: The branch to merge into. Example: ``main``.
+
+    Returns:
+        ``None`` if the clone has neither that branch of ``origin`` nor the merge's first parent.
+    """
+    with suppress(GitError):
+        return _differing(folder, f"refs/remotes/origin/{base}...HEAD")
+    with suppress(GitError):
+        # `actions/checkout` fetches the merge alone, whose first parent is the branch. With `fetch-depth: 2` that is there.
+        git(folder, "rev-parse", "--verify", "--quiet", "HEAD^2")
+        return _differing(folder, "HEAD^1", "HEAD")
+    return None
+
+
+def _differing(folder: Path, *revisions: str) -> frozenset[str]:
+    names = git(folder, "diff", "--name-only", "--relative", "--no-ext-diff", "-z", *revisions, "--")
+    return frozenset(filter(None, names.split("\0")))
+
+
 def contents(folder: Path, objects: Iterable[str]) -> dict[str, bytes]:
     """Return the bytes of each of the blobs with these full names (40 or 64 hex digits). Raises `GitError`."""
     names = list(dict.fromkeys(objects))

@@ -138,7 +138,8 @@ class Project:
         self._pytester = pytester
         self.path: Path = pytester.path
         self.plugins: list[str] = []
-        """Modules of other plugins that its tests need, where the run is alone with this one."""
+        """Modules of other plugins that its tests need. Only a run without autoload gets them by ``-p``, as pytest refuses a
+        plugin that it has loaded under the name of its entry point."""
 
     def write(self, source: str, name: str = "test_it.py") -> None:
         """Write a file; ``torch`` and ``pytest`` are imported."""
@@ -157,14 +158,14 @@ class Project:
         Steps are ``timed`` only where a test says so: what the suite's machine does meanwhile would be in every verdict.
         """
         self._drop_bytecode()
-        command = [*_LEFT_OUT, *(f"-p{name}" for name in self.plugins), *args]
+        is_alone = not new and not any(one.startswith("-n") for one in args)
+        command = [*_LEFT_OUT, *(f"-p{name}" for name in self.plugins if is_alone), *args]
         if not timed:
             command.append("--no-gpumem-time")
         if device is not None:
             command.append(f"--gpumem-device={device}")
         if new:
             return self._pytester.runpytest_subprocess(*command)
-        is_alone = not any(one.startswith("-n") for one in args)
         if separate:
             variables = preloaded.ALONE if is_alone else {}
             return preloaded.run_pytest(self.path, *command, env={**os.environ, **variables}, before=_hiding())

@@ -229,6 +229,18 @@ def peaks(project):
     return {key.test: int(entry.metrics["peak_allocated"]) for key, entry in parse(text, "test_it.py").items()}
 
 
+def test_a_test_whose_peak_is_as_it_was_is_told_with_what_changed(project):
+    source = "KEPT = []\n\n@pytest.mark.gpumem\ndef test_a():\n    both = torch.zeros({}), torch.zeros({})\n"
+    source += "    KEPT.append(both[0])\n"
+    project.write(source.format(1_000_000, 2_000_000))
+    project.run("--gpumem-update=new")
+    project.write(source.format(2_000_000, 1_000_000))
+    gated(project)
+    assert accept("report.json").splitlines()[0] == (
+        "accepted test_it.py::test_a (call) on cpu-x86_64: peak 12.00 MB, was 12.00 MB; retained 8.00 MB, was 4.00 MB"
+    )
+
+
 def test_each_test_is_told_with_its_figures_and_all_are_accounted_for(grown):
     output = accept("report.json", "--reason", "wider")
     assert output.splitlines()[0] == ("accepted test_it.py::test_a (call) on cpu-x86_64: peak 8.00 MB, was 4.00 MB")

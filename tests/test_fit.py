@@ -168,6 +168,18 @@ def test_after_the_first_so_many_run_at_a_time_as_jobs_says(ran):
     assert fit(*FOUR, "train.py").stdout == result.stdout
 
 
+def test_a_log_gets_whole_lines_although_the_program_writes_in_between(ran):
+    _, comes = ran
+
+    def noisy(_stop: Stop) -> ProgramRun:
+        sys.stderr.write("UserWarning: slow\n")
+        return fitting(GB)
+
+    comes["l4"] = noisy
+    told = fit("--device", "l4", "train.py").stderr.splitlines()
+    assert told[:2] == ["UserWarning: slow", "[1/1] L4 (emulated) ... fits, 1.00 GB reserved"]
+
+
 def test_nothing_is_begun_after_ctrl_c(ran):
     called, comes = ran
 

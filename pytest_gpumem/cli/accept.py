@@ -25,6 +25,7 @@ from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.kinds import LINE
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.git import commit_of
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.causes import cause_cells, causes_in
 from pytest_gpumem.reports.values import shown
 from pytest_gpumem.reports.view import why_failed
@@ -266,15 +267,18 @@ def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
     assert changes is not None, "only of tests that change the store"
     for key, entry in changes.entries.items():
         was = changes.stored[key]
-        now = shown("peak_allocated", entry.metrics["peak_allocated"], units)
-        before = (
-            f"was {shown('peak_allocated', was.metrics['peak_allocated'], units)}"
-            if isinstance(was, Baseline)
-            else "new"
-        )
-        yield f"{key} on {entry.environment.slug}: peak {now}, {before}"
+        old = was.metrics if isinstance(was, Baseline) else {}
+        deciding = changes.measured[key][0].deciding
+        names = dict.fromkeys(("peak_allocated", *([] if deciding is None else [deciding.metric])))
+        figures = [_figure(name, entry.metrics[name], old.get(name), units) for name in names if name in entry.metrics]
+        yield f"{key} on {entry.environment.slug}: {'; '.join(figures)}"
     for slug, key in changes.gone:
         yield f"{key} on {slug}: removed, its test no longer takes it"
+
+
+def _figure(metric: str, now: float, old: float | None, units: UnitSystem) -> str:
+    title = "peak" if metric == "peak_allocated" else METRICS[metric].title
+    return f"{title} {shown(metric, now, units)}, {'new' if old is None else f'was {shown(metric, old, units)}'}"
 
 
 def _accounting(

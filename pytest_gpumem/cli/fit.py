@@ -17,6 +17,7 @@ from pytest_gpumem.cli.jobs import jobs_option, most_jobs
 from pytest_gpumem.cli.project import own_gpus_around
 from pytest_gpumem.cli.streams import (
     InputError,
+    WholeLines,
     WholeNumber,
     format_option,
     input_errors,
@@ -143,15 +144,16 @@ def _try_all(
         stop.check()
         how = " with expandable segments" if more else ""
         begun = f"[{gpus.index(gpu) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){how} ... "
+        line = WholeLines()
         # Lines of several that run at the same time would be mixed.
         if jobs == 1:
-            click.echo(begun, nl=False, err=True)
+            line.write(begun)
         try:
             run = runs.on(gpu, more)
         except OSError as error:
             raise InputError(f"{program}: {error.strerror or error}") from None
         one = found_of(run, gpu, CONTEXT_BYTES)
-        click.echo(("" if jobs == 1 else begun) + progress(one, str(Path.cwd())), err=True)
+        line.write(f"{'' if jobs == 1 else begun}{progress(one, str(Path.cwd()))}\n")
         return one
 
     def complete(gpu: Gpu, plain: Found) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.gate.difference import Difference
 from pytest_gpumem.measurement import Measurement, changed_releases
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.values.operator_counts import Tallies
 from pytest_gpumem.values.plain import KEY
 
@@ -162,6 +163,16 @@ class Verdict:
             **({} if self.origin.torch == UNKNOWN_RELEASE else {"torch": self.origin.torch}),
         }
         return changed_releases(then, self.measurement.environment.releases)
+
+    @property
+    def deciding(self) -> MetricVerdict | None:
+        """The metric with the measurement's outcome, or ``None`` if no metric changed.
+
+        If several have it, this is the metric in a failure's headline. Example: ``retained`` if a test keeps more bytes and has
+        the same peak.
+        """
+        changed = (metric for metric in self.metrics if metric.outcome in CHANGED and metric.outcome is self.outcome)
+        return min(changed, key=lambda metric: METRICS[metric.metric].precedence, default=None)
 
     def of(self, name: str) -> MetricVerdict | None:
         """Return the verdict on the metric called ``name``, or ``None`` if it was not measured."""

@@ -106,11 +106,15 @@ class PartTable:
         together = " together" if self.changes or not self.of_blocks else ""
         return f"{self.others}: {self.rest}{together}" if self.others else ""
 
+    @property
+    def last(self) -> tuple[str, ...]:
+        """Sentences after the table in text: the sum of the others, and the note."""
+        return tuple(filter(None, [self.rest_line, self.note and f"note: {self.note}"]))
+
 
 def composition_table(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> PartTable:
     """Return the largest rows of a composition, whose bytes are never more than its total."""
-    # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
-    listed = [row for row in composition.rows if row.operator != REST and row.nbytes > 0][:most]
+    listed = listed_rows(composition)[:most]
     rest = composition.total - sum(row.nbytes for row in listed)
     rows = _without_bytes(listed, max(0, -rest))
     note = (
@@ -120,7 +124,7 @@ def composition_table(title: str, composition: Composition, units: UnitSystem, m
     largest = max((row.nbytes for row in rows), default=0)
     parts = (
         Part(
-            _category_of(row),
+            category_of(row),
             (format_bytes(row.nbytes, units),),
             _places_of(row),
             share=max(0.0, row.nbytes / largest) if largest else 0.0,
@@ -131,6 +135,12 @@ def composition_table(title: str, composition: Composition, units: UnitSystem, m
     return PartTable(
         title, ("bytes",), tuple(parts), "the rest" if rest else "", format_bytes(rest, units) if rest else "", note
     )
+
+
+def listed_rows(composition: Composition) -> list[Row]:
+    """Return the rows for a table, the largest first, without sums of smaller rows."""
+    # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
+    return [row for row in composition.rows if row.operator != REST and row.nbytes > 0]
 
 
 def _without_bytes(rows: Iterable[Row], nbytes: int) -> list[Row]:
@@ -166,7 +176,7 @@ def _parts_of(change: Change, units: UnitSystem, largest: int) -> Iterator[Part]
     """Yield the part for a change, then a part for each alternative."""
     alternatives = change.alternatives
     yield Part(
-        _alternatives_title(change) if alternatives else _category_of(change.row),
+        alternatives_title(change) if alternatives else category_of(change.row),
         (
             *("" if row is None else format_bytes(row.nbytes, units) for row in (change.before, change.after)),
             format_bytes_change(change.nbytes, units),
@@ -177,13 +187,13 @@ def _parts_of(change: Change, units: UnitSystem, largest: int) -> Iterator[Part]
         "shrank" if change.nbytes < 0 else "grew",
     )
     for row in alternatives[:MOST_ROWS]:
-        yield Part(f"- {_category_of(row)}", ("", format_bytes(row.nbytes, units), ""), _places_of(row))
+        yield Part(f"- {category_of(row)}", ("", format_bytes(row.nbytes, units), ""), _places_of(row))
     others = len(alternatives) - MOST_ROWS
     if others > 0:
         yield Part(f"- {counted(others, 'other row')}", ("", "", ""), ("", "", "", ""))
 
 
-def _alternatives_title(change: Change) -> str:
+def alternatives_title(change: Change) -> str:
     """Return a title. Example: ``one of these 2 rows``, if each row may have grown alone."""
     number = len(change.alternatives)
     if all(row.nbytes >= MAY_BE_ALL * change.nbytes for row in change.alternatives):
@@ -221,13 +231,7 @@ def _count_table(
     *,
     tells_lines: bool = False,
 ) -> PartTable:
-    increase = sum(max(0, one.amount) for one in tallies)
-
-    def rank(one: Tally) -> tuple[bool, int]:
-        named_first = one.place.reason.startswith(CHANGED_LINE) and one.amount >= LEAST_SHARE * increase
-        return not named_first, -one.amount
-
-    largest_first = sorted(tallies, key=rank)[:most]
+    largest_first = ranked(tallies)[:most]
     largest = max((abs(one.amount) for one in largest_first), default=1)
     others = len(tallies) - len(largest_first)
     text_of = shown if note else difference
@@ -253,6 +257,17 @@ def _count_table(
     )
 
 
+def ranked(tallies: Collection[Tally]) -> list[Tally]:
+    """Return a count's parts, the largest first. Parts at changed lines precede them if they are a fair share."""
+    increase = sum(max(0, one.amount) for one in tallies)
+
+    def rank(one: Tally) -> tuple[bool, int]:
+        named_first = one.place.reason.startswith(CHANGED_LINE) and one.amount >= LEAST_SHARE * increase
+        return not named_first, -one.amount
+
+    return sorted(tallies, key=rank)
+
+
 def _tells_lines(tallies: Collection[Tally]) -> bool:
     return any(one.place != NOWHERE for one in tallies)
 
@@ -269,7 +284,8 @@ def grown_counts(verdict: Verdict) -> list[str]:
     return [one.metric for one in verdict.metrics if one.metric in MADE_OF_OPERATORS and one.outcome in beyond]
 
 
-def _category_of(row: Row) -> str:
+def category_of(row: Row) -> str:
+    """Return the name of a row's category: ``activations``."""
     category = PLURALS.get(row.category, row.category)
     if row.operator != REST:
         return category
@@ -294,9 +310,8 @@ def part_layout(table: PartTable, indent: int = 0) -> Table:
 
 
 def part_lines(table: PartTable) -> list[str]:
-    """Return a table as lines of text, with the sentences before it, what the others make up, and its note."""
-    rest = [table.rest_line] if table.others else []
-    return [*table.first, *plain_lines(part_layout(table)), *rest, *([f"note: {table.note}"] if table.note else [])]
+    """Return a table as lines of text, with the sentences before and after it."""
+    return [*table.first, *plain_lines(part_layout(table)), *table.last]
 
 
 @dataclass(frozen=True, slots=True)

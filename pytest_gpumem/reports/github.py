@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.git import changed_files
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.causes import causes_in, name_of
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_SUMMARY, markdown
+from pytest_gpumem.reports.places import first_row
 from pytest_gpumem.reports.told_causes import explained_by_causes
 from pytest_gpumem.reports.values import difference
 from pytest_gpumem.reports.view import rows_of
 from pytest_gpumem.values.source_lines import file_and_line, package_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.gate.causes import Cause
     from pytest_gpumem.reports.causes import CausesOf
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import ReportRow
+    from pytest_gpumem.units import UnitSystem
 
 MOST_ANNOTATIONS = 10
 """The most annotations of a kind that GitHub shows of a step:
@@ -38,21 +42,42 @@ def is_github(environment: Mapping[str, str]) -> bool:
     return environment.get("GITHUB_ACTIONS") == "true"
 
 
-def annotation_lines(report: SessionReport, folder: str = "") -> list[str]:
+def annotation_lines(
+    report: SessionReport, folder: str = "", can_show: Callable[[str], bool] = lambda _file: False
+) -> list[str]:
     """Return lines that the runner turns into annotations, errors before warnings, the most serious first.
 
     Errors are what makes the session red, warnings what is uncertain or has no effect. Tests that fail by the same causes have
-    an annotation for each cause, at its line. Of more than `MOST_ANNOTATIONS` of a kind, the last counts the others. ``folder``
-    is the root directory as seen from the repository's root.
+    an annotation for each cause, at its line. Any other failed test has an annotation at its function. A pull request rarely
+    changes that file, so the test has a second annotation at the line in the first row of its explanation.
+
+    Args:
+        report: The session.
+        folder: The root directory as seen from the repository's root: ``"libs/model/"``.
+        can_show: Returns whether GitHub can show an annotation on a file, which is given from the root directory.
+
+    Returns:
+        At most `MOST_ANNOTATIONS` of a kind. If there are more, the last counts the others.
     """
     failed = sorted((row for row in rows_of(report) if row.status.fails), key=_seriousness, reverse=True)
     found = causes_in(report)
     told = explained_by_causes(found.causes, (one.verdict for one in report.results)) if found.tell else {}
     causes = {cause: None for row in failed for cause in told.get(row.title, ())}
+    at_first_line = partial(_at_first_line, units=report.terms.units, folder=folder, can_show=can_show)
     errors = [
         *(_line("error", "gpumem", problem) for problem in report.problems),
-        *(_of_a_cause(cause, found, report, folder) for cause in found.causes.causes if cause in causes),
-        *(_of_a_test("error", row, row.why, folder) for row in failed if row.title not in told),
+        *(
+            line
+            for one in found.causes.causes
+            if one in causes
+            for line in _of_a_cause(one, found, report, folder, at_first_line)
+        ),
+        *(
+            line
+            for row in failed
+            if row.title not in told
+            for line in (_of_a_test("error", row, row.why, folder), *at_first_line(row))
+        ),
     ]
     warnings = [
         *(_line("warning", "gpumem", idle) for idle in report.warnings),
@@ -91,8 +116,14 @@ def _why_uncertain(row: ReportRow) -> str:
     )
 
 
-def _of_a_cause(cause: Cause, found: CausesOf, report: SessionReport, folder: str) -> str:
-    """Return the annotation of a cause: at its line, or, where that is a package's or not known, at its first test."""
+def _of_a_cause(
+    cause: Cause,
+    found: CausesOf,
+    report: SessionReport,
+    folder: str,
+    at_first_line: Callable[[ReportRow], Iterable[str]],
+) -> Iterator[str]:
+    """Yield a cause's annotation at its line. If the project has no such line, annotate the first test's two places."""
     units = report.terms.units
     grown = f"{difference(cause.metric, cause.total, units)} {METRICS[cause.metric].title}"
     title = f"gpumem: {name_of(cause, units)}: {grown} in {len(cause.tests)} of {found.measured} tests"
@@ -102,16 +133,27 @@ def _of_a_cause(cause: Cause, found: CausesOf, report: SessionReport, folder: st
     message = "\n".join([*([details] if details else []), *cause.tests])
     file, number = file_and_line(cause.lines[0]) if cause.lines else ("", 0)
     if number and not package_of(cause.lines[0]):
-        return _line("error", title, message, {"file": f"{folder}{file}", "line": str(number)})
+        yield _line("error", title, message, {"file": f"{folder}{file}", "line": str(number)})
+        return
     first = next(row for row in rows_of(report) if row.title == cause.tests[0])
-    return _line("error", title, message, _where(first, folder))
+    yield _line("error", title, message, _where(first, folder))
+    yield from at_first_line(first)
 
 
-def _of_a_test(kind: str, row: ReportRow, message: str, folder: str) -> str:
+def _at_first_line(row: ReportRow, units: UnitSystem, folder: str, can_show: Callable[[str], bool]) -> Iterator[str]:
+    """Yield an annotation at the line in the explanation's first row, if GitHub can show the file."""
+    first = first_row(row, units)
+    if first is not None and first.place is not None and can_show(first.place[0]):
+        file, line = first.place
+        where = {"file": f"{folder}{file}", "line": str(line)}
+        yield _of_a_test("error", row, f"{first.text}\n{row.title}: {row.headline}", folder, where)
+
+
+def _of_a_test(kind: str, row: ReportRow, message: str, folder: str, where: Mapping[str, str] | None = None) -> str:
     title = f"gpumem: {row.test}"
-    if len(visible(title)) > MOST_OF_A_TITLE:
+    if len(visible(title)) > MOST_OF_A_TITLE and row.title not in message:
         message = f"{row.title}\n{message}"
-    return _line(kind, title, message, _where(row, folder))
+    return _line(kind, title, message, where or _where(row, folder))
 
 
 def _where(row: ReportRow, folder: str) -> dict[str, str]:
@@ -153,6 +195,23 @@ def folder_within(root: Path, workspace: str | None) -> str:
     return "" if within in (".", "..") or within.startswith("../") else f"{within}/"
 
 
+def shown_files(root: Path, environment: Mapping[str, str]) -> Callable[[str], bool]:
+    """Return a predicate for files, relative to ``root``: can GitHub show an annotation on this file?
+
+    A pull request shows annotations on files in its diff. If git cannot compute the diff, for example in a clone of depth 1,
+    every file in the checkout is accepted.
+    """
+    base = environment.get("GITHUB_BASE_REF")
+    diff = changed_files(root, base) if base else None
+
+    def can_show(file: str) -> bool:
+        path = root / file
+        is_inside = path.is_file() and path.resolve().is_relative_to(root.resolve())
+        return is_inside and (diff is None or file in diff)
+
+    return can_show
+
+
 def add_to_summary(file: str, report: SessionReport) -> None:
     """Append the report to a step's summary, as much as there is room for: several runs of a step share the file.
 
@@ -183,4 +242,5 @@ def report_to_github(report: SessionReport, root: Path, environment: Mapping[str
             add_to_summary(summary, report)
         except (OSError, ValueError) as error:
             errors.append(f"gpumem: the step's summary was not written: {visible(str(error))}")
-    return [*errors, *annotation_lines(report, folder_within(root, environment.get("GITHUB_WORKSPACE")))]
+    folder = folder_within(root, environment.get("GITHUB_WORKSPACE"))
+    return [*errors, *annotation_lines(report, folder, shown_files(root, environment))]

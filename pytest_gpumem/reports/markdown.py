@@ -17,6 +17,7 @@ from pytest_gpumem.reports.escaping import block, code, code_in_table, details, 
 from pytest_gpumem.reports.explanation import explained, grown_counts
 from pytest_gpumem.reports.layout import without_empty
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
+from pytest_gpumem.reports.places import first_row
 from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reports.summary import device_lines, reasons
 from pytest_gpumem.reports.told_causes import told_before
@@ -78,6 +79,8 @@ _MANY = {
     _MATRIX: "tables of configs",
 }
 _METRICS = ("metric", "baseline", "now", "change", "allowed", "budget", "verdict")
+_LINE_END = "  \n"
+"""The end of a line within a paragraph."""
 _VERDICTS = {"passed": "✅ gpumem passed", "failed": "❌ gpumem failed", "idle": "⚪ gpumem gated nothing"}
 
 
@@ -225,8 +228,8 @@ def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
         found += map(plain, one.table.first)
         if one.table.parts or one.table.changes:
             found.append(_part_table(one.table))
-        if one.lines:
-            found.append("\n".join(f"- {plain(line)}" for line in one.lines))
+        if one.lines or one.notes:
+            found.append("\n".join(f"- {plain(line)}" for line in (*one.lines, *one.notes)))
     return found
 
 
@@ -268,7 +271,9 @@ def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]
     for row in rows:
         if row in folded:
             continue
-        yield _Part(_FAILED, "a test that failed", f"❌ {code(row.title)}  \n{plain(row.headline)}")
+        first = first_row(row, units)
+        lines = [code(row.title), plain(row.headline), *([] if first is None else [plain(first.text)])]
+        yield _Part(_FAILED, "a test that failed", f"❌ {_LINE_END.join(lines)}")
         figures = _figures(row, units)
         if figures:
             yield _Part(_DETAILS, "a test's details", details("What was measured", figures))

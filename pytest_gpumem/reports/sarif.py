@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from pytest_gpumem.gate.growths import KEPT
-from pytest_gpumem.gate.judge import failing_metrics
-from pytest_gpumem.gate.verdict import CHANGED, Outcome
+from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.escaping import visible
+from pytest_gpumem.reports.places import grown_lines
 from pytest_gpumem.reports.view import rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from pytest_gpumem.reports.session_report import SessionReport
     from pytest_gpumem.reports.view import ReportRow
@@ -26,7 +24,6 @@ ROOT = "%SRCROOT%"
 """The root directory, from which all files are named; GitHub's ``checkout_path`` says where in the repository it is."""
 _ACTIVE = re.compile(r"[\\\[\]]")
 """Characters of embedded links, ``[text](target)``, in a message (section 3.11.6)."""
-_SITE = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
 
 
 def sarif(report: SessionReport) -> str:
@@ -70,7 +67,7 @@ def _rule_id(words: str) -> str:
 
 
 def _result(row: ReportRow) -> dict[str, Any]:
-    lines = _with_test_if_none(row, dict.fromkeys(_grown_lines(row)))
+    lines = _with_test_if_none(row, dict.fromkeys(grown_lines(row)))
     first, *others = lines
     text = row.why or "; ".join(row.notes) or row.status.words
     found: dict[str, Any] = {
@@ -92,32 +89,6 @@ def _with_test_if_none(row: ReportRow, grown: Iterable[tuple[str, int]]) -> list
     """Return the lines that grew, the most bytes first, and the test's own after them."""
     place = row.result.verdict.location if row.result is not None else None
     return [*grown, (place.file, place.line) if place is not None else (row.file, 1)]
-
-
-def _grown_lines(row: ReportRow) -> Iterator[tuple[str, int]]:
-    """Yield file and line of the project's own code that made what is kept, that grew in bytes, and that has more operators."""
-    for one in row.measured:
-        explanation = one.verdict.measurement.explanation
-        if explanation is not None and not KEPT.isdisjoint(failing_metrics(one.verdict, CHANGED - {Outcome.IMPROVED})):
-            yield from filter(None, (_line_of(kept.site) for kept in explanation.retained.rows))
-    for one in row.measured:
-        changes = one.verdict.difference.changes if one.verdict.difference is not None else ()
-        for change in sorted(changes, key=lambda change: -change.nbytes):
-            if change.nbytes > 0 and (line := _line_of(change.row.named) or _line_of(change.row.site)):
-                yield line
-    for one in row.measured:
-        for tallies in one.verdict.count_changes.values():
-            for tally in tallies:
-                if tally.amount > 0 and (line := _line_of(tally.place.named) or _line_of(tally.place.site)):
-                    yield line
-
-
-def _line_of(site: str) -> tuple[str, int] | None:
-    """Return file and line; ``None`` for what lies outside of the root directory, which no repository has."""
-    match = _SITE.fullmatch(site)
-    if match is None or match["file"].startswith(("/", "..")) or re.match(r"[A-Za-z]:", site):
-        return None
-    return match["file"], int(match["line"])
 
 
 def _location(file: str, line: int) -> dict[str, Any]:

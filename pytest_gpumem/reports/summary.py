@@ -9,7 +9,7 @@ from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.verdict import CHANGED, Outcome, worst
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Style, Table
-from pytest_gpumem.reports.values import change, peaks_by_device, shown
+from pytest_gpumem.reports.values import deciding_change, peaks_by_device, shown
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, ev
         for row, text in zip(rows, texts, strict=True):
             row.append(Span(text))
 
-    peaks = [one.verdict.of("peak_allocated") for one in measured]
-    changes = ["" if peak is None else change(peak, units) for peak in peaks]
+    changes = [deciding_change(one.verdict, units) for one in measured]
     for name, metric in METRICS.items():
         verdicts = [one.verdict.of(name) for one in measured]
         known = [one for one in verdicts if one is not None]

@@ -85,7 +85,6 @@ def details(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[Pie
         if explanation is not None:
             pieces.append((Span(f"  {format_bytes(explanation.peak.total, units)} at the peak"),))
             pieces += _composition(explanation, units, MOST_ROWS_OF_ALL)
-            pieces += [(Span(f"  note: {note}"),) for note in explanation.peak.notes]
         pieces.append(NOTHING)
     if unexplained:
         pieces += [(Span(_UNEXPLAINED, "aside"),), NOTHING]
@@ -119,7 +118,8 @@ def _figure(metric: MetricVerdict | None, units: UnitSystem) -> tuple[str, str]:
 
 def _composition(explanation: Explanation, units: UnitSystem, most: int) -> list[Piece]:
     table = composition_table("", explanation.peak, units, most)
-    return [part_layout(table, indent=2), *([(Span(f"  {table.rest_line}"),)] if table.others else [])]
+    sentences = (*table.last, *(f"note: {note}" for note in explanation.peak.notes))
+    return [part_layout(table, indent=2), *((Span(f"  {sentence}"),) for sentence in sentences)]
 
 
 MARKUP: dict[Style | None, dict[str, bool]] = {

@@ -20,7 +20,7 @@ from pytest_gpumem.units import (
 )
 
 if TYPE_CHECKING:
-    from pytest_gpumem.gate.verdict import MetricVerdict
+    from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.measurement import Measurement
 
 
@@ -103,6 +103,22 @@ def change(verdict: MetricVerdict, units: UnitSystem) -> str:
     if not verdict.baseline and not verdict.value:
         return format_ratio(0)
     return moved(verdict.metric, verdict.baseline, verdict.value, units)
+
+
+def deciding_change(verdict: Verdict, units: UnitSystem) -> str:
+    """Return the change for a measurement's row: the deciding metric's, with its name unless it is the peak.
+
+    Examples: ``"+14.7 %"``, ``"retained +4.00 MB"``, and ``"retained 4.00 MB"`` if the metric has a budget and no baseline.
+    """
+    metric = verdict.deciding or verdict.of("peak_allocated")
+    if metric is None or metric.metric == "peak_allocated":
+        return "" if metric is None else change(metric, units)
+    return f"{METRICS[metric.metric].title} {change_or_value(metric, units)}"
+
+
+def change_or_value(verdict: MetricVerdict, units: UnitSystem) -> str:
+    """Return the change against the baseline, or the value if there is no baseline."""
+    return change(verdict, units) or shown(verdict.metric, verdict.value, units, verdict.of)
 
 
 def tolerated(metric: str, allowed: float | None, old: float | None, units: UnitSystem) -> str:

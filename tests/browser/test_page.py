@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.gate.verdict import Cell, Outcome
+from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.html.document import in_lines
 from pytest_gpumem.reports.html.page import anchor_of, html
+from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.browser.conftest import INK, prefer
 from tests.browser.reports import FAILURE, explained, many, small
@@ -20,15 +21,17 @@ from tests.hostile import TEXTS
 from tests.reports.sessions import GB, OK, REGRESSED, everything, measured, peak, result, session
 
 SMALL = small()
-TEXTS_ONLY = session(REGRESSED, OK)
-"""Without charts: plotly takes longest to start."""
+TEXTS_ONLY = session(replace(REGRESSED, failed=False), OK)
+"""Without charts, as plotly takes longest to start. No test is open at first: one has regressed, and did not fail for it."""
 NAMES = "[...document.querySelectorAll('tbody[data-outcome]')].filter((one) => !one.hidden).map((one) => one.querySelector('bdi').textContent)"
 OPEN_DETAILS = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 PAINTED = "new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
 CUT_OFF = (
     "[...document.querySelectorAll('.plot .main-svg')].filter((one) => one.getBoundingClientRect().right > innerWidth)"
 )
-OPEN_TESTS = "document.querySelectorAll('tbody[data-outcome] th button').forEach((one) => one.click())"
+OPEN_TESTS = (
+    "document.querySelectorAll('tbody[data-outcome] th button[aria-expanded=false]').forEach((one) => one.click())"
+)
 PANEL = "tbody[data-outcome] td.panel"
 WIDE = f"document.querySelector('{PANEL} .wide')"
 
@@ -150,6 +153,36 @@ def test_the_keyboard_reaches_filters_and_a_test_and_opens_it_and_the_focus_can_
         "(({outlineStyle, outlineWidth}) => [outlineStyle, outlineWidth])(getComputedStyle(document.activeElement))"
     )
     assert style == ["solid", "2px"]
+
+
+@pytest.mark.parametrize(
+    ("report", "fragment", "opened"),
+    [
+        (session(REGRESSED, OK), "", ["test_b"]),
+        (session(OK, REGRESSED), f"#{anchor_of('tests/test_gpt.py::test_a')}", ["test_a"]),
+        (session(REGRESSED, result(measured(peak(Outcome.OVER_BUDGET)), test="test_c", failure="over")), "", []),
+        (session(OK), "", []),
+    ],
+    ids=["one failed", "a link to another", "two failed", "none failed"],
+)
+def test_the_only_test_that_failed_is_open_at_first(opens, report, fragment, opened):
+    page = opens(report, fragment=fragment)
+    names = page.locator("tbody[data-outcome]:has(button[aria-expanded=true]) bdi")
+    assert names.all_inner_texts() == opened
+    assert page.locator(f"{PANEL}:visible").count() == len(opened)
+
+
+@pytest.mark.parametrize("width", [375, 1400])
+def test_what_explains_a_failure_stands_above_its_metrics_and_names_fit_their_column(opens, width):
+    metric = MetricVerdict("retained", Outcome.REGRESSED, 4 * GB, 0, 64_000)
+    kept = Composition(4 * GB, (Row("other", 4 * GB, site="cache.py:5"),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(Holder("cache.kept[...]", kept),))
+    failed = result(measured(peak(Outcome.OK), metric, measurement={"explanation": explanation}), failure="it kept")
+    page = opens(session(failed), width=width)
+    titles = page.locator(f"{PANEL} h4").all_inner_texts()
+    assert titles.index("What was retained: 4.00 GB") < titles.index("Metrics")
+    assert page.locator("tbody[data-outcome] td.number.bad").first.inner_text().split() == ["retained", "+4.00", "GB"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_causes_come_first_and_open_their_tests_and_the_chart_of_the_largest(opens):
@@ -317,12 +350,14 @@ def test_no_script_but_those_of_the_package_runs_and_nothing_is_fetched(opens):
 
 def test_the_memory_chart_has_lines_for_the_baseline_and_a_budget_that_is_near_and_rounds_are_whole(opens):
     far = replace(explained().metrics[0], budget=100 * GB)
-    few = measured(peak(Outcome.OK), measurement={"times": Times((Sample((Round(0.5), Round(0.51))),))})
+    few = measured(peak(Outcome.OK), measurement={"times": Times((Sample((Round(0.5), Round(0.51), Round(0.5))),))})
     drawn_twice = (result(explained()), result(replace(explained(), metrics=(far,)), test="test_z"))
     page = opens(session(*drawn_twice, result(few, test="test_few")))
     page.evaluate(OPEN_TESTS)
     assert drawn(page, PANEL) == 5
-    assert ["1", "2"] in [chart.locator(".xtick text").all_text_contents() for chart in page.locator(".rounds").all()]
+    assert ["1", "2", "3"] in [
+        chart.locator(".xtick text").all_text_contents() for chart in page.locator(".rounds").all()
+    ]
     legends = [chart.locator(".legendtext").all_text_contents() for chart in page.locator(f"{PANEL} .over_time").all()]
     assert sorted(legend[2:] for legend in legends) == [["baseline 8.12 GB"], ["baseline 8.12 GB", "budget 12.00 GB"]]
     tops = page.evaluate(

@@ -230,3 +230,46 @@ print(any(f"sm_{major}{older}" in torch.cuda.get_arch_list() for older in range(
 """
     said, compiled = on_gpu(source, gpu).splitlines()
     assert said == ("runs" if compiled == "True" else "no kernel")
+
+
+RAGGED = """
+torch.manual_seed(0)
+layers = [torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0) for _ in range(4)]
+net = torch.nn.Sequential(torch.nn.Embedding(1000, 256), *layers, torch.nn.Linear(256, 1000)).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+for length in (50, *{lengths}):
+    net(torch.zeros(8, length, dtype=torch.long, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+stats = torch.cuda.memory_stats()
+print(stats["requested_bytes.all.peak"], stats["allocated_bytes.all.peak"])
+"""
+
+
+def test_the_order_of_ragged_batches_moves_allocated_and_not_requested_bytes(on_gpu):
+    orders = ((100, 173, 57, 211, 140, 96), (96, 211, 57, 140, 173, 100))
+    found = [on_gpu(RAGGED.format(lengths=lengths)).split() for lengths in orders]
+    (requested, allocated), (requested_then, allocated_then) = (map(int, figures) for figures in found)
+    assert requested == requested_then
+    assert 0 < abs(allocated - allocated_then) < 0.01 * allocated
+
+
+FSDP = """
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+net = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+net = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+torch.cuda.reset_peak_memory_stats()
+net(torch.zeros(8, 1024, device="cuda")).sum().backward()
+stats = torch.cuda.memory_stats()
+print(stats["requested_bytes.all.peak"], stats["allocated_bytes.all.peak"])
+"""
+
+
+def test_under_fsdp_more_can_be_requested_than_allocated(on_gpu):
+    """A freed block that another stream still uses is requested until the host has waited, and not allocated."""
+    requested, allocated = map(int, on_gpu(FSDP).split())
+    assert requested > allocated

@@ -27,6 +27,20 @@ def verdict_of(*metrics: MetricVerdict) -> Verdict:
     return Verdict(Measurement("call", Workload("call"), CPU, {"peak_allocated": 1}), metrics)
 
 
+# The metric that decided
+
+
+def test_the_metric_that_decided_heads_the_failure_or_there_is_none():
+    ok = MetricVerdict("peak_allocated", Outcome.OK, 1)
+    kept, over = (MetricVerdict("retained", one, 1) for one in (Outcome.REGRESSED, Outcome.OVER_BUDGET))
+    slower, growing = (MetricVerdict(name, Outcome.REGRESSED, 1) for name in ("step_time", "growth"))
+    assert verdict_of(ok).deciding is None
+    assert verdict_of(ok, MetricVerdict("retained", Outcome.STALE, 1)).deciding is None
+    assert verdict_of(ok, slower, kept).deciding is kept
+    assert verdict_of(kept, growing).deciding is growing
+    assert verdict_of(growing, over).deciding is over
+
+
 # Order
 
 

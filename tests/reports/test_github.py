@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 
+from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, TestVerdict
 from pytest_gpumem.reports import github
 from pytest_gpumem.reports.escaping import visible
-from pytest_gpumem.reports.github import annotation_lines, folder_within, report_to_github
+from pytest_gpumem.reports.github import annotation_lines, folder_within, report_to_github, shown_files
 from pytest_gpumem.reports.markdown import markdown
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
+from pytest_gpumem.values.composition import REST, Composition, Explanation, Holder, Row
+from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 from pytest_gpumem.values.selection import Selection
+from tests.git_store import Repository
 from tests.hostile import TEXTS
-from tests.reports.sessions import OK, REGRESSED, UNEXPLAINED, everything, measured, peak, result, session
+from tests.reports.sessions import GB, OK, REGRESSED, UNEXPLAINED, everything, measured, peak, result, session
 
 UNSURE = result(
     measured(MetricVerdict("step_time", Outcome.UNCERTAIN, 0.1, 0.1, 0.004, reason="another process was there")),
@@ -137,6 +142,180 @@ def test_an_id_that_is_too_long_for_a_title_stands_in_the_message():
     ((_, properties, data),) = commands(session(long))
     assert len(properties["title"]) == github.MOST_OF_A_TITLE
     assert data == f"tests/test_gpt.py::test_[{'x' * 300}]\ngrew"
+
+
+# The line that grew
+
+
+def grown(*changes: Change, **more) -> TestResult:
+    growth = Difference(8 * GB, 9 * GB, changes)
+    return result(measured(peak(Outcome.REGRESSED), difference=growth, **more), test="test_b", failure="it grew\n\nso")
+
+
+def at_line(*results: TestResult, can_show=lambda _file: True) -> list[tuple[str, str, str]]:
+    """File, line and message of the annotations that are not at a test."""
+    lines = annotation_lines(session(*results), "libs/", can_show)
+    found = [(properties, data) for _, properties, data in map(command, lines)]
+    return [
+        (properties["file"], properties["line"], data)
+        for properties, data in found
+        if properties["file"] != "libs/tests/test_gpt.py"
+    ]
+
+
+ACTIVATION = Row("activation", GB, "net.attn", "model.py:88", operator="_softmax")
+"""A row whose line is the project's."""
+IN_A_PACKAGE = replace(ACTIVATION, site="", library="peft 0.17: layer.py:3")
+
+
+def test_a_failing_test_is_also_an_error_at_the_first_line_that_explains_it():
+    smaller = Change(None, replace(ACTIVATION, site="other.py:3"))
+    failed = grown(Change(None, ACTIVATION, "was bfloat16, now float32"), smaller)
+    lines = annotation_lines(session(OK, failed), "libs/", lambda file: file == "model.py")
+    assert [command(line)[1] for line in lines] == [
+        {"file": "libs/tests/test_gpt.py", "line": "7", "title": "gpumem: test_b"},
+        {"file": "libs/model.py", "line": "88", "title": "gpumem: test_b"},
+    ]
+    assert command(lines[1])[2] == (
+        "+1.00 GB activations at model.py:88, by _softmax in net.attn: was bfloat16, now float32\n"
+        "tests/test_gpt.py::test_b: it grew"
+    )
+    assert at_line(failed, can_show=lambda file: file != "model.py") == []
+
+
+def test_the_caller_that_is_named_first_has_the_annotation():
+    called = replace(IN_A_PACKAGE, site="train.py:9", named="model.py:12")
+    assert [place[:2] for place in at_line(grown(Change(None, called)))] == [("libs/model.py", "12")]
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        grown(Change(None, IN_A_PACKAGE), Change(None, ACTIVATION)),
+        grown(Change(None, Row("activation", 2 * GB, operator=REST), "", (ACTIVATION, IN_A_PACKAGE))),
+        grown(Change(None, replace(ACTIVATION, site="../other/model.py:3"))),
+        grown(Change(ACTIVATION, None)),
+        result(
+            measured(MetricVerdict("step_time", Outcome.REGRESSED, 2, 1, 0.1), difference=Difference(1, 2, ())),
+            failure="slower",
+        ),
+    ],
+    ids=["a package", "one of several", "outside of the root directory", "shrank", "time"],
+)
+def test_no_later_row_and_no_line_that_may_be_innocent_has_an_annotation(failed):
+    assert at_line(failed) == []
+
+
+def test_what_is_kept_is_annotated_with_its_holder_and_more_work_with_its_count():
+    kept = Composition(GB, (replace(ACTIVATION, site="cache.py:5"),))
+    explanation = Explanation(Composition(0, ()), kept, holders=(Holder("cache.kept[...]", kept),))
+    retained = MetricVerdict("retained", Outcome.REGRESSED, GB, 0, 64_000)
+    leaks = result(measured(peak(Outcome.OK), retained, measurement={"explanation": explanation}), failure="it kept")
+    work = MetricVerdict("syncs", Outcome.REGRESSED, 5, 1, 0)
+    more = {"syncs": (Tally("item", 4, OperatorSite("net", "loss.py:3")),)}
+    waits = result(measured(peak(Outcome.OK), work, count_changes=more), failure="it waits")
+    assert at_line(leaks, waits) == [
+        (
+            "libs/cache.py",
+            "5",
+            (
+                "1.00 GB activations at cache.py:5, by _softmax in net.attn, kept afterwards: "
+                "kept in: cache.kept[...]\ntests/test_gpt.py::test_a: it kept"
+            ),
+        ),
+        ("libs/loss.py", "3", "+4 syncs at loss.py:3, by item in net\ntests/test_gpt.py::test_a: it waits"),
+    ]
+
+
+def test_an_uncertain_line_is_annotated_only_if_nothing_certain_failed():
+    change = Change(None, ACTIVATION)
+    unsure = result(
+        measured(peak(Outcome.UNCERTAIN), difference=Difference(1, 2 * GB, (change,))), failure="may have grown"
+    )
+    assert [place[:2] for place in at_line(unsure)] == [("libs/model.py", "88")]
+    slower = MetricVerdict("step_time", Outcome.REGRESSED, 2, 1, 0.1)
+    beside = result(
+        measured(peak(Outcome.UNCERTAIN), slower, difference=Difference(1, 2 * GB, (change,))), failure="slower"
+    )
+    assert at_line(beside) == []
+
+
+def test_a_cause_in_a_package_is_also_annotated_at_the_projects_line_that_reached_it():
+    reached = Change(None, replace(IN_A_PACKAGE, site="train.py:9"))
+    tests = [
+        replace(one, verdict=replace(one.verdict, test=name))
+        for name, one in zip("ab", [grown(reached)] * 2, strict=True)
+    ]
+    lines = annotation_lines(session(*tests), "libs/", lambda _file: True)
+    found = [properties for _, properties, _ in map(command, lines)]
+    assert [(one["file"], one["line"]) for one in found] == [("libs/tests/test_gpt.py", "7"), ("libs/train.py", "9")]
+    assert found[0]["title"].endswith("in 2 of 2 tests")
+
+
+@pytest.fixture
+def pull_request(tmp_path) -> Repository:
+    """A project whose checkout is the merge of a pull request that changes ``libs/model.py``."""
+    made = Repository(tmp_path / "project")
+    root = made.path / "libs"
+    root.mkdir()
+    for name in ("model.py", "other.py"):
+        (root / name).write_text("before", encoding="utf-8")
+    made.git("add", ".")
+    made.git("commit", "--quiet", "--message=first")
+    made.git("checkout", "--quiet", "-b", "topic")
+    (root / "model.py").write_text("after", encoding="utf-8")
+    made.git("commit", "--quiet", "--all", "--message=change")
+    made.git("checkout", "--quiet", "main")
+    (root / "other.py").write_text("another's change", encoding="utf-8")
+    made.git("commit", "--quiet", "--all", "--message=meanwhile")
+    made.git("merge", "--quiet", "--no-ff", "--message=merge", "topic")
+    return made
+
+
+PULL_REQUEST = {"GITHUB_BASE_REF": "main"}
+
+
+def shown_in(checkout, environment) -> list[str]:
+    can_show = shown_files(checkout / "libs", environment)
+    return [name for name in ("model.py", "other.py", "gone.py", "../secret") if can_show(name)]
+
+
+@pytest.mark.parametrize("depth", [2, 9], ids=["its two parents", "all of it"])
+def test_a_pull_request_shows_annotations_in_the_files_that_it_changes(pull_request, tmp_path, depth):
+    (tmp_path / "secret").touch()
+    url = pull_request.path.as_uri()
+    pull_request.git("branch", "merge")
+    pull_request.git("reset", "--quiet", "--hard", "HEAD^1")
+    pull_request.git("clone", "--quiet", f"--depth={depth}", "--branch=merge", url, str(tmp_path / "checkout"))
+    assert shown_in(tmp_path / "checkout", PULL_REQUEST) == ["model.py"]
+    assert shown_in(tmp_path / "checkout", {}) == ["model.py", "other.py"]
+
+
+def test_a_branch_is_compared_with_where_it_left_the_other_one(pull_request, tmp_path):
+    pull_request.git("reset", "--quiet", "--hard", "HEAD^1")
+    pull_request.git("clone", "--quiet", "--branch=topic", ".", str(tmp_path / "checkout"))
+    assert shown_in(tmp_path / "checkout", PULL_REQUEST) == ["model.py"]
+
+
+@pytest.mark.parametrize("is_shallow", [True, False], ids=["a clone of depth 1", "no repository"])
+def test_where_git_does_not_know_the_diff_any_file_of_the_checkout_can_be_shown(pull_request, tmp_path, is_shallow):
+    checkout = tmp_path / "checkout"
+    if is_shallow:
+        pull_request.git("clone", "--quiet", "--depth=1", pull_request.path.as_uri(), str(checkout))
+        pull_request.git("-C", str(checkout), "update-ref", "-d", "refs/remotes/origin/main")
+    else:
+        shutil.copytree(pull_request.path / "libs", checkout / "libs")
+    assert shown_in(checkout, PULL_REQUEST) == ["model.py", "other.py"]
+
+
+def test_a_job_annotates_the_line_in_the_repository(pull_request):
+    root = pull_request.path / "libs"
+    failed = session(grown(Change(None, ACTIVATION)))
+    job = {"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(pull_request.path)}
+    assert [command(line)[1]["file"] for line in report_to_github(failed, root, job)] == [
+        "libs/tests/test_gpt.py",
+        "libs/model.py",
+    ]
 
 
 # The summary

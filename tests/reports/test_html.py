@@ -20,12 +20,12 @@ from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome
 from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.html.charts import matrix_chart, over_time_chart, rounds_chart
-from pytest_gpumem.reports.html.page import anchor_of, html, page_of, unique
+from pytest_gpumem.reports.html.page import HtmlCell, anchor_of, html, page_of, unique
 from pytest_gpumem.reports.html.panels import MOST_ROWS, Bar, bar_of, panel_of
 from pytest_gpumem.reports.matrix import MatrixRow
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Terms
-from pytest_gpumem.values.composition import Composition, Row
+from pytest_gpumem.values.composition import Composition, Explanation, Holder, Row
 from pytest_gpumem.values.timeline import OverTime, PhaseSpan
 from pytest_gpumem.values.times import Round, Sample, Times
 from tests.hostile import ALL
@@ -90,6 +90,37 @@ def test_a_baseline_of_nothing_has_a_change_that_is_told_and_not_sorted_by():
     grown = measured(MetricVerdict("peak_allocated", Outcome.REGRESSED, 2 * GB, 0, 1))
     (row,) = page_of(session(result(grown))).tests
     assert (row.cells[1].text, row.cells[1].sort) == ("+2.00 GB", None)
+
+
+def test_a_failed_metric_without_a_column_stands_in_place_of_the_peaks_change():
+    kept = MetricVerdict("retained", Outcome.REGRESSED, 4 * GB, GB, 64_000)
+    fallen = MetricVerdict("throughput", Outcome.OVER_BUDGET, 10, budget=20, of="steps")
+    slower = MetricVerdict("step_time", Outcome.REGRESSED, 2, 1, 0.1)
+    same = peak(Outcome.OK, GB, GB)
+    rows = page_of(
+        session(*(result(measured(same, one), test=f"test_{one.metric}") for one in (kept, fallen, slower)))
+    ).tests
+    assert {row.of.test: row.cells[1] for row in rows} == {
+        "test_retained": HtmlCell("+300.0 %", 3.0, bad=True, metric="retained"),
+        "test_throughput": HtmlCell("10 steps/s", None, bad=True, metric="throughput"),
+        "test_step_time": HtmlCell("+0.0 %", 0.0),
+    }
+    assert '<span class="metric">retained</span>+300.0 %</td>' in html(session(result(measured(same, kept))))
+
+
+@pytest.mark.parametrize(
+    ("results", "opened"),
+    [
+        ((OK, REGRESSED), anchor_of("tests/test_gpt.py::test_b")),
+        ((OK,), ""),
+        ((REGRESSED, result(measured(peak(Outcome.OVER_BUDGET)), test="test_c", failure="over")), ""),
+    ],
+    ids=["one failed", "none failed", "two failed"],
+)
+def test_the_only_test_that_failed_is_open(results, opened):
+    report = session(*results)
+    assert page_of(report).opened == opened
+    assert html(report).count('" data-opened data-outcome') == bool(opened)
 
 
 SPARED = "it did not fail for this: "
@@ -224,6 +255,44 @@ def test_memory_over_a_step_is_in_units_that_fit_and_without_what_was_never_ther
     assert chart["peak"] == {"x": 2, "y": 8.1235, "text": "8.12 GB"}
     assert chart["phases"][1] == {"name": "backward", "begin": 1, "end": 5}
     assert chart["label"] == "Memory over the step, by category: 8.12 GB at the peak in backward."
+
+
+@pytest.mark.parametrize(("total", "said"), [((GB, 2 * GB), "1.00 GB, then 2.00 GB"), ((GB,), "1.00 GB")])
+def test_a_step_of_one_or_two_moments_is_a_sentence_and_no_chart(total, said):
+    few = OverTime(tuple(range(len(total))), total, {"activation": total}, len(total) - 1)
+    assert over_time_chart(few, None, "si") == {"kind": "sentence", "label": f"The step held {said}."}
+    explanation = Explanation(Composition(2 * GB, ()), over_time=few)
+    text = html(session(result(measured(peak(Outcome.OK), measurement={"explanation": explanation}))))
+    assert f"<p>The step held {said}.</p>" in text
+    assert "<figure" not in text
+
+
+def test_one_or_two_rounds_are_a_sentence_and_no_chart():
+    few = Times((Sample((Round(0.5),)), Sample((Round(0.51),))))
+    time = MetricVerdict("step_time", Outcome.OK, 0.505, 0.4, 0.1)
+    chart = rounds_chart(measured(time, measurement={"times": few}))
+    assert chart == {"kind": "sentence", "label": "2 rounds took 500.00 ms and 510.00 ms, 400.00 ms in the baseline."}
+
+
+def test_tables_that_explain_a_metric_that_changed_are_apart_from_the_others():
+    kept = Composition(GB, (Row("other", GB, site="cache.py:5"),))
+    explanation = Explanation(kept, kept, kept, ("a -> b",), holders=(Holder("cache.kept[...]", kept),))
+    growth = Difference(GB, 2 * GB, (Change(None, kept.rows[0]),))
+
+    def titles(*metrics: MetricVerdict) -> tuple[list[str], list[str]]:
+        panel = panel_of(measured(*metrics, difference=growth, measurement={"explanation": explanation}), "si")
+        assert not any("kept in" in note for note in panel.notes)
+        return [table.title for table in panel.changes], [table.title for table in panel.compositions]
+
+    retained = "What was retained: 1.00 GB"
+    changed, made_of = "What changed at the peak: +1.00 GB", "What the peak is made of: 1.00 GB"
+    cycles = "What only the cyclic collector freed: 1.00 GB"
+    leak = MetricVerdict("retained", Outcome.REGRESSED, GB, 0, 64_000)
+    assert titles(peak(Outcome.OK), leak) == ([retained], [changed, made_of, cycles])
+    assert titles(peak(Outcome.REGRESSED), leak) == ([retained, changed], [made_of, cycles])
+    assert titles(peak(Outcome.REGRESSED)) == ([changed], [made_of, retained, cycles])
+    garbage = MetricVerdict("cyclic_garbage", Outcome.UNCERTAIN, GB, 0, 64_000)
+    assert titles(peak(Outcome.OK), garbage) == ([cycles], [changed, made_of, retained])
 
 
 def test_binary_units_are_binary_in_charts_too():

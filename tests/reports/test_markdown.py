@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from pytest_gpumem.gate.baseline import Key
+from pytest_gpumem.gate.difference import Change, Difference
 from pytest_gpumem.gate.verdict import Cell, MetricVerdict, Outcome, TestVerdict
 from pytest_gpumem.reports.escaping import one_line, visible
+from pytest_gpumem.reports.explanation import FILLED_ONCE
 from pytest_gpumem.reports.markdown import FEWEST, MOST_OF_A_COMMENT, markdown
 from pytest_gpumem.reports.results import TestResult
 from pytest_gpumem.reports.session_report import Stored, Terms
+from pytest_gpumem.values.composition import Composition, Explanation, Row
+from pytest_gpumem.values.operator_counts import OperatorSite, Tally
 from tests.hostile import TEXTS
 from tests.reports.rendered import read
 from tests.reports.sessions import (
@@ -75,9 +80,10 @@ def test_a_test_that_failed_has_its_figures_what_grew_and_the_command_that_accep
     text = markdown(
         session(result(verdict, test="test_b", failure=REGRESSED.verdict.failure, accept=REGRESSED.verdict.accept))
     )
-    assert text.splitlines()[2:8] == [
+    assert text.splitlines()[2:9] == [
         "❌ `tests/test_gpt.py::test_b`  ",
-        "GPU memory regressed: peak 9.31 GB, baseline 8.12 GB",
+        "GPU memory regressed: peak 9.31 GB, baseline 8.12 GB  ",
+        "+5.00 GB activations at x (from x), by x in x: x",
         "",
         "<details><summary>What was measured</summary>",
         "",
@@ -100,7 +106,55 @@ def test_a_test_over_budget_shows_what_is_at_its_peak_and_has_nothing_to_accept(
     assert ["what is there at the peak", "bytes", "module", "line", "operator", "tensors"] in cells(text)
     assert ["activations", "5.00 GB", "x", "x (from x)", "x", "24 x x"] in cells(text)
     assert ["the rest", "1.00 GB", "", "", "", ""] in cells(text)
-    assert "accept" not in text
+    assert "To accept it" not in text
+    assert f"- {FILLED_ONCE}" in text
+
+
+def unfolded(text: str) -> str:
+    """What is seen before anything is unfolded."""
+    return re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
+
+
+ROW = Row("activation", GB, "net", "", "peft 0.17: layer.py:3", operator="mul")
+FEW = Explanation(Composition(GB, (ROW,)), Composition(GB, (ROW,)))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "first"),
+    [
+        (
+            measured(peak(Outcome.REGRESSED), difference=Difference(0, GB, (Change(None, ROW),))),
+            "+1.00 GB activations at peft 0.17: layer.py:3, by mul in net",
+        ),
+        (
+            measured(peak(Outcome.REGRESSED), difference=Difference(0, GB, (Change(None, ROW, "", (ROW, ROW)),))),
+            "+1.00 GB of one of these 2 rows, the largest at peft 0.17: layer.py:3, by mul",
+        ),
+        (
+            measured(replace(peak(Outcome.OVER_BUDGET, then=None), budget=GB), measurement={"explanation": FEW}),
+            "the most at the peak: 1.00 GB activations at peft 0.17: layer.py:3, by mul in net",
+        ),
+        (
+            measured(MetricVerdict("retained", Outcome.OVER_BUDGET, GB, budget=1), measurement={"explanation": FEW}),
+            "1.00 GB activations at peft 0.17: layer.py:3, by mul in net, kept afterwards",
+        ),
+        (
+            measured(
+                MetricVerdict("operators", Outcome.REGRESSED, 9, 5, 0),
+                count_changes={
+                    "operators": (Tally("mul", 4, OperatorSite("net", "model.py:3", reason="changed line")),)
+                },
+            ),
+            "+4 operators at model.py:3, by mul in net: changed line",
+        ),
+        (measured(MetricVerdict("step_time", Outcome.REGRESSED, 2, 1, 0.1)), None),
+    ],
+    ids=["grew", "one of several", "at the peak", "kept", "work", "time"],
+)
+def test_the_first_row_of_the_explanation_is_seen_without_unfolding(verdict, first):
+    text = unfolded(markdown(session(result(verdict, failure="it failed"))))
+    lines = text.partition("❌ `tests/test_gpt.py::test_a`  \n")[2].strip().splitlines()
+    assert lines == (["it failed"] if first is None else ["it failed  ", first])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pytest_gpumem.gate.baseline import Baseline, Budget, NoBaseline
 from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.reports.layout import columns, plain_lines
@@ -57,11 +59,28 @@ def test_counts_are_shown_where_they_changed_and_on_demand():
     changed = [*same, result(verdict_on(then | {"operators": 1284}, then), test="test_b")]
     assert table(changed) == literal_lines(
         """
-        test             peak  change  operators  verdict
-        a.py::test_a  1.00 GB  +0.0 %      1,236  ok
-        a.py::test_b  1.00 GB  +0.0 %      1,284  regressed
+        test             peak            change  operators  verdict
+        a.py::test_a  1.00 GB            +0.0 %      1,236  ok
+        a.py::test_b  1.00 GB  operators +3.9 %      1,284  regressed
         """
     )
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "budget", "change"),
+    [
+        ({"retained": 0}, {"retained": 4 * MB}, None, "retained +4.00 MB"),
+        ({"retained": 0, "syncs": 1}, {"retained": 4 * MB, "syncs": 9}, None, "retained +4.00 MB"),
+        ({"retained": 0}, {"retained": 4 * MB, "peak_allocated": 2 * GB}, None, "+100.0 %"),
+        ({}, {"cyclic_garbage": 4 * MB, "retained": 4 * MB}, Budget({"retained": MB}), "retained 4.00 MB"),
+        ({"retained": 8 * MB}, {"retained": 0}, None, "retained -100.0 %"),
+    ],
+    ids=["bytes that stay", "the first that failed", "the peak", "a budget alone", "improved"],
+)
+def test_the_change_of_a_row_is_that_of_the_metric_that_decided(then, now, budget, change):
+    baseline = {"peak_allocated": GB, **then} if then else None
+    row = result(verdict_on({"peak_allocated": GB, **now}, baseline, budget=budget))
+    assert table([row], everything=True)[1].split(" GB ", 1)[1].strip().startswith(change)
 
 
 def test_binary_units_are_shown_on_demand():

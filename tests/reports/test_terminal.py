@@ -11,7 +11,7 @@ from pytest_gpumem.reports.layout import Line, Screen, Table, cells, plain_lines
 from pytest_gpumem.reports.session_report import SessionReport, Terms
 from pytest_gpumem.reports.terminal import MARKUP, MOST_COMPOSITIONS, compositions, details, phase_table, terminal_text
 from pytest_gpumem.reports.view import ShownMeasurement, measured_in
-from pytest_gpumem.values.composition import Composition, Explanation
+from pytest_gpumem.values.composition import Composition, Explanation, Row
 from pytest_gpumem.values.selection import Selection
 from tests.hostile import ALL
 from tests.reports.made_up import (
@@ -329,6 +329,19 @@ def test_of_very_many_the_first_are_told_unless_all_are_asked_for():
         sum("at the peak" in line for line in piece_lines(compositions(measured, "si", everything=True)))
         == MOST_COMPOSITIONS + 2
     )
+
+
+@pytest.mark.parametrize("verbosity", [0, 2], ids=["explain=always", "-vv"])
+def test_every_composition_is_told_with_its_notes(verbosity):
+    rows = (Row("activation", 5 * GB, "net"), Row("unattributed", -GB))
+    explanation = Explanation(Composition(4 * GB, rows, notes=("recorded by module",)))
+    one = result(verdict_on({"peak_allocated": 4 * GB}, None, explanation=explanation))
+    told = lines(report(one, terms=Terms()), verbosity, explain_all=not verbosity)
+    notes = [line for line in told if line.startswith("  note: ")]
+    assert notes == [
+        "  note: without 1.00 GB, because memory of other owners was freed meanwhile",
+        "  note: recorded by module",
+    ]
 
 
 def test_what_was_not_explained_is_not_told():

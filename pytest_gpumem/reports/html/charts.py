@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.explanation import PLURALS
 from pytest_gpumem.reports.matrix import efficient
-from pytest_gpumem.units import SIZES, SYSTEMS, format_bytes, format_seconds
+from pytest_gpumem.units import SIZES, SYSTEMS, counted, format_bytes, format_seconds
 from pytest_gpumem.values.composition import CATEGORIES
 
 if TYPE_CHECKING:
@@ -29,11 +29,23 @@ _FURTHEST = 2
 """The highest that a line may be, as a multiple of the peak: further off it would press the areas flat."""
 
 
+_FEWEST_POINTS = 3
+"""The points that a chart needs. Fewer are a sentence with their figures."""
+
+
+def _sentence(text: str) -> dict[str, Any]:
+    return {"kind": "sentence", "label": text}
+
+
 def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: UnitSystem) -> dict[str, Any]:
     """Return the memory of a step over time as stacked areas, with its phases and its peak.
 
-    Lines show the baseline and the budget by which that peak was ``judged``.
+    Lines show the baseline and the budget by which that peak was ``judged``. A step of one or two moments is a sentence:
+    ``"The step held 4.00 MB, then 8.00 MB."``
     """
+    if len(over_time.time_ns) < _FEWEST_POINTS:
+        held = ", then ".join(format_bytes(total, units) for total in over_time.total)
+        return _sentence(f"The step held {held}.")
     size, unit = _unit_of_bytes(max(over_time.total, default=0), units)
     clock, second = _unit_of_seconds(max(over_time.time_ns, default=0) / 1e9)
     drawn = [name for name in CATEGORIES if any(over_time.categories.get(name, ()))]
@@ -73,7 +85,10 @@ def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: Un
 
 
 def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
-    """Return the rounds of each sample of a step's time, with their median, its interval and the baseline's median."""
+    """Return the rounds of each sample of a step's time, with their median, its interval and the baseline's median.
+
+    One or two rounds are a sentence: ``"2 rounds took 12.30 ms and 12.50 ms."``
+    """
     times = verdict.measurement.times
     if times is None:
         return None
@@ -82,9 +97,13 @@ def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
     drawn = [baseline or 0.0, *(one.seconds for sample in times.samples for one in sample.rounds)]
     if not all(map(math.isfinite, drawn)):
         return None
-    clock, unit = _unit_of_seconds(max(drawn))
     against = "" if baseline is None else f", {format_seconds(baseline)} in the baseline"
-    count = sum(len(sample.rounds) for sample in times.samples)
+    seconds = [one.seconds for sample in times.samples for one in sample.rounds]
+    count = len(seconds)
+    if count < _FEWEST_POINTS:
+        took = " and ".join(map(format_seconds, seconds))
+        return _sentence(f"{counted(count, 'round')} took {took}{against}.")
+    clock, unit = _unit_of_seconds(max(drawn))
     return {
         "kind": "rounds",
         "label": f"Step time of {count} rounds: median {format_seconds(times.median)}{against}.",

@@ -176,5 +176,7 @@
     const others = [...drawn].filter(([figure, narrow]) => figure.clientWidth && isNarrow(figure) !== narrow);
     for (const [figure] of others) draw(figure, figure.querySelector(".plot"));
   });
+  const only = tests.find((body) => "opened" in body.dataset);
   if (location.hash) openLinked();
+  else if (only) open(only, true);
 })();

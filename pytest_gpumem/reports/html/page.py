@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpumem.gate.verdict import FAILING, Outcome
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.causes import cause_cells, cause_notes, causes_in
 from pytest_gpumem.reports.html.charts import matrix_chart
 from pytest_gpumem.reports.html.document import document
@@ -16,14 +17,14 @@ from pytest_gpumem.reports.html.panels import Panel, panel_of
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reports.results import recording_notes
-from pytest_gpumem.reports.values import change, shown
+from pytest_gpumem.reports.values import change, change_or_value, shown
 from pytest_gpumem.reports.view import rows_of, state_of
 from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pytest_gpumem.gate.verdict import Verdict
+    from pytest_gpumem.gate.verdict import MetricVerdict, Verdict
     from pytest_gpumem.reports.causes import CauseCells, CausesOf
     from pytest_gpumem.reports.matrix import MatrixRow
     from pytest_gpumem.reports.session_report import SessionReport
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": "Nothing was gated"}
 _METRICS = ("peak_allocated", "step_time")
+"""Metrics with columns of their own."""
 _LONGEST = 60
 """Characters of a test's name in its anchor."""
 
@@ -60,6 +62,8 @@ class HtmlCell:
     text: str = ""
     sort: float | None = None
     bad: bool = False
+    metric: str = ""
+    """Title of the cell's metric, if the column has another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class TestRow:
     part: str
     """The name of the measurement that the figures are of, where the test has several."""
     cells: tuple[HtmlCell, ...]
-    """Peak and its change, step time and its change."""
+    """Peak, change (the deciding metric's), step time, and its change."""
     panels: tuple[Panel, ...]
 
 
@@ -121,6 +125,8 @@ class Page:
     several_devices: bool
     ranks: tuple[Sequence[str], Sequence[Sequence[str]]]
     """Titles and rows of the table of ranks' peaks; without rows in a session without ranks."""
+    opened: str
+    """Anchor of the only failed test, which is open at first; empty if no test failed, or several."""
     matrices: tuple[MatrixView, ...]
     environments: tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]
     """Device, details and number of tests of each environment."""
@@ -144,6 +150,7 @@ def page_of(report: SessionReport) -> Page:
     tests = [
         replace(row, anchor=anchor) for row, anchor in zip(tests, unique(row.anchor for row in tests), strict=True)
     ]
+    failing = [row for row in tests if row.of.status.fails]
     counts = Counter(row.of.status.words for row in tests)
     first = {row.of.status.words: row.of.status for row in tests}
     statuses = sorted(((first[words], count) for words, count in counts.items()), key=lambda one: -one[0].severity)
@@ -161,6 +168,7 @@ def page_of(report: SessionReport) -> Page:
         timed=any(row.cells[2].text for row in tests),
         several_devices=len({row.device for row in tests if row.device}) > 1,
         ranks=rank_cells(peaks_by_rank(report.results), units),
+        opened=failing[0].anchor if len(failing) == 1 else "",
         matrices=tuple(_matrix(title, rows, units) for title, rows in matrices(report.results).items()),
         environments=_environments(report),
         notes=(*report.warnings, *report.of_measuring, *recording_notes(report.results)),
@@ -203,14 +211,22 @@ def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[HtmlCell, ...]:
         if metric is None:
             cells += [HtmlCell(), HtmlCell()]
             continue
-        ratio = metric.value / metric.baseline - 1 if metric.baseline else None
         cells += [
             HtmlCell(
                 shown(name, metric.value, units, metric.of), metric.value, bad=metric.outcome is Outcome.OVER_BUDGET
             ),
-            HtmlCell(change(metric, units), ratio, bad=metric.outcome in FAILING),
+            _change_cell(metric, change(metric, units)),
         ]
+    deciding = None if verdict is None else verdict.deciding
+    if deciding is not None and deciding.metric not in _METRICS:
+        named = METRICS[deciding.metric].title
+        cells[1] = replace(_change_cell(deciding, change_or_value(deciding, units)), metric=named)
     return tuple(cells)
+
+
+def _change_cell(metric: MetricVerdict, text: str) -> HtmlCell:
+    ratio = metric.value / metric.baseline - 1 if metric.baseline else None
+    return HtmlCell(text, ratio, bad=metric.outcome in FAILING)
 
 
 def _matrix(title: str, rows: list[MatrixRow], units: UnitSystem) -> MatrixView:

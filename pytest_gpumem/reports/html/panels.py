@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.gate.verdict import FAILING
+from pytest_gpumem.gate.growths import KEPT
+from pytest_gpumem.gate.verdict import CHANGED, FAILING, WORSE
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.explanation import (
     change_table,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, Verdict
     from pytest_gpumem.reports.explanation import PartTable
     from pytest_gpumem.units import UnitSystem
+    from pytest_gpumem.values.composition import Composition
 
 MOST_ROWS = 30
 """The most rows of a table that explains; the others are one row together."""
@@ -72,8 +74,9 @@ class Panel:
     metrics: tuple[MetricRow, ...]
     origin: str
     changes: tuple[PartTable, ...]
-    """Tables of the composition of the peak, and of counts that are more."""
+    """Tables for the metrics with a change: kept bytes, the peak, and counts."""
     compositions: tuple[PartTable, ...]
+    """The other tables, for example the peak's composition."""
     over_time: dict[str, Any] | None
     rounds: dict[str, Any] | None
     notes: tuple[str, ...]
@@ -84,9 +87,12 @@ def panel_of(verdict: Verdict, units: UnitSystem, accepted: frozenset[Outcome] =
     measurement, explanation, difference = verdict.measurement, verdict.measurement.explanation, verdict.difference
     over_time = None if explanation is None else explanation.over_time
     changes = count_tables(verdict, grown_counts(verdict), units, MOST_ROWS)
+    kept, others = _compositions(verdict, units)
     if difference is not None and difference.changes:
         title = f"What changed at the peak{explained_on(verdict)}: {format_bytes_change(difference.nbytes, units)}"
-        changes.insert(0, change_table(difference, units, MOST_ROWS, title))
+        table = change_table(difference, units, MOST_ROWS, title)
+        has_changed = any(METRICS[one.metric].peak and one.outcome in CHANGED for one in verdict.metrics)
+        (changes if has_changed else others).insert(0, table)
     return Panel(
         measurement.name,
         tuple(_workload(verdict)),
@@ -100,8 +106,8 @@ def panel_of(verdict: Verdict, units: UnitSystem, accepted: frozenset[Outcome] =
             for one in verdict.metrics
         ),
         "" if verdict.origin is None else origin_line(verdict.origin, reason=True),
-        tuple(changes),
-        tuple(_compositions(verdict, units)),
+        (*kept, *changes),
+        tuple(others),
         over_time_chart(over_time, verdict.of("peak_allocated"), units)
         if over_time is not None and over_time.time_ns
         else None,
@@ -152,20 +158,31 @@ def _multiple(ratio: float) -> str:
     return f"{ratio:.1f} x" if ratio < 10 else f"{ratio:,.0f} x" if ratio < 10_000 else "> 9,999 x"
 
 
-def _compositions(verdict: Verdict, units: UnitSystem) -> Iterable[PartTable]:
+def _compositions(verdict: Verdict, units: UnitSystem) -> tuple[list[PartTable], list[PartTable]]:
+    """Return the compositions for a metric with a worse value, and the other compositions."""
     explanation = verdict.measurement.explanation
     if explanation is None:
-        return
+        return [], []
     title = f"What the peak is made of{explained_on(verdict)}"
     if explanation.asked is not None:
         title = f"What was there when {format_bytes(explanation.asked, units)} more were asked for"
-    for what, composition, always in (
-        (title, explanation.peak, True),
-        (retained_title(verdict).capitalize(), explanation.retained, False),
-        ("What only the cyclic collector freed", explanation.garbage, False),
+    retained, garbage = explanation.retained, explanation.garbage
+    worse = {one.metric for one in verdict.metrics if one.outcome in WORSE}
+    cycles = tuple(f"cycle: {cycle}" for cycle in explanation.cycles)
+    explaining: list[PartTable] = []
+    others = [_table_of(title, explanation.peak, units)]
+    for what, composition, metrics, reasons in (
+        (retained_title(verdict).capitalize(), retained, KEPT, holder_lines(explanation.holders, units)),
+        ("What only the cyclic collector freed", garbage, {"cyclic_garbage"}, cycles),
     ):
-        if composition.rows or always:
-            yield composition_table(f"{what}: {format_bytes(composition.total, units)}", composition, units, MOST_ROWS)
+        if composition.rows:
+            table = replace(_table_of(what, composition, units), first=reasons)
+            (others if worse.isdisjoint(metrics) else explaining).append(table)
+    return explaining, others
+
+
+def _table_of(what: str, composition: Composition, units: UnitSystem) -> PartTable:
+    return composition_table(f"{what}: {format_bytes(composition.total, units)}", composition, units, MOST_ROWS)
 
 
 def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
@@ -183,8 +200,6 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
     if explanation is not None:
         yield from explanation.peak.notes
         yield from explanation.retained.notes
-        yield from holder_lines(explanation.holders, units)
-        yield from (f"cycle: {cycle}" for cycle in explanation.cycles)
     for sample in measurement.times.samples if measurement.times is not None else ():
         if sample.invalid is not None:
             yield f"no verdict may rest on a sample of its times: {sample.invalid}"
