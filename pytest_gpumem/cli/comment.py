@@ -278,11 +278,11 @@ def _may_be_accepted(result: TestResult) -> bool:
 def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: Run | None) -> str:
     """Return the text without its marker. Raises `InputError`."""
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
-    # A report is the job's own word, and whether the run failed is GitHub's.
-    if run is not None and run.failed and any(one.result is not None and one.result.passed for one in contents):
-        above += "**The run failed, although a report of it says that the gate passed.**\n\n"
     link = link or ("" if run is None else run.address)
-    beneath = f"{accept}\n[The whole report]({link})\n" if link else accept
+    # A report is the job's own word, and whether the run failed is GitHub's.
+    passed = any(one.result is not None and one.result.passed for one in contents)
+    of_run = ", from a run that failed" if run is not None and run.failed and passed else ""
+    beneath = f"{accept}\n[The whole report{of_run}]({link})\n" if link else accept
     left = room(name) - len(above) - len(beneath) - (len(contents) - 1)
     texts: dict[Path, str] = {}
     # Of JSON there is as much as the others leave room for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, distribution, metadata
 from importlib.resources import files
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -30,15 +30,15 @@ _PLUGIN = "pytest-gpumem"
 PLACEHOLDER = "owner".upper()
 """The word for the account in this package's sources until it has one. Spelt so that replacing it there leaves it here."""
 _REPOSITORY = re.compile(rf"https://github\.com/([^/\s]+)/{_PLUGIN}$")
-_USED = re.compile(rf"(?<=uses: )[^/\s]+(?=/{_PLUGIN}/)")
+_USED = re.compile(rf"(?<=uses: )[^/\s]+(/{_PLUGIN}(?:/\w+)?)@(\S+)")
 _PYTHON = re.compile(r'(?<=python-version: ")[^"]*')
 _BEHIND = re.compile(r"(^|\s)(#|--).*|\s\\$")
 """A comment, options of pip, or the mark of a line that goes on."""
 
 
-def template(runner: Runner) -> str:
+def template(name: Runner | Literal["comment"]) -> str:
     """Return the workflow as docs/ci.md has it."""
-    return (files(__package__) / "workflows" / f"{runner}.yml").read_text(encoding="utf-8")
+    return (files(__package__) / "workflows" / f"{name}.yml").read_text(encoding="utf-8")
 
 
 def account() -> str:
@@ -48,6 +48,31 @@ def account() -> str:
     except PackageNotFoundError:
         return PLACEHOLDER
     return next((found[1] for url in urls if (found := _REPOSITORY.search(url))), PLACEHOLDER)
+
+
+def commit() -> str | None:
+    """Return the commit that the package was installed from; ``None`` if pip did not install it from its repository."""
+    try:
+        plain = json.loads(distribution(_PLUGIN).read_text("direct_url.json") or "null")
+        is_ours = _REPOSITORY.search(plain["url"].removesuffix(".git")) is not None
+        found = str(plain["vcs_info"]["commit_id"])
+    except (PackageNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found if is_ours and re.fullmatch(r"[0-9a-f]{40}", found) else None
+
+
+def comment_workflow(account: str = PLACEHOLDER, commit: str | None = None) -> str:
+    """Return the workflow that comments on what the workflow of a gate has uploaded; as `workflow`."""
+    return _of(template("comment"), account, commit)
+
+
+def _of(text: str, account: str, commit: str | None) -> str:
+    """Return a workflow with this account's actions: by their commit if it is known, with the release as a comment."""
+
+    def used(found: re.Match[str]) -> str:
+        return f"{account}{found[1]}@{found[2] if commit is None else f'{commit} # {found[2]}'}"
+
+    return _USED.sub(used, text)
 
 
 def installs_from_nowhere(text: str | None) -> bool:
@@ -63,6 +88,7 @@ def workflow(
     *,
     branch: str = USUAL_BRANCH,
     account: str = PLACEHOLDER,
+    commit: str | None = None,
     python: str | None = None,
 ) -> str:
     """Return the workflow for a project.
@@ -74,9 +100,10 @@ def workflow(
         tests: The folder whose tests it runs, as a path from the project's folder, ``"."`` for what pytest takes.
         branch: The branch that the project's changes go to.
         account: The account on GitHub that this package is from.
+        commit: The commit that this package is from, which its action is pinned to; ``None`` for the tag of the release.
         python: The release of Python that it installs, ``"3.13"``; ``None`` for that of docs/ci.md.
     """
-    text = _USED.sub(account, template(runner))
+    text = _of(template(runner), account, commit)
     if branch != USUAL_BRANCH:
         text = text.replace(f"branches: [{USUAL_BRANCH}]", f"branches: [{json.dumps(branch, ensure_ascii=False)}]")
     if python is not None:

@@ -20,6 +20,7 @@ from pytest_gpumem.processes import POLL_SECONDS, run
 from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.requirements.installed import by_module
 from pytest_gpumem.requirements.installers import Installer
+from pytest_gpumem.user_cache import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -70,9 +71,7 @@ def interpreter(folder: Path) -> Path:
 
 def cache_folder() -> Path:
     """Return the folder of the user's cache that environments are kept in."""
-    import platformdirs
-
-    return platformdirs.user_cache_path("pytest-gpumem") / "environments"
+    return user_cache() / "environments"
 
 
 @dataclass(frozen=True)

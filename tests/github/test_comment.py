@@ -375,7 +375,7 @@ def test_what_can_be_accepted_is_taken_from_the_other_run(other, github, tmp_pat
     (tmp_path / "red.json").write_text(to_json(session(replace_accept(REGRESSED), OK)))
     assert other("red.json", "--artifact", "gpumem").exit_code == 0
     assert "gh run download 77 --name gpumem --dir gpumem-77\n" in github.comments[0]["body"]
-    assert "although a report" not in github.comments[0]["body"]
+    assert "from a run that failed" not in github.comments[0]["body"]
 
 
 OTHERS = {
@@ -456,7 +456,7 @@ def test_a_report_that_passed_does_not_hide_that_its_run_failed(other, github, t
         github.comments.clear()
         github.run(conclusion=conclusion)
         assert other("gpumem.json").exit_code == 0
-        assert ("**The run failed, although" in github.comments[0]["body"]) == is_told
+        assert ("\n[The whole report, from a run that failed](" in github.comments[0]["body"]) == is_told
 
 
 def test_markdown_of_another_run_is_refused_as_it_may_say_anything(other, github):
