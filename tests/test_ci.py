@@ -290,24 +290,30 @@ Requires-Dist: triton==3.7.1; platform_system == "Linux"
 """
 
 
-def test_for_an_emulated_gpu_torch_is_installed_without_nvidias_libraries(runner, tmp_path):
-    address = "https://example.org/torch-2.13.0%2Bcu130.whl"
-    torch = {"metadata": {"name": "torch", "version": "2.13.0+cu130"}, "download_info": {"url": address}}
-    other = {"metadata": {"name": "numpy", "version": "2"}, "download_info": {"url": "https://example.org/numpy.whl"}}
-    runner.environment["TO_INSTALL"] = json.dumps({"install": [other, torch]})
+@pytest.fixture
+def metadata(runner: Runner, tmp_path: Path) -> Path:
+    """Return the metadata of a torch in an environment of its own, in which the action runs: that of the suite stays as it is."""
     real = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", real], check=True)
     runner.environment["REAL"] = str(real / "bin" / "python")
     beneath = f"{ROOT}\nimport site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     packages = next(real.glob("lib/python3*/site-packages"))
     (packages / "beneath.pth").write_text(beneath)
-    metadata = packages / "torch-2.13.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(TORCH_METADATA)
+    file = packages / "torch-2.13.0.dist-info" / "METADATA"
+    file.parent.mkdir()
+    file.write_text(TORCH_METADATA)
+    return file
+
+
+def test_for_an_emulated_gpu_torch_is_installed_without_nvidias_libraries(runner, metadata):
+    address = "https://example.org/torch-2.13.0%2Bcu130.whl"
+    torch = {"metadata": {"name": "torch", "version": "2.13.0+cu130"}, "download_info": {"url": address}}
+    other = {"metadata": {"name": "numpy", "version": "2"}, "download_info": {"url": "https://example.org/numpy.whl"}}
+    runner.environment["TO_INSTALL"] = json.dumps({"install": [other, torch]})
     for _ in range(2):  # a job that is run again may find what it left
         assert runner.run_action(install="-r requirements.txt", emulated="true"), runner.log
     dry, alone, everything = asked(runner, "pip")[:3]
-    assert dry[1:3] == ["install", "--dry-run"]
+    assert dry[1:5] == ["install", "--dry-run", "--quiet", "--no-deps"]
     assert dry[-2:] == everything[-2:] == ["-r", "requirements.txt"]
     assert alone[1:] == ["install", "--no-deps", f"torch @ {address}"]
     assert [line for line in metadata.read_text().splitlines() if "Requires" in line] == [
@@ -318,9 +324,26 @@ def test_for_an_emulated_gpu_torch_is_installed_without_nvidias_libraries(runner
     ]
 
 
+@pytest.mark.usefixtures("metadata")
 def test_a_torch_that_is_there_is_not_installed_again(runner):
     assert runner.run_action(install="-r requirements.txt", emulated="true"), runner.log
-    assert not any("--no-deps" in words for words in asked(runner, "pip"))
+    assert [words[2] for words in asked(runner, "pip")] == ["--dry-run", "--dry-run", "-r"]
+
+
+def test_without_a_torch_there_is_nothing_to_emulate_with(runner, metadata):
+    shutil.rmtree(metadata.parent)
+    (metadata.parents[1] / "beneath.pth").unlink()
+    assert not runner.run_action(install="-r requirements.txt", emulated="true")
+    assert "::error title=gpumem::the input emulated needs a torch, and the input install asks for none" in runner.log
+
+
+def test_a_torch_beneath_the_environment_keeps_its_requirements(runner, metadata, tmp_path):
+    """It is the machine's, and other jobs have it."""
+    beneath = tmp_path / "torch-2.13.0.dist-info" / "METADATA"
+    shutil.move(metadata.parent, beneath.parent)
+    (metadata.parents[1] / "machine.pth").write_text(f"{tmp_path}\n")
+    assert runner.run_action(install="-r requirements.txt", emulated="true"), runner.log
+    assert beneath.read_text() == TORCH_METADATA
 
 
 def test_the_action_can_be_listed():

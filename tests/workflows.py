@@ -35,7 +35,7 @@ case " $* " in
   *) exec "$REAL" "$@" ;;
 esac
 """
-_MODULES = {"pip": "pip", "pytest": "pytest", "gpumem": "pytest_gpumem.cli.main"}
+_MODULES = {"pip": "pip", "pytest": "pytest", **dict.fromkeys(("gpumem", "pytest-gpumem"), "pytest_gpumem.cli.main")}
 
 
 def read_yaml(text: str) -> Any:
@@ -59,7 +59,7 @@ class Runner:
         self.temp = self.folder.parent / "temp"
         commands = self.folder.parent / "bin"
         for folder in (self.folder, self.temp, commands):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         scripts = dict.fromkeys(("python", "python3"), _PYTHON)
         scripts |= {name: f'#!/bin/bash\nexec python -m {module} "$@"\n' for name, module in _MODULES.items()}
         for name, script in scripts.items():
