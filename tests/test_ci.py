@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
+from packaging.utils import canonicalize_name
 
 from pytest_gpumem import __version__
 from pytest_gpumem.emulation.torch_build import OLDEST
@@ -183,6 +184,36 @@ def test_what_users_copy_pins_the_action_and_the_plugin_to_this_version():
         *plugins,
         gate_lines(None, [])[-1].rpartition("pytest-gpumem")[2],
     } == {f"@v{__version__}"}
+
+
+def test_lint_sees_every_workflow_that_is_shown_or_written(tmp_path):
+    """zizmor is there for `make lint` alone, which has each workflow of the pages in a file."""
+    subprocess.run([sys.executable, ROOT / ".ci" / "docs_workflows.py", tmp_path / "workflows"], check=True)
+    seen = "\n".join(file.read_text(encoding="utf-8") for file in (tmp_path / "workflows").iterdir())
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    shown = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if "- uses: " in line]
+    assert len(shown) > 20
+    assert [line for line in shown if line.strip() not in seen] == []
+    (audit,) = re.findall(r"^\S+/zizmor ((?:.*\\\n)*.*)", made("lint"), flags=re.MULTILINE)
+    words = audit.replace("\\\n", " ").split()
+    assert {"--persona=pedantic", "--min-severity=medium"} <= {*words}
+    assert words[-5:] == [
+        ".github",
+        "action.yml",
+        "comment/action.yml",
+        "pytest_gpumem/init/workflows/*.yml",
+        "build/workflows/*.yml",
+    ]
+
+
+def test_every_finding_that_lint_ignores_has_its_reason():
+    folders = (ROOT / ".github", ROOT / "docs", ROOT / "comment", ROOT / "pytest_gpumem" / "init")
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".yml", ".md")]
+    ignored = re.findall(
+        r"zizmor: ignore(.*)", "\n".join(file.read_text(encoding="utf-8") for file in (*files, ACTION))
+    )
+    assert len(ignored) >= 5
+    assert [one for one in ignored if not re.fullmatch(r"\[[\w-]+\] \w+( [\w,'-]+)+", one)] == []
 
 
 # The action
@@ -393,6 +424,10 @@ def test_torch_is_not_installed_to_comment(commenting):
     assert package[1:3] == ["install", "--no-deps"]
     assert Path(package[3]).resolve() == ROOT
     lines = Path(others[-1]).read_text().splitlines()
+    pinned = {
+        canonicalize_name(line.partition("==")[0]) for line in Path(others[-3]).read_text().splitlines() if "==" in line
+    }
+    assert {canonicalize_name(re.match(r"[\w.-]+", line)[0]) for line in lines} <= pinned
     assert {re.match(r"[\w.-]+", line)[0] for line in lines} >= {"click", "rich", "fastjsonschema"}
     assert not any(line.startswith(("torch", "plotly", "numpy")) for line in lines)
 
