@@ -261,6 +261,20 @@ def test_the_action_uses_what_is_there_isolated_from_the_working_folder(runner):
     assert [words[1:3] for words in runner.calls() if words[1] != "-I"] == [["-m", "pytest"]]
 
 
+@pytest.mark.parametrize("named", [None, "/mine"])
+def test_what_is_loaded_and_run_is_kept_where_no_earlier_job_put_anything(runner, named):
+    tells = "import os, pathlib\npathlib.Path(os.environ['LOG'] + '-cache').write_text(os.environ['GPUMEM_CACHE'])\n"
+    (runner.folder / "pytest.py").write_text(tells + PYTEST)
+    if named is not None:
+        runner.environment["GPUMEM_CACHE"] = named
+    assert runner.run_action(), runner.log
+    assert (runner.temp / "log-cache").read_text() == (named or f"{runner.temp}/gpumem-cache")
+    steps = read_yaml(ACTION.read_text(encoding="utf-8"))["runs"]["steps"]
+    running = [step for step in steps if {"ab", "bisect"} & set(step.get("run", "").split())]
+    assert [step["name"] for step in running] == ["Gate", "Bisect"]
+    assert all('export GPUMEM_CACHE="${GPUMEM_CACHE:-$RUNNER_TEMP/gpumem-cache}"' in step["run"] for step in running)
+
+
 @pytest.mark.parametrize("environment", [True, False], ids=["virtual environment", "no virtual environment"])
 def test_what_is_missing_is_installed_where_it_stays_for_the_job_only(runner, environment):
     runner.plugin.unlink()
@@ -295,19 +309,6 @@ def test_reports_of_a_red_gate_are_uploaded_and_no_step_beside_the_tests_has_a_t
         assert {"!cancelled()", "steps.gate.outcome == 'success'"} <= set(step["if"].strip("${} ").split(" && "))
     assert bisect["if"].endswith(" && inputs.bisect == 'true' && !github.event.pull_request.number }}")
     assert "token" not in re.sub("#.*", "", text).lower()
-
-
-def test_what_an_earlier_job_compiled_or_installed_is_not_run(runner):
-    """Tests, and a search for what made them red, keep what they make below the folder of the job."""
-    runner.environment["GPUMEM_CACHE"] = "/of/an/earlier/job"
-    told = "import os, pathlib; pathlib.Path('caches').open('a').write(os.environ['GPUMEM_CACHE'] + chr(10))\n"
-    (runner.folder / "pytest.py").write_text(told + PYTEST)
-    assert runner.run_action(), runner.log
-    assert (runner.folder / "caches").read_text() == f"{runner.temp}/gpumem-cache\n"
-    steps = read_yaml(ACTION.read_text(encoding="utf-8"))["runs"]["steps"]
-    runs_tests = [step for step in steps if "ARGUMENTS" in step.get("env", {})]
-    assert [step["id"] for step in runs_tests] == ["gate", "bisect"]
-    assert {step["env"]["GPUMEM_CACHE"] for step in runs_tests} == {"${{ runner.temp }}/gpumem-cache"}
 
 
 TORCH_METADATA = """\

@@ -17,7 +17,6 @@ from pytest_gpumem.emulation.errors import EmulationError, NotElf
 from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs
 from pytest_gpumem.emulation.neighbours import Needs, needed_beside
 from pytest_gpumem.emulation.torch_build import needs_of_triton
-from pytest_gpumem.user_cache import CACHE, user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -60,7 +59,8 @@ def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
 
 
 def _cache() -> Path:
-    return user_cache() / "emulation"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pytest-gpumem" / "emulation"
 
 
 def _sources() -> dict[str, str]:
@@ -93,8 +93,8 @@ def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
     except OSError as error:
         raise EmulationError(
-            f"the emulated GPU's libraries cannot be kept in {folder.parent}: {error.strerror}. Set {CACHE} or XDG_CACHE_HOME "
-            "to a folder that can be written to"
+            f"the emulated GPU's libraries cannot be kept in {folder.parent}: {error.strerror}. Set XDG_CACHE_HOME to a "
+            "folder that can be written to"
         ) from None
     try:
         _compile_all(compiler, torch, beside, draft)

@@ -20,7 +20,6 @@ from pytest_gpumem.processes import POLL_SECONDS, run
 from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.requirements.installed import by_module
 from pytest_gpumem.requirements.installers import Installer
-from pytest_gpumem.user_cache import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -71,7 +70,9 @@ def interpreter(folder: Path) -> Path:
 
 def cache_folder() -> Path:
     """Return the folder of the user's cache that environments are kept in."""
-    return user_cache() / "environments"
+    import platformdirs
+
+    return platformdirs.user_cache_path("pytest-gpumem") / "environments"
 
 
 @dataclass(frozen=True)

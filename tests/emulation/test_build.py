@@ -14,7 +14,6 @@ from pytest_gpumem.emulation.build import stand_ins
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.neighbours import needed_beside
 from pytest_gpumem.emulation.torch_build import installed_torch
-from pytest_gpumem.requirements.environments import cache_folder as environments_folder
 from tests.emulation.conftest import calling, compile_library, compile_runtime
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,16 +56,6 @@ def test_they_are_compiled_once_and_then_taken_from_the_cache(fake_torch, monkey
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert stand_ins(installed_torch()) == first
     assert not list(first[0].parent.parent.glob(".draft-*"))
-
-
-def test_a_folder_that_is_named_is_the_cache_whatever_another_one_has(fake_torch, monkeypatch, tmp_path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o500)
-    monkeypatch.setenv("GPUMEM_CACHE", str(tmp_path / "of the job"))
-    libraries = stand_ins(installed_torch())
-    assert all(path.is_relative_to(tmp_path / "of the job" / "emulation") for path in libraries)
-    assert environments_folder() == tmp_path / "of the job" / "environments"
-    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_another_release_of_torch_has_its_own(fake_torch):
@@ -237,7 +226,7 @@ def test_a_compiler_of_several_words_that_cannot_be_used_is_told(fake_torch, mon
 def test_a_cache_that_cannot_be_written_to_is_named(fake_torch, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(EmulationError, match=r"cannot be kept in .*Set GPUMEM_CACHE or XDG_CACHE_HOME to a folder"):
+    with pytest.raises(EmulationError, match=r"cannot be kept in .*Set XDG_CACHE_HOME to a folder that can be written"):
         stand_ins(installed_torch())
     assert (tmp_path / "file").read_text(encoding="utf-8") == ""
 
