@@ -721,7 +721,7 @@ def test_the_workflow_of_the_comment_is_valid_and_safe(tmp_path):
     assert step["uses"] == f"{PLACEHOLDER}/pytest-gpumem/comment@{'c0ffee' * 6}dead"
 
 
-def test_a_workflow_that_comments_is_proposed_beside_the_gate_and_left_alone_where_it_is(repository):
+def test_a_workflow_that_comments_is_proposed_beside_the_gate_and_never_changed(repository):
     comment, gate = ".github/workflows/gpumem-comment.yml", ".github/workflows/gpumem.yml"
     repository(FLAT)
     output = init("--dry-run").output

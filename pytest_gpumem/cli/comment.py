@@ -41,9 +41,7 @@ DEFAULT_NAME = "gpumem"
 DEFAULT_TITLE = "the gate is red"
 _LONGEST_NAME = 100
 _LONGEST_REASON = 1_000
-_WITHOUT_COMMENT = (
-    "there is no comment: run {} was for no pull request that is open now, or for a commit that is not its newest one"
-)
+_WITHOUT_COMMENT = "there is no comment: run {} was not for the newest commit in exactly one open pull request"
 
 
 def _address(text: str) -> str:
@@ -75,8 +73,8 @@ def _name(text: str) -> str:
 @click.option(
     "--run",
     type=WholeNumber(min=1),
-    help="The workflow run whose artifact has the reports, which may be a stranger's: its pull request is looked up, only "
-    "JSON is read, and a report that is missing or broken is told in the comment.",
+    help="Comment on the pull request of this workflow run, whose artifact has the reports. They may come from a stranger: "
+    "only JSON is read, and the comment says if a report is missing or broken.",
 )
 @click.option("--pull-request", type=WholeNumber(min=1), help="Its number; that of the workflow's event by default.")
 @click.option(
@@ -131,7 +129,7 @@ def comment(
     \b
         gpumem comment gpumem-report/gpumem.json
 
-    The token of a job that runs tests should not be able to write. Another job comments, with the artifact of that run:
+    A job that runs tests should not have a token that can write. Another job comments, with that run's artifact:
 
     \b
         gpumem comment gpumem.json --run 1234567
@@ -203,13 +201,13 @@ def _known(repository: str | None) -> str:
 
 
 def _title(contents: Sequence[_Content]) -> str:
-    titles = [one.result.title for one in contents if one.result is not None and one.result.title]
+    titles = [content.result.title for content in contents if content.result is not None and content.result.title]
     return titles[0] if titles else DEFAULT_TITLE
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A report that was read: its result if it is JSON, else its text."""
+    """A report: its result if the file is JSON, else its text."""
 
     file: Path
     result: JobResult | None
@@ -221,13 +219,15 @@ def _content(file: Path, *, strict: bool) -> _Content:
 
     Args:
         file: Its path.
-        strict: False if it may be a stranger's, so that it must be JSON. If it is missing or broken, its text says so.
+        strict: False if a stranger may have written it. It must be JSON, and if it is missing or broken its text says so.
 
     Raises:
         InputError: It cannot be used.
     """
     if not strict and file.suffix != ".json":
-        raise InputError(f"{file} is Markdown, which may be a stranger's with --run: give the report as JSON")
+        raise InputError(
+            f"{file} is Markdown, which --run does not read because a stranger may have written it: give the report as JSON"
+        )
     try:
         text = _text(file)
         return _Content(file, job_result(text, file.name), "") if file.suffix == ".json" else _Content(file, None, text)
@@ -253,15 +253,15 @@ def _text(file: Path) -> str:
 def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str, pull_request: int) -> str:
     """Return the commands that accept the figures of a report, in a paragraph; empty where no baseline would make it green."""
     number = os.environ.get("GITHUB_RUN_ID", "") if run is None else str(run)
-    for one in contents:
-        report = None if one.result is None else one.result.session
+    for content in contents:
+        report = None if content.result is None else content.result.session
         if report is None or not number.isdecimal() or report.passed or not any(map(_may_be_accepted, report.results)):
             continue
         folder = f"gpumem-{number}"
         commands = [
             f"git fetch origin pull/{pull_request}/merge",
             f"gh run download {number} --name {shlex.quote(artifact)} --dir {folder}",
-            f'gpumem accept {shlex.quote(f"{folder}/{one.file.name}")} --reason "..."',
+            f'gpumem accept {shlex.quote(f"{folder}/{content.file.name}")} --reason "..."',
         ]
         told = block("\n".join(commands))
         return f"\n{details('To accept what was measured, in the branch of this pull request', told)}\n"
@@ -280,21 +280,21 @@ def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: 
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
     link = link or ("" if run is None else run.address)
     # A report is the job's own word, and whether the run failed is GitHub's.
-    passed = any(one.result is not None and one.result.passed for one in contents)
+    passed = any(content.result is not None and content.result.passed for content in contents)
     of_run = ", from a run that failed" if run is not None and run.failed and passed else ""
     beneath = f"{accept}\n[The whole report{of_run}]({link})\n" if link else accept
     left = room(name) - len(above) - len(beneath) - (len(contents) - 1)
     texts: dict[Path, str] = {}
     # Of JSON there is as much as the others leave room for.
-    for one in sorted(contents, key=lambda one: one.result is not None):
-        texts[one.file] = one.text if one.result is None else one.result.markdown(left)
-        if len(texts[one.file]) > left:
+    for content in sorted(contents, key=lambda content: content.result is not None):
+        texts[content.file] = content.text if content.result is None else content.result.markdown(left)
+        if len(texts[content.file]) > left:
             raise InputError(
-                f"{one.file} has {len(texts[one.file]):,} characters, and a comment has room for {left:,}: give the report as "
+                f"{content.file} has {len(texts[content.file]):,} characters, and a comment has room for {left:,}: give the report as "
                 "JSON, of which the most important is taken"
             )
-        left -= len(texts[one.file])
-    return f"{above}{chr(10).join(texts[one.file] for one in contents)}{beneath}"
+        left -= len(texts[content.file])
+    return f"{above}{chr(10).join(texts[content.file] for content in contents)}{beneath}"
 
 
 def _number_of_event() -> int | None:

@@ -108,7 +108,7 @@ def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
 
 
 def _compiler() -> tuple[str, ...]:
-    """Return the C compiler with its first arguments: ``CC`` in words as make takes it, else the first that is installed.
+    """Return the C compiler with its first arguments: the words in ``CC``, as for make, else an installed compiler.
 
     ``CC="ccache gcc -m64"`` is ``("ccache", "gcc", "-m64")``.
 
@@ -124,13 +124,13 @@ def _compiler() -> tuple[str, ...]:
         ) from None
     if words:
         return tuple(words)
-    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if found is None:
+    installed = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if installed is None:
         raise EmulationError(
             "no C compiler was found, which the emulated GPU needs once for each release of torch: install one "
             "(Debian and Ubuntu: apt-get install gcc libc6-dev) or set CC"
         )
-    return (found,)
+    return (installed,)
 
 
 def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draft: Path) -> None:

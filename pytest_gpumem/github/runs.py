@@ -1,4 +1,4 @@
-"""A run of a workflow, and the pull request that it ran for, by GitHub's word: the run itself may say anything."""
+"""A workflow run and its pull request, as GitHub states them. Files from the run may contain anything."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The commit of a pull request, and the branch that it is on: ``branch`` is ``"owner:name"``."""
+    """The newest commit in a pull request, with its branch: ``"owner:name"``."""
 
     commit: str
     branch: str
     repository: int
-    """The number of the repository with the branch, which for a fork is the fork's."""
+    """GitHub's number for the repository with the branch, such as a fork."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of a workflow. ``head`` is ``None`` if it ran for no pull request, or the fork is gone."""
+    """A workflow run. ``head`` is ``None`` if the run was not for a pull request, or the fork was deleted."""
 
     number: int
     address: str
     failed: bool
-    """True if the run has ended, and not with success."""
+    """True if the run ended without success."""
     head: Head | None
 
 
 def find_run(api: Api, repository: str, number: int) -> Run:
-    """Return a run of a repository (``"owner/name"``) by its number. Raises `GitHubError`."""
+    """Return a run in a repository (``"owner/name"``) by its number. Raises `GitHubError`."""
     plain, _ = persistently(lambda: api.request("GET", f"/repos/{repository}/actions/runs/{number}"))
     try:
         conclusion = plain["conclusion"]
         head = _head(plain) if plain["event"] == "pull_request" else None
         return Run(number, str(plain["html_url"]), conclusion not in (None, "success"), head)
     except (KeyError, TypeError):
-        raise GitHubError(f"GitHub does not say what run {number} ran for") from None
+        raise GitHubError(f"GitHub's answer on run {number} lacks its event or commit") from None
 
 
 def _head(plain: Any) -> Head | None:
@@ -52,10 +52,10 @@ def _head(plain: Any) -> Head | None:
 
 
 def pull_request_of_run(api: Api, repository: str, run: Run) -> int | None:
-    """Return the number of the open pull request whose newest commit a run was for; ``None`` if there is not exactly one.
+    """Return the number of the open pull request whose newest commit was run; ``None`` if there is not exactly one.
 
-    GitHub names the pull requests of a run only if their branches are in the same repository, so they are looked for by
-    branch. Raises `GitHubError`.
+    GitHub lists a run's pull requests only if their branches are in the same repository, so this function searches by branch.
+    Raises `GitHubError`.
     """
     head = run.head
     if head is None:
@@ -63,11 +63,11 @@ def pull_request_of_run(api: Api, repository: str, run: Run) -> int | None:
     path = f"/repos/{repository}/pulls?state=open&per_page=100&head={quote(head.branch, safe='')}"
     pulls = persistently(lambda: list(api.pages(path)))
     try:
-        found = [
+        numbers = [
             int(pull["number"])
             for pull in pulls
             if pull["head"]["sha"] == head.commit and (pull["head"]["repo"] or {}).get("id") == head.repository
         ]
     except (KeyError, TypeError):
-        raise GitHubError(f"GitHub does not say which commits the pull requests of {head.branch} have") from None
-    return found[0] if len(found) == 1 else None
+        raise GitHubError(f"GitHub's answer on pull requests from {head.branch} lacks their commits") from None
+    return numbers[0] if len(numbers) == 1 else None

@@ -51,26 +51,26 @@ def account() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit that the package was installed from; ``None`` if pip did not install it from its repository."""
+    """Return the package's commit; ``None`` if pip did not install the package from its repository."""
     try:
         plain = json.loads(distribution(_PLUGIN).read_text("direct_url.json") or "null")
         is_ours = _REPOSITORY.search(plain["url"].removesuffix(".git")) is not None
-        found = str(plain["vcs_info"]["commit_id"])
+        installed = str(plain["vcs_info"]["commit_id"])
     except (PackageNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if is_ours and re.fullmatch(r"[0-9a-f]{40}", found) else None
+    return installed if is_ours and re.fullmatch(r"[0-9a-f]{40}", installed) else None
 
 
 def comment_workflow(account: str = PLACEHOLDER, commit: str | None = None) -> str:
-    """Return the workflow that comments on what the workflow of a gate has uploaded; as `workflow`."""
+    """Return the workflow that comments with a gate's reports. The arguments are those for `workflow`."""
     return _of(template("comment"), account, commit)
 
 
 def _of(text: str, account: str, commit: str | None) -> str:
-    """Return a workflow with this account's actions: by their commit if it is known, with the release as a comment."""
+    """Return a workflow with this account's actions, pinned to ``commit`` if there is one: ``@0123abc # v0.1.0``."""
 
-    def used(found: re.Match[str]) -> str:
-        return f"{account}{found[1]}@{found[2] if commit is None else f'{commit} # {found[2]}'}"
+    def used(match: re.Match[str]) -> str:
+        return f"{account}{match[1]}@{match[2] if commit is None else f'{commit} # {match[2]}'}"
 
     return _USED.sub(used, text)
 
@@ -100,7 +100,7 @@ def workflow(
         tests: The folder whose tests it runs, as a path from the project's folder, ``"."`` for what pytest takes.
         branch: The branch that the project's changes go to.
         account: The account on GitHub that this package is from.
-        commit: The commit that this package is from, which its action is pinned to; ``None`` for the tag of the release.
+        commit: This package's commit, to pin its action to; ``None`` for the release's tag.
         python: The release of Python that it installs, ``"3.13"``; ``None`` for that of docs/ci.md.
     """
     text = _of(template(runner), account, commit)

@@ -1,6 +1,6 @@
-"""The result of a job from its JSON, in Markdown: a session's report, or that of `gpumem ab` or `gpumem bisect`. Pure.
+"""A job's result in Markdown, read from JSON: a session's report, or the output from `gpumem ab` or `gpumem bisect`. Pure.
 
-The JSON may come from a stranger's pull request. Every text in it is escaped, and everything that is not expected is an error.
+The JSON may come from a stranger's pull request. Its texts are escaped, and unexpected content is an error.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _SHOWN = {Outcome.REGRESSED.value, Outcome.IMPROVED.value, Outcome.UNCERTAIN.val
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The content of one JSON file."""
+    """The content in a JSON file."""
 
     passed: bool
     markdown: Callable[[int], str] = field(repr=False)
-    """The Markdown in at most so many bytes."""
+    """Returns the Markdown, in at most so many bytes."""
     title: str | None = None
-    """The change that a bisection found, in a sentence."""
+    """The change from a bisection, in a sentence."""
     session: SessionReport | None = None
-    """The report of a session, if it is one."""
+    """The session's report, if the file has one."""
 
 
 def job_result(text: str, name: str) -> JobResult:
-    """Return the result that a job wrote as ``text``; ``name`` is the file's. Raises `ReportError`, and nothing else."""
+    """Return the result in a file with this ``text`` and ``name``. Raises `ReportError`, and nothing else."""
     try:
         plain = json.loads(text.removeprefix("\ufeff"), parse_constant=_refused)
     except (ValueError, RecursionError):
@@ -74,7 +74,7 @@ def _array(items: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, dict[str, Any]]:
-    """Return the schema of each command's JSON, as far as it is shown here."""
+    """Return a schema for each command's JSON, with the keys that this module shows."""
     release = {"type": ["string", "null"]}
     metric = _object(
         {
@@ -136,7 +136,8 @@ def _of_comparison(plain: dict[str, Any]) -> JobResult:
     if why := _first_line(plain.get("why", "")):
         head.append(_plain(why))
     packages = [
-        f"{one['name']} {one['head'] or 'gone'}, was {one['base'] or 'not there'}" for one in plain.get("packages", ())
+        f"{package['name']} {package['head'] or 'gone'}, was {package['base'] or 'not there'}"
+        for package in plain.get("packages", ())
     ]
     if packages:
         head.append(f"Packages: {_plain('; '.join(packages))}")
@@ -153,19 +154,19 @@ def _of_comparison(plain: dict[str, Any]) -> JobResult:
 
 
 def _rows(plain: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield a row for each metric that has changed."""
+    """Yield a row for each changed metric."""
     for test in plain["tests"]:
-        for one in test["metrics"]:
-            if one["outcome"] in _SHOWN:
-                metric = one["metric"]
-                base, head, ratio = (_finite(one[key]) for key in ("base", "head", "ratio"))
+        for change in test["metrics"]:
+            if change["outcome"] in _SHOWN:
+                metric = change["metric"]
+                base, head, ratio = (_finite(change[key]) for key in ("base", "head", "ratio"))
                 yield [
                     escaping.code_in_table(_cut(f"{test['file']}::{test['test']}")),
                     METRICS[metric].title,
                     shown(metric, base, "si"),
                     shown(metric, head, "si"),
                     "" if ratio is None else format_ratio(ratio - 1),
-                    one["outcome"],
+                    change["outcome"],
                 ]
 
 
@@ -178,7 +179,7 @@ def _refused(text: str) -> NoReturn:
 
 
 def _fitting(parts: list[str]) -> Callable[[int], str]:
-    """Return what joins as many parts as there is room for: a heading, and then whole parts."""
+    """Return a function that joins as many whole parts as there is room for, the heading first."""
 
     def joined(most: int) -> str:
         text = ""

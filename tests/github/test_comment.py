@@ -411,10 +411,10 @@ def test_a_run_that_github_does_not_have_is_an_error(other, github):
     assert "404 Not Found" in done.output
     github.run()
     del github.runs[77]["event"]
-    assert "GitHub does not say what run 77 ran for" in other("gpumem.json").output
+    assert "GitHub's answer on run 77 lacks its event or commit" in other("gpumem.json").output
     github.run()
     github.pulls = [{"head": {"label": "stranger:topic/a&b"}}]
-    assert "GitHub does not say which commits" in other("gpumem.json").output
+    assert "GitHub's answer on pull requests from stranger:topic/a&b lacks their commits" in other("gpumem.json").output
 
 
 BROKEN = {
@@ -462,7 +462,7 @@ def test_a_report_that_passed_does_not_hide_that_its_run_failed(other, github, t
 def test_markdown_of_another_run_is_refused_as_it_may_say_anything(other, github):
     done = other("gpumem.md")
     assert done.exit_code == 2
-    assert "gpumem.md is Markdown, which may be a stranger's with --run" in done.output
+    assert "gpumem.md is Markdown, which --run does not read because a stranger may have written it" in done.output
     assert github.requests == []
 
 
