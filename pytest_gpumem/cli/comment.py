@@ -290,8 +290,8 @@ def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: 
         texts[content.file] = content.text if content.result is None else content.result.markdown(left)
         if len(texts[content.file]) > left:
             raise InputError(
-                f"{content.file} has {len(texts[content.file]):,} characters, and a comment has room for {left:,}: give the report as "
-                "JSON, of which the most important is taken"
+                f"{content.file} has {len(texts[content.file]):,} characters, and a comment has room for {left:,}: give the "
+                "report as JSON, of which the most important is taken"
             )
         left -= len(texts[content.file])
     return f"{above}{chr(10).join(texts[content.file] for content in contents)}{beneath}"
