@@ -129,7 +129,9 @@ lint: $(DEV_READY)
 	$(BIN)/mypy
 	MYPYPATH=benchmarks $(BIN)/mypy $(OF_BENCHMARKS) benchmarks/*.py
 	$(BIN)/lint-imports
-	$(BIN)/zizmor --offline --quiet --min-severity=medium .github
+	$(BIN)/python .ci/docs_workflows.py build/workflows
+	$(BIN)/zizmor --offline --quiet --persona=pedantic --min-severity=medium --config=.ci/zizmor.yml \
+		.github action.yml comment/action.yml pytest_gpumem/init/workflows/*.yml build/workflows/*.yml
 
 # The tests look for `chromium`, and are skipped without it. apt-get waits for another one to end.
 browser:

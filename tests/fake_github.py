@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,6 +18,8 @@ REPOSITORY = "someone/project"
 NUMBER = 7
 ISSUES = f"/repos/{REPOSITORY}/issues"
 COMMENTS = f"{ISSUES}/{NUMBER}/comments"
+PULLS = f"/repos/{REPOSITORY}/pulls"
+RUNS = f"/repos/{REPOSITORY}/actions/runs"
 TOKEN = "a-token"
 LIMIT = 65_536
 LONGEST_TITLE = 256
@@ -30,6 +32,8 @@ class FakeGitHub:
     url: str
     comments: list[dict[str, Any]] = field(default_factory=list)
     issues: list[dict[str, Any]] = field(default_factory=list)
+    runs: dict[int, dict[str, Any]] = field(default_factory=dict)
+    pulls: list[dict[str, Any]] = field(default_factory=list)
     wrong: list[tuple[str, int, dict[str, str]]] = field(default_factory=list)
     after: bool = False
     read_only: bool = False
@@ -50,6 +54,20 @@ class FakeGitHub:
         known = {"number": number, "title": title, "body": body, "state": "open", "user": {"login": login}}
         self.issues.append({**known, "html_url": address, **more})
         return number
+
+    def run(self, number: int = 77, *, fork: str = "stranger", **more: Any) -> None:
+        """Add a run for the newest commit of pull request `NUMBER`, whose branch is in a fork of somebody."""
+        repository = {"id": 5, "owner": {"login": fork}}
+        known = {"event": "pull_request", "head_sha": "c0ffee", "head_branch": "topic/a&b", "conclusion": "success"}
+        address = f"https://github.com/{REPOSITORY}/actions/runs/{number}"
+        self.runs[number] = {**known, "head_repository": repository, "html_url": address, **more}
+        if not self.pulls:
+            self.pull(NUMBER, fork=fork)
+
+    def pull(self, number: int, *, fork: str = "stranger", sha: str = "c0ffee", repository: int = 5) -> None:
+        """Open a pull request from a branch of somebody's fork."""
+        head = {"label": f"{fork}:topic/a&b", "sha": sha, "repo": {"id": repository}}
+        self.pulls.append({"number": number, "state": "open", "head": head})
 
     @property
     def written(self) -> list[str]:
@@ -80,6 +98,10 @@ def fake_github() -> Iterator[FakeGitHub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _query(asked: dict[str, list[str]], page: int) -> str:
+    return urlencode({**{name: values[0] for name, values in asked.items()}, "page": page})
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -113,16 +135,21 @@ class _Handler(BaseHTTPRequestHandler):
     def carry_out(self, github: FakeGitHub, address: Any, content: Any) -> tuple[Any, ...]:
         if address.path == "/graphql":
             return 200, {"data": {"viewer": {"login": ME}}}
-        if self.command == "GET" and address.path in (COMMENTS, ISSUES):
+        if self.command == "GET" and address.path.startswith(f"{RUNS}/"):
+            run = github.runs.get(int(address.path.removeprefix(f"{RUNS}/")))
+            return (200, run) if run is not None else (404, {"message": "Not Found"})
+        if self.command == "GET" and address.path in (COMMENTS, ISSUES, PULLS):
             asked = parse_qs(address.query)
             listed = github.comments
+            if address.path == PULLS:
+                listed = [one for one in github.pulls if [one["head"]["label"]] == asked["head"]]
             if address.path == ISSUES:
                 listed = [one for one in github.issues if one["state"] == asked.get("state", ["open"])[0]]
             number = int(asked.get("page", ["1"])[0])
             last = max(-(-len(listed) // github.page), 1)
             links = [("prev", number - 1), ("next", number + 1), ("last", last)]
             link = ", ".join(
-                f'<{github.url}{address.path}?per_page=100&page={page}>; rel="{rel}"'
+                f'<{github.url}{address.path}?{_query(asked, page)}>; rel="{rel}"'
                 for rel, page in links
                 if 1 <= page <= last and not (rel == "last" and number == last)
             )

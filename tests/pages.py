@@ -63,6 +63,26 @@ def blocks(*languages: str) -> list[Block]:
     return [block for page in PAGES for block in blocks_of(page) if block.language in languages]
 
 
+def workflows() -> list[tuple[Block, str]]:
+    """The blocks with a workflow of GitHub, or a part of one, and the text of the whole workflow."""
+    others = (".gitlab-ci.yml", ".buildkite/", "azure-pipelines.yml", ".circleci/", ".github/dependabot.yml")
+    return [(block, whole_workflow(block)) for block in blocks("yaml") if not (block.title or "").startswith(others)]
+
+
+def whole_workflow(block: Block) -> str:
+    """The workflow that a block is a part of: its jobs, a job or a few of its steps, with the least that is around them."""
+    text = block.text
+    if re.search(r"^on:", text, flags=re.MULTILINE):
+        return text
+    around = "name: part\non: push\npermissions: {contents: read}\n"
+    if text.startswith("jobs:"):
+        return f"{around}{text}"
+    if "steps:" in text:
+        return f"{around}jobs:\n  it:\n    timeout-minutes: 5\n{text}"
+    steps = re.sub(r"^", "      ", re.sub(r"^      ", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+    return f"{around}jobs:\n  it:\n    runs-on: ubuntu-latest\n    steps:\n{steps}\n"
+
+
 COMPARED: set[Block] = set()
 """The blocks of output that tests compare with that of a run: `output` notes them as the files of tests are imported."""
 

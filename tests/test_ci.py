@@ -8,19 +8,24 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
+from packaging.utils import canonicalize_name
 
 from pytest_gpumem import __version__
 from pytest_gpumem.emulation.torch_build import OLDEST
 from pytest_gpumem.init.workflow import gate_lines
 from pytest_gpumem.reports.json_report import to_json
 from pytest_gpumem.reports.session_report import SessionReport, Terms
-from tests.workflows import ACTION, ROOT, Runner, read_yaml
+from tests.fake_github import fake_github
+from tests.reports.sessions import REGRESSED, session
+from tests.workflows import ACTION, COMMENT_ACTION, ROOT, Runner, read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +35,18 @@ GPU = ROOT / ".github" / "workflows" / "gpu.yml"
 ACCOUNT = re.search(r'^Source = "https://github\.com/([^/]+)/', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 """The account that the repository is under."""
 OWN_BRANCH = "github.event.pull_request.head.repo.full_name == github.repository"
-PROPOSING = {"actions/checkout", "actions/download-artifact", "peter-evans/create-pull-request"}
-"""The actions of a job that opens a pull request with baselines."""
+RUNS_NOTHING = {
+    "actions/checkout",
+    "actions/download-artifact",
+    "github/codeql-action/upload-sarif",
+    "peter-evans/create-pull-request",
+    "pypa/gh-action-pypi-publish",
+    "./comment",
+    f"{ACCOUNT}/pytest-gpumem/comment",
+}
+"""Actions that run no code of a project, for jobs whose token can write."""
+MAY_RUN = re.compile(r'rm -rf [\w/]*gpumem-baselines|gh pr comment "\$NUMBER" --body "[^"]*"')
+"""Commands that run no code of a project, either."""
 PINNED = re.search(r'"torch==([^"]+)"', (ROOT / "example_project" / "pyproject.toml").read_text())[1]
 """The release of torch that the example's baselines are of."""
 
@@ -46,11 +61,12 @@ def faults(file: Path, *, on_gpu: bool = False) -> list[str]:
     plain = read_yaml(file.read_text(encoding="utf-8"))
     found = [f"{file.name}: pull_request_target"] if "pull_request_target" in plain.get("on", ()) else []
     for name, job in plain.get("jobs", {"action": plain.get("runs")}).items():
-        found += [f"{file.name}: {name}: {fault}" for fault in _faults_of_job(job, plain.get("on", ()), on_gpu)]
+        found += [f"{file.name}: {name}: {fault}" for fault in _faults_of_job(job, plain, on_gpu)]
     return found
 
 
-def _faults_of_job(job: dict, events: object, on_gpu: bool) -> Iterator[str]:
+def _faults_of_job(job: dict, workflow: dict, on_gpu: bool) -> Iterator[str]:
+    events = workflow.get("on", ())
     if "runs-on" in job and not job.get("timeout-minutes", 61) <= 60:
         yield "may run for hours"
     by_hand = "workflow_dispatch" in (job.get("if", "") if "pull_request" in events else events)
@@ -63,10 +79,16 @@ def _faults_of_job(job: dict, events: object, on_gpu: bool) -> Iterator[str]:
     # What has been pushed was reviewed: no pull request's code runs in such a job.
     pushed_only = job.get("if") == "github.event_name == 'push'"
     does = {step["uses"].partition("@")[0] if "uses" in step else step["run"] for step in job["steps"]}
-    allowed = {*PROPOSING, *(one for one in does if re.fullmatch(r"rm -rf [\w/]*gpumem-baselines", one))}
-    if job.get("permissions", {}).get("contents") == "write" and not does <= allowed and not pushed_only:
-        yield "may write to the repository, and does more than that"
+    allowed = {*RUNS_NOTHING, *filter(MAY_RUN.fullmatch, does)}
+    if (
+        "write" in job.get("permissions", workflow.get("permissions", {})).values()
+        and not does <= allowed
+        and not pushed_only
+    ):
+        yield f"has a token that can write, and runs {sorted(does - allowed)}"
     for step in job["steps"]:
+        if "workflow_run" in events and "ref" in step.get("with", {}):
+            yield "checks out what a stranger wrote, beside secrets"
         yield from _faults_of_step(step, pushed_only)
         if on_gpu and not names_the_gpu(step):
             yield f"names no GPU: {step}"
@@ -76,7 +98,7 @@ def _faults_of_step(step: dict, pushed_only: bool) -> Iterator[str]:
     uses, script = step.get("uses", "./"), step.get("run", "")
     if "${{" in script:
         yield f"an expression's value, which may be somebody's title, would be run: {script}"
-    if not uses.startswith(("./", "actions/", f"{ACCOUNT}/")) and not re.search(r"@[0-9a-f]{40}$", uses):
+    if not uses.startswith(("./", f"{ACCOUNT}/")) and not re.search(r"@[0-9a-f]{40}$", uses):
         yield f"not pinned to a commit: {uses}"
     keeps_token = step.get("with", {}).get("persist-credentials") is not False
     if uses.startswith("actions/checkout@") and keeps_token and not pushed_only:
@@ -87,18 +109,21 @@ def names_the_gpu(step: dict) -> bool:
     """Whether a step measures on the GPU, real or emulated, or fails, whatever settings say; or measures nothing."""
     script = step.get("run", "")
     measures = "--gpumem-baseline" in script or "--gpumem-update" in script
-    if step.get("uses", "").partition("@")[0].endswith("/actions/gpumem"):
+    if step.get("uses", "").partition("@")[0] in ("./", f"{ACCOUNT}/pytest-gpumem"):
         measures, script = True, step.get("with", {}).get("arguments", "")
     return not measures or not {"--gpumem-device=cuda", "--gpumem-device=emulated:h100"}.isdisjoint(script.split())
 
 
 def test_the_workflows_and_the_action_are_valid_safe_and_may_do_only_what_they_must():
-    assert {file.name for file in WORKFLOWS} >= {"ci.yml", "gpu.yml"}
+    assert {file.name for file in WORKFLOWS} >= {"ci.yml", "comment.yml", "gpu.yml"}
     valid("github-workflows", *WORKFLOWS)
-    valid("github-actions", ACTION)
-    assert [fault for file in (*WORKFLOWS, ACTION) for fault in faults(file, on_gpu=file == GPU)] == []
+    valid("github-actions", ACTION, COMMENT_ACTION)
+    valid("dependabot", ROOT / ".github" / "dependabot.yml")
+    files = (*WORKFLOWS, ACTION, COMMENT_ACTION)
+    assert [fault for file in files for fault in faults(file, on_gpu=file == GPU)] == []
     for file in WORKFLOWS:
-        assert read_yaml(file.read_text(encoding="utf-8"))["permissions"] == {"contents": "read"}
+        permissions = read_yaml(file.read_text(encoding="utf-8"))["permissions"]
+        assert permissions == ({} if file.name == "comment.yml" else {"contents": "read"})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +134,15 @@ def test_the_workflows_and_the_action_are_valid_safe_and_may_do_only_what_they_m
         ("--gpumem-device=cuda\n", "--gpumem-device=auto\n", "names no GPU"),
         ('"$REASON"', '"${{ inputs.reason }}"', "would be run"),
         ("@5f6978faf089d4d20b00c7766989d076bb2fc7f1", "@v8", "not pinned"),
-        ("run: rm -rf example_project/gpumem-baselines", "run: make test", "does more than that"),
+        ("run: rm -rf example_project/gpumem-baselines", "run: make test", "and runs ['make test']"),
+        (
+            "timeout-minutes: 45\n",
+            "timeout-minutes: 45\n    permissions: {issues: write}\n",
+            "a token that can write, and runs",
+        ),
+        ("permissions:\n  contents: read\n", "permissions:\n  checks: write\n", "a token that can write, and runs"),
+        ("actions/checkout@d23441a48e516b6c34aea4fa41551a30e30af803", "actions/checkout@v6", "not pinned"),
+        ("on:\n  pull_request:\n", "on:\n  workflow_run:\n  pull_request_target:\n", "pull_request_target"),
         (OWN_BRANCH, "true", "strangers' code"),
         ("timeout-minutes: 45", "timeout-minutes: 360", "hours"),
     ],
@@ -121,34 +154,66 @@ def test_what_is_unsafe_is_found(tmp_path, before, after, fault):
     assert any(fault in one for one in faults(tmp_path / "gpu.yml", on_gpu=True))
 
 
-def test_ci_documents_every_input_and_output_of_the_action_and_all_are_used():
-    text = ACTION.read_text(encoding="utf-8")
+@pytest.mark.parametrize(("action", "section"), [(ACTION, "The gate"), (COMMENT_ACTION, "The comment")])
+def test_every_input_and_output_of_an_action_is_documented_and_used(action, section):
+    text = action.read_text(encoding="utf-8")
     plain = read_yaml(text)
-    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8").partition("\n## GitHub Actions\n")[2]
+    page = (ROOT / "docs" / "github.md").read_text(encoding="utf-8").partition(f"\n## {section}\n")[2]
     inputs, outputs = (
         dict(re.findall(r"^\| `([\w-]+)` \| (.*?) \|", table, flags=re.MULTILINE))
-        for table in page.partition("\n## ")[0].split("\n| output |")
+        for table in [*page.partition("\n## ")[0].split("\n| output |"), ""][:2]
     )
-    words = {"none": "", "that of the job": "${{ github.token }}"}
+    of_run = "${{ github.event.workflow_run.id || github.run_id }}"
+    words = {"none": "", "that of the job": "${{ github.token }}", "see right": of_run}
     told = {name: words.get(default, default.strip("`")) for name, default in inputs.items()}
     assert told == {name: about["default"] for name, about in plain["inputs"].items()}
     assert {*re.findall(r"inputs\.([\w-]+)", text)} == {*inputs}
-    assert list(outputs) == list(plain["outputs"])
+    assert list(outputs) == list(plain.get("outputs", ()))
     ids = {step["id"] for step in plain["runs"]["steps"] if "id" in step}
-    assert {re.search(r"steps\.(\w+)\.", about["value"])[1] for about in plain["outputs"].values()} <= ids
+    assert {re.search(r"steps\.(\w+)\.", about["value"])[1] for about in plain.get("outputs", {}).values()} <= ids
 
 
 def test_what_users_copy_pins_the_action_and_the_plugin_to_this_version():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "pytest_gpumem" / "init").rglob("*.yml")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    actions = re.findall(rf"uses: {ACCOUNT}/pytest-gpumem/\.github/actions/gpumem(\S*)", text)
+    actions = re.findall(rf"uses: {ACCOUNT}/pytest-gpumem(?:/comment)?(@\S*)", text)
     plugins = re.findall(rf"git\+https://github\.com/{ACCOUNT}/pytest-gpumem([^\s`]*)", text)
-    assert len(actions) >= 7
+    assert len(actions) == text.count(f"uses: {ACCOUNT}/") >= 12
     assert {
         *actions,
         *plugins,
         gate_lines(None, [])[-1].rpartition("pytest-gpumem")[2],
     } == {f"@v{__version__}"}
+
+
+def test_lint_sees_every_workflow_that_is_shown_or_written(tmp_path):
+    """zizmor is there for `make lint` alone, which has each workflow of the pages in a file."""
+    subprocess.run([sys.executable, ROOT / ".ci" / "docs_workflows.py", tmp_path / "workflows"], check=True)
+    seen = "\n".join(file.read_text(encoding="utf-8") for file in (tmp_path / "workflows").iterdir())
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    shown = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if "- uses: " in line]
+    assert len(shown) > 20
+    assert [line for line in shown if line.strip() not in seen] == []
+    (audit,) = re.findall(r"^\S+/zizmor ((?:.*\\\n)*.*)", made("lint"), flags=re.MULTILINE)
+    words = audit.replace("\\\n", " ").split()
+    assert {"--persona=pedantic", "--min-severity=medium"} <= {*words}
+    assert words[-5:] == [
+        ".github",
+        "action.yml",
+        "comment/action.yml",
+        "pytest_gpumem/init/workflows/*.yml",
+        "build/workflows/*.yml",
+    ]
+
+
+def test_every_finding_that_lint_ignores_has_its_reason():
+    folders = (ROOT / ".github", ROOT / "docs", ROOT / "comment", ROOT / "pytest_gpumem" / "init")
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".yml", ".md")]
+    ignored = re.findall(
+        r"zizmor: ignore(.*)", "\n".join(file.read_text(encoding="utf-8") for file in (*files, ACTION))
+    )
+    assert len(ignored) >= 5
+    assert [one for one in ignored if not re.fullmatch(r"\[[\w-]+\] \w+( [\w,'-]+)+", one)] == []
 
 
 # The action
@@ -193,9 +258,6 @@ def test_the_action_uses_what_is_there_isolated_from_the_working_folder(runner):
     folder = f"{runner.folder}/gpumem-report"
     reports = [f"--gpumem-report={folder}/gpumem.{form}" for form in ("json", "md", "html")]
     assert asked(runner, "pytest") == [[runner.python, "--gpumem-baseline", *reports]]
-    comment = ["comment", f"{folder}/gpumem.json", "--name", "gpumem", "--link", ""]
-    # Nothing is uploaded here, and so there is nothing to accept from.
-    assert asked(runner, "pytest_gpumem.cli.main") == [[runner.python, *comment]]
     assert [words[1:3] for words in runner.calls() if words[1] != "-I"] == [["-m", "pytest"]]
 
 
@@ -237,17 +299,155 @@ def test_without_plotly_the_other_reports_are_made(runner):
     assert "::notice title=gpumem::no HTML report without plotly" in runner.log
 
 
-def test_reports_of_a_red_gate_are_uploaded_and_told_where_a_pull_request_wants_it():
-    steps = read_yaml(ACTION.read_text(encoding="utf-8"))["runs"]["steps"]
-    upload, bisect, comment, issue = conditional = [step for step in steps if "if" in step]
-    assert upload["with"]["name"] == "${{ inputs.name }}"
+def test_reports_of_a_red_gate_are_uploaded_and_no_step_beside_the_tests_has_a_token():
+    text = ACTION.read_text(encoding="utf-8")
+    steps = read_yaml(text)["runs"]["steps"]
+    upload, bisect, found = conditional = [step for step in steps if "if" in step]
+    assert upload["with"]["name"] == found["with"]["name"] == "${{ inputs.name }}"
     for step in conditional:
         assert step["continue-on-error"] is True
         assert {"!cancelled()", "steps.gate.outcome == 'success'"} <= set(step["if"].strip("${} ").split(" && "))
-    assert comment["if"].endswith(" && inputs.comment == 'true' && github.event.pull_request.number }}")
-    for step in (bisect, issue):
-        assert step["if"].endswith(" && inputs.bisect == 'true' && !github.event.pull_request.number }}")
-    assert [step["name"] for step in steps if "GITHUB_TOKEN" in step.get("env", {})] == ["Comment", "Issue"]
+    assert bisect["if"].endswith(" && inputs.bisect == 'true' && !github.event.pull_request.number }}")
+    assert "token" not in re.sub("#.*", "", text).lower()
+
+
+TORCH_METADATA = """\
+Metadata-Version: 2.1
+Name: torch
+Version: 2.13.0
+Requires-Dist: filelock
+Requires-Dist: cuda-bindings<14; platform_system == "Linux"
+Requires-Dist: nvidia-cudnn-cu13==9.20.0.48
+Requires-Dist: triton==3.7.1; platform_system == "Linux"
+"""
+
+
+@pytest.fixture
+def metadata(runner: Runner, tmp_path: Path) -> Path:
+    """Return the metadata of a torch in an environment of its own, in which the action runs: that of the suite stays as it is."""
+    real = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", real], check=True)
+    runner.environment["REAL"] = str(real / "bin" / "python")
+    beneath = f"{ROOT}\nimport site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    packages = next(real.glob("lib/python3*/site-packages"))
+    (packages / "beneath.pth").write_text(beneath)
+    file = packages / "torch-2.13.0.dist-info" / "METADATA"
+    file.parent.mkdir()
+    file.write_text(TORCH_METADATA)
+    return file
+
+
+def test_for_an_emulated_gpu_torch_is_installed_without_nvidias_libraries(runner, metadata):
+    address = "https://example.org/torch-2.13.0%2Bcu130.whl"
+    torch = {"metadata": {"name": "torch", "version": "2.13.0+cu130"}, "download_info": {"url": address}}
+    other = {"metadata": {"name": "numpy", "version": "2"}, "download_info": {"url": "https://example.org/numpy.whl"}}
+    runner.environment["TO_INSTALL"] = json.dumps({"install": [other, torch]})
+    for _ in range(2):  # a job that is run again may find what it left
+        assert runner.run_action(install="-r requirements.txt", emulated="true"), runner.log
+    dry, alone, everything = asked(runner, "pip")[:3]
+    assert dry[1:5] == ["install", "--dry-run", "--quiet", "--no-deps"]
+    assert dry[-2:] == everything[-2:] == ["-r", "requirements.txt"]
+    assert alone[1:] == ["install", "--no-deps", f"torch @ {address}"]
+    assert [line for line in metadata.read_text().splitlines() if "Requires" in line] == [
+        "Requires-Dist: filelock",
+        'Requires-Dist: cuda-bindings<14; extra == "nvidia"',
+        'Requires-Dist: nvidia-cudnn-cu13==9.20.0.48; extra == "nvidia"',
+        'Requires-Dist: triton==3.7.1; platform_system == "Linux"',
+    ]
+
+
+@pytest.mark.usefixtures("metadata")
+def test_a_torch_that_is_there_is_not_installed_again(runner):
+    assert runner.run_action(install="-r requirements.txt", emulated="true"), runner.log
+    assert [words[2] for words in asked(runner, "pip")] == ["--dry-run", "--dry-run", "-r"]
+
+
+def test_without_a_torch_there_is_nothing_to_emulate_with(runner, metadata):
+    shutil.rmtree(metadata.parent)
+    (metadata.parents[1] / "beneath.pth").unlink()
+    assert not runner.run_action(install="-r requirements.txt", emulated="true")
+    assert "::error title=gpumem::the input emulated needs a torch, and the input install asks for none" in runner.log
+
+
+def test_a_torch_beneath_the_environment_keeps_its_requirements(runner, metadata, tmp_path):
+    """It is the machine's, and other jobs have it."""
+    beneath = tmp_path / "torch-2.13.0.dist-info" / "METADATA"
+    shutil.move(metadata.parent, beneath.parent)
+    (metadata.parents[1] / "machine.pth").write_text(f"{tmp_path}\n")
+    assert runner.run_action(install="-r requirements.txt", emulated="true"), runner.log
+    assert beneath.read_text() == TORCH_METADATA
+
+
+def test_the_action_can_be_listed():
+    """The marketplace lists an action of a repository's root, with a name, a description of one paragraph and an icon."""
+    plain = read_yaml(ACTION.read_text(encoding="utf-8"))
+    assert ACTION.parent == ROOT
+    assert plain["name"] == "pytest-gpumem"
+    assert plain.keys() >= {"author", "description", "branding"}
+    assert len(plain["description"]) <= 125
+
+
+# The comment of another job
+
+
+@pytest.fixture
+def commenting(tmp_path: Path) -> Iterator[Runner]:
+    """A job that `workflow_run` starts, with the artifact of a run for a fork's pull request."""
+    with fake_github() as github:
+        github.run(conclusion="failure")
+        made = Runner(tmp_path / "work", github.environment(), {"github.event.workflow_run.id": "77"})
+        made.github = github
+        made.environment["GITHUB_EVENT_PATH"] = str(tmp_path / "no event")
+        del made.environment["GITHUB_TOKEN"]
+        kept = made.temp / "artifacts" / "gpumem"
+        kept.mkdir(parents=True)
+        (kept / "gpumem.json").write_text(to_json(session(REGRESSED)))
+        (kept / "gpumem.md").write_text("@everybody, run this")
+        yield made
+
+
+def test_the_comment_is_made_of_another_runs_report_and_nothing_else_is_run(commenting):
+    for name in ("json", "click", "pytest_gpumem"):
+        for folder in (commenting.folder, commenting.temp / "artifacts" / "gpumem"):
+            (folder / f"{name}.py").write_text("import pathlib; pathlib.Path('evil').touch()\n")
+    assert commenting.run_action(COMMENT_ACTION), commenting.log
+    (comment,) = commenting.github.comments
+    assert "gpumem failed" in comment["body"]
+    assert "@everybody" not in comment["body"]
+    assert not list(commenting.folder.parent.rglob("evil"))
+    assert all(words[1] == "-I" for words in commenting.calls())
+    assert {words[3] for words in commenting.calls() if words[2] == "-m"} == {"venv", "pip", "pytest_gpumem.cli.main"}
+
+
+def test_torch_is_not_installed_to_comment(commenting):
+    assert commenting.run_action(COMMENT_ACTION), commenting.log
+    package, others = asked(commenting, "pip")
+    assert package[1:3] == ["install", "--no-deps"]
+    assert Path(package[3]).resolve() == ROOT
+    lines = Path(others[-1]).read_text().splitlines()
+    pinned = {
+        canonicalize_name(line.partition("==")[0]) for line in Path(others[-3]).read_text().splitlines() if "==" in line
+    }
+    assert {canonicalize_name(re.match(r"[\w.-]+", line)[0]) for line in lines} <= pinned
+    assert {re.match(r"[\w.-]+", line)[0] for line in lines} >= {"click", "rich", "fastjsonschema"}
+    assert not any(line.startswith(("torch", "plotly", "numpy")) for line in lines)
+
+
+def test_a_run_without_an_artifact_is_told(commenting):
+    assert commenting.run_action(COMMENT_ACTION, name="another"), commenting.log
+    (comment,) = commenting.github.comments
+    assert "nothing was gated" in comment["body"]
+
+
+def test_an_issue_is_opened_with_what_was_found_and_closed(commenting):
+    found = {"format": 1, "found": True, "result": "tiny 1.1 did it"}
+    (commenting.temp / "artifacts" / "gpumem" / "culprit.json").write_text(json.dumps(found))
+    assert commenting.run_action(COMMENT_ACTION, issue="open"), commenting.log
+    (issue,) = commenting.github.issues
+    assert issue["title"] == "gpumem: tiny 1.1 did it"
+    assert commenting.run_action(COMMENT_ACTION, issue="closed"), commenting.log
+    assert issue["state"] == "closed"
+    assert commenting.github.comments == []
 
 
 @pytest.mark.parametrize("name", ["arguments", "install"])
@@ -267,6 +467,7 @@ def test_arguments_are_taken_apart_and_not_run(runner, name):
         ({"arguments": "-k 'a"}, "the input arguments is not quoted as for a shell"),
         ({"install": "-k 'a"}, "the input install is not quoted as for a shell"),
         ({"python": "python9"}, "there is no Python called python9"),
+        ({"emulated": "h100"}, "the input emulated is true or false"),
     ],
 )
 def test_an_input_that_cannot_be_used_is_told_and_nothing_is_gated(runner, inputs, said):
@@ -291,7 +492,7 @@ NOTHING = "nothing was gated: pytest ended with exit code"
         ("4", None, f"{NOTHING} 4, and wrote no report"),
     ],
 )
-def test_a_gate_that_did_not_pass_is_red_and_says_why_after_the_comment(runner, code, text, why):
+def test_a_gate_that_did_not_pass_is_red_and_says_why(runner, code, text, why):
     report_of_before = runner.folder / "gpumem-report" / "gpumem.json"
     report_of_before.parent.mkdir()
     report_of_before.write_text(report("gpumem: 1 gated"))
@@ -303,10 +504,6 @@ def test_a_gate_that_did_not_pass_is_red_and_says_why_after_the_comment(runner, 
     assert runner.values["steps.gate.outputs.passed"] == "false"
     (told,) = (line for line in runner.log.splitlines() if line.startswith("::error"))
     assert why in told
-    # What a comment is made of: the report, or in words why there is none.
-    (comment,) = asked(runner, "pytest_gpumem.cli.main")
-    assert comment[2].endswith(".md" if why.startswith(NOTHING) else ".json")
-    assert "nothing was gated" not in why or why.partition(": ")[2] in Path(comment[2]).read_text()
 
 
 @pytest.mark.parametrize(

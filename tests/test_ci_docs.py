@@ -1,7 +1,7 @@
-"""docs/ci.md and docs/runner.md, followed to the letter: an empty repository gets a gate, which a regression turns red.
+"""The pages on CI, followed to the letter: an empty repository gets a gate, which a regression turns red.
 
 Every block of the pages is used. Python, TOML and text are files, shell is run, and so are the scripts of the workflows and
-of GitLab's jobs, in which only pip installs nothing: what it would install is here. The GPU is a CPU. Commands within
+of other systems' jobs, in which only pip installs nothing: what it would install is here. The GPU is a CPU. Commands within
 sentences, for whoever sets a runner up as root, are not run.
 """
 
@@ -29,9 +29,10 @@ FUSED = "return x + self.mlp(self.norm(x))"
 KEEPS_A_COPY = "return x + self.mlp(self.norm(x).double().exp().log().float())"
 
 
-BLOCKS = [one for page in ("docs/ci.md", "docs/runner.md") for one in blocks_of(page)]
+PAGES = ("docs/ci.md", "docs/github.md", "docs/runner.md", "docs/ci-elsewhere.md")
+BLOCKS = [one for page in PAGES for one in blocks_of(page)]
 START = [one for one in BLOCKS if one.section == "From nothing to a gate"]
-(GATE,) = (one for one in START if one.language == "yaml")
+GATE, COMMENT = (one for one in START if one.language == "yaml")
 (TOMORROW,) = (one for one in BLOCKS if (one.title or "").endswith("tomorrow.yml"))
 """That of tests/test_scheduled.py."""
 ACCEPT, HISTORY = (one for one in BLOCKS if one.title == "accept")
@@ -84,9 +85,26 @@ class Reader:
         return ""
 
     def gates(self) -> bool:
-        """Push, and tell whether the gate's job succeeds."""
+        """Push, and tell whether the gate's job succeeds. The workflow of the comment runs after it."""
         self.runner.log = ""
-        return self.runner.run(job_of(self.folder / GATE.title)["steps"])
+        passed = self.runner.run(job_of(self.folder / GATE.title)["steps"])
+        name = read_yaml((self.folder / GATE.title).read_text(encoding="utf-8"))["name"]
+        self.comments(name, passed=passed)
+        return passed
+
+    def comments(self, workflow: str, *, passed: bool) -> None:
+        """Run the workflow of the comment, as GitHub does after a run of another one."""
+        comment = read_yaml((self.folder / COMMENT.title).read_text(encoding="utf-8"))
+        assert workflow in comment["on"]["workflow_run"]["workflows"]
+        self.github.run(conclusion="success" if passed else "failure")
+        event = {"github.event.workflow_run.id": "77", "github.event.workflow_run.name": workflow}
+        runner = Runner(self.folder.parent / "comment" / "work", self.github.environment(), event)
+        del runner.environment["GITHUB_TOKEN"]
+        kept = self.runner.temp / "artifacts"
+        if kept.exists():
+            shutil.copytree(kept, runner.temp / "artifacts", dirs_exist_ok=True)
+        assert runner.run(comment["jobs"]["comment"]["steps"]), runner.log
+        shutil.rmtree(kept, ignore_errors=True)
 
     def replace(self, before: str, after: str) -> None:
         model = self.folder / "model.py"
@@ -99,7 +117,7 @@ def on_the_cpu(text: str) -> str:
     for gpu in ("--gpumem-device=cuda", "--gpumem-device=emulated:h100"):
         text = text.replace(gpu, "--gpumem-device=cpu")
     # The torch of the suite stays as it is; tests/test_install.py runs this.
-    return text.replace("sed -i ", "sed -n ")
+    return text.replace("sed -i ", "sed -n ").replace("emulated: true", "emulated: false")
 
 
 def job_of(file: Path) -> Any:
@@ -145,7 +163,7 @@ def red(started: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reader
 def test_an_empty_repository_gets_a_gate(reader):
     assert reader.shell("git status --porcelain --untracked-files=no") == ""
     (baselines,) = (path.relative_to(reader.folder) for path in reader.folder.glob("gpumem-baselines/*/*.toml"))
-    files = {"model.py", "test_model.py", "requirements.txt", GATE.title, str(baselines)}
+    files = {"model.py", "test_model.py", "requirements.txt", GATE.title, COMMENT.title, str(baselines)}
     assert {*reader.shell("git ls-tree -r --name-only origin/main").split()} == files
 
 
@@ -153,7 +171,7 @@ def test_a_regression_turns_the_gate_red(red):
     reader, (comment,) = red
     assert "gpumem: 1 gated, 1 regressed\n" in reader.runner.log
     installed = [words[words.index("install") + 1 :] for words in reader.runner.calls() if "install" in words]
-    assert installed == [["-r", "requirements.txt"], ["--no-deps", "torch==2.13.0"], ["-r", "requirements.txt"]]
+    assert installed == [["-r", "requirements.txt"], ["-r", "requirements.txt"]]
     assert re.search(r"^::error file=test_model\.py,line=6,title=", reader.runner.log, flags=re.MULTILINE)
     assert "test_train_step" in (reader.folder.parent / "summary.md").read_text(encoding="utf-8")
     assert "regressed" in comment["body"]
@@ -301,25 +319,25 @@ def test_the_job_that_writes_runs_only_actions_and_the_one_that_reads_the_report
 def test_the_other_blocks_of_the_page_work_too(reader):
     reader.runner.values["inputs.reason"] = 'a "new" $(touch evil) batch'
     for one in BLOCKS:
-        if one in (*START, ACCEPT, HISTORY, TOMORROW, BY_COMMENT) or one.language == "toml":
+        if one in (*START, ACCEPT, HISTORY, TOMORROW, BY_COMMENT) or one.title == ".github/dependabot.yml":
+            continue
+        if one.page == "docs/ci-elsewhere.md" and one.title is not None:
+            if one.title != "gate.sh":
+                elsewhere(reader, one)
             continue
         reader.shell(ANOTHER_DEVICE.get(one.title, "true"))
         reader.follow(one)
-        if one.title == ".gitlab-ci.yml":
-            (job,) = read_yaml(on_the_cpu(one.text)).values()
-            # GitLab's runner starts one shell for all lines.
-            reader.shell("\n".join(job["script"]))
-            assert all((reader.folder / path).stat().st_size for path in job["artifacts"]["paths"])
-            assert (reader.folder / job["artifacts"]["reports"]["junit"]).stat().st_size
-        elif one.language == "yaml":
-            assert reader.runner.run(job_of(reader.folder / one.title)["steps"]), reader.runner.log
+        if one.language != "yaml":
+            continue
+        assert reader.runner.run(job_of(reader.folder / one.title)["steps"]), reader.runner.log
+        shutil.rmtree(reader.runner.temp / "artifacts", ignore_errors=True)
     (stored,) = reader.folder.glob("gpumem-baselines/*/test_model.py.toml")
     assert 'a \\"new\\" $(touch evil) batch' in stored.read_text(encoding="utf-8")
     assert not (reader.folder / "evil").exists()
     assert (reader.runner.temp / "python/bin/python").exists(), "packages stay on the runner"
-    assert len(reader.github.comments) == 2
     assert json.loads((reader.folder / "benchmark.json").read_text(encoding="utf-8"))
-    assert json.loads((reader.folder / "gpumem.sarif").read_text(encoding="utf-8"))["version"] == "2.1.0"
+    sarif = reader.folder / "gpumem-report" / "gpumem.sarif"
+    assert json.loads(sarif.read_text(encoding="utf-8"))["version"] == "2.1.0"
     assert "test_train_step" in (reader.folder / "gpumem.prom").read_text(encoding="utf-8")
     left_out = subprocess.run(
         ["gpumem", "merge", "shards/1.json", "--shards", "2"],
@@ -330,19 +348,87 @@ def test_the_other_blocks_of_the_page_work_too(reader):
     assert left_out.returncode == 2
 
 
+def elsewhere(reader: Reader, block: Block) -> None:
+    """Run the job of another system than GitHub, and look for the files that it keeps. All but GitLab's run ``gate.sh``."""
+    text = on_the_cpu(block.text)
+    plain = read_yaml(text) if block.language == "yaml" else {}
+    if block.title == ".gitlab-ci.yml":
+        reader.shell("\n".join(plain["gpumem"]["script"] + plain["gpumem"]["after_script"]))
+    else:
+        command = {
+            ".buildkite/pipeline.yml": lambda: plain["steps"][0]["command"],
+            "azure-pipelines.yml": lambda: plain["steps"][1]["script"],
+            ".circleci/config.yml": lambda: plain["jobs"]["gpumem"]["steps"][1]["run"],
+            "Jenkinsfile": lambda: re.search(r"^ +sh '(.*)'$", text, flags=re.MULTILINE)[1],
+        }[block.title]()
+        assert command == "sh gate.sh"
+        if not (reader.folder / "gate.sh").exists():
+            (gate,) = (one for one in BLOCKS if one.title == "gate.sh")
+            (reader.folder / "gate.sh").write_text(on_the_cpu(gate.text), encoding="utf-8")
+            for name in ("junit.xml", "gpumem.html", "gpumem.json"):
+                (reader.folder / name).unlink(missing_ok=True)
+            reader.shell(command)
+    kept = {*re.findall(r"(?:gpumem|junit|metrics)\.(?:html|json|xml|txt)", block.text)}
+    assert "junit.xml" in kept
+    assert "gpumem.html" in kept or "gpumem.*" in block.text
+    assert all((reader.folder / name).stat().st_size for name in kept)
+
+
+SCHEMAS = {
+    ".gitlab-ci.yml": "gitlab-ci",
+    ".buildkite/pipeline.yml": "buildkite",
+    "azure-pipelines.yml": "azure-pipelines",
+    ".circleci/config.yml": "circle-ci",
+    ".github/dependabot.yml": "dependabot",
+}
+"""The schema of each file that is no workflow of GitHub."""
+
+
+def test_no_job_of_the_pages_runs_tests_with_a_token_that_can_write(tmp_path):
+    """Wherever one can write, it takes what another job has uploaded."""
+    able = set()
+    for one in BLOCKS:
+        workflow = read_yaml(one.text) if (one.title or "").startswith(".github/workflows/") else {}
+        for name, job in workflow.get("jobs", {}).items():
+            permissions = {**workflow.get("permissions", {}), **job.get("permissions", {})}
+            if "write" in permissions.values():
+                able.add((one.title.rpartition("/")[2], name))
+                assert not any("install" in str(step.get("run", step.get("with", ""))) for step in job["steps"])
+    assert able == {
+        ("gpumem-comment.yml", "comment"),
+        ("gpumem-scanning.yml", "upload"),
+        ("tomorrow.yml", "issue"),
+        ("record.yml", "propose"),
+        ("accept.yml", "propose"),
+        ("accept.yml", "answer"),
+    }
+
+
+def test_a_merge_queue_is_gated_by_every_workflow_that_gates_pull_requests():
+    """A check that a queue waits for has to run there, and one that is skipped counts as passed."""
+    for one in BLOCKS:
+        if (one.title or "").endswith(("/gpumem.yml", "/gpumem-cpu.yml", "/gpumem-gpu.yml")):
+            workflow = read_yaml(one.text)
+            assert workflow["on"].keys() >= {"pull_request", "merge_group"}
+            condition = workflow["jobs"]["gpumem"].get("if", "github.event_name == 'merge_group' || ")
+            assert condition.startswith("github.event_name == 'merge_group' || ")
+
+
 def test_the_workflows_of_the_page_are_valid_safe_and_those_of_the_readme(tmp_path):
     files = {}
     for number, one in enumerate(one for one in BLOCKS if one.language == "yaml"):
         file = files.setdefault(one.title, tmp_path / f"{number}.yml")
         file.write_text(one.text, encoding="utf-8")
-    gitlab = files.pop(".gitlab-ci.yml")
+    for title, schema in SCHEMAS.items():
+        valid(schema, files.pop(title))
     valid("github-workflows", *files.values())
-    valid("gitlab-ci", gitlab)
     found = [fault for title, file in files.items() for fault in faults(file, on_gpu="-cpu" not in title)]
     assert found == []
     _, start, rest = GATE.text.partition("    runs-on")
     assert start + rest in (ROOT / "README.md").read_text(encoding="utf-8")
-    _, edit = job_of(files[GATE.title])["steps"][2]["run"].splitlines()
-    assert edit in (ROOT / "docs" / "guide" / "no-gpu.md").read_text(encoding="utf-8").splitlines(), (
-        "that of tests/test_install.py"
-    )
+    # That of tests/test_install.py.
+    (edit,) = re.findall(r"^sed .*$", (ROOT / "docs" / "guide" / "no-gpu.md").read_text(encoding="utf-8"), re.MULTILINE)
+    (gate,) = (one for one in BLOCKS if one.title == "gate.sh")
+    gitlab = read_yaml(next(one.text for one in BLOCKS if one.title == ".gitlab-ci.yml"))["gpumem"]["script"]
+    assert edit in gate.text.splitlines()
+    assert edit in gitlab

@@ -653,6 +653,16 @@ def test_what_the_readme_and_the_policy_say_is_needed_is_what_is_declared():
     assert tried["pytest"] == pytest_here
 
 
+def test_a_python_that_has_ended_is_kept_as_long_as_the_page_says():
+    ended, until, then = re.search(
+        r"Python ([\d.]+) has got no fixes .*? keeps it in ([\d.]+)\.y, and\s+[\d.]+ needs Python ([\d.]+)\.",
+        read("docs/versions.md"),
+        flags=re.DOTALL,
+    ).groups()
+    (least,) = re.findall(r'^requires-python = ">=(.+)"$', read("pyproject.toml"), flags=re.MULTILINE)
+    assert least == (ended if pytest_gpumem.__version__.startswith(f"{until}.") else then)
+
+
 def _numbers(release: str) -> list[int]:
     return [int(part) for part in release.split(".")]
 

@@ -13,7 +13,7 @@ import pytest
 from pytest_gpumem.cli.main import main
 from tests.emulated import test_commands_of_the_docs as emulated
 from tests.jobs import run_job
-from tests.pages import COMPARED, RUN, SHELL, SITE, Block, blocks, blocks_of, read
+from tests.pages import COMPARED, RUN, SHELL, SITE, Block, blocks, blocks_of, read, workflows
 from tests.test_ci import valid
 from tests.test_ci_docs import BLOCKS as OF_CI
 from tests.workflows import read_yaml
@@ -22,7 +22,7 @@ for _name in ("reports.test_results", "test_docs_output", "test_example_project"
     importlib.import_module(f"tests.{_name}")  # they note what they run, and compare
 SHOWN_PAGES = ["README.md", *SITE]
 BLOCKS = [one for page in SHOWN_PAGES for one in blocks_of(page)]
-FOLLOWED = ("docs/ci.md", "docs/runner.md", "docs/migrate/")
+FOLLOWED = ("docs/ci.md", "docs/github.md", "docs/runner.md", "docs/ci-elsewhere.md", "docs/migrate/")
 """Pages of which each command is run by a test of the page: tests/test_ci_docs.py, tests/test_migrate_docs.py."""
 MINUTES = "starts pytest a dozen times, which takes minutes; tests/test_ab.py"
 INDEX = "needs a package index"
@@ -106,8 +106,8 @@ def is_shown(block: Block) -> bool:
         return block in COMPARED
     if block.language == "json":
         return block.page.startswith("docs/migrate/") and block.title is not None
-    # By tests/test_docs.py; the tests below; tests/test_ci_docs.py and the one below; tests/test_docs.py.
-    return block.language in ("toml", "python", "yaml", "{toctree}")
+    # By tests/test_docs.py; the tests below; tests/test_ci_docs.py and the one below; tests/test_ci_docs.py; tests/test_docs.py.
+    return block.language in ("toml", "python", "yaml", "groovy", "{toctree}")
 
 
 def test_every_block_of_the_pages_is_executed_or_compared_or_has_its_reason():
@@ -180,19 +180,11 @@ def test_a_synopsis_in_the_reference_has_options_that_there_are(block):
 
 
 @pytest.mark.parametrize(
-    "block",
-    [one for one in blocks("yaml") if one.page in SHOWN_PAGES and not one.page.startswith(FOLLOWED)],
-    ids=str,
+    ("block", "whole"),
+    [(block, whole) for block, whole in workflows() if block.text != whole],
+    ids=lambda one: str(one) if isinstance(one, Block) else "",
 )
-def test_parts_of_workflows_are_valid_in_one(block, tmp_path):
-    text = "\n".join(line for line in block.text.splitlines())
-    indented = re.sub(r"^", "      ", re.sub(r"^      ", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
-    if block.text.startswith("jobs:"):
-        whole = f"on: push\n{text}\n"
-    elif "steps:" in text:
-        whole = f"on: push\njobs:\n  it:\n{text}\n"
-    else:
-        whole = f"on: push\njobs:\n  it:\n    runs-on: ubuntu-latest\n    steps:\n{indented}\n"
+def test_parts_of_workflows_are_valid_in_one(block, whole, tmp_path):
     file = tmp_path / "workflow.yml"
     file.write_text(whole, encoding="utf-8")
     valid("github-workflows", file)

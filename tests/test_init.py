@@ -27,7 +27,16 @@ from pytest_gpumem.doctor import looking
 from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
-from pytest_gpumem.init.workflow import RUNNERS, has_all, scalar, template, workflow
+from pytest_gpumem.init.workflow import (
+    DEVICES,
+    PLACEHOLDER,
+    RUNNERS,
+    comment_workflow,
+    has_all,
+    scalar,
+    template,
+    workflow,
+)
 from tests.forked_runs import fork_runs
 from tests.test_ci import faults, valid
 from tests.workflows import read_yaml
@@ -711,19 +720,56 @@ def test_the_summary_is_shown_where_many_tests_fail(repository):
 
 def test_the_workflows_are_those_of_the_docs():
     pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ci.md", "runner.md"))
-    assert all(f"\n{template(runner)}```\n" in pages for runner in RUNNERS)
+    assert all(f"\n{template(name)}```\n" in pages for name in (*RUNNERS, "comment"))
 
 
+@pytest.mark.parametrize("folder", [".", "packages/net"])
+@pytest.mark.parametrize("tests", [".", "tests/of the gpu"])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_the_workflow_of_a_folder_in_a_repository_is_valid_and_safe(tmp_path, runner):
+def test_the_workflow_of_a_folder_in_a_repository_is_valid_and_safe(tmp_path, runner, tests, folder):
     file = tmp_path / "gpumem.yml"
-    file.write_text(workflow(runner, "requirements-gpumem.txt", "packages/net"))
+    file.write_text(workflow(runner, "requirements-gpumem.txt", folder, tests))
     valid("github-workflows", file)
     assert faults(file, on_gpu=runner != "cpu") == []
-    steps = read_yaml(file.read_text())["jobs"]["gpumem"]["steps"]
-    assert steps[-1]["with"]["working-directory"] == "packages/net"
-    assert all(step.get("working-directory") == "packages/net" for step in steps if "run" in step)
-    assert "-r requirements-gpumem.txt" in steps[-1]["with"]["install"]
+    plain = read_yaml(file.read_text())
+    steps = plain["jobs"]["gpumem"]["steps"]
+    inputs = steps[-1]["with"]
+    assert inputs.get("working-directory", ".") == folder
+    assert all(step.get("working-directory", ".") == folder for step in steps if "run" in step)
+    assert inputs["install"] == "-r requirements-gpumem.txt"
+    # A comment is found by the name of the workflow, which its artifact has, too.
+    assert inputs.get("name", "gpumem") == plain["name"]
+    assert f"[{plain['name']}," in template("comment") or f", {plain['name']}" in template("comment")
+    folder_of_tests, *options = (
+        shlex.split(inputs["arguments"]) if tests != "." else (".", *inputs["arguments"].split())
+    )
+    assert folder_of_tests == tests
+    assert all(option.startswith("--") for option in options)
+    assert f"--gpumem-device={DEVICES[runner]}" in options
+
+
+def test_the_workflow_of_the_comment_is_valid_and_safe(tmp_path):
+    file = tmp_path / "comment.yml"
+    file.write_text(comment_workflow(commit="c0ffee" * 6 + "dead"))
+    valid("github-workflows", file)
+    assert faults(file) == []
+    (step,) = read_yaml(file.read_text())["jobs"]["comment"]["steps"]
+    assert step["uses"] == f"{PLACEHOLDER}/pytest-gpumem/comment@{'c0ffee' * 6}dead"
+
+
+def test_a_workflow_that_comments_is_proposed_beside_the_gate_and_never_changed(repository):
+    comment, gate = ".github/workflows/gpumem-comment.yml", ".github/workflows/gpumem.yml"
+    repository(FLAT)
+    output = init("--dry-run").output
+    assert f"+++ b/{comment}" in output
+    assert f"{comment} comments on pull requests in a job of its own" in output
+    repository({comment.replace(".yml", ".yaml"): "on: push\n"})
+    output = init("--dry-run").output
+    assert f"+++ b/{gate}" in output
+    assert f"{comment[:-3]}yaml is there, and is left alone" in output
+    assert f"+++ b/{comment}" not in output
+    repository({gate: "on: push\n", comment.replace(".yml", ".yaml"): "on: push\n"})
+    assert "gpumem-comment" not in init("--dry-run").output
 
 
 def evaluated(text: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from email.message import Message
 from pathlib import Path
 
 import pytest
 
+from pytest_gpumem import __version__
 from pytest_gpumem.init import workflow as workflows
 from pytest_gpumem.init.found_tests import FoundTest, FoundTests
 from pytest_gpumem.init.installing import Sources, lines_of, unfit_of
@@ -138,7 +140,7 @@ def proposed(**here):
 
 def test_files_that_name_no_account_are_told_with_what_to_replace():
     made = proposed()
-    files = ("requirements-gpumem.txt", ".github/workflows/gpumem.yml")
+    files = ("requirements-gpumem.txt", ".github/workflows/gpumem.yml", ".github/workflows/gpumem-comment.yml")
     assert made.installs_from_nowhere == files
     (note,) = [one for one in made.notes if one.startswith(f"{PLACEHOLDER} stands for the account")]
     assert f"replace it in {' and '.join(files)}" in note
@@ -150,7 +152,8 @@ def test_files_name_the_account_that_the_package_is_from():
     made = proposed(account="somebody")
     texts = {edit.path: edit.after for edit in made.edits}
     assert "git+https://github.com/somebody/pytest-gpumem@" in texts["requirements-gpumem.txt"]
-    assert "uses: somebody/pytest-gpumem/.github/actions/gpumem@" in texts[".github/workflows/gpumem.yml"]
+    assert "uses: somebody/pytest-gpumem@v" in texts[".github/workflows/gpumem.yml"]
+    assert "uses: somebody/pytest-gpumem/comment@v" in texts[".github/workflows/gpumem-comment.yml"]
     assert made.installs_from_nowhere == ()
     assert not any(PLACEHOLDER in text for text in (*texts.values(), *made.notes))
 
@@ -170,6 +173,35 @@ def test_the_account_is_that_of_the_packages_metadata(monkeypatch, urls, expecte
         message["Project-URL"] = url
     monkeypatch.setattr(workflows, "metadata", lambda name: message)
     assert account() == expected
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("direct", "expected"),
+    [
+        ({"url": "https://github.com/me/pytest-gpumem", "vcs_info": {"vcs": "git", "commit_id": COMMIT}}, COMMIT),
+        ({"url": "https://github.com/me/pytest-gpumem.git", "vcs_info": {"vcs": "git", "commit_id": COMMIT}}, COMMIT),
+        ({"url": "https://example.org/me/pytest-gpumem", "vcs_info": {"vcs": "git", "commit_id": COMMIT}}, None),
+        ({"url": "https://github.com/me/pytest-gpumem", "vcs_info": {"vcs": "git", "commit_id": "main"}}, None),
+        ({"url": "file:///a/folder", "dir_info": {"editable": True}}, None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_the_actions_are_pinned_to_the_commit_that_was_installed(monkeypatch, direct, expected):
+    class Installed:
+        def read_text(self, name):
+            return None if direct is None else json.dumps(direct)
+
+    monkeypatch.setattr(workflows, "distribution", lambda name: Installed())
+    assert workflows.commit() == expected
+    texts = [edit.after for edit in proposed(account="me", commit=expected).edits if edit.path.startswith(".github")]
+    used = [line for text in texts for line in text.splitlines() if "uses: me/" in line]
+    assert len(used) == 2
+    pin = f"@v{__version__}" if expected is None else f"@{COMMIT} # v{__version__}"
+    assert all(line.endswith(pin) for line in used)
 
 
 @pytest.mark.parametrize("runner", [one for one in RUNNERS if one != "self-hosted"])

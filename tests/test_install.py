@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -20,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pytest_gpumem.emulation.torch_build import requirement
+from tests.workflows import ACTION, read_yaml
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -169,6 +171,38 @@ def test_the_guides_environment_has_all_but_nvidias_libraries(tmp_path):
         assert "No broken requirements found." in said
         assert of_nvidia(loaded) == []
         assert {"torch", "triton", "sympy", "pytest-gpumem", "pytest", "greenlet"} <= {*loaded}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("asked", ["-r requirements.txt", "'accelerate>=1'"], ids=["pinned", "required"])
+def test_the_action_loads_all_but_nvidias_libraries(tmp_path, asked):
+    """Also where torch is asked for by another package, and its release is what pip chooses."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    write_wheels(wheels)
+    write_wheel(wheels, "accelerate", "1.0", ["torch>=2.6", "pytest-gpumem"])
+    (tmp_path / "requirements.txt").write_text("torch==2.15.0\npytest-gpumem\n", encoding="utf-8")
+    install = read_yaml(ACTION.read_text(encoding="utf-8"))["runs"]["steps"][0]["run"]
+    with index_of(wheels) as (index, loaded):
+        variables = {
+            "PYTHON": "emulated/bin/python",
+            "EMULATED": "true",
+            "INSTALL": asked,
+            "RUNNER_TEMP": str(tmp_path),
+            "GITHUB_OUTPUT": str(tmp_path / "output"),
+            "GITHUB_ACTION_PATH": str(ROOT),
+        }
+        exported = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+        shell(f"python3 -m venv emulated\n{exported}{install}", tmp_path, index)
+        # To look for a torch that is not named, pip reads wheels here, as this index has no metadata beside them.
+        assert of_nvidia(loaded) == [] or "accelerate" in asked
+        said = shell(
+            "emulated/bin/python -m pip list --format=freeze && emulated/bin/python -m pip check", tmp_path, index
+        )
+        installed = {line.partition("==")[0] for line in said.splitlines()}
+        assert of_nvidia(installed) == []
+        assert {"torch", "triton", "sympy", "pytest-gpumem", "pytest", "greenlet"} <= installed
+        assert "No broken requirements found." in said
 
 
 @pytest.mark.thorough

@@ -25,7 +25,7 @@ from tests.packages_here import make_wheel, only_from
 from tests.test_ab import PLAIN
 from tests.test_ci_docs import TOMORROW, job_of, on_the_cpu
 from tests.test_upgrades import MB, TELLING
-from tests.workflows import ACTION, ROOT, Runner, read_yaml
+from tests.workflows import COMMENT_ACTION, ROOT, Runner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +44,7 @@ class Job(Runner):
     """A runner of a scheduled job, which has uv, and the folder of wheels in which that looks."""
 
     def __init__(self, folder: Path, github: FakeGitHub) -> None:
+        self.github = github
         self.index = folder / "wheels"
         environment = {
             **github.environment(),
@@ -55,7 +56,7 @@ class Job(Runner):
             "HOME": str(folder),
             **{f"GIT_{who}_{what}": "reader" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
         }
-        # Only the step that has the token in its own environment is to have it.
+        # It runs the tests.
         del environment["GITHUB_TOKEN"]
         super().__init__(folder / "project", environment, {"github.event.pull_request.number": ""})
         self.environment["PATH"] += f":{Path(uv.find_uv_bin()).parent}"
@@ -71,12 +72,17 @@ class Job(Runner):
     def release(self, version: str, megabytes: int, name: str = "tinymodels") -> Path:
         return make_wheel(self.index, name, version, {f"{name}/__init__.py": f"PEAK = {megabytes * MB}\n"})
 
-    def tells(self, **inputs: str) -> bool:
-        """Run what follows the gate, with other inputs than it had; a search that found something is not done again."""
-        self.values |= {f"inputs.{name}": value for name, value in inputs.items()}
-        steps = read_yaml(ACTION.read_text(encoding="utf-8"))["runs"]["steps"]
-        (at,) = (n for n, step in enumerate(steps) if step.get("id") == "bisect")
-        return self.run(steps[at + bool(self.output("culprit")) :])
+    def tells(self, name: str = "gpumem") -> None:
+        """Run the job of the issue, which has nothing of this one but its artifact and whether it passed."""
+        event = {"github.run_id": "77"}
+        runner = Runner(self.folder.parent / "issue" / "work", self.github.environment(), event)
+        del runner.environment["GITHUB_TOKEN"]
+        self.github.run(event="schedule", conclusion=None)
+        shutil.rmtree(runner.temp / "artifacts", ignore_errors=True)
+        shutil.copytree(self.temp / "artifacts", runner.temp / "artifacts")
+        state = "closed" if self.output("passed") == "true" else "open"
+        assert runner.run_action(COMMENT_ACTION, name=name, issue=state), runner.log
+        self.log += runner.log
 
     @property
     def summary(self) -> str:
@@ -142,7 +148,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory, pinned: Path) -> Job:
         told = "open('{}', 'a').write(str('GITHUB_TOKEN' in __import__('os').environ))\n".format(job.temp / "seen")
         job.write("test_it.py", f"{told}def test_a(): ...\ndef test_b(): ...\n")
         nightly = {"against": "tinymodels==1.*", "bisect": "true", "arguments": ARGUMENTS, "name": "tomorrow"}
-        assert not job.run_action(**nightly, comment="false")
+        assert not job.run_action(**nightly)
         assert github.requests == []
     return job
 
@@ -154,12 +160,13 @@ def red(searched: Job, tmp_path: Path, github: FakeGitHub) -> Job:
     shutil.copytree(before, tmp_path, symlinks=True, dirs_exist_ok=True)
     job = Job(tmp_path, github)
     job.environment["REAL"] = searched.environment["REAL"]
+    job.log = searched.log
     job.values |= {name: value.replace(str(before), str(tmp_path)) for name, value in searched.values.items()}
     return job
 
 
 def test_a_release_that_needs_more_is_red_and_the_issue_names_it_until_a_run_is_green(red, github):
-    assert not red.tells(comment="true")
+    red.tells("tomorrow")
     assert red.output("passed") == "false"
     assert red.output("accounting").startswith(
         "gpumem ab: 2 compared, 2 regressed; 1 pair of runs, base what is here, head tiny"
@@ -171,7 +178,7 @@ def test_a_release_that_needs_more_is_red_and_the_issue_names_it_until_a_run_is_
     (issue,) = github.issues
     assert issue["title"] == f"tomorrow: {CULPRIT}"
     assert issue["body"].startswith(marker("tomorrow"))
-    for told in ("tinymodels 1.2, was 1.0", "### gpumem bisect: tinymodels 1.1", "1 other test regressed, too"):
+    for told in ("tinymodels 1.2, was 1.0", "### gpumem bisect\n\ntinymodels 1.1 did it", "| `test_it.py::test_a` |"):
         assert told in issue["body"].replace("\\", "")
     assert "### gpumem ab: " in red.summary
     assert "### gpumem bisect: tinymodels 1.1" in red.summary
@@ -179,14 +186,18 @@ def test_a_release_that_needs_more_is_red_and_the_issue_names_it_until_a_run_is_
     report = json.loads((red.folder / "gpumem-report" / "gpumem.json").read_text())
     assert report["packages"] == [{"name": "tinymodels", "base": "1.0", "head": "1.2", "requested": True, "url": None}]
 
-    found = dict(red.values)
+    found, kept = dict(red.values), red.temp / "artifacts" / "tomorrow"
+    shutil.move(kept, red.temp / "red")
     red.release("1.3", 10)
     red.log = ""
     assert red.run_action(against="tinymodels==1.*", bisect="true", arguments=ARGUMENTS, name="tomorrow"), red.log
     assert (red.output("passed"), red.errors()) == ("true", [])
+    red.tells("tomorrow")
     assert issue["state"] == "closed"
     red.values = found
-    assert not red.tells()
+    shutil.rmtree(kept)
+    shutil.move(red.temp / "red", kept)
+    red.tells("tomorrow")
     assert [one["state"] for one in github.issues] == ["closed", "open"]
 
 
@@ -226,8 +237,9 @@ def test_what_cannot_be_compared_is_red_and_says_why_in_a_sentence(job, github, 
     assert red.startswith(f"::error title=gpumem::nothing was gated: gpumem ab ended with exit code 2, and {why}")
     assert nothing.startswith("::error title=gpumem bisect::bisect found nothing: no test in ")
     assert job.output("culprit") == ""
+    job.tells()
     (issue,) = github.issues
-    assert issue["title"] == "gpumem: a run is red"
+    assert issue["title"] == "gpumem: the gate is red"
     assert "nothing was compared" in issue["body"]
     assert not list(job.folder.rglob("evil"))
 
@@ -245,32 +257,27 @@ def test_a_test_that_breaks_is_red_and_named_though_no_figure_can_be_searched_fo
 
 def test_without_the_permission_the_run_is_as_red_and_says_that_there_is_no_issue(red, github):
     github.read_only = True
-    assert not red.tells(comment="true")
-    assert "::notice title=gpumem::no issue was written, since the token may not write one: give the job" in red.log
-    assert len(red.errors()) == 2
+    red.tells("tomorrow")
+    assert "no issue was written, since the token may not write one: give the job" in red.log
     assert github.issues == []
 
 
-def test_nothing_is_searched_for_and_there_is_no_issue_where_neither_is_asked_for(red, github):
-    del red.values["steps.bisect.outputs.culprit"]
-    assert not red.tells(comment="true", bisect="false")
-    assert (github.requests, red.output("culprit")) == ([], "")
+def test_nothing_is_searched_for_where_it_is_not_asked_for(job):
+    job.release("1.1", 12)
+    assert not job.run_action(against="tinymodels==1.*", arguments=ARGUMENTS)
+    assert job.output("culprit") == ""
+    assert {file.name for file in (job.temp / "artifacts" / "gpumem").iterdir()} == {"gpumem.json", "gpumem.md"}
 
 
 def test_the_tests_do_not_get_the_token(searched):
     assert {*(searched.temp / "seen").read_text().replace("False", "no ").split()} == {"no"}
 
 
-def test_in_a_pull_request_the_comparison_is_its_comment_and_nothing_is_searched_for(red, github):
-    red.values["github.event.pull_request.number"] = "7"
-    event = red.temp / "event.json"
-    event.write_text(json.dumps({"pull_request": {"number": 7}}))
-    red.environment["GITHUB_EVENT_PATH"] = str(event)
-    del red.values["steps.bisect.outputs.culprit"]
-    assert not red.tells(comment="true")
-    (comment,) = github.comments
-    assert "### gpumem ab: " in comment["body"]
-    assert (github.issues, red.output("culprit")) == ([], "")
+def test_in_a_pull_request_nothing_is_searched_for(job):
+    job.values["github.event.pull_request.number"] = "7"
+    job.release("1.1", 12)
+    assert not job.run_action(against="tinymodels==1.*", bisect="true", arguments=ARGUMENTS)
+    assert job.output("culprit") == ""
 
 
 # A gate, whose reports are searched in test_bisect.py, too
@@ -328,6 +335,7 @@ def test_the_commit_since_the_baseline_that_made_a_gate_red_is_named(gate, githu
         rf"[0-9a-f]{{9}} width 130 \(reader, [\d-]+\) did it: peak allocated .* \(\+\d.*\), after {accepted}",
         gate.output("culprit"),
     ), gate.log
+    gate.tells()
     (issue,) = github.issues
     assert "width 130" in issue["title"]
     assert "1 regressed" in issue["body"]
@@ -362,6 +370,7 @@ def test_the_recipe_of_the_page_names_the_branch_that_needs_more(job, github, tm
     assert workflow.count(address) == 1
     job.write("tomorrow.yml", workflow.replace(address, main.as_uri()))
     assert not job.run(job_of(job.folder / "tomorrow.yml")["steps"])
+    job.tells("tomorrow")
     (issue,) = github.issues
     assert issue["title"].startswith(
         f"tomorrow: transformers {main.as_uri()} did it: peak allocated 10.00 MB to 12.00 MB"

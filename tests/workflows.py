@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -13,7 +14,10 @@ from typing import Any
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[1]
-ACTION = ROOT / ".github" / "actions" / "gpumem" / "action.yml"
+ACTION = ROOT / "action.yml"
+COMMENT_ACTION = ROOT / "comment" / "action.yml"
+_OURS = re.compile(r"(?:\./|[^/]+/pytest-gpumem/?)(comment)?")
+"""The project's actions, in its own workflows and in those of others."""
 _SECONDS = 120
 """Longer than a step needs; one that hangs must not hang the suite."""
 
@@ -23,6 +27,7 @@ _PYTHON = """\
 printf '%s\\0' "$0" "$@" >>"$LOG"; echo >>"$LOG"
 case " $* " in
   *" -m venv "*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+  *" --dry-run "*) printf '%s' "$TO_INSTALL" >"$RUNNER_TEMP/gpumem-install.json" ;;
   *" -m pip "*) if [[ $* == *"[report]" ]]; then touch "$PLUGIN"; fi ;;
   *distributions*) [[ -e $PLUGIN ]] ;;
   *base_prefix*) [[ $VENV == no ]] ;;
@@ -30,7 +35,7 @@ case " $* " in
   *) exec "$REAL" "$@" ;;
 esac
 """
-_MODULES = {"pip": "pip", "pytest": "pytest", "gpumem": "pytest_gpumem.cli.main"}
+_MODULES = {"pip": "pip", "pytest": "pytest", **dict.fromkeys(("gpumem", "pytest-gpumem"), "pytest_gpumem.cli.main")}
 
 
 def read_yaml(text: str) -> Any:
@@ -54,7 +59,7 @@ class Runner:
         self.temp = self.folder.parent / "temp"
         commands = self.folder.parent / "bin"
         for folder in (self.folder, self.temp, commands):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         scripts = dict.fromkeys(("python", "python3"), _PYTHON)
         scripts |= {name: f'#!/bin/bash\nexec python -m {module} "$@"\n' for name, module in _MODULES.items()}
         for name, script in scripts.items():
@@ -72,8 +77,8 @@ class Runner:
             "REAL": sys.executable,
             "VENV": "no",
             "PLOTLY": "yes",
+            "TO_INSTALL": '{"install": []}',
             "RUNNER_TEMP": str(self.temp),
-            "GITHUB_ACTION_PATH": str(ACTION.parent),
             "GITHUB_STEP_SUMMARY": str(self.temp / "summary.md"),
             **self.environment,
         }
@@ -84,22 +89,30 @@ class Runner:
         """Each call of a Python, which comes first, with its arguments."""
         return [line.split("\0") for line in (self.temp / "log").read_text().split("\0\n")[:-1]]
 
-    def run_action(self, **inputs: str) -> bool:
-        """Tell whether the project's action succeeded. The values of its steps' outputs are in ``values`` then."""
-        plain = read_yaml(ACTION.read_text(encoding="utf-8"))
+    def run_action(self, action: Path = ACTION, /, **inputs: str) -> bool:
+        """Tell whether an action of the project succeeded. The values of its steps' outputs are in ``values`` then."""
+        plain = read_yaml(action.read_text(encoding="utf-8"))
         given = {name: about["default"] for name, about in plain["inputs"].items()}
         given |= {name.replace("_", "-"): value for name, value in inputs.items()}
         assert given.keys() == plain["inputs"].keys()
         self.values |= {f"inputs.{name}": self.filled(value) for name, value in given.items()}
+        self.environment["GITHUB_ACTION_PATH"] = str(action.parent)
         return self.run(plain["runs"]["steps"])
 
     def run(self, steps: list[Any]) -> bool:
-        """Tell whether all steps succeeded; after one that did not, none runs. Actions of others are left out."""
+        """Tell whether all steps succeeded; after one that did not, none runs.
+
+        Of others' actions those that keep artifacts do so in a folder, and the rest is left out.
+        """
         for step in steps:
             if not self.holds(step.get("if", "")):
                 continue
-            if step.get("uses", "").partition("@")[0].endswith("/.github/actions/gpumem"):
-                passed = self.run_action(**step.get("with", {}))
+            uses = step.get("uses", "").partition("@")[0]
+            ours = _OURS.fullmatch(uses)
+            if ours is not None:
+                passed = self.run_action(COMMENT_ACTION if ours[1] else ACTION, **step.get("with", {}))
+            elif uses.endswith("-artifact"):
+                passed = self._artifact(uses, {name: self.filled(value) for name, value in step["with"].items()})
             else:
                 passed = "run" not in step or self._run(step)
             if "id" in step:
@@ -107,6 +120,26 @@ class Runner:
             if not passed and step.get("continue-on-error") is not True:
                 return False
         return True
+
+    def _artifact(self, uses: str, inputs: dict[str, str]) -> bool:
+        """Upload or download an artifact, as far as the project's workflows ask for it."""
+        kept = self.temp / "artifacts" / inputs["name"]
+        if uses == "actions/download-artifact":
+            if kept.is_dir():
+                shutil.copytree(kept, self.folder / inputs["path"], dirs_exist_ok=True)
+            return kept.is_dir()
+        paths = [self.folder / line for line in inputs["path"].split("\n") if line.strip()]
+        files = [file for path in paths for file in sorted(path.parent.glob(path.name))]
+        if kept.exists() and inputs.get("overwrite") != "true":
+            return False
+        shutil.rmtree(kept, ignore_errors=True)
+        for file in files:
+            kept.mkdir(parents=True, exist_ok=True)
+            if file.is_dir():
+                shutil.copytree(file, kept, dirs_exist_ok=True)
+            else:
+                shutil.copy(file, kept)
+        return bool(files) or inputs.get("if-no-files-found") != "error"
 
     def _run(self, step: Any) -> bool:
         told = self.temp / "output"
@@ -129,9 +162,14 @@ class Runner:
         return done.returncode == 0
 
     def filled(self, text: object) -> str:
-        """Return ``text`` with the values of its expressions, each of which is a name."""
+        """Return ``text`` with the values of its expressions: the first name of each that has one."""
         plain = str(text).lower() if isinstance(text, bool) else str(text)
-        return re.sub(r"\$\{\{ *([\w.-]+) *\}\}", lambda found: self.values.get(found[1], ""), plain)
+
+        def value(found: re.Match[str]) -> str:
+            values = (self.values.get(name.strip(), "") for name in found[1].split("||"))
+            return next(filter(None, values), "")
+
+        return re.sub(r"\$\{\{ *([\w.-]+(?: \|\| [\w.-]+)*) *\}\}", value, plain)
 
     def holds(self, condition: str) -> bool:
         """Tell whether a condition holds, all of whose clauses have to: a name, ``!name``, or a name and what it is or is not."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pytest_gpumem.cli.files import FilePath, name_of, read_text, suffix_of
+from pytest_gpumem.cli.files import STANDARD, FilePath, name_of, read_text, suffix_of
 from pytest_gpumem.cli.streams import InputError, WholeNumber, parsed
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.verdict import Outcome
@@ -25,20 +26,24 @@ from pytest_gpumem.github.comment import (
     put_issue,
     room,
 )
+from pytest_gpumem.github.runs import find_run, pull_request_of_run
 from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.escaping import block, details, plain
 from pytest_gpumem.reports.github import is_github, notice_line
-from pytest_gpumem.reports.json_report import from_json
-from pytest_gpumem.reports.markdown import markdown
+from pytest_gpumem.reports.job_result import MOST_BYTES, job_result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_gpumem.github.runs import Run
+    from pytest_gpumem.reports.job_result import JobResult
     from pytest_gpumem.reports.results import TestResult
-    from pytest_gpumem.reports.session_report import SessionReport
 
 DEFAULT_NAME = "gpumem"
+DEFAULT_TITLE = "the gate is red"
 _LONGEST_NAME = 100
+_LONGEST_REASON = 1_000
+_WITHOUT_COMMENT = "there is no comment: run {} was not for the newest commit in exactly one open pull request"
 
 
 def _address(text: str) -> str:
@@ -65,7 +70,13 @@ def _name(text: str) -> str:
     metavar="REPORT...",
     nargs=-1,
     required=True,
-    type=FilePath(exists=True),
+    type=FilePath(),
+)
+@click.option(
+    "--run",
+    type=WholeNumber(min=1),
+    help="Comment on the pull request of this workflow run, whose artifact has the reports. They may come from a stranger: "
+    "only JSON is read, and the comment says if a report is missing or broken.",
 )
 @click.option("--pull-request", type=WholeNumber(min=1), help="Its number; that of the workflow's event by default.")
 @click.option(
@@ -87,33 +98,43 @@ def _name(text: str) -> str:
     type=click.Choice(("open", "closed")),
     help="Put it into an issue instead: open one or change it, or, when all is well, close it where there is one.",
 )
-@click.option("--title", metavar="TEXT", default="the gate is red", show_default=True, help="What the issue is called.")
+@click.option(
+    "--title",
+    metavar="TEXT",
+    help="What the issue is called. Default: the change that a report of gpumem bisect found, or 'the gate is red'.",
+)
 @click.option("--link", metavar="URL", default="", callback=parsed(_address), help="Where the whole report is.")
 @click.option(
     "--artifact",
     metavar="NAME",
-    help="The artifact of this run that has the report: where baselines made it red, how to accept from it is said.",
+    help="The artifact of the run that has the report: where baselines made it red, how to accept from it is said.",
 )
 def comment(
     *,
     reports: tuple[Path, ...],
+    run: int | None,
     pull_request: int | None,
     repository: str | None,
     name: str,
     issue: str | None,
-    title: str,
+    title: str | None,
     link: str,
     artifact: str | None,
 ) -> None:
     """Put a report into the pull request, as one comment that later runs change, or into an issue.
 
-    REPORT is what pytest --gpumem-report=FILE wrote: JSON, of which the most important fits in, or Markdown, taken as it is.
-    Several stand one beneath another.
+    REPORT is what pytest --gpumem-report=FILE, gpumem ab or gpumem bisect wrote: JSON, of which the most important fits in, or
+    Markdown, taken as it is. Several stand one beneath another.
     The comment is found again by its name and by who wrote it. GITHUB_TOKEN is the token, with the permission
     pull-requests: write. In a job of GitHub Actions nothing else has to be said:
 
     \b
         gpumem comment gpumem-report/gpumem.json
+
+    A job that runs tests should not have a token that can write. Another job comments, with that run's artifact:
+
+    \b
+        gpumem comment gpumem.json --run 1234567
 
     With --issue, for a job that runs for no pull request, it is an issue of that name, and the permission is issues: write.
 
@@ -123,63 +144,127 @@ def comment(
     Exit status: 0 when the comment or issue is there, or must not be, 1 when GitHub could not be told, 2 for wrong input or
     usage.
     """
-    token = os.environ.get("GITHUB_TOKEN")
-    if not token:
-        raise InputError("GITHUB_TOKEN is not set; in a workflow: env: {GITHUB_TOKEN: '${{ github.token }}'}")
-    if repository is None:
-        raise InputError("which repository is not known: give --repository OWNER/NAME")
+    api, repository = _api(), _known(repository)
     if issue is not None and pull_request is not None:
         raise click.UsageError("--issue and --pull-request exclude each other")
-    number = None if issue is not None else pull_request or _number_of_event()
-    if number is None and issue is None:
+    contents = [_content(file, strict=run is None) for file in reports]
+    is_of_event = issue is None and pull_request is None and run is None
+    number = _number_of_event() if is_of_event else pull_request
+    if is_of_event and number is None:
         _print("there is no comment, since this job runs for no pull request")
         return
-    api = Api(
-        token,
-        os.environ.get("GITHUB_API_URL", "https://api.github.com"),
-        os.environ.get("GITHUB_GRAPHQL_URL", "https://api.github.com/graphql"),
-    )
-    where = None if number is None else PullRequest(repository, number)
     try:
         if issue == "closed":
             closed = close_issue(api, repository, name)
             click.echo(f"closed {closed}" if closed else "there is no open issue to close")
             return
-        accept = "" if where is None or artifact is None else _how_to_accept(reports, artifact, where.number)
-        body = _body(reports, name, link, accept)
-        if where is None:
-            is_new, address = put_issue(api, repository, name, f"{name}: {title}", body)
+        ran = None if run is None else find_run(api, repository, run)
+        if ran is not None and issue is None and number is None:
+            number = pull_request_of_run(api, repository, ran)
+            if number is None:
+                _print(_WITHOUT_COMMENT.format(ran.number))
+                return
+        accept = "" if number is None or artifact is None else _how_to_accept(contents, run, artifact, number)
+        body = _body(contents, name, link, accept, ran)
+        if number is None:
+            is_new, address = put_issue(api, repository, name, f"{name}: {title or _title(contents)}", body)
         else:
-            is_new, address = put_comment(api, where, name, body)
+            is_new, address = put_comment(api, PullRequest(repository, number), name, body)
     except NotAllowedError as error:
         _print(
-            "there is no comment, since the token may not write one, as for pull requests from forks; otherwise give the "
-            f"job the permission pull-requests: write ({error})"
-            if where is not None
-            else "no issue was written, since the token may not write one: give the job the permission issues: write "
+            "no issue was written, since the token may not write one: give the job the permission issues: write "
             f"({error})"
+            if issue is not None
+            else "there is no comment, since the token may not write one, as for pull requests from forks; otherwise give the "
+            f"job the permission pull-requests: write ({error})"
         )
     except GitHubError as error:
-        what = "issue" if where is None else "comment"
+        what = "comment" if issue is None else "issue"
         raise click.ClickException(f"the {what} could not be put: {error}") from None
     else:
         click.echo(f"{'made' if is_new else 'changed'} {address}")
 
 
-def _how_to_accept(files: Sequence[Path], artifact: str, pull_request: int) -> str:
+def _api() -> Api:
+    token = os.environ.get("GITHUB_TOKEN")
+    if not token:
+        raise InputError("GITHUB_TOKEN is not set; in a workflow: env: {GITHUB_TOKEN: '${{ github.token }}'}")
+    return Api(
+        token,
+        os.environ.get("GITHUB_API_URL", "https://api.github.com"),
+        os.environ.get("GITHUB_GRAPHQL_URL", "https://api.github.com/graphql"),
+    )
+
+
+def _known(repository: str | None) -> str:
+    if repository is None:
+        raise InputError("which repository is not known: give --repository OWNER/NAME")
+    return repository
+
+
+def _title(contents: Sequence[_Content]) -> str:
+    titles = [content.result.title for content in contents if content.result is not None and content.result.title]
+    return titles[0] if titles else DEFAULT_TITLE
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A report: its result if the file is JSON, else its text."""
+
+    file: Path
+    result: JobResult | None
+    text: str
+
+
+def _content(file: Path, *, strict: bool) -> _Content:
+    """Read a report.
+
+    Args:
+        file: Its path.
+        strict: False if a stranger may have written it. It must be JSON, and if it is missing or broken its text says so.
+
+    Raises:
+        InputError: It cannot be used.
+    """
+    if not strict and suffix_of(file) != ".json":
+        raise InputError(
+            f"{file} is Markdown, which --run does not read because a stranger may have written it: give the report as JSON"
+        )
+    try:
+        text = _text(file)
+        is_json = suffix_of(file) == ".json"
+        return _Content(file, job_result(text, file.name), "") if is_json else _Content(file, None, text)
+    except ReportError as error:
+        if strict:
+            raise InputError(str(error)) from None
+        return _Content(file, None, f"### \u274c gpumem: nothing was gated\n\n{plain(str(error)[:_LONGEST_REASON])}.\n")
+
+
+def _text(file: Path) -> str:
+    """Return the content of a regular file of bounded size. Raises `ReportError`."""
+    if file != STANDARD and (file.is_symlink() or not file.is_file()):
+        kind = "is no file" if file.is_symlink() or file.exists() else "does not exist"
+        raise ReportError(f"{str(file)!r} {kind}")
+    if file != STANDARD and file.stat().st_size > MOST_BYTES:
+        raise ReportError(f"{file} has {file.stat().st_size:,} bytes, and {MOST_BYTES:,} are read at most")
+    try:
+        return read_text(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReportError(f"{name_of(file)} cannot be read: {error}") from None
+
+
+def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str, pull_request: int) -> str:
     """Return the commands that accept the figures of a report, in a paragraph; empty where no baseline would make it green."""
-    run = os.environ.get("GITHUB_RUN_ID", "")
-    for file in files:
-        if file.suffix != ".json" or not run.isdecimal():
+    number = os.environ.get("GITHUB_RUN_ID", "") if run is None else str(run)
+    for content in contents:
+        report = None if content.result is None else content.result.session
+        if report is None or not number.isdecimal() or report.passed or not any(map(_may_be_accepted, report.results)):
             continue
-        report = _report(file)
-        if report.passed or not any(map(_may_be_accepted, report.results)):
-            continue
-        folder = f"gpumem-{run}"
+        folder = f"gpumem-{number}"
         commands = [
             f"git fetch origin pull/{pull_request}/merge",
-            f"gh run download {run} --name {shlex.quote(artifact)} --dir {folder}",
-            f'{command_name()} accept {shlex.quote(f"{folder}/{file.name}")} --reason "..."',
+            f"gh run download {number} --name {shlex.quote(artifact)} --dir {folder}",
+            f'{command_name()} accept {shlex.quote(f"{folder}/{content.file.name}")} --reason "..."',
         ]
         told = block("\n".join(commands))
         return f"\n{details('To accept what was measured, in the branch of this pull request', told)}\n"
@@ -193,36 +278,26 @@ def _may_be_accepted(result: TestResult) -> bool:
     return result.passed and result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN)
 
 
-def _report(file: Path) -> SessionReport:
-    """Read a JSON report. Raises `InputError`."""
-    try:
-        return from_json(read_text(file), name_of(file))
-    except ReportError as error:
-        raise InputError(str(error)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{name_of(file)} cannot be read: {error}") from None
-
-
-def _body(files: Sequence[Path], name: str, link: str, accept: str = "") -> str:
+def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: Run | None) -> str:
     """Return the text without its marker. Raises `InputError`."""
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
-    beneath = f"{accept}\n[The whole report]({link})\n" if link else accept
-    left = room(name) - len(above) - len(beneath) - (len(files) - 1)
+    link = link or ("" if run is None else run.address)
+    # A report is the job's own word, and whether the run failed is GitHub's.
+    passed = any(content.result is not None and content.result.passed for content in contents)
+    of_run = ", from a run that failed" if run is not None and run.failed and passed else ""
+    beneath = f"{accept}\n[The whole report{of_run}]({link})\n" if link else accept
+    left = room(name) - len(above) - len(beneath) - (len(contents) - 1)
     texts: dict[Path, str] = {}
     # Of JSON there is as much as the others leave room for.
-    for file in sorted(files, key=lambda one: suffix_of(one) == ".json"):
-        try:
-            is_json = suffix_of(file) == ".json"
-            texts[file] = markdown(_report(file), most=left) if is_json else read_text(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{name_of(file)} cannot be read: {error}") from None
-        if len(texts[file]) > left:
+    for content in sorted(contents, key=lambda content: content.result is not None):
+        texts[content.file] = content.text if content.result is None else content.result.markdown(left)
+        if len(texts[content.file]) > left:
             raise InputError(
-                f"{file} has {len(texts[file]):,} characters, and a comment has room for {left:,}: give the report as JSON, "
-                "of which the most important is taken"
+                f"{content.file} has {len(texts[content.file]):,} characters, and a comment has room for {left:,}: give the "
+                "report as JSON, of which the most important is taken"
             )
-        left -= len(texts[file])
-    return f"{above}{chr(10).join(texts[file] for file in files)}{beneath}"
+        left -= len(texts[content.file])
+    return f"{above}{chr(10).join(texts[content.file] for content in contents)}{beneath}"
 
 
 def _number_of_event() -> int | None:

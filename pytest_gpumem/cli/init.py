@@ -27,6 +27,7 @@ from pytest_gpumem.init.found_tests import Names, find_tests
 from pytest_gpumem.init.installing import REQUIREMENTS_FILES
 from pytest_gpumem.init.proposal import (
     ATTRIBUTES,
+    COMMENT_WORKFLOW,
     GATE_REQUIREMENTS,
     MARK_KEY,
     SETTINGS,
@@ -38,7 +39,7 @@ from pytest_gpumem.init.proposal import (
     proposal,
 )
 from pytest_gpumem.init.sources import sources_of
-from pytest_gpumem.init.workflow import DEVICES, RUNNERS, account
+from pytest_gpumem.init.workflow import DEVICES, RUNNERS, account, commit
 from pytest_gpumem.processes import Stopped
 from pytest_gpumem.units import counted
 
@@ -73,8 +74,9 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     """Set a repository up: settings, a workflow for GitHub, and first baselines.
 
     Finds the tests that run models by reading their source, never by running it. Proposes `[tool.gpumem]` in pyproject.toml,
-    .github/workflows/gpumem.yml with the requirements that it installs, and a line of .gitattributes. Shows the changes,
-    asks, and writes; then asks to record the first baselines. Existing files and sections are not changed.
+    .github/workflows/gpumem.yml with the requirements that it installs, gpumem-comment.yml beside it, which comments on pull
+    requests, and a line of .gitattributes. Shows the changes, asks, and writes; then asks to record the first baselines.
+    Existing files and sections are not changed.
 
     \b
     Examples:
@@ -212,7 +214,7 @@ def _project(place: _Place) -> Project:
     root, top = place.root, place.top or place.root
     settings = _text(root / SETTINGS)
     store = (Project(settings=settings).settings_table or {}).get("store", DEFAULT_STORE)
-    workflow = next((one for one in (WORKFLOW, f"{WORKFLOW[:-3]}yaml") if (top / one).exists()), None)
+    workflow, comment_workflow = (_there(top, path) for path in (WORKFLOW, COMMENT_WORKFLOW))
     return Project(
         settings=settings,
         attributes=_text(root / ATTRIBUTES),
@@ -220,6 +222,7 @@ def _project(place: _Place) -> Project:
         gate_requirements=_text(root / GATE_REQUIREMENTS),
         workflow=workflow,
         workflow_text=None if workflow is None else _text(top / workflow),
+        comment_workflow=comment_workflow,
         setup_cfg=_text(root / "setup.cfg"),
         has_setup_py=(root / "setup.py").exists(),
         folders=sorted(one.name for one in root.iterdir() if one.is_dir()),
@@ -229,6 +232,11 @@ def _project(place: _Place) -> Project:
         branch=USUAL_BRANCH if place.top is None else default_branch(place.top),
         folder=root.relative_to(top).as_posix() if root.is_relative_to(top) else ".",
     )
+
+
+def _there(top: Path, workflow: str) -> str | None:
+    """Return the path of a workflow that is there, with either suffix."""
+    return next((path for path in (workflow, f"{workflow[:-3]}yaml") if (top / path).exists()), None)
 
 
 def _is_inside(store: str) -> bool:
@@ -249,6 +257,7 @@ def _here(environment: Mapping[str, str]) -> Here:
         torch=None if release is None else release.partition("+")[0],
         python=".".join(platform.python_version_tuple()[:2]),
         account=account(),
+        commit=commit(),
     )
 
 

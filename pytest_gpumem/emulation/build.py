@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -88,12 +89,7 @@ def _key(torch: TorchBuild, beside: Needs) -> str:
 
 def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
     """Compile into a folder of our own beside ``folder``, and put it there whole: another session may do the same."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise EmulationError(
-            "no C compiler was found, which the emulated GPU needs once for each release of torch: install one "
-            "(Debian and Ubuntu: apt-get install gcc libc6-dev) or set CC"
-        )
+    compiler = _compiler()
     try:
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
     except OSError as error:
@@ -112,7 +108,33 @@ def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _compile_all(compiler: str, torch: TorchBuild, beside: Needs, draft: Path) -> None:
+def _compiler() -> tuple[str, ...]:
+    """Return the C compiler with its first arguments: the words in ``CC``, as for make, else an installed compiler.
+
+    ``CC="ccache gcc -m64"`` is ``("ccache", "gcc", "-m64")``.
+
+    Raises:
+        EmulationError: ``CC`` has an open quote, or no compiler is installed.
+    """
+    variable = os.environ.get("CC", "")
+    try:
+        words = shlex.split(variable)
+    except ValueError as error:
+        raise EmulationError(
+            f"the variable CC is {variable!r}, which is not quoted as for a shell ({error}); set it like CC='ccache gcc'"
+        ) from None
+    if words:
+        return tuple(words)
+    installed = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if installed is None:
+        raise EmulationError(
+            "no C compiler was found, which the emulated GPU needs once for each release of torch: install one "
+            "(Debian and Ubuntu: apt-get install gcc libc6-dev) or set CC"
+        )
+    return (installed,)
+
+
+def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draft: Path) -> None:
     needed = _needed(torch)
     for soname in needed.keys() & beside.keys():  # libraries of another CUDA are not for this torch
         needed[soname].names.update(name for name, _ in beside[soname])
@@ -133,7 +155,7 @@ def _compile_all(compiler: str, torch: TorchBuild, beside: Needs, draft: Path) -
 
 
 def _compile(
-    compiler: str, torch: TorchBuild, soname: str, needed: _Needed, sources: Path, link: Iterable[str]
+    compiler: Sequence[str], torch: TorchBuild, soname: str, needed: _Needed, sources: Path, link: Iterable[str]
 ) -> None:
     """Compile one library; the loader warns where a version node is missing that torch asks for."""
     library = needed.library
@@ -147,27 +169,29 @@ def _compile(
         "CUDA_VERSION": major * 1000 + minor * 10,
         "CUDNN_VERSION": cudnn_major * 10000 + cudnn_minor * 100 + cudnn_patch,
     }
-    command = [compiler, *_FLAGS, f"-I{sources}", *(f"-D{name}={value}" for name, value in definitions.items())]
+    command = [*compiler, *_FLAGS, f"-I{sources}", *(f"-D{name}={value}" for name, value in definitions.items())]
     command += [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}", "-o", str(sources.parent / soname)]
     command += [*(str(sources / name) for name in library.sources), str(rest), *link]
     _run_compiler(compiler, command, soname)
 
 
-def _compile_planner(compiler: str, sources: Path) -> None:
+def _compile_planner(compiler: Sequence[str], sources: Path) -> None:
     """Compile the program that plans convolutions with the real cuDNN, beside the libraries."""
     program = sources.parent / PLANNER
-    command = [compiler, *_C, f"-I{sources}", "-o", str(program), str(sources / f"{PLANNER}.c"), "-ldl"]
+    command = [*compiler, *_C, f"-I{sources}", "-o", str(program), str(sources / f"{PLANNER}.c"), "-ldl"]
     _run_compiler(compiler, command, PLANNER)
 
 
-def _run_compiler(compiler: str, command: Sequence[str], product: str) -> None:
+def _run_compiler(compiler: Sequence[str], command: Sequence[str], product: str) -> None:
+    name = shlex.join(compiler)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", check=False)
     except OSError as error:
-        raise EmulationError(f"the C compiler {compiler} cannot be run: {error.strerror}") from None
+        missing = "" if shutil.which(compiler[0]) else f"; install {compiler[0]}, or set CC to another compiler"
+        raise EmulationError(f"the C compiler {name} cannot be run: {error.strerror}{missing}") from None
     if done.returncode != 0:
         raise EmulationError(
-            f"the C compiler {compiler} failed on the emulated GPU's {product}:\n{done.stderr.strip()[-2000:]}"
+            f"the C compiler {name} failed on the emulated GPU's {product}:\n{done.stderr.strip()[-2000:]}"
         )
 
 

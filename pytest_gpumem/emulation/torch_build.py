@@ -139,7 +139,13 @@ def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
             "torch.compile needs Triton on an emulated GPU, too, and there is none: "
             f"pip install --no-deps {requirement('triton') or 'triton'}"
         )
-    if not environment.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
+    compiler = environment.get("CC", "")
+    if len(compiler.split()) > 1 and not shutil.which(compiler):
+        return (
+            f"torch.compile needs a C compiler for Triton, which runs CC as the name of one program, and CC is {compiler!r}: "
+            "set CC to one program, such as the gcc that ccache puts into /usr/lib/ccache"
+        )
+    if not compiler and not shutil.which("gcc") and not shutil.which("clang"):
         return (
             "torch.compile needs a C compiler for Triton, and none was found: install one (Debian and Ubuntu: apt-get "
             "install gcc libc6-dev) or set CC"

@@ -212,7 +212,7 @@ def put_comment(
     Raises:
         GitHubError: GitHub refused it, or is not available.
     """
-    return _persistently(lambda: _put(api, where, marker(name), _marked(name, body)), sleep)
+    return persistently(lambda: _put(api, where, marker(name), _marked(name, body)), sleep)
 
 
 def put_issue(
@@ -229,7 +229,7 @@ def put_issue(
             answer, _ = api.request("PATCH", f"/repos/{repository}/issues/{mine}", content)
         return mine is None, _address(answer)
 
-    return _persistently(put, sleep)
+    return persistently(put, sleep)
 
 
 def close_issue(api: Api, repository: str, name: str, *, sleep: Callable[[float], None] = time.sleep) -> str | None:
@@ -242,10 +242,11 @@ def close_issue(api: Api, repository: str, name: str, *, sleep: Callable[[float]
         closed = {"state": "closed", "state_reason": "completed"}
         return _address(api.request("PATCH", f"/repos/{repository}/issues/{mine}", closed)[0])
 
-    return _persistently(close, sleep)
+    return persistently(close, sleep)
 
 
-def _persistently(put: Callable[[], T], sleep: Callable[[float], None]) -> T:
+def persistently(put: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
+    """Return what ``put`` returns, tried four times while GitHub is unavailable. Raises `GitHubError`."""
     for wait in _WAITS:
         try:
             return put()

@@ -19,6 +19,7 @@ from pytest_gpumem.init.workflow import (
     REQUIREMENTS,
     UNTIMED,
     Runner,
+    comment_workflow,
     gate_lines,
     has_all,
     installs_from_nowhere,
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
 
 MARK_KEY = "mark"
 """The key of ``[tool.gpumem]`` with patterns of the tests to measure."""
-SETTINGS, ATTRIBUTES, WORKFLOW, GATE_REQUIREMENTS = (
+SETTINGS, ATTRIBUTES, WORKFLOW, COMMENT_WORKFLOW, GATE_REQUIREMENTS = (
     "pyproject.toml",
     ".gitattributes",
     ".github/workflows/gpumem.yml",
+    ".github/workflows/gpumem-comment.yml",
     "requirements-gpumem.txt",
 )
 _NO_END = "\\ No newline at end of file"
@@ -64,6 +66,8 @@ class Here:
     """The release of Python that records the baselines, ``"3.13"``."""
     account: str = PLACEHOLDER
     """The account on GitHub that this package is from."""
+    commit: str | None = None
+    """The commit that this package is from, if it is known."""
 
     def can_measure(self, device: str) -> bool:
         """Return whether a device can be measured on, as far as is known: True of one that a plugin adds."""
@@ -84,6 +88,8 @@ class Project:
     workflow: str | None = None
     """The path of the workflow that is there."""
     workflow_text: str | None = None
+    comment_workflow: str | None = None
+    """The path of the workflow that comments, if it is there."""
     setup_cfg: str | None = None
     has_setup_py: bool = False
     folders: Sequence[str] = ()
@@ -353,10 +359,19 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
         project.tests,
         branch=project.branch,
         account=here.account,
+        commit=here.commit,
         python=here.python,
     )
     edits.append(Edit(f"{up}{WORKFLOW}", None, text))
     yield f"the workflow is for the runner {runner}: {why} (--runner chooses)"
+    if project.comment_workflow is not None:
+        yield f"{project.comment_workflow} is there, and is left alone; it comments if it names the workflow of the gate"
+        return
+    edits.append(Edit(f"{up}{COMMENT_WORKFLOW}", None, comment_workflow(here.account, here.commit)))
+    yield (
+        f"{COMMENT_WORKFLOW} comments on pull requests in a job of its own, as no job that runs tests should have a token that "
+        f"can write; GitHub starts it once it is on {project.branch}"
+    )
 
 
 def counts(found: FoundTests) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, distribution, metadata
 from importlib.resources import files
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -30,7 +30,7 @@ _PLUGIN = "pytest-gpumem"
 PLACEHOLDER = "owner".upper()
 """The word for the account in this package's sources until it has one. Spelt so that replacing it there leaves it here."""
 _REPOSITORY = re.compile(rf"https://github\.com/([^/\s]+)/{_PLUGIN}$")
-_USED = re.compile(rf"(?<=uses: )[^/\s]+(?=/{_PLUGIN}/)")
+_USED = re.compile(rf"(?<=uses: )[^/\s]+(/{_PLUGIN}(?:/\w+)?)@(\S+)")
 _PYTHON = re.compile(r'(?<=python-version: ")[^"]*')
 _ARGUMENTS = re.compile(r'(?<=arguments: )(?:"([^"]*)"|([^,}]*))')
 _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
@@ -39,9 +39,9 @@ _BEHIND = re.compile(r"(^|\s)(#|--).*|\s\\$")
 """A comment, options of pip, or the mark of a line that goes on."""
 
 
-def template(runner: Runner) -> str:
+def template(name: Runner | Literal["comment"]) -> str:
     """Return the workflow as docs/ci.md has it."""
-    return (files(__package__) / "workflows" / f"{runner}.yml").read_text(encoding="utf-8")
+    return (files(__package__) / "workflows" / f"{name}.yml").read_text(encoding="utf-8")
 
 
 def account() -> str:
@@ -51,6 +51,31 @@ def account() -> str:
     except PackageNotFoundError:
         return PLACEHOLDER
     return next((found[1] for url in urls if (found := _REPOSITORY.search(url))), PLACEHOLDER)
+
+
+def commit() -> str | None:
+    """Return the package's commit; ``None`` if pip did not install the package from its repository."""
+    try:
+        plain = json.loads(distribution(_PLUGIN).read_text("direct_url.json") or "null")
+        is_ours = _REPOSITORY.search(plain["url"].removesuffix(".git")) is not None
+        installed = str(plain["vcs_info"]["commit_id"])
+    except (PackageNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return installed if is_ours and re.fullmatch(r"[0-9a-f]{40}", installed) else None
+
+
+def comment_workflow(account: str = PLACEHOLDER, commit: str | None = None) -> str:
+    """Return the workflow that comments with a gate's reports. The arguments are those for `workflow`."""
+    return _of(template("comment"), account, commit)
+
+
+def _of(text: str, account: str, commit: str | None) -> str:
+    """Return a workflow with this account's actions, pinned to ``commit`` if there is one: ``@0123abc # v0.1.0``."""
+
+    def used(match: re.Match[str]) -> str:
+        return f"{account}{match[1]}@{match[2] if commit is None else f'{commit} # {match[2]}'}"
+
+    return _USED.sub(used, text)
 
 
 def installs_from_nowhere(text: str | None) -> bool:
@@ -66,6 +91,7 @@ def workflow(
     *,
     branch: str = USUAL_BRANCH,
     account: str = PLACEHOLDER,
+    commit: str | None = None,
     python: str | None = None,
 ) -> str:
     """Return the workflow for a project.
@@ -77,9 +103,10 @@ def workflow(
         tests: The folder whose tests it runs, as a path from the project's folder, ``"."`` for what pytest takes.
         branch: The branch that the project's changes go to.
         account: The account on GitHub that this package is from.
+        commit: This package's commit, to pin its action to; ``None`` for the release's tag.
         python: The release of Python that it installs, ``"3.13"``; ``None`` for that of docs/ci.md.
     """
-    text = _USED.sub(account, template(runner))
+    text = _of(template(runner), account, commit)
     if python is not None:
         text = _PYTHON.sub(python, text)
     if requirements != REQUIREMENTS:

@@ -187,6 +187,42 @@ def test_a_compiler_that_fails_or_cannot_be_run_is_named(fake_torch, monkeypatch
         stand_ins(installed_torch())
 
 
+def test_a_compiler_of_several_words_is_run_as_make_runs_it(fake_torch, monkeypatch, tmp_path):
+    words = tmp_path / "words"
+    launcher = tmp_path / "my ccache"
+    launcher.write_text(f'#!/bin/sh\necho "$1 $2" >>{words}\nexec "$@"\n', encoding="utf-8")
+    launcher.chmod(0o755)
+    monkeypatch.setenv("CC", f"'{launcher}' {fake_torch.compiler} -m64")
+    assert stand_ins(installed_torch())
+    # Three libraries, and the program that plans convolutions.
+    assert words.read_text(encoding="utf-8").splitlines() == [f"{fake_torch.compiler} -m64"] * 4
+
+
+def test_an_empty_variable_names_no_compiler(fake_torch, monkeypatch):
+    monkeypatch.setenv("CC", " ")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(EmulationError, match="no C compiler was found"):
+        stand_ins(installed_torch())
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("gcc '-DA", r"the variable CC is \"gcc '-DA\", which is not quoted as for a shell \(No closing quotation\)"),
+        (
+            "ccache-of-nobody gcc",
+            "the C compiler ccache-of-nobody gcc cannot be run: No such file .*; install ccache-of-nobody",
+        ),
+        ("env false --version", r"the C compiler env false --version failed on the emulated GPU's libcudart\.so\.13"),
+    ],
+)
+def test_a_compiler_of_several_words_that_cannot_be_used_is_told(fake_torch, monkeypatch, variable, said):
+    monkeypatch.setenv("CC", variable)
+    with pytest.raises(EmulationError, match=said):
+        stand_ins(installed_torch())
+    assert not list((fake_torch.site.parent / "cache").rglob(".draft-*"))
+
+
 def test_a_cache_that_cannot_be_written_to_is_named(fake_torch, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -107,6 +107,12 @@ def test_a_compiler_is_asked_for_unless_one_is_named(complete):
     assert torch_build.what_compiling_lacks({"CC": "/opt/cc"}) is None
 
 
+def test_a_compiler_of_several_words_is_told_as_triton_runs_it_as_one_program(complete):
+    complete.setattr(torch_build.shutil, "which", lambda name: name if name == "/opt/my gcc" else None)
+    assert torch_build.what_compiling_lacks({"CC": "/opt/my gcc"}) is None
+    assert "CC is 'ccache gcc': set CC to one program" in str(torch_build.what_compiling_lacks({"CC": "ccache gcc"}))
+
+
 def test_pythons_headers_are_asked_for(complete, tmp_path):
     (tmp_path / "Python.h").unlink()
     assert "apt-get install python3-dev" in str(torch_build.what_compiling_lacks({}))

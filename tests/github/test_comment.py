@@ -347,3 +347,135 @@ def test_wrong_input_is_told_and_github_is_not_asked(run, github, monkeypatch, c
     assert done.exit_code == 2
     assert said in done.output
     assert github.requests == []
+
+
+# Reports of another run, which may be a stranger's
+
+
+@pytest.fixture
+def other(run, github, tmp_path):
+    """`gpumem comment --run 77` in a job that runs for no pull request and has the reports of one that does."""
+    (tmp_path / "event.json").write_text(json.dumps({"workflow_run": {"id": 77}}))
+    return lambda *arguments: run("--run", "77", *arguments)
+
+
+def test_a_run_of_a_fork_gets_its_comment_in_the_pull_request_that_github_names(other, github):
+    github.run()
+    done = other("gpumem.json", "--artifact", "gpumem")
+    assert done.output == f"made {github.comments[0]['html_url']}\n"
+    assert "gated nothing" in github.comments[0]["body"]
+    assert github.comments[0]["body"].endswith(
+        f"\n[The whole report](https://github.com/{REPOSITORY}/actions/runs/77)\n"
+    )
+
+
+def test_what_can_be_accepted_is_taken_from_the_other_run(other, github, tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_RUN_ID", "99")
+    github.run(conclusion="failure")
+    (tmp_path / "red.json").write_text(to_json(session(replace_accept(REGRESSED), OK)))
+    assert other("red.json", "--artifact", "gpumem").exit_code == 0
+    assert "gh run download 77 --name gpumem --dir gpumem-77\n" in github.comments[0]["body"]
+    assert "from a run that failed" not in github.comments[0]["body"]
+
+
+OTHERS = {
+    "no pull request": {"event": "push"},
+    "an event that runs with the base's token": {"event": "pull_request_target"},
+    "an older commit": {"head_sha": "decade"},
+    "another branch": {"head_branch": "main"},
+    "another fork of the name": {"head_repository": {"id": 6, "owner": {"login": "stranger"}}},
+    "somebody else's fork": {"head_repository": {"id": 5, "owner": {"login": "other&head=stranger"}}},
+    "a fork that is gone": {"head_repository": None},
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_run_for_no_pull_request_that_is_open_gets_no_comment_and_says_so(other, github, case):
+    github.run(**OTHERS[case])
+    done = other("gpumem.json")
+    assert (done.exit_code, done.output.partition(": run")[0]) == (0, "gpumem: there is no comment")
+    assert github.comments == []
+
+
+def test_a_commit_of_two_pull_requests_is_commented_in_neither(other, github):
+    github.run()
+    github.pull(8, sha="another")
+    assert other("gpumem.json").output.startswith("made ")
+    github.pull(9)
+    assert other("gpumem.json").output.startswith("gpumem: there is no comment")
+
+
+def test_a_run_that_github_does_not_have_is_an_error(other, github):
+    done = other("gpumem.json")
+    assert done.exit_code == 1
+    assert "404 Not Found" in done.output
+    github.run()
+    del github.runs[77]["event"]
+    assert "GitHub's answer on run 77 lacks its event or commit" in other("gpumem.json").output
+    github.run()
+    github.pulls = [{"head": {"label": "stranger:topic/a&b"}}]
+    assert "GitHub's answer on pull requests from stranger:topic/a&b lacks their commits" in other("gpumem.json").output
+
+
+BROKEN = {
+    "missing": (None, "'gpumem.json' does not exist"),
+    "cut off": ('{"format": 1', "it is cut off after 1 lines"),
+    "of another program": ("[]", "it is JSON, but not a report of pytest-gpumem"),
+    "that mentions somebody": ('{"format": "@maintainer", "terms": {}}', "<span>@</span>maintainer"),
+    "nested": ("[" * 100_000, "it is nested too deeply for a report"),
+    "not UTF-8": (b"\xff", "cannot be read"),
+    "large": (b" " * (32 * 2**20 + 1), "has 33,554,433 bytes, and 33,554,432 are read at most"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_report_of_another_run_that_is_missing_or_broken_is_told_in_the_comment(other, github, tmp_path, case):
+    content, said = BROKEN[case]
+    github.run(conclusion="failure")
+    (tmp_path / "gpumem.json").unlink()
+    if content is not None:
+        (tmp_path / "gpumem.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert other("gpumem.json").exit_code == 0
+    (comment,) = github.comments
+    assert "### ❌ gpumem: nothing was gated\n" in comment["body"]
+    assert said in comment["body"].replace("\\", "")
+
+
+def test_a_link_in_place_of_a_report_is_not_followed(other, run, github, tmp_path):
+    github.run()
+    (tmp_path / "secret.json").write_text((tmp_path / "gpumem.json").read_text())
+    (tmp_path / "gpumem.json").unlink()
+    (tmp_path / "gpumem.json").symlink_to("secret.json")
+    assert other("gpumem.json").exit_code == 0
+    assert "'gpumem.json' is no file" in github.comments[0]["body"].replace("\\", "")
+
+
+def test_a_report_that_passed_does_not_hide_that_its_run_failed(other, github, tmp_path):
+    (tmp_path / "gpumem.json").write_text(to_json(session(OK)))
+    for conclusion, is_told in ((None, False), ("success", False), ("failure", True), ("timed_out", True)):
+        github.comments.clear()
+        github.run(conclusion=conclusion)
+        assert other("gpumem.json").exit_code == 0
+        assert ("\n[The whole report, from a run that failed](" in github.comments[0]["body"]) == is_told
+
+
+def test_markdown_of_another_run_is_refused_as_it_may_say_anything(other, github):
+    done = other("gpumem.md")
+    assert done.exit_code == 2
+    assert "gpumem.md is Markdown, which --run does not read because a stranger may have written it" in done.output
+    assert github.requests == []
+
+
+FOUND = {"format": 1, "found": True, "result": "transformers 4.38.0 did it: @all\nit grew", "test": "test_a.py::test_a"}
+
+
+def test_an_issue_is_called_after_what_a_bisection_found(other, github, tmp_path):
+    github.run(event="schedule")
+    (tmp_path / "culprit.json").write_text(json.dumps(FOUND))
+    assert other("culprit.json", "gpumem.json", "--issue", "open", "--name", "tomorrow").exit_code == 0
+    (issue,) = github.issues
+    assert issue["title"] == "tomorrow: transformers 4.38.0 did it: @all it grew"
+    assert "<span>@</span>all it grew.\n\nSearched with `test_a.py::test_a`." in issue["body"]
+    assert issue["body"].index("did it") < issue["body"].index("gated nothing")
+    assert other("gpumem.json", "--issue", "open").output.startswith("made ")
+    assert github.issues[-1]["title"] == "gpumem: the gate is red"
