@@ -302,7 +302,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
             left_out = "not recorded, " if outcome in ACCEPTS[update] & _FIRST else ""
             parts.append(f"{counts[outcome.words]} {left_out}{outcome.words}{_why(outcome, everything)}")
     if counts["failed"]:
-        parts.append(f"{counts['failed']} failed by themselves" if counts["failed"] > 1 else "1 failed by itself")
+        parts.append(counted(counts["failed"], "failed by itself", "failed by themselves"))
     if not_run:
         parts.append(f"{not_run} did not finish")
     without_time = sum(result.verdict.lacks_time for result in everything if not result.verdict.failed_by_itself)
@@ -353,7 +353,7 @@ def recording_notes(results: Iterable[TestResult]) -> list[str]:
                 first.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
     found = list(first.values())
     more = len(found) - _MOST_NOTES
-    return [*found[:_MOST_NOTES], *([f"... and {more} more notes on recordings"] if more > 0 else [])]
+    return [*found[:_MOST_NOTES], *([f"... and {counted(more, 'more note')} on recordings"] if more > 0 else [])]
 
 
 def _why(outcome: Outcome, results: list[TestResult]) -> str:

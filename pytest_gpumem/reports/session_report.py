@@ -134,7 +134,7 @@ class SessionReport:
             found.append(f"the session ended early: {self.ended_early}")
         found += [f"{file} could not be collected" for file in self.not_collected]
         if self.others_failed:
-            count = "1 test that is" if self.others_failed == 1 else f"{self.others_failed} tests that are"
+            count = counted(self.others_failed, "test that is", "tests that are")
             found.append(f"{count} not measured failed")
         found += self.renamed_and_grown if self.terms.baseline and self.terms.update != "all" else []
         return (*found, *([self.nothing_gated] if self.nothing_gated is not None else self.idle_parts))
@@ -154,7 +154,7 @@ class SessionReport:
         ]
         if not alike:
             return None
-        what = "1 new test has" if len(alike) == 1 else f"{len(alike)} new tests have"
+        what = counted(len(alike), "new test has", "new tests have")
         named = ", ".join([*alike[:_MOST_NAMED], *(["..."] if len(alike) > _MOST_NAMED else [])])
         return f"renamed? {what} figures no worse than an unused baseline of the same step, batch and device: {named}"
 
@@ -204,7 +204,7 @@ class SessionReport:
         if self.merged and not self.results and self.selection.collected:
             count = len(self.selection.collected)
             return (
-                f"nothing was gated: {count} measured test{' was' if count == 1 else 's were'} collected, and none was run "
+                f"nothing was gated: {counted(count, 'measured test was', 'measured tests were')} collected, and none was run "
                 "in any shard"
             )
         return nothing_gated(self.results, ACCEPTS[self.terms.update])

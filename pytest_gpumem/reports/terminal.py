@@ -64,7 +64,7 @@ def compositions(measured: Iterable[ShownMeasurement], units: UnitSystem, *, eve
         pieces += [*_composition(explanation, units, MOST_ROWS), NOTHING]
     more = len(explained) - MOST_COMPOSITIONS
     if more > 0 and not everything:
-        pieces += [(Span(f"... and {more} more; -v shows them all"),), NOTHING]
+        pieces += [(Span(f"... and {more} more; -v shows all"),), NOTHING]
     return pieces
 
 

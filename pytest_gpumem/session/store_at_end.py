@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.baselines.changes import Source, changes_of
 from pytest_gpumem.baselines.errors import BackendError, IncompleteChangeError, StoreError
 from pytest_gpumem.baselines.selecting import unused, unused_line
+from pytest_gpumem.gate.speed import not_compared_with
 from pytest_gpumem.gate.verdict import NOT_MARKED
 from pytest_gpumem.git import commit_of
 from pytest_gpumem.reports.session_report import STORE, Stored
-from pytest_gpumem.units import counted
+from pytest_gpumem.units import agreeing, counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -72,13 +73,14 @@ class StoreAtEnd:
         note += f"; {len(held_back)} not written, because the test may be a renamed one that grew" if held_back else ""
         left_out = changes.times_left_out
         if left_out:
-            note += f"; {len(left_out)} without {'its' if len(left_out) == 1 else 'their'} times: {left_out[0]}"
+            note += f"; {not_compared_with(len(left_out), left_out[0])}"
         if reason is not None:
             note += f"; the reason is kept with {sum(entry.reason == reason for entry in changes.entries.values())}"
+        as_before = len(changes.measured) - len(changes.entries)
         said = [
             (
                 f"store: {counted(len(changes.entries), 'baseline')} written ({mode}), "
-                f"{len(changes.measured) - len(changes.entries)} left as they were{note}"
+                f"{counted(as_before, 'left as it was', 'left as they were')}{note}"
             )
         ]
         return [*said, *([f"store: {unlocked}"] if unlocked is not None else []), *_no_longer_measured(results)]
@@ -113,7 +115,7 @@ class StoreAtEnd:
         if not slugs:
             return []
         (file, test), *more = sorted(slugs)
-        count = "1 test has" if not more else f"{len(slugs)} tests have"
+        count = counted(len(slugs), "test has", "tests have")
         return [
             (
                 f"nothing was gated: no measured test was selected, and {count} baselines of other devices "
@@ -136,11 +138,11 @@ def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
     if not tests:
         return []
     first = tests[0]
-    count = "1 test has" if len(tests) == 1 else f"{len(tests)} tests have"
+    count = counted(len(tests), "test has", "tests have")
     mend = f"mark it again, or remove them with `gpumem prune {first.nodeid}`"
     return [
         (
-            f"store: {count} baselines here and {'is' if len(tests) == 1 else 'are'} not measured any more "
+            f"store: {count} baselines here and {agreeing(len(tests), 'is', 'are')} not measured any more "
             f"({first.nodeid}{', ...' if len(tests) > 1 else ''}); no update changes them: "
             f"{mend if first.unmeasured == NOT_MARKED else first.unmeasured}"
         )

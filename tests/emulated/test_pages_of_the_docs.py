@@ -11,8 +11,7 @@ from tests.pages import blocks_of
 PAGES = (
     "README.md",
     "docs/ci.md",
-    "docs/guide/start.md",
-    "docs/guide/relations.md",
+    *(f"docs/guide/{name}.md" for name in ("matrix", "relations", "scripts-and-loops", "start", "steps")),
     *(f"docs/migrate/{name}.md" for name in ("asserts", "golden-numbers", "pytest-benchmark", "pytest-memray")),
 )
 RULE = "conftest.py"

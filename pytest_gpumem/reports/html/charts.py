@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.reports.escaping import visible
 from pytest_gpumem.reports.explanation import PLURALS
 from pytest_gpumem.reports.matrix import efficient
-from pytest_gpumem.units import SIZES, SYSTEMS, format_bytes, format_seconds
+from pytest_gpumem.units import SIZES, SYSTEMS, counted, format_bytes, format_seconds
 from pytest_gpumem.values.composition import CATEGORIES
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
     count = sum(len(sample.rounds) for sample in times.samples)
     return {
         "kind": "rounds",
-        "label": f"Step time of {count} rounds: median {format_seconds(times.median)}{against}.",
+        "label": f"Step time of {counted(count, 'round')}: median {format_seconds(times.median)}{against}.",
         "unit": unit,
         "baseline": None if baseline is None else _short(baseline / clock),
         "samples": [_sample(sample, clock) for sample in times.samples],
@@ -128,7 +128,7 @@ def matrix_chart(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> di
     named = ", ".join(str(point["config"]) for point in points if point["efficient"])
     return {
         "kind": "matrix",
-        "label": f"Saving against cost of {len(points)} configs of {visible(title)}. No other one beats {named}.",
+        "label": f"Saving against cost of {counted(len(points), 'config')} of {visible(title)}. No other one beats {named}.",
         "first": visible(first.config),
         "points": points,
     }
