@@ -31,6 +31,8 @@ _COUNTED = (
 """The outcomes that the line which accounts for every test counts, in its order."""
 _FIRST = frozenset({Outcome.NEW, Outcome.FOREIGN})
 """Outcomes of what has no baseline here."""
+_WITHOUT_BASELINE = _FIRST | {Outcome.STALE}
+"""Outcomes of what has no comparable baseline, and may be held to a budget or a relation."""
 ACCEPTED = "accepted"
 """The end of a test whose change became the baseline."""
 
@@ -273,9 +275,10 @@ def _where(report: pytest.TestReport) -> FailedIn:
 def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMode | None = None) -> str:
     """Return the line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 1 foreign (A100)"``.
 
-    ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed`` and ``improved`` are
-    among them, and so are those ``with no baseline of time yet``, of which memory and counts were compared. The others were not
-    compared with a baseline, and say why in one word. ``not_run`` are those that were selected and gave no report (Ctrl-C, a
+    ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed``, ``improved`` and
+    ``uncertain`` are among them, and so are those ``with no baseline of time yet``, of which memory and counts were compared.
+    The others were not compared with a baseline, and say why in one word: ``"2 gated, 3 new (2 also gated)"`` are three tests,
+    of which two were held to a budget. ``not_run`` are those that were selected and gave no report (Ctrl-C, a
     crash, ``--maxfail``). Those that a session with ``update`` writes for the first time are ``recorded, new``, those that it
     would have and that did not pass ``not recorded, new``, and what it replaces is ``accepted``. Where a part has a comma of
     its own, semicolons part them.
@@ -362,13 +365,18 @@ def _why(outcome: Outcome, results: list[TestResult]) -> str:
         for result in results
         if result.verdict.outcome is outcome and not result.verdict.failed_by_itself
     ]
-    if outcome is Outcome.FOREIGN:
-        devices = sorted({device for verdict in mine for one in verdict.verdicts for device in one.elsewhere})
-        # A baseline of this device whose times are another machine's has its reason beneath the table.
-        return f" ({', '.join(devices)})" if devices else ""
     if outcome is Outcome.UNMEASURED:
         reasons = sorted({verdict.unmeasured for verdict in mine if verdict.unmeasured})
         return f" ({'; '.join(reasons[:2])}{'; ...' if len(reasons) > 2 else ''})"
     if outcome is Outcome.RECORDED:
         return " (no budget, and no --gpumem-baseline)"
-    return ""
+    reasons = []
+    if outcome is Outcome.FOREIGN:
+        # A baseline of this device whose times are another machine's has its reason beneath the table.
+        devices = sorted({device for verdict in mine for one in verdict.verdicts for device in one.elsewhere})
+        reasons += [", ".join(devices)] if devices else []
+    if outcome is Outcome.STALE:
+        reasons.append("the baseline is of another workload: --gpumem-update=all replaces it")
+    gated = sum(verdict.gated for verdict in mine) if outcome in _WITHOUT_BASELINE else 0
+    reasons += ["also gated" if gated == len(mine) else f"{gated} also gated"] if gated else []
+    return f" ({'; '.join(reasons)})" if reasons else ""
