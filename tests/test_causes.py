@@ -271,7 +271,11 @@ def test_a_module_that_is_also_measured_alone_is_the_same_cause(planted):
     planted.plant(SCORES)
     planted.gate("--gpumem-report=report.json", "-k", "alone or infer")
     (cause,) = planted.causes()
-    assert (cause["lines"][0], cause["module"], len(cause["tests"])) == ("model.py:8", "Attention, Model.*.attention", 2)
+    assert (cause["lines"][0], cause["module"], len(cause["tests"])) == (
+        "model.py:8",
+        "Attention, Model.*.attention",
+        2,
+    )
     assert "gpumem accept: 2 accepted" in accept("--cause", "1")
 
 

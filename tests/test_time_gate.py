@@ -332,9 +332,7 @@ def test_a_gate_takes_no_time_until_the_baseline_has_one(timed):
     timed.write()
     assert timed.run("--gpumem-update=new", timed=False).ret == 0
     result = timed.run("--gpumem-baseline")
-    result.stdout.fnmatch_lines(
-        ["*it was not timed: its baseline has no time to compare with; *", "gpumem: 1 gated"]
-    )
+    result.stdout.fnmatch_lines(["*it was not timed: its baseline has no time to compare with; *", "gpumem: 1 gated"])
     assert (result.ret, timed.samples) == (0, 0)
     assert timed.run("--gpumem-update=new").ret == 0
     assert timed.run("--gpumem-baseline").ret == 0

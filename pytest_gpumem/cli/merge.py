@@ -133,7 +133,7 @@ def _print(whole: SessionReport, parts: list[SessionReport], verbose: int) -> No
     write_lines(text.tables)
     write_lines(failure_lines(whole, screen()))
     # terminal_text has the others, which pytest does not say by itself at the end of a session.
-    there = {*whole.errors, whole.nothing_gated}
+    there = {*whole.errors, whole.nothing_done}
     write_lines(f"gpumem: {problem}" for problem in whole.problems if problem not in there)
     write_lines(text.lines)
 

@@ -20,7 +20,7 @@ from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import Settings, check_readable, is_loaded, own_gpus_in, read_table, settings_of
 from pytest_gpumem.emulated_process.before_torch import gpu_told
 from pytest_gpumem.gate.baseline import Baseline
-from pytest_gpumem.git import GitError
+from pytest_gpumem.git import GitError, restoring_command
 from pytest_gpumem.reports.stored import StoredBaseline
 from pytest_gpumem.units import nearest
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE
@@ -111,9 +111,11 @@ def store_backend(settings: Settings) -> Backend:
     with input_errors(BackendError):
         backend = backend_of(settings.store, settings.store_base)
     if isinstance(backend, Folder) and not backend.root.is_dir():
+        restore = restoring_command(backend.root)
+        restored = f"restore it from git with `{restore}`, " if restore is not None else ""
         raise InputError(
-            f"there is no store at {backend.root}; record baselines with `pytest --gpumem-update=new`, or say where they are: "
-            "--store PATH"
+            f"there is no store at {backend.root}; {restored}record baselines with `pytest --gpumem-update=new`, or say where "
+            "they are: --store PATH"
         )
     return backend
 

@@ -323,19 +323,35 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
     everything = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
     if not everything or any(result.verdict.compared for result in everything):
         return None
+    fresh = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in everything)
+    hint = " (record one with --gpumem-update=new)" if fresh else ""
+    what = "no baseline was compared" if any(result.verdict.gated for result in everything) else "nothing was gated"
+    return f"{what}: {_reasons_of(everything)}{hint}"
+
+
+def nothing_recorded(results: Iterable[TestResult]) -> str | None:
+    """Return the sentence for a session that was asked to record and measured nothing; ``None`` otherwise.
+
+    Tests that skipped themselves are no reason: they would have done so on every machine.
+    """
+    everything = [result for result in results if not result.verdict.failed_by_itself]
+    if any(not result.verdict.unmeasured for result in everything):
+        return None
+    lost = [result for result in everything if result.verdict.unmeasured != SKIPPED]
+    return f"nothing was recorded: {_reasons_of(lost)}" if lost else None
+
+
+def _reasons_of(results: Iterable[TestResult]) -> str:
+    """Return why tests were not compared: ``"2 tests unmeasured, no CUDA device; 1 test new, there is no baseline"``."""
     counts: Counter[str] = Counter()
-    for result in everything:
+    for result in results:
         if result.verdict.unmeasured:
             counts[f"unmeasured, {result.verdict.unmeasured}"] += 1
         else:
             nothing = "nothing to compare with" if result.verdict.verdicts else "held by relations only"
             reason = next((one.reason for one in result.verdict.verdicts if one.reason), nothing)
             counts[f"{result.verdict.outcome.words}, {reason}"] += 1
-    parts = [f"{counted(count, 'test')} {what}" for what, count in counts.most_common()]
-    fresh = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in everything)
-    hint = " (record one with --gpumem-update=new)" if fresh else ""
-    what = "no baseline was compared" if any(result.verdict.gated for result in everything) else "nothing was gated"
-    return f"{what}: {'; '.join(parts)}{hint}"
+    return "; ".join(f"{counted(count, 'test')} {what}" for what, count in counts.most_common())
 
 
 _MOST_NOTES = 3

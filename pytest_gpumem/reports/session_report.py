@@ -10,7 +10,7 @@ from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import SKIPPED, MetricVerdict
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.results import TestResult, accounting, nothing_gated
+from pytest_gpumem.reports.results import TestResult, accounting, nothing_gated, nothing_recorded
 from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.units import UnitSystem, counted
 from pytest_gpumem.values.option_words import UpdateMode
@@ -79,6 +79,8 @@ class Stored:
     baselines: tuple[_StoredKey, ...] = ()
     gone: frozenset[str] = frozenset()
     """Their test files that do not exist any more."""
+    functions: tuple[str, ...] = ("test",)
+    """pytest's ``python_functions``: a loop with another name is a script's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class SessionReport:
             count = counted(self.others_failed, "test that is", "tests that are")
             found.append(f"{count} not measured failed")
         found += self.renamed_and_grown if self.terms.baseline and self.terms.update != "all" else []
-        return (*found, *([self.nothing_gated] if self.nothing_gated is not None else self.idle_parts))
+        return (*found, *([self.nothing_done] if self.nothing_done is not None else self.idle_parts))
 
     @property
     def renamed_and_grown(self) -> list[str]:
@@ -208,6 +210,13 @@ class SessionReport:
                 "in any shard"
             )
         return nothing_gated(self.results, ACCEPTS[self.terms.update])
+
+    @property
+    def nothing_done(self) -> str | None:
+        """The sentence for a session that gated nothing, or recorded nothing, though it was asked to; ``None`` otherwise."""
+        if self.terms.update is None or self.terms.baseline:
+            return self.nothing_gated
+        return nothing_recorded(self.results)
 
     @property
     def passed(self) -> bool:

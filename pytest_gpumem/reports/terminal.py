@@ -239,7 +239,7 @@ WITHOUT_GPU = (
 
 def _ending(report: SessionReport) -> list[Line]:
     """Return why the session is red, and the line that counts every test."""
-    nothing = [report.nothing_gated] if report.nothing_gated is not None else []
+    nothing = [report.nothing_done] if report.nothing_done is not None else []
     grown = [one for one in report.renamed_and_grown if one in report.problems]
     problems = [*report.errors, *grown, *nothing]
     lines = [_line(f"gpumem: {problem}", "bad") for problem in problems]

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.changes import Source, changes_of
 from pytest_gpumem.baselines.errors import BackendError, IncompleteChangeError, StoreError
+from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.selecting import unused, unused_line
 from pytest_gpumem.gate.speed import not_compared_with
 from pytest_gpumem.gate.verdict import NOT_MARKED
-from pytest_gpumem.git import commit_of
+from pytest_gpumem.git import commit_of, restoring_command
 from pytest_gpumem.reports.session_report import STORE, Stored
 from pytest_gpumem.units import agreeing, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
     from pytest_gpumem.baselines.store import Store
@@ -45,6 +47,13 @@ class StoreAtEnd:
     store: Store
     settings: Settings
     root: Path
+
+    def restorable(self) -> str | None:
+        """Return a sentence on a store that is gone and that git knows; ``None`` if it is not so."""
+        settings = self.settings
+        backend = backend_of(settings.store, settings.store_base)
+        restore = restoring_command(backend.root) if isinstance(backend, Folder) else None
+        return None if restore is None else f"{settings.store} is gone, and git has it: `{restore}` restores it"
 
     def write(self, results: list[TestResult], mode: UpdateMode) -> Written:
         """Write what ``mode`` accepts."""
@@ -100,13 +109,17 @@ class StoreAtEnd:
         )
         return (unused_line(gone),) if gone else ()
 
-    def stored(self, results: list[TestResult]) -> Stored:
-        """Return what a merged report needs to know of the store: a shard alone does not know what is unused."""
+    def stored(self, results: list[TestResult], functions: Sequence[str]) -> Stored:
+        """Return what a merged report needs to know of the store: a shard alone does not know what is unused.
+
+        ``functions`` is pytest's setting ``python_functions``.
+        """
         if not (self.settings.baseline or self.settings.update):
             return Stored()
         slugs = self._compared_slugs(results)
         keys = [entry for slug in sorted(slugs) for entry in self.store.keys(slug)]
-        return Stored(tuple(keys), frozenset(key.file for _, key in keys if not self._exists(key.file)))
+        gone = frozenset(key.file for _, key in keys if not self._exists(key.file))
+        return Stored(tuple(keys), gone, tuple(functions))
 
     def of_other_devices(self, others: Collection[tuple[str, str]]) -> list[str]:
         """Return a sentence for a session without a measured test if ``others``, given as (file, test), have baselines."""

@@ -35,7 +35,7 @@ def compiled(model: nn.Module) -> nn.Module:
         (nn.Sequential(compiled(nn.Sequential(nn.ReLU()))), ["Sequential", *["Sequential.0"] * 2, "Sequential.0.0"]),
         (nn.DataParallel(nn.Sequential(nn.ReLU())), ["DataParallel", "Sequential", "Sequential.0"]),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_module_whose_name_is_a_number_has_the_class_of_its_model(model, paths):
     owners = TensorOwners(torch.device("cpu"), {})
