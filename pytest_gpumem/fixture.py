@@ -100,7 +100,12 @@ class Gpumem:
 
     @property
     def device(self) -> torch.device:
-        """The torch device that is measured: put models and batches there."""
+        """The torch device that is measured: put models and batches there::
+
+        model = make_model().to(gpumem.device)
+        with gpumem.track("forward"):
+            model(torch.ones(256, 512, device=gpumem.device))
+        """
         return self._run.device.torch_device
 
     def measure(
@@ -177,7 +182,8 @@ class Gpumem:
 
         ``items`` is how many samples, tokens, ... one step works on; with it, throughput is measured.
 
-        Raises `MeasuringError` where the loop ends before there are four steps, or no optimizer steps.
+        Raises `MeasuringError` where the loop ends before there are four steps, or no optimizer steps. ``TypeError`` or
+        ``ValueError`` if ``steps`` is not a whole number, 4 or more: the loop's batches are not an argument.
         """
         return WithBlock("loop", self._measured(MeasuredLoop(self._run, steps, name, items, explain=explain), name))
 

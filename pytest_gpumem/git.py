@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +65,21 @@ def commit_of(folder: Path) -> str | None:
         return _answer(folder, ("rev-parse", "--short=9", "HEAD"), seconds=10).decode().strip()
     except GitError:
         return None
+
+
+def restoring_command(folder: Path) -> str | None:
+    """Return the command that restores a folder that is gone and that git knows: ``git checkout -- gpumem-baselines``.
+
+    Return ``None`` if git knows no file in it, or something is there.
+    """
+    if folder.exists():
+        return None
+    there = next(parent for parent in folder.parents if parent.is_dir())
+    try:
+        deleted = _answer(there, ("ls-files", "--deleted", "--", str(folder)), seconds=10)
+    except GitError:
+        return None
+    return f"git checkout -- {shlex.quote(os.path.relpath(folder))}" if deleted else None
 
 
 def default_branch(folder: Path) -> str:

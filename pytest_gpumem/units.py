@@ -35,9 +35,17 @@ def nearest(word: str, valid: list[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a number of things: ``"1 test"``, ``"3 tests"``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a number of things: ``"1 test"``, ``"3 tests"``; of ``plural`` unless that is ``noun`` with an s.
+
+    ``counted(3, "test has", "tests have")`` is ``"3 tests have"``.
+    """
+    return f"{count} {agreeing(count, noun, plural or f'{noun}s')}"
+
+
+def agreeing(count: int, singular: str, plural: str) -> str:
+    """Return the words that agree with a number: ``agreeing(1, "removes it", "removes them")`` is ``"removes it"``."""
+    return singular if count == 1 else plural
 
 
 def parse_size(text: str) -> int:

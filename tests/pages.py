@@ -117,7 +117,7 @@ VARIES = {
     r"(?<=cpu-)[0-9a-f]{6}\b": "ENVIRONMENT",
     r"\d+\.\d+ [mµ]?s\b": "TIME",
     r"\d+ samples/s": "THROUGHPUT",
-    r"; 1 without its times: .*": "",
+    r"; 1 time will not be compared with: .*": "",
     r" +": " ",
 }
 """What is another in each run or on each machine, and the columns that are as wide as their times."""

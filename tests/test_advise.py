@@ -441,8 +441,10 @@ def test_a_model_by_name_is_measured_on_this_machine_and_its_peak_is_told(advise
     write_gpt2(tmp_path)
     whole = advise("hf:config.json", "--batch", "2x32", "--config", "fp32")
     assert whole.exit_code == 0, whole.output
-    assert whole.stdout.startswith(
-        "hf:config.json: GPT2LMHeadModel, random weights; training, batch 2x32\nattention: sdpa, "
+    assert re.match(
+        r"hf:config.json: GPT2LMHeadModel, random weights, [\d.]+ [kM] parameters, \d layers; training, batch 2x32\n"
+        "attention: sdpa, ",
+        whole.stdout,
     )
     monkeypatch.setattr("pytest_gpumem.cli.advise.explain_config", trial.explain_config)
     tiny = advise("hf-tiny:config.json", "--batch", "2x32", "--config", "fp32")
@@ -478,7 +480,7 @@ def test_generation_is_measured_by_configs_of_inference_and_shows_its_call(advis
 
     monkeypatch.setattr("pytest_gpumem.cli.advise.try_config", answer)
     told = advise("hf:config.json", "--batch", "2x60", "--generate", "4", "--fits", "600B", "--longest-sequence").stdout
-    assert "GPT2LMHeadModel, random weights; generation of 4 tokens, batch 2x60\n" in told
+    assert re.search(r"GPT2LMHeadModel, random weights, .* layers; generation of 4 tokens, batch 2x60\n", told)
     assert tried[:2] == [(4, 60, "fp32"), (4, 60, "bf16")]
     assert {number for number, _, _ in tried} == {4}
     call = "        output = model.generate(**batch, max_new_tokens=4, do_sample=False, num_beams=1)\n"

@@ -136,7 +136,7 @@ def failures(outlines):
 
 def test_one_line_in_four_tests_is_one_cause_that_is_told_once(red):
     (cause,) = red.causes()
-    assert (cause["kind"], cause["lines"][0], cause["module"]) == ("line", "model.py:8", "*.attention")
+    assert (cause["kind"], cause["lines"][0], cause["module"]) == ("line", "model.py:8", "Model.*.attention")
     assert cause["tests"] == [*(f"test_it.py::test_depth[{n}]" for n in (1, 2, 3)), "test_it.py::test_infer"]
     table = next(n for n, line in enumerate(red.outlines) if line.startswith("# cause "))
     assert red.outlines[table + 1].startswith("1 model.py:8  4 of 5")
@@ -186,7 +186,7 @@ def test_two_changes_are_two_causes_and_a_test_of_both_is_accepted_with_both_onl
     planted.gate("--gpumem-report=report.json")
     kept, scores = planted.causes()
     assert (kept["kind"], kept["kept_in"], kept["lines"]) == ("holder", "Block.seen[...]", ["model.py:18"])
-    assert (scores["lines"][0], scores["module"]) == ("model.py:8", "*.attention")
+    assert (scores["lines"][0], scores["module"]) == ("model.py:8", "Model.*.attention")
     assert "test_it.py::test_other" not in (*kept["tests"], *scores["tests"])
     assert set(kept["tests"]) >= {f"test_it.py::test_depth[{n}]" for n in (1, 2, 3)}
     before = planted.project.stored()
@@ -271,7 +271,11 @@ def test_a_module_that_is_also_measured_alone_is_the_same_cause(planted):
     planted.plant(SCORES)
     planted.gate("--gpumem-report=report.json", "-k", "alone or infer")
     (cause,) = planted.causes()
-    assert (cause["lines"][0], cause["module"], len(cause["tests"])) == ("model.py:8", "*.attention, Attention", 2)
+    assert (cause["lines"][0], cause["module"], len(cause["tests"])) == (
+        "model.py:8",
+        "Attention, Model.*.attention",
+        2,
+    )
     assert "gpumem accept: 2 accepted" in accept("--cause", "1")
 
 
@@ -305,7 +309,7 @@ def test_on_a_terminal_a_cause_is_one_question(monkeypatch, keys, told):
     monkeypatch.setattr("pytest_gpumem.cli.accept._is_terminal", lambda: True)
     output = accept(keys=keys)
     assert output.count("accept (a), skip (s) or quit (q)") == 1
-    assert output.startswith("cause 1: model.py:8: peak allocated +2.77 MB in 4 of 5 tests\n  *.attention exp ")
+    assert output.startswith("cause 1: model.py:8: peak allocated +2.77 MB in 4 of 5 tests\n  Model.*.attention exp ")
     assert output.splitlines()[-1] == f"gpumem accept: {told}"
 
 

@@ -127,7 +127,10 @@ def test_a_changed_batch_is_stale_and_says_what_changed(project):
     project.write(source.format(rows=8))
     result = project.run("--gpumem-baseline")
     result.stdout.fnmatch_lines(
-        ["stale: batch float32?8, 64?, was float32?4, 64?; peak *, baseline * kB", "gpumem: 0 gated, 1 stale"]
+        [
+            "stale: batch float32?8, 64?, was float32?4, 64?; peak *, baseline * kB",
+            "gpumem: 0 gated, 1 stale (the baseline is of another workload: --gpumem-update=all replaces it)",
+        ]
     )
     strict = project.run("--gpumem-baseline", "--gpumem-strict")
     strict.assert_outcomes(failed=1)
@@ -230,7 +233,7 @@ def test_baselines_of_tests_that_are_gone_are_listed_on_complete_runs_only(proje
     project.write(SIMPLE.format(count=1000) + SIMPLE.format(count=1000).replace("test_simple", "test_gone"))
     project.run("--gpumem-update=new")
     project.write(SIMPLE.format(count=1000))
-    line = "gpumem store: 1 unused baseline: test_it.py::test_gone (call); `gpumem prune` removes them"
+    line = "gpumem store: 1 unused baseline: test_it.py::test_gone (call); `gpumem prune` removes it"
     project.run("--gpumem-baseline").stdout.fnmatch_lines([line])
     project.run("--gpumem-baseline", "-k", "simple").stdout.fnmatch_lines([line])
     project.write(SIMPLE.format(count=1000) + "\n\ndef test_more(): ...\n")

@@ -597,6 +597,9 @@ def test_a_project_without_tests_of_models_is_told_what_to_mark(repository):
     assert done.exit_code == 1
     assert "@pytest.mark.gpumem" in done.output
     assert there(project) == {"test_data.py"}
+    example = [line.removeprefix("    ") for line in done.output.splitlines() if line.startswith("    ")]
+    project.write("\n".join(["import torch", "", *example, ""]), "test_example.py")
+    project.run("test_example.py").stdout.fnmatch_lines(["gpumem: 0 gated, 1 recorded *"])
 
 
 def test_without_a_terminal_and_yes_nothing_is_written(repository):

@@ -123,7 +123,7 @@ def test_prune_keeps_baselines_of_tests_that_settings_of_names_leave_out(two_fil
     result = two_files.gpumem("prune")
     assert "0 of 2 baselines were unused" in result.stdout
     two_files.write("", FILE)
-    assert "1 of 2 baselines were unused" in two_files.gpumem("prune").stdout
+    assert "1 of 2 baselines was unused" in two_files.gpumem("prune").stdout
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["-n2"], marks=pytest.mark.thorough)], ids=["alone", "workers"])

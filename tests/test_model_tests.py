@@ -367,7 +367,7 @@ def test_a_baseline_of_a_model_that_the_settings_no_longer_have_is_unused(projec
     result = project.run("--gpumem-baseline", "--gpumem-explain=never")
     result.assert_outcomes(passed=1)
     gone = "pyproject.toml::hf:BertForMaskedLM[[]2-infer-fp32] (infer_step)"
-    result.stdout.fnmatch_lines([f"gpumem store: 1 unused baseline: {gone}; `gpumem prune` removes them"])
+    result.stdout.fnmatch_lines([f"gpumem store: 1 unused baseline: {gone}; `gpumem prune` removes it"])
     typed_only = project.run("--gpumem-baseline", "--gpumem-explain=never", "--gpumem-model=hf:BertForMaskedLM")
     typed_only.assert_outcomes(passed=1)
     assert "unused baseline" not in typed_only.stdout.str(), "of such a run nobody knows what else there is"

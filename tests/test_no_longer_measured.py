@@ -199,9 +199,7 @@ def test_pruning_a_test_by_its_id_leaves_one_that_is_measured_and_one_that_is_de
     for arguments in (["test_it.py::test_kept"], ["test_it.py::test_it", "-k", "kept"]):
         assert "0 of 2 baselines were unused" in project.gpumem("prune", *arguments, "--gpumem-device=cpu").stdout
     assert project.stored() == before
-    assert (
-        "1 of 2 baselines were unused" in project.gpumem("prune", "test_it.py::test_it", "--gpumem-device=cpu").stdout
-    )
+    assert "1 of 2 baselines was unused" in project.gpumem("prune", "test_it.py::test_it", "--gpumem-device=cpu").stdout
 
 
 def test_pruning_a_test_by_its_id_leaves_its_baselines_of_devices_that_are_not_here(two_devices, monkeypatch):

@@ -76,7 +76,7 @@ def test_a_metric_in_bytes_that_a_baseline_lacks_is_still_new():
     now = {"peak_allocated": GB, "flops": 100, "step_time": 0.5}
     verdict = verdict_on(now, {"peak_allocated": GB}, times=TIMES)
     assert verdict.outcome is Outcome.NEW
-    assert accounting([result(verdict)]) == "gpumem: 1 gated, 1 new, 1 with no baseline of time yet"
+    assert accounting([result(verdict)]) == "gpumem: 1 gated, 1 new (also gated), 1 with no baseline of time yet"
 
 
 @pytest.mark.parametrize(("update", "counted"), [(None, 1), ("improved", 1), ("new", 0), ("all", 0)])
@@ -93,7 +93,7 @@ def test_strict_mode_fails_it_and_calls_it_new():
     assert failing_outcomes(verdict, strict=False, compares=True, accepts=frozenset()) == frozenset()
     failed = TestResult(replace(verdict, failure="Not compared"), passed=False, failed=True, failed_in="call")
     report = session(failed, strict=True)
-    assert report.accounting == "gpumem: 1 gated, 1 new"
+    assert report.accounting == "gpumem: 1 gated, 1 new (also gated)"
     assert page_of(report).tests[0].of.status.words == "new"
     assert [line.split()[-1] for line in lines_of(report) if line.startswith("a.py::test_a")] == ["new"]
 
@@ -160,4 +160,6 @@ def test_a_strict_gate_fails_and_says_that_only_the_time_was_not_compared(record
     result = recorded.run("--gpumem-baseline", "--gpumem-strict")
     result.assert_outcomes(failed=2)
     why = "new, step time: no baseline of time yet: --gpumem-update=new adds it"
-    result.stdout.fnmatch_lines([f"Not compared (required by --gpumem-strict): {why}", "gpumem: 2 gated, 2 new"])
+    result.stdout.fnmatch_lines(
+        [f"Not compared (required by --gpumem-strict): {why}", "gpumem: 2 gated, 2 new (also gated)"]
+    )

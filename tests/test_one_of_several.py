@@ -83,7 +83,7 @@ def red(project, kept, monkeypatch):
 
 def without_to_v(entry):
     """Return an entry of the store whose first composition has ``to_v`` in the sum of smaller rows, as older versions had it."""
-    row = re.search(r'^    "activation \| 0\.to_v \| .* \| (\d+)",\n', entry, re.MULTILINE)
+    row = re.search(r'^    "activation \| Model\.0\.to_v \| .* \| (\d+)",\n', entry, re.MULTILINE)
     entry = entry[: row.start()] + entry[row.end() :]
     return re.sub(
         r'"activation \|  \| smaller rows \|  \|  \| (\d+) x block \| (\d+)"',

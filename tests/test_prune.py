@@ -36,7 +36,7 @@ def test_a_dry_run_lists_and_leaves_everything(shrunk):
     assert "2 of 3 baselines are unused" in result.stdout
     # Where tests of a file are left out, none of that file is known to be gone.
     result = prune(shrunk, "--dry-run", "-k", "not kept")
-    assert "1 of 3 baselines are unused" in result.stdout
+    assert "1 of 3 baselines is unused" in result.stdout
     assert "test_one.py" not in result.stdout
     assert shrunk.stored() == before
 
@@ -47,7 +47,7 @@ def test_pruning_removes_entries_and_files_of_tests_that_are_gone(shrunk):
     assert path.endswith("/test_one.py.toml")
     assert "test_kept" in text
     assert "test_gone" not in text
-    assert "0 of 1 baselines" in prune(shrunk).stdout
+    assert "0 of 1 baseline were unused" in prune(shrunk).stdout
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["removing", "dry-run"])

@@ -42,7 +42,7 @@ def test_a_renamed_test_that_grew_fails_until_it_is_accepted(recorded, options):
 def test_pruning_the_old_baseline_says_that_they_are_different_tests(recorded):
     recorded.write(OTHERS + TEST.format("block", WIDE))
     assert recorded.run("--gpumem-baseline").ret == pytest.ExitCode.TESTS_FAILED
-    assert "1 of 3 baselines were unused" in recorded.gpumem("prune", "test_it.py").stdout
+    assert "1 of 3 baselines was unused" in recorded.gpumem("prune", "test_it.py").stdout
     result = recorded.run("--gpumem-baseline")
     assert result.ret == 0
     result.stdout.no_fnmatch_line("*renamed?*")

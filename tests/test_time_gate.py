@@ -121,6 +121,10 @@ class Timed:
     def write(self, source: str = SIMPLE) -> None:
         self._project.write(STEP + source)
 
+    def gpumem(self, *args: str) -> str:
+        """Run the command, and return what it printed."""
+        return self._project.gpumem(*args).stdout
+
     def settings(self, text: str) -> None:
         self._project.settings(text)
 
@@ -328,11 +332,14 @@ def test_a_gate_takes_no_time_until_the_baseline_has_one(timed):
     timed.write()
     assert timed.run("--gpumem-update=new", timed=False).ret == 0
     result = timed.run("--gpumem-baseline")
-    result.stdout.fnmatch_lines(["*it was not timed, as its baseline has no time: *", "gpumem: 1 gated"])
+    result.stdout.fnmatch_lines(["*it was not timed: its baseline has no time to compare with; *", "gpumem: 1 gated"])
     assert (result.ret, timed.samples) == (0, 0)
     assert timed.run("--gpumem-update=new").ret == 0
     assert timed.run("--gpumem-baseline").ret == 0
     assert timed.samples == 1
+
+
+ONLY_SHOWN = "no baseline of time yet: the stored time is only shown, because its run was disturbed; --gpumem-update=new adds one"
 
 
 @pytest.mark.parametrize("quiet", [(), ("-q",)], ids=["by default", "quiet"])
@@ -344,9 +351,9 @@ def test_a_step_that_could_only_be_timed_disturbed_is_recorded_without_times(tim
         assert result.ret == 0
         why = "the thread waited 50 % of the time for a core"
         told = (
-            f"gpumem: of 1 timed step, the time of 1 is not stored: {why}"
+            f"gpumem: of 1 timed step, 1 time will not be compared with: {why}"
             if quiet
-            else f"*; 1 without its times: {why}"
+            else f"*; 1 time will not be compared with: {why}"
         )
         result.stdout.fnmatch_lines([told])
         assert timed.samples == 2
@@ -355,7 +362,8 @@ def test_a_step_that_could_only_be_timed_disturbed_is_recorded_without_times(tim
     result = timed.run("--gpumem-baseline", "--gpumem-time", *quiet)
     assert result.ret == 0
     said = result.stdout.str()
-    assert said.count("no baseline of time yet: --gpumem-update=new adds it") == (0 if quiet else 1)
+    assert said.count(ONLY_SHOWN) == (0 if quiet else 1)
+    assert " ms (not compared)" in timed.gpumem("show")
     result.stdout.fnmatch_lines(["gpumem: 1 gated, 1 with no baseline of time yet"])
 
 
@@ -379,9 +387,10 @@ def test_times_that_a_baseline_lacks_fail_a_strict_gate_until_they_are_added(tim
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "Not compared (required by --gpumem-strict): new, step time: no baseline of time yet: --gpumem-update=new adds it",
+            f"Not compared (required by --gpumem-strict): new, step time: {ONLY_SHOWN}",
+            "  accept:   pytest test_it.py::test_it --gpumem-update=new *",
             "test_it.py::test_it *new",
-            "gpumem: 1 gated, 1 new",
+            "gpumem: 1 gated, 1 new (also gated)",
         ]
     )
     assert timed.run("--gpumem-baseline", "--gpumem-strict", timed=False).ret == 0

@@ -22,7 +22,7 @@ HOOK = """
 def pytest_gpumem_measurement(item, measurement):
     pass
 """
-NOT_TIMED = "*it was not timed, as its baseline has no time: --gpumem-update=new adds one*"
+NOT_TIMED = "*it was not timed: its baseline has no time to compare with; --gpumem-update=new adds one*"
 
 
 @pytest.fixture

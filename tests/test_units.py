@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from pytest_gpumem.units import (
     SIZES,
     ThroughputLimit,
+    agreeing,
+    counted,
     format_bytes,
     format_bytes_change,
     format_count,
@@ -374,3 +376,12 @@ def test_what_is_no_duration_is_told_how_to_write_one(text):
 def test_a_duration_is_above_zero_and_ends(text):
     with pytest.raises(ValueError, match="is not a duration above zero; --no-gpumem-time takes no time at all"):
         parse_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(0, "0 tests have them"), (1, "1 test has it"), (2, "2 tests have them"), (11, "11 tests have them")],
+)
+def test_words_agree_with_their_number(count, told):
+    assert f"{counted(count, 'test has', 'tests have')} {agreeing(count, 'it', 'them')}" == told
+    assert counted(count, "test") == f"{count} test{'' if count == 1 else 's'}"

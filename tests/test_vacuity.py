@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pytest_gpumem.gate.verdict import SKIPPED, TestVerdict
+from pytest_gpumem.reports.results import TestResult, nothing_recorded
+
 pytestmark = pytest.mark.usefixtures("no_gpu")
 
 BOTH = """
@@ -142,7 +145,10 @@ def test_a_budget_does_not_make_up_for_a_store_that_is_gone(project):
     result = project.run("--gpumem-baseline")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["gpumem: no baseline was compared: 1 test new, there is no baseline for *", "gpumem: 1 gated, 1 new"]
+        [
+            "gpumem: no baseline was compared: 1 test new, there is no baseline for *",
+            "gpumem: 1 gated, 1 new (also gated)",
+        ]
     )
 
 
@@ -228,3 +234,40 @@ def test_a_budget_of_a_metric_that_this_device_lacks_is_told(project, where):
         ]
     )
     project.run("--gpumem-strict").assert_outcomes(failed=1)
+
+
+# Recorded nothing
+
+MARKED = "@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1000)\n"
+
+
+@pytest.mark.parametrize("mode", ["new", "improved", "all"])
+@pytest.mark.parametrize("quiet", [(), ("-q",)], ids=["by default", "quiet"])
+def test_a_session_that_was_to_record_and_measured_nothing_is_red(project, mode, quiet):
+    project.write(MARKED)
+    result = project.run(f"--gpumem-update={mode}", *quiet, device="cuda", separate=HIDING)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["gpumem: nothing was recorded: 1 test unmeasured, no CUDA device: *"])
+    assert not project.stored()
+
+
+def test_a_session_that_records_some_tests_or_only_skips_them_is_green(project):
+    project.write(MARKED + "@pytest.mark.gpumem(device='cuda')\ndef test_on_a_gpu(): ...\n")
+    assert project.run("--gpumem-update=new").ret == 0
+    project.write("@pytest.mark.gpumem\ndef test_it():\n    pytest.skip('not here')\n")
+    assert project.run("--gpumem-update=new").ret == 0
+    assert project.run(device="cuda", separate=HIDING).ret == 0
+
+
+def test_nothing_recorded_counts_tests_by_their_reasons():
+    lost, failed = unmeasured("no CUDA device"), unmeasured("it has failed", failed=True)
+    skipped = unmeasured(SKIPPED)
+    assert nothing_recorded([lost, lost, failed, skipped]) == "nothing was recorded: 2 tests unmeasured, no CUDA device"
+    assert nothing_recorded([skipped, failed]) is None
+    assert nothing_recorded([]) is None
+
+
+def unmeasured(why: str, *, failed: bool = False) -> TestResult:
+    verdict = TestVerdict("a.py", "test_a", unmeasured=why, failed_by_itself=failed)
+    return TestResult(verdict, passed=not failed, failed=failed)

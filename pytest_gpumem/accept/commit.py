@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pytest_gpumem.git import GitError, commit_of, git
+from pytest_gpumem.units import counted
 
 
 def why_other_commit(commit: str | None, here: Path, store: Path | None) -> str | None:
@@ -43,7 +44,7 @@ def _difference(commit: str, head: str, here: Path, store: Path | None) -> str |
     if not differing:
         return None
     files = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
-    count = "1 file differs" if len(differing) == 1 else f"{len(differing)} files differ"
+    count = counted(len(differing), "file differs", "files differ")
     return f"the report is of commit {commit}, and HEAD, {head}, is another one: {count} ({files})"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.step_config.checkpoint_kinds import KINDS
 from pytest_gpumem.step_config.config import StepConfig, combinations
 from pytest_gpumem.step_config.errors import ConfigError
+from pytest_gpumem.units import agreeing
 from pytest_gpumem.values.rates import return_on
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.models.task import Task
 
 START = StepConfig(precision="fp32")
+FASTER = ("amp-bf16", "bf16")
+"""Precisions that GPUs with tensor cores compute faster than fp32. The search tries them if fp32 does not fit."""
 OUT_OF_MEMORY = "out of memory"
 _SEARCHED = sorted((kind for kind in KINDS.values() if kind.search_order), key=lambda kind: kind.search_order)
 
@@ -222,6 +225,24 @@ class Search:
         else:
             start = with_sharding(START, self.sharding, self.blocks)
             yield from _until_one_fits(_climbed(tried, samples, self.blocks, start), tried, limit)
+
+    def note_on_faster(self, tried: Sequence[Tried], limit: int | None) -> str | None:
+        """Return a sentence if the search ended with fp32 because it fits, and no time tells what a faster precision gains."""
+        if self.configs or self.refused or self.everything or not tried:
+            return None
+        last = tried[-1]
+        if limit is None or last.time is not None or last.config.precision != START.precision or not last.fits(limit):
+            return None
+        words = FASTER if self.task.trains else FASTER[1:]
+        left_out = [word for word in words if all(one.config.precision != word for one in tried)]
+        if not left_out:
+            return None
+        were = agreeing(len(left_out), "was", "were")
+        return (
+            f"the search ended with {last.config}, the first config that fits, and times are not known: "
+            f"{' and '.join(left_out)}, which GPUs with tensor cores compute faster, {were} not tried; --all tries every "
+            "config, --config one of them"
+        )
 
     def sought_for(self, tried: Sequence[Tried], limit: int) -> list[StepConfig]:
         """Return the configs whose largest batch is looked for: those that were named, else the one that is recommended.

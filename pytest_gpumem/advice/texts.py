@@ -8,7 +8,7 @@ from pytest_gpumem.advice.results import configs_in_order, shares_of
 from pytest_gpumem.reports.explanation import PLURALS
 from pytest_gpumem.reports.layout import columns
 from pytest_gpumem.reports.matrix import MatrixRow, matrix_cells, matrix_table
-from pytest_gpumem.units import counted, format_bytes, format_ratio, format_seconds
+from pytest_gpumem.units import agreeing, counted, format_bytes, format_ratio, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -170,7 +170,7 @@ def _largest(one: Largest, sought: Sought, accumulate: int) -> str:
         return f"at least {one.size:,} {sought} fit" if one.size else f"it is not known how many {sought} fit"
     why = f": {one.why_not_more}" if one.why_not_more else ""
     if not one.size:
-        return f"not even {unit} {'fits' if unit == 1 else 'fit'}{why}"
+        return f"not even {unit} {agreeing(unit, 'fits', 'fit')}{why}"
     return f"at most {one.size:,} {sought} fit, with {format_bytes(one.peak or 0)}; {one.size + unit:,} do not{why}"
 
 

@@ -29,7 +29,9 @@ from pytest_gpumem.steps.model_step import built_on
 from pytest_gpumem.steps.precision import dtype_of_weights
 from pytest_gpumem.steps.train_step import prepared_train_step
 from pytest_gpumem.timing.sampling import TimeBudget
+from pytest_gpumem.torch_support.static_access import instance_dict, parameters_of
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
+from pytest_gpumem.units import counted, format_large_count
 from pytest_gpumem.values.composition import NOT_EXPLAINED
 from pytest_gpumem.values.unknown_reads import decided_a_branch
 
@@ -181,7 +183,7 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
     except Exception as error:  # noqa: BLE001, the model's own
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise SubjectError(f"{model.name}: {model.class_name} cannot be built: {what}") from None
-    containers, attention = _containers(built, blocks), attention_of(built)
+    containers, attention, facts = _containers(built, blocks), attention_of(built), _facts(built, blocks)
 
     def subject(model: NamedModel) -> AdviceSubject:
         return AdviceSubject(
@@ -190,7 +192,7 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
             model.loss,
             containers,
             model.task,
-            model.title,
+            _titled(model.title, facts),
             model.inputs.size,
             lambda size: subject(named_model(model.name, size, model.task)),
             has_length=model.inputs.shape is None,
@@ -198,6 +200,26 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
         )
 
     return subject(model)
+
+
+def _facts(model: torch.nn.Module, blocks: str | None) -> str:
+    """Return a model's size and the dtype of its checkpoint: ``"8.03 B parameters, 32 layers, published in bfloat16"``."""
+    try:
+        layers = sum(map(len, repeated_blocks(model, blocks)))
+    except ConfigError:
+        layers = 0
+    values = instance_dict((instance_dict(model) or {}).get("config")) or {}
+    dtype = str(values.get("dtype") or values.get("torch_dtype") or "").removeprefix("torch.")
+    parts = [f"{format_large_count(parameters_of(model))} parameters"]
+    parts += [counted(layers, "layer")] if layers else []
+    parts += [f"published in {dtype}"] if dtype else []
+    return ", ".join(parts)
+
+
+def _titled(title: str, facts: str) -> str:
+    """Return a title with the facts on the model before the words on its step, which a semicolon parts."""
+    model, separator, step = title.partition("; ")
+    return f"{model}, {facts}{separator}{step}"
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:

@@ -7,7 +7,7 @@ import fnmatch
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.command_name import command_name
-from pytest_gpumem.units import counted
+from pytest_gpumem.units import agreeing, counted
 from pytest_gpumem.values.rank import without_rank
 
 if TYPE_CHECKING:
@@ -92,4 +92,5 @@ def unused(
 def unused_line(gone: Sequence[tuple[str, Key]]) -> str:
     """Return the sentence on unused baselines, given as (slug, key)."""
     shown = ", ".join(str(key) for _, key in gone[:3]) + (", ..." if len(gone) > 3 else "")
-    return f"store: {counted(len(gone), 'unused baseline')}: {shown}; `{command_name()} prune` removes them"
+    them = agreeing(len(gone), "it", "them")
+    return f"store: {counted(len(gone), 'unused baseline')}: {shown}; `{command_name()} prune` removes {them}"

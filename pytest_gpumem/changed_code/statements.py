@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_With = (ast.With, ast.AsyncWith)
+_Blocks = (*_With, ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try)
+"""Statements that can take the place of a ``with`` while the lines in it stay as they are."""
 _TESTS_OWN = "pytest."
 """Beginning of a decorator that selects tests, and does not change the code in them."""
 
@@ -47,8 +50,8 @@ class TwoVersions:
     new: Sequence[str]
 
     @cached_property
-    def kept(self) -> frozenset[int]:
-        """Numbers of the new file's lines, from 1, that the old file has too."""
+    def kept(self) -> dict[int, int]:
+        """Numbers of the new file's lines, from 1, that the old file has too, with their numbers there."""
         old, new = self.old, self.new
         # Most files differ in a few lines. Matching only these is quick, also in a file with 10,000 lines.
         shortest = min(len(old), len(new))
@@ -56,15 +59,18 @@ class TwoVersions:
         rest = shortest - begin
         end = next((at for at in range(rest) if old[-1 - at] != new[-1 - at]), rest)
         matcher = SequenceMatcher(None, old[begin : len(old) - end], new[begin : len(new) - end], autojunk=False)
-        between = (begin + b + at for _, b, size in matcher.get_matching_blocks() for at in range(size))
-        return frozenset(at + 1 for at in (*range(begin), *between, *range(len(new) - end, len(new))))
+        between = (
+            (begin + b + at, begin + a + at) for a, b, size in matcher.get_matching_blocks() for at in range(size)
+        )
+        after = ((len(new) - at, len(old) - at) for at in range(end, 0, -1))
+        return {here + 1: there + 1 for here, there in (*((at, at) for at in range(begin)), *between, *after)}
 
     def changed_at(self, number: int) -> ChangedLine | None:
         """Return the changed line that decides what a line of the new file does; ``None`` if nothing has changed.
 
         A changed statement is the line itself, and so is a statement whose result lives longer: the old function deleted the
-        result, and the new one does not. Otherwise a changed ``with`` around the line counts, or a changed decorator on its
-        function. Example: ``@torch.no_grad()`` decides which tensors the function keeps.
+        result, and the new one does not. Otherwise a changed ``with`` around the line counts, another block in its place, or a
+        changed decorator on its function. Example: ``@torch.no_grad()`` decides which tensors the function keeps.
         """
         statements = [one for one in self._statements if one.first <= number <= one.last]
         innermost = max(statements, default=_Statement(number, number))
@@ -124,7 +130,9 @@ class TwoVersions:
         found = [
             _Block(ChangedLine(node.lineno), node.lineno, node.end_lineno or node.lineno)
             for node in self._nodes
-            if isinstance(node, ast.With | ast.AsyncWith) and self._differs(node.lineno, _first(node.body[0]) - 1)
+            if isinstance(node, _Blocks)
+            and (isinstance(node, _With) or self._was_in_with(node.body))
+            and self._differs(node.lineno, _first(node.body[0]) - 1)
         ]
         before = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
         # A removed decorator leaves no line, so the function's first line stands for it.
@@ -135,6 +143,16 @@ class TwoVersions:
                 removed = next((f"@{text}" for text in then if text not in now), "")
                 found.append(_Block(ChangedLine(_first(node), removed), node.lineno, node.end_lineno or node.lineno))
         return found
+
+    def _was_in_with(self, body: Sequence[ast.stmt]) -> bool:
+        """Return whether a statement of a block is one that stood in a ``with`` of the old file."""
+        return not self._old_in_with.isdisjoint(self.kept.get(_first(one)) for one in body)
+
+    @cached_property
+    def _old_in_with(self) -> frozenset[int]:
+        """First lines of the statements that are the old file's bodies of ``with``."""
+        nodes = ast.walk(_parsed(self.old))
+        return frozenset(_first(one) for node in nodes if isinstance(node, _With) for one in node.body)
 
 
 def _parsed(lines: Sequence[str]) -> ast.Module:

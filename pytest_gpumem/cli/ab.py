@@ -232,8 +232,9 @@ def ab(
 def tell_uncommitted(files: int) -> None:
     """Tell of how many files changes are left out, since they are not committed."""
     if files:
-        are = "is" if files == 1 else "are"
-        click.echo(f"{counted(files, 'file')} {are} changed and not committed: only commits are compared", err=True)
+        click.echo(
+            f"{counted(files, 'file is', 'files are')} changed and not committed: only commits are compared", err=True
+        )
 
 
 def _report_of(ended: Ended) -> Compared:

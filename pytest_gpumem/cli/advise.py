@@ -60,7 +60,7 @@ from pytest_gpumem.units import parse_size
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -390,7 +390,7 @@ def _advised_on_cards(
             True,
             tuple(done),
             finished=done[-1].finished,
-            notes=_notes(search),
+            notes=(*_notes(search), *_notes_on_faster(search, done)),
             sought=search.sought,
             sharding=search.sharding,
             attention=subject.attention,
@@ -404,6 +404,16 @@ def _advised_on_cards(
 def _notes(search: Search) -> tuple[str, ...]:
     notes = () if search.sharding is None else (PER_RANK,)
     return notes if search.task.lora is None else (*notes, DTYPE_OF_ADAPTERS)
+
+
+def _notes_on_faster(search: Search, done: Sequence[DeviceTrials]) -> Iterator[str]:
+    """Yield why a faster config may fit as well, with the cards of which it is so."""
+    cards: dict[str, list[str]] = {}
+    for card in done:
+        note = search.note_on_faster(card.tried, card.limit) if card.finished else None
+        if note is not None:
+            cards.setdefault(note, []).append(card.name)
+    yield from (f"{', '.join(names)}: {note}" if len(done) > 1 else note for note, names in cards.items())
 
 
 def _with_code(

@@ -32,6 +32,7 @@ from pytest_gpumem.doctor.probe import opened
 from pytest_gpumem.doctor.texts import lines, to_json
 from pytest_gpumem.emulated_process.before_torch import DESCRIPTION
 from pytest_gpumem.emulation.gpus import DEFAULT, described, emulated_gpu
+from pytest_gpumem.git import restoring_command
 from pytest_gpumem.values.option_words import EMULATED
 
 if TYPE_CHECKING:
@@ -139,8 +140,9 @@ def _store(settings: Settings) -> StoreFacts:
     location = without_credentials(settings.store)
     try:
         backend = backend_at(settings.store, settings.store_base)
-        is_there = not isinstance(backend, Folder) or backend.root.is_dir()
-        return StoreFacts(location, looking.stored(read_baselines(backend)) if is_there else (), is_there)
+        if isinstance(backend, Folder) and not backend.root.is_dir():
+            return StoreFacts(location, is_there=False, restore=restoring_command(backend.root))
+        return StoreFacts(location, looking.stored(read_baselines(backend)))
     except (BackendError, InputError) as error:
         message = error.message if isinstance(error, InputError) else str(error)
         return StoreFacts(location, trouble=message.replace(f"{Path.cwd()}{os.sep}", ""))

@@ -35,6 +35,7 @@ from pytest_gpumem.fit.run import with_expandable_segments
 from pytest_gpumem.fit.summary import conclusion, details, name_of, progress, table, to_json
 from pytest_gpumem.processes import Stopped, noted_signals
 from pytest_gpumem.reports.layout import laid_out
+from pytest_gpumem.units import agreeing, counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +91,8 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
                 _try_all(by_gpu, gpus, runs, jobs, stop, arguments[0], every=bool(words))
         except Stopped as stopped:
             interrupted = stopped.exit_status
-            click.echo(f"\ninterrupted: {len(by_gpu)} of {len(gpus)} GPUs were tried", err=True)
+            were = agreeing(len(by_gpu), "was", "were")
+            click.echo(f"\ninterrupted: {len(by_gpu)} of {counted(len(gpus), 'GPU')} {were} tried", err=True)
     found = [by_gpu[gpu] for gpu in gpus if gpu in by_gpu]
     if interrupted is not None:
         if found:

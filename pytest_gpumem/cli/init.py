@@ -57,8 +57,16 @@ _SKIPPED = frozenset({"build", "dist", "node_modules", "site-packages", "venv", 
 _LARGEST = 2**20
 """Bytes of a source file that is read: larger ones are data."""
 _NONE = (
-    "nothing is proposed: no test was found that runs a model. Mark those that do with @pytest.mark.gpumem, name them in "
-    f"[tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture; then run {command_name()} init again"
+    (
+        "nothing is proposed: no test was found that runs a model. Mark those that do with @pytest.mark.gpumem, name them in "
+        f"[tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture; then run {command_name()} init again. "
+        "For example:"
+    ),
+    "",
+    "    def test_forward(gpumem):",
+    "        model = torch.nn.Linear(512, 512).to(gpumem.device)",
+    '        with gpumem.track("forward"):',
+    "            model(torch.ones(64, 512, device=gpumem.device))",
 )
 
 
@@ -95,7 +103,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     found = find_tests(sources, place.names)
     write_lines([f"{place.root / place.tests}: {counts(found)}", *_not_read(sources, place.names), *_not_known(found)])
     if not any(one.runs_model or one.is_measured for one in found.tests):
-        write_lines([_NONE])
+        write_lines(_NONE)
         sys.exit(1)
     project = _project(place)
     with input_errors(ProposalError):

@@ -21,7 +21,7 @@ from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Span
 from pytest_gpumem.reports.merging import in_no_report, in_no_shard, merged, run_twice, several
 from pytest_gpumem.reports.terminal import failure_lines, terminal_text
-from pytest_gpumem.units import counted
+from pytest_gpumem.units import agreeing, counted
 
 if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
@@ -117,10 +117,10 @@ def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], wh
         )
     lost = sorted({(key.file, key.test) for _, key in in_no_report(parts)})
     if lost:
+        are = agreeing(len(lost), "is", "are")
         again = "" if twice is None else f"{paths[twice[1]]} ran the same tests as {paths[twice[0]]}, and "
-        verb = "is" if len(lost) == 1 else "are"
         raise InputError(
-            f"{again}{counted(len(lost), 'test')} with baselines on these devices {verb} in none of the shards: "
+            f"{again}{counted(len(lost), 'test')} with baselines on these devices {are} in none of the shards: "
             f"{_named(lost)}; add the shard that ran them, remove what is gone with `{command_name()} prune`, or, if "
             "this is meant, leave out --shards"
         )
@@ -141,7 +141,7 @@ def _print(whole: SessionReport, parts: list[SessionReport], verbose: int) -> No
     write_lines(text.tables)
     write_lines(failure_lines(whole, screen()))
     # terminal_text has the others, which pytest does not say by itself at the end of a session.
-    there = {*whole.errors, whole.nothing_gated}
+    there = {*whole.errors, whole.nothing_done}
     write_lines(f"gpumem: {problem}" for problem in whole.problems if problem not in there)
     write_lines(text.lines)
 

@@ -23,7 +23,7 @@ from pytest_gpumem.config.project_files import project_files
 from pytest_gpumem.config.settings import check_readable, is_loaded, own_gpus_in, read_table
 from pytest_gpumem.emulated_process.before_torch import gpu_told
 from pytest_gpumem.gate.baseline import Baseline
-from pytest_gpumem.git import GitError
+from pytest_gpumem.git import GitError, restoring_command
 from pytest_gpumem.reports.file_kinds import kind_of_file
 from pytest_gpumem.reports.stored import StoredBaseline
 from pytest_gpumem.units import nearest
@@ -120,9 +120,11 @@ def store_backend(settings: Settings) -> Backend:
     """Return the backend with the project's baselines. Raises `InputError` when there is no store there."""
     backend = backend_at(settings.store, settings.store_base)
     if isinstance(backend, Folder) and not backend.root.is_dir():
+        restore = restoring_command(backend.root)
+        restored = f"restore it from git with `{restore}`, " if restore is not None else ""
         raise InputError(
-            f"there is no store at {backend.root}; record baselines with `pytest --gpumem-update=new`, or say where they are: "
-            "--store PATH"
+            f"there is no store at {backend.root}; {restored}record baselines with `pytest --gpumem-update=new`, or say where "
+            "they are: --store PATH"
         )
     return backend
 

@@ -16,6 +16,7 @@ from pytest_gpumem.command_name import command_name
 from pytest_gpumem.config.options import is_measured
 from pytest_gpumem.config.selection import without_group
 from pytest_gpumem.session.stash import SESSION
+from pytest_gpumem.units import agreeing, counted
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.process import GpumemSession
@@ -62,8 +63,9 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             these = "its only test file is not" if len(files) == 1 else f"none of its {len(files)} test files is"
             raise click.ClickException(
                 f"the store seems to belong to another project: {these} below {root}; nothing was removed. Run "
-                f"{command_name()} prune in the root directory of the tests, or name it with --rootdir; if all of them are "
-                "gone, remove the store's files by hand"
+                f"{command_name()} prune in the root directory of the tests, or name it with --rootdir; if the tests are "
+                "gone, remove the store's "
+                "files by hand"
             )
         selection = session.selection
         if collected.names_tests:
@@ -82,14 +84,11 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         raise click.ClickException(str(error)) from None
     for slug, key in gone:
         write_lines([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])
-    click.echo(f"{len(gone)} of {len(stored)} baselines {'are' if dry_run else 'were'} unused")
+    verb = agreeing(len(gone), "is", "are") if dry_run else agreeing(len(gone), "was", "were")
+    click.echo(f"{len(gone)} of {counted(len(stored), 'baseline')} {verb} unused")
     if left:
         devices = ", ".join(sorted({slug for slug, _ in left}))
-        have = (
-            "1 baseline has no test here and was"
-            if len(left) == 1
-            else f"{len(left)} baselines have no test here and were"
-        )
+        have = counted(len(left), "baseline has no test here and was", "baselines have no test here and were")
         click.echo(
             f"{have} left alone: this machine does not have the device ({devices}), and where it is, the tests may be "
             f"collected; run {command_name()} prune there"

@@ -67,6 +67,8 @@ class StoreFacts:
     is_there: bool = True
     trouble: str | None = None
     """The reason why it cannot be read."""
+    restore: str | None = None
+    """The command that restores it from git; ``None`` if it is there, or git does not know it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,7 +314,9 @@ def _store(facts: Facts) -> Iterator[Finding]:
     slug = here.environment.slug if here is not None and here.environment is not None else None
     if not store.stored:
         lacks = f"{store.location} has no baselines" if store.is_there else f"there is no {store.location}"
-        yield Finding("limited", "store", f"{lacks}: nothing can be compared", "pytest --gpumem-update=new")
+        yield Finding(
+            "limited", "store", f"{lacks}: nothing can be compared", store.restore or "pytest --gpumem-update=new"
+        )
         return
     slugs = sorted({one.environment.slug for one in store.stored})
     number = sum(one.baselines for one in store.stored)

@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.explain.trace import Label
+from pytest_gpumem.torch_support.private_api import MODULE_PARTS
 from pytest_gpumem.torch_support.reachability import reachable, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.static_access import (
     attribute,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.explain.sites import Site
 
+_COMPILED = "_orig_mod"
+"""The name of a module within the one that torch.compile puts around it."""
 _EARLY = ("parameter", "buffer")
 _STAYS = (*_EARLY, "optimizer state")
 
@@ -199,5 +202,14 @@ def _of(noted: Mapping[int, tuple[weakref.ref[Reference], str]], one: Reference)
 
 
 def _shown(root: torch.nn.Module, before: str, path: str) -> str:
-    """Return a module's path without what torch.compile puts around modules; the class for the model itself."""
-    return before + path.replace("_orig_mod.", "").removesuffix("._orig_mod") if path else type(root).__name__
+    """Return a module's path without what torch.compile puts around modules; the class for the model itself.
+
+    A path that begins with a number looks like a row's number, so the parts of a ``Sequential`` have its class:
+    ``Sequential.2``.
+    """
+    parts = [part for part in path.split(".") if part not in ("", _COMPILED)]
+    if parts and not parts[0].isdecimal():
+        return before + ".".join(parts)
+    modules = attribute(root, MODULE_PARTS["modules"])
+    model = dict.get(modules, _COMPILED, root) if is_a(modules, dict) else root
+    return ".".join([type(model).__name__, *parts])

@@ -322,7 +322,10 @@ def _note_on_another(closest: Recorded, expected: Expected) -> str:
         )
     change = closest.peak - expected.peak
     compared = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
-    return f"the recorded run needed {needed}, {compared} than the measured one"
+    return (
+        f"the recorded run needed {needed}, {compared} than the measured one, so rows are missing or too many; to see what "
+        "grew, let runs repeat: fix the seed, and fill caches before"
+    )
 
 
 def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.fit.outcome import NOT_ENOUGH, FitOutcome
 from pytest_gpumem.reports.layout import Column, Span, Table
-from pytest_gpumem.units import format_bytes
+from pytest_gpumem.units import agreeing, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -218,7 +218,7 @@ def _graphs_fill_it(one: Found) -> bool:
 def _notes(fit: Fit) -> tuple[str, ...]:
     """Return the notes on a GPU, in a fixed order; empty where one does not apply."""
     one = fit.plain
-    killed = "a process that used CUDA was" if one.killed == 1 else f"{one.killed} processes that used CUDA were"
+    killed = agreeing(one.killed, "a process that used CUDA was", f"{one.killed} processes that used CUDA were")
     expandable = ""
     if one.outcome in NOT_ENOUGH and one.expandable:
         expandable = "segments were expandable already"

@@ -8,12 +8,14 @@ from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import ITEMS
 from pytest_gpumem.timing.comparison import SpeedOutcome, compare
 from pytest_gpumem.timing.intervals import LEVEL
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from pytest_gpumem.gate.baseline import Baseline, Budget
     from pytest_gpumem.measurement import Environment, Measurement
     from pytest_gpumem.metrics import Tolerance
     from pytest_gpumem.units import ThroughputLimit
+    from pytest_gpumem.values.option_words import UpdateMode
 
 MACHINE = "machine"
 """The detail of an environment that must be equal for times to be compared."""
@@ -43,9 +45,7 @@ def judge_step_time(
     asked = budget.max_slowdown is not None
     here, there = measurement.environment.details.get(MACHINE), baseline.environment.details.get(MACHINE)
     if baseline.runs is None:
-        return MetricVerdict(
-            "step_time", Outcome.NEW, value, reason=_no_time(measurement.environment, baseline.environment)
-        )
+        return MetricVerdict("step_time", Outcome.NEW, value, reason=_no_time(measurement.environment, baseline))
     if here is None or here != there:
         there, this = (machine or "an unknown machine" for machine in (there, here))
         reason = f"time is not compared: the baseline's was taken on {there}, this is {this}"
@@ -70,11 +70,28 @@ def time_may_be_added(here: Environment, there: Environment) -> bool:
     return machine is not None and there.details.get(MACHINE) in (None, machine)
 
 
-def _no_time(here: Environment, there: Environment) -> str:
-    if time_may_be_added(here, there):
-        return f"{NO_TIME}: --gpumem-update=new adds it"
-    machine = there.details.get(MACHINE, "an unknown machine")
-    return f"{NO_TIME}: --gpumem-update=all records one, as the baseline is of another machine ({machine})"
+def _no_time(here: Environment, baseline: Baseline) -> str:
+    only_shown = (
+        "the stored time is only shown, because its run was disturbed; " if "step_time" in baseline.metrics else ""
+    )
+    if time_may_be_added(here, baseline.environment):
+        return f"{NO_TIME}: {only_shown}{_update('new')} adds {'one' if only_shown else 'it'}"
+    machine = baseline.environment.details.get(MACHINE, "an unknown machine")
+    return f"{NO_TIME}: {only_shown}{_update('all')} records one, as the baseline is of another machine ({machine})"
+
+
+def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
+    """Return the mode that the reason of a time without a comparable baseline names; ``"all"`` for any other reason."""
+    return "new" if metric.lacks_time and metric.reason and _update("new") in metric.reason else "all"
+
+
+def _update(mode: UpdateMode) -> str:
+    return f"--gpumem-update={mode}"
+
+
+def not_compared_with(count: int, why: str) -> str:
+    """Return a clause on the times of a run that are no baseline: ``"1 time will not be compared with: WHY"``."""
+    return f"{counted(count, 'time')} will not be compared with: {why}"
 
 
 def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) -> MetricVerdict | None:

@@ -27,7 +27,7 @@ from pytest_gpumem.init.workflow import (
     workflow,
 )
 from pytest_gpumem.toml import read_toml
-from pytest_gpumem.units import counted
+from pytest_gpumem.units import agreeing, counted
 from pytest_gpumem.values.option_words import DEFAULT_DEVICE, EMULATED
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _lacking(table: Mapping[str, Any], found: FoundTests) -> str:
     if not unnamed:
         return ""
     missing = patterns_of([one if one in unnamed else replace(one, runs_model=False) for one in found.tests])
-    what = f"{counted(len(unnamed), 'test')} that run{'s' if len(unnamed) == 1 else ''} models"
+    what = counted(len(unnamed), "test that runs models", "tests that run models")
     return f"; it does not name {what}. To measure them, add to its {MARK_KEY}: {_array(missing, '')}"
 
 
@@ -378,4 +378,5 @@ def counts(found: FoundTests) -> str:
     """Return how many tests there are, as a clause."""
     running = sum(one.runs_model and not one.is_measured for one in found.tests)
     measured = sum(one.is_measured for one in found.tests)
-    return f"{running} of {counted(len(found.tests), 'test')} run models, and {measured} are measured already"
+    run, are = agreeing(running, "runs", "run"), agreeing(measured, "is", "are")
+    return f"{running} of {counted(len(found.tests), 'test')} {run} models, and {measured} {are} measured already"

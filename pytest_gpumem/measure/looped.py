@@ -19,6 +19,7 @@ from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off, everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import named_modules, named_tensors
+from pytest_gpumem.units import agreeing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -69,7 +70,8 @@ class PreparedLoop(PreparedStep):
             made = len(seen)
             if made < FEWEST_STEPS:
                 raise MeasuringError(
-                    f"the loop ended after {made} steps; its memory is read from {FEWEST_STEPS} at least"
+                    f"the loop ended after {made} {agreeing(made, 'step', 'steps')}; its memory is read from {FEWEST_STEPS} at "
+                    "least"
                 )
             if device.consensus.any(made < self.steps):
                 ended = (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.ranks.consensus import Point
+from pytest_gpumem.units import agreeing
 from pytest_gpumem.values.rank import Rank, in_words
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def stuck_text(beats: Sequence[Beat | None], silent: Sequence[float], seconds: f
     elif stuck:
         who = str(Rank(stuck[0], world)) if len(stuck) == 1 else f"{in_words(stuck)} of {world}"
         first = f"{who} did not come further within {seconds:g} s (--gpumem-rank-timeout), and the others wait for "
-        first += "it" if len(stuck) == 1 else "them"
+        first += agreeing(len(stuck), "it", "them")
     else:
         first = f"none of {world} ranks came further within {seconds:g} s (--gpumem-rank-timeout)"
     by_text: dict[str, list[int]] = {}

@@ -21,6 +21,7 @@ from pytest_gpumem.steps.model_step import build_model, given_model, precision_o
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.steps.training import Training
+from pytest_gpumem.units import agreeing, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -114,7 +115,7 @@ def difference(
         name, one, other = missing[0]
         return (
             f"gradients differ: {name} has no gradient under {one.config}, and has one under {other.config}: something "
-            f"between it and the loss is detached ({len(missing)} of {len(names)} parameters)"
+            f"between it and the loss is detached ({len(missing)} of {counted(len(names), 'parameter')})"
         )
     pairs = [
         (name, a, b)
@@ -131,9 +132,10 @@ def difference(
     if not wrong:
         return None
     name, error = wrong[0]
+    differ = agreeing(len(wrong), "differs", "differ")
     return (
         f"gradients differ: {name}: {error} (rtol {rtol:g}, atol {atol:.3g}); "
-        f"{mine.config} against {theirs.config}, {len(wrong)} of {len(names)} parameters differ{hint}"
+        f"{mine.config} against {theirs.config}, {len(wrong)} of {counted(len(names), 'parameter')} {differ}{hint}"
     )
 
 

@@ -11,12 +11,12 @@ from pytest_gpumem.explain.holders import holders_of
 from pytest_gpumem.measure.growth import grows
 from pytest_gpumem.measure.reading import live_everywhere
 from pytest_gpumem.measurement import HELD_NOTHING, MeasuringError
-from pytest_gpumem.steps.batches import describe
+from pytest_gpumem.steps.batches import describe, number_of_steps
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.reachability import alive, blocks_of, storages_of
 from pytest_gpumem.torch_support.static_access import tensor_property
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP
-from pytest_gpumem.units import format_bytes
+from pytest_gpumem.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,11 +31,11 @@ MOST_KINDS = 3
 def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
     """Call ``step`` ``steps`` times. Raises ``AssertionError`` when memory still grows in the second half of them.
 
-    Raises `MeasuringError` when the steps held nothing on the device. If memory grows, ``step`` is called once more: tensors
-    replaced by this call, such as a batch, are not kept. With several ranks this call is left out: others may not make it.
+    Raises `MeasuringError` when the steps held nothing on the device, and as `number_of_steps`. If memory grows, ``step`` is
+    called once more: tensors replaced by this call, such as a batch, are not kept. With several ranks this call is left out:
+    others may not make it.
     """
-    if steps < 2:
-        raise ValueError(f"steps={steps}: growth is seen over two steps or more")
+    steps = number_of_steps(steps, 2, "growth is seen over two steps or more")
     half = steps // 2
     with cyclic_collector_off():
         window = device.open_window()
@@ -114,11 +114,13 @@ def growth_text(kept: int, steps: int, tensors: list[torch.Tensor], holders: Seq
             if address not in storages:
                 storages.add(address)
                 sizes[kind] += nbytes
-    lines = [f"memory grows: {format_bytes(round(kept / steps))} a step, {format_bytes(kept)} in {steps} steps"]
+    lines = [
+        f"memory grows: {format_bytes(round(kept / steps))} a step, {format_bytes(kept)} in {counted(steps, 'step')}"
+    ]
     shown = sizes.most_common(MOST_KINDS)
     lines += [f"  kept: {counts[kind]} x {kind}, {format_bytes(size)}" for kind, size in shown]
     if len(sizes) > MOST_KINDS:
-        lines.append(f"  kept: tensors of {len(sizes) - len(shown)} more kinds")
+        lines.append(f"  kept: tensors of {counted(len(sizes) - len(shown), 'more kind')}")
     rest = kept - sum(sizes.values())
     if rest > 0:
         lines.append(

@@ -319,7 +319,7 @@ def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping
     """Return the verdict on ``new`` with ``old`` for its baseline.
 
     If ``old`` has no composition of its peak, the explanation of ``new`` has a note with the reason. Example: ``base has no
-    composition to compare with: the recorded run needed 5 bytes, the measured one 4``.
+    composition to compare with: the recorded run needed 5 B, 1 B more than the measured one``.
 
     Args:
         old: The earlier measurement.

@@ -25,7 +25,7 @@ from pytest_gpumem.reports.json_report import without_infinity
 from pytest_gpumem.reports.layout import Column, Span, Table, laid_out
 from pytest_gpumem.reports.told_causes import cause_lines, told_before
 from pytest_gpumem.reports.values import difference, shown, tolerated
-from pytest_gpumem.units import format_ratio
+from pytest_gpumem.units import counted, format_ratio
 from pytest_gpumem.values.plain import to_plain
 
 if TYPE_CHECKING:
@@ -166,15 +166,15 @@ def accounting(report: Compared) -> str:
     counts["compared"] = sum(row.compared for row in report.rows)
     if form is _COMPARE:
         counts["unchanged"] = sum(row.compared and not row.shown_changes for row in report.rows)
-    counted = ", ".join(f"{counts[word]} {word}" for word in _COUNTED if counts[word] or word == "compared")
+    outcomes = ", ".join(f"{counts[word]} {word}" for word in _COUNTED if counts[word] or word == "compared")
     sides = f"{form.sides[0]} {report.old}, {form.sides[1]} {report.new}"
     if form is _COMPARE:
-        return f"{counted}; {sides}"
+        return f"{outcomes}; {sides}"
     speeds = Counter(speed.word for speed in report.speeds.values())
     words = ", ".join(f"{speeds[word]} {word}" for word in _SPEEDS if speeds[word])
     times = f" step times: {words};" if words else ""
-    pairs = f"{report.pairs} pair{'' if report.pairs == 1 else 's'} of runs"
-    return f"{counted};{times} {pairs}, {sides}, slowdown tolerated {format_ratio(report.tolerance).lstrip('+')}"
+    pairs = counted(report.pairs or 0, "pair of runs", "pairs of runs")
+    return f"{outcomes};{times} {pairs}, {sides}, slowdown tolerated {format_ratio(report.tolerance).lstrip('+')}"
 
 
 def markdown(report: Compared, units: UnitSystem, *, finished: bool = True, most: int | None = None) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.judge import failing_metrics
+from pytest_gpumem.gate.speed import update_that_adds_time
 from pytest_gpumem.gate.verdict import NOT_MARKED, MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.metrics import METRICS, Kind
 from pytest_gpumem.reports.explanation import explanation_blocks
@@ -99,8 +100,8 @@ def accept_command(
     acceptable = new | {Outcome.REGRESSED, Outcome.UNCERTAIN, Outcome.STALE, Outcome.MISSING}
     if verdict.unmeasured or not verdict.verdicts or outcomes.isdisjoint(acceptable):
         return None
-    # Times that a baseline has of another machine only "all" replaces, and it may be of one where it lacks them, too.
-    mode: UpdateMode = "new" if outcomes <= new and not any(one.metric == "step_time" for one in metrics) else "all"
+    times = {update_that_adds_time(one) for one in metrics if one.metric == "step_time"}
+    mode: UpdateMode = "new" if outcomes <= new and times <= {"new"} else "all"
     return update_command(mode, words, options, rest)
 
 

@@ -16,7 +16,7 @@ from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.file_kinds import SESSION, STORED, kind_of, kind_of_json
 from pytest_gpumem.reports.ranks import peaks_by_rank
 from pytest_gpumem.reports.session_report import SessionReport
-from pytest_gpumem.units import nearest
+from pytest_gpumem.units import counted, nearest
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS
 from pytest_gpumem.values.plain import from_plain, to_plain
 
@@ -266,5 +266,5 @@ def _not_json(text: str, error: ValueError) -> str:
         return f"it is not JSON: {error}"
     read = text.strip()
     if read.startswith("{") and (not read.endswith("}") or error.pos >= len(text.rstrip())):
-        return f"it is cut off after {len(read.splitlines())} lines"
+        return f"it is cut off after {counted(len(read.splitlines()), 'line')}"
     return f"it is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"

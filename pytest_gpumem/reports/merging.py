@@ -92,7 +92,12 @@ def in_no_report(reports: Sequence[SessionReport]) -> list[tuple[str, Key]]:
     that measured nothing does so on all devices: its tests may have skipped themselves. Baselines of scripts
     (``train.py::run``) are not a matter of shards.
     """
-    left = {entry for report in reports for entry in report.stored.baselines if not is_of_script(entry[1])}
+    left = {
+        entry
+        for report in reports
+        for entry in report.stored.baselines
+        if not is_of_script(entry[1], report.stored.functions)
+    }
     for report in reports:
         slugs = {slug for slug, _ in report.stored.baselines}
         ran = {(result.verdict.file, result.verdict.test) for result in report.results}
@@ -186,7 +191,8 @@ def _selection(selections: Sequence[Selection]) -> Selection:
 def _stored(stores: Sequence[Stored]) -> Stored:
     there = {key.file for one in stores for _, key in one.baselines if key.file not in one.gone}
     gone = frozenset[str]().union(*(one.gone for one in stores))
-    return Stored(tuple(sorted({entry for one in stores for entry in one.baselines})), gone - there)
+    baselines = tuple(sorted({entry for one in stores for entry in one.baselines}))
+    return Stored(baselines, gone - there, tuple(sorted({name for one in stores for name in one.functions})))
 
 
 def _clauses(texts: Iterable[str | None]) -> str | None:

@@ -31,6 +31,8 @@ _COUNTED = (
 """The outcomes that the line which accounts for every test counts, in its order."""
 _FIRST = frozenset({Outcome.NEW, Outcome.FOREIGN})
 """Outcomes of what has no baseline here."""
+_WITHOUT_BASELINE = _FIRST | {Outcome.STALE}
+"""Outcomes of what has no comparable baseline, and may be held to a budget or a relation."""
 ACCEPTED = "accepted"
 """The end of a test whose change became the baseline."""
 
@@ -273,9 +275,10 @@ def _where(report: pytest.TestReport) -> FailedIn:
 def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMode | None = None) -> str:
     """Return the line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 1 foreign (A100)"``.
 
-    ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed`` and ``improved`` are
-    among them, and so are those ``with no baseline of time yet``, of which memory and counts were compared. The others were not
-    compared with a baseline, and say why in one word. ``not_run`` are those that were selected and gave no report (Ctrl-C, a
+    ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed``, ``improved`` and
+    ``uncertain`` are among them, and so are those ``with no baseline of time yet``, of which memory and counts were compared.
+    The others were not compared with a baseline, and say why in one word: ``"2 gated, 3 new (2 also gated)"`` are three tests,
+    of which two were held to a budget. ``not_run`` are those that were selected and gave no report (Ctrl-C, a
     crash, ``--maxfail``). Those that a session with ``update`` writes for the first time are ``recorded, new``, those that it
     would have and that did not pass ``not recorded, new``, and what it replaces is ``accepted``. Where a part has a comma of
     its own, semicolons part them.
@@ -302,7 +305,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
             left_out = "not recorded, " if outcome in ACCEPTS[update] & _FIRST else ""
             parts.append(f"{counts[outcome.words]} {left_out}{outcome.words}{_why(outcome, everything)}")
     if counts["failed"]:
-        parts.append(f"{counts['failed']} failed by themselves" if counts["failed"] > 1 else "1 failed by itself")
+        parts.append(counted(counts["failed"], "failed by itself", "failed by themselves"))
     if not_run:
         parts.append(f"{not_run} did not finish")
     without_time = sum(result.verdict.lacks_time for result in everything if not result.verdict.failed_by_itself)
@@ -320,19 +323,35 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
     everything = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
     if not everything or any(result.verdict.compared for result in everything):
         return None
+    fresh = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in everything)
+    hint = " (record one with --gpumem-update=new)" if fresh else ""
+    what = "no baseline was compared" if any(result.verdict.gated for result in everything) else "nothing was gated"
+    return f"{what}: {_reasons_of(everything)}{hint}"
+
+
+def nothing_recorded(results: Iterable[TestResult]) -> str | None:
+    """Return the sentence for a session that was asked to record and measured nothing; ``None`` otherwise.
+
+    Tests that skipped themselves are no reason: they would have done so on every machine.
+    """
+    everything = [result for result in results if not result.verdict.failed_by_itself]
+    if any(not result.verdict.unmeasured for result in everything):
+        return None
+    lost = [result for result in everything if result.verdict.unmeasured != SKIPPED]
+    return f"nothing was recorded: {_reasons_of(lost)}" if lost else None
+
+
+def _reasons_of(results: Iterable[TestResult]) -> str:
+    """Return why tests were not compared: ``"2 tests unmeasured, no CUDA device; 1 test new, there is no baseline"``."""
     counts: Counter[str] = Counter()
-    for result in everything:
+    for result in results:
         if result.verdict.unmeasured:
             counts[f"unmeasured, {result.verdict.unmeasured}"] += 1
         else:
             nothing = "nothing to compare with" if result.verdict.verdicts else "held by relations only"
             reason = next((one.reason for one in result.verdict.verdicts if one.reason), nothing)
             counts[f"{result.verdict.outcome.words}, {reason}"] += 1
-    parts = [f"{counted(count, 'test')} {what}" for what, count in counts.most_common()]
-    fresh = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in everything)
-    hint = " (record one with --gpumem-update=new)" if fresh else ""
-    what = "no baseline was compared" if any(result.verdict.gated for result in everything) else "nothing was gated"
-    return f"{what}: {'; '.join(parts)}{hint}"
+    return "; ".join(f"{counted(count, 'test')} {what}" for what, count in counts.most_common())
 
 
 _MOST_NOTES = 3
@@ -353,7 +372,7 @@ def recording_notes(results: Iterable[TestResult]) -> list[str]:
                 first.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
     found = list(first.values())
     more = len(found) - _MOST_NOTES
-    return [*found[:_MOST_NOTES], *([f"... and {more} more notes on recordings"] if more > 0 else [])]
+    return [*found[:_MOST_NOTES], *([f"... and {counted(more, 'more note')} on recordings"] if more > 0 else [])]
 
 
 def _why(outcome: Outcome, results: list[TestResult]) -> str:
@@ -362,13 +381,18 @@ def _why(outcome: Outcome, results: list[TestResult]) -> str:
         for result in results
         if result.verdict.outcome is outcome and not result.verdict.failed_by_itself
     ]
-    if outcome is Outcome.FOREIGN:
-        devices = sorted({device for verdict in mine for one in verdict.verdicts for device in one.elsewhere})
-        # A baseline of this device whose times are another machine's has its reason beneath the table.
-        return f" ({', '.join(devices)})" if devices else ""
     if outcome is Outcome.UNMEASURED:
         reasons = sorted({verdict.unmeasured for verdict in mine if verdict.unmeasured})
         return f" ({'; '.join(reasons[:2])}{'; ...' if len(reasons) > 2 else ''})"
     if outcome is Outcome.RECORDED:
         return " (no budget, and no --gpumem-baseline)"
-    return ""
+    reasons = []
+    if outcome is Outcome.FOREIGN:
+        # A baseline of this device whose times are another machine's has its reason beneath the table.
+        devices = sorted({device for verdict in mine for one in verdict.verdicts for device in one.elsewhere})
+        reasons += [", ".join(devices)] if devices else []
+    if outcome is Outcome.STALE:
+        reasons.append("the baseline is of another workload: --gpumem-update=all replaces it")
+    gated = sum(verdict.gated for verdict in mine) if outcome in _WITHOUT_BASELINE else 0
+    reasons += ["also gated" if gated == len(mine) else f"{gated} also gated"] if gated else []
+    return f" ({'; '.join(reasons)})" if reasons else ""

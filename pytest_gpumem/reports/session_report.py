@@ -10,7 +10,7 @@ from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.gate.baseline import Key
 from pytest_gpumem.gate.verdict import SKIPPED, MetricVerdict
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.results import TestResult, accounting, nothing_gated
+from pytest_gpumem.reports.results import TestResult, accounting, nothing_gated, nothing_recorded
 from pytest_gpumem.reports.values import change, shown
 from pytest_gpumem.units import UnitSystem, counted
 from pytest_gpumem.values.option_words import UpdateMode
@@ -79,6 +79,8 @@ class Stored:
     baselines: tuple[_StoredKey, ...] = ()
     gone: frozenset[str] = frozenset()
     """Their test files that do not exist any more."""
+    functions: tuple[str, ...] = ("test",)
+    """pytest's ``python_functions``: a loop with another name is a script's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +136,10 @@ class SessionReport:
             found.append(f"the session ended early: {self.ended_early}")
         found += [f"{file} could not be collected" for file in self.not_collected]
         if self.others_failed:
-            count = "1 test that is" if self.others_failed == 1 else f"{self.others_failed} tests that are"
+            count = counted(self.others_failed, "test that is", "tests that are")
             found.append(f"{count} not measured failed")
         found += self.renamed_and_grown if self.terms.baseline and self.terms.update != "all" else []
-        return (*found, *([self.nothing_gated] if self.nothing_gated is not None else self.idle_parts))
+        return (*found, *([self.nothing_done] if self.nothing_done is not None else self.idle_parts))
 
     @property
     def renamed_and_grown(self) -> list[str]:
@@ -154,7 +156,7 @@ class SessionReport:
         ]
         if not alike:
             return None
-        what = "1 new test has" if len(alike) == 1 else f"{len(alike)} new tests have"
+        what = counted(len(alike), "new test has", "new tests have")
         named = ", ".join([*alike[:_MOST_NAMED], *(["..."] if len(alike) > _MOST_NAMED else [])])
         return f"renamed? {what} figures no worse than an unused baseline of the same step, batch and device: {named}"
 
@@ -204,10 +206,17 @@ class SessionReport:
         if self.merged and not self.results and self.selection.collected:
             count = len(self.selection.collected)
             return (
-                f"nothing was gated: {count} measured test{' was' if count == 1 else 's were'} collected, and none was run "
+                f"nothing was gated: {counted(count, 'measured test was', 'measured tests were')} collected, and none was run "
                 "in any shard"
             )
         return nothing_gated(self.results, ACCEPTS[self.terms.update])
+
+    @property
+    def nothing_done(self) -> str | None:
+        """The sentence for a session that gated nothing, or recorded nothing, though it was asked to; ``None`` otherwise."""
+        if self.terms.update is None or self.terms.baseline:
+            return self.nothing_gated
+        return nothing_recorded(self.results)
 
     @property
     def passed(self) -> bool:

@@ -103,5 +103,7 @@ def _cell(name: str, entry: Baseline, units: UnitSystem) -> str:
     value = entry.metrics.get(name)
     if value is None:
         return "-"
-    runs = f" ({counted(len(entry.runs.seconds), 'run')})" if name == "step_time" and entry.runs is not None else ""
-    return shown(name, value, units) + runs
+    if name != "step_time":
+        return shown(name, value, units)
+    runs = "not compared" if entry.runs is None else counted(len(entry.runs.seconds), "run")
+    return f"{shown(name, value, units)} ({runs})"

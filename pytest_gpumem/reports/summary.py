@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.update import ACCEPTS
+from pytest_gpumem.gate.speed import not_compared_with
 from pytest_gpumem.gate.verdict import CHANGED, Outcome, worst
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.layout import Column, Span, Style, Table
@@ -168,14 +169,14 @@ def _not_compared(verdict: Verdict) -> str:
 
 
 def unstored_times(report: SessionReport) -> list[str]:
-    """Return a sentence on timed steps whose time an update does not store."""
+    """Return a sentence on timed steps whose time an update keeps only to show it, as it was disturbed."""
     timed = [one for result in report.results for one in result.verdict.verdicts if one.measurement.times is not None]
     updated = {"new": [one for one in timed if _time_is(one, Outcome.NEW, Outcome.RECORDED)], "all": timed}
     best = [one.measurement.times.best for one in updated.get(report.terms.update or "", []) if one.measurement.times]
-    left_out = [one for one in best if not one.is_a_measure]
+    left_out = [one.invalid for one in best if one.invalid is not None and not one.is_a_measure]
     if not left_out:
         return []
-    return [f"of {counted(len(timed), 'timed step')}, the time of {len(left_out)} is not stored: {left_out[0].invalid}"]
+    return [f"of {counted(len(timed), 'timed step')}, {not_compared_with(len(left_out), left_out[0])}"]
 
 
 def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:

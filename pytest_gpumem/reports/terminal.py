@@ -65,7 +65,7 @@ def compositions(measured: Iterable[ShownMeasurement], units: UnitSystem, *, eve
         pieces += [*_composition(explanation, units, MOST_ROWS), NOTHING]
     more = len(explained) - MOST_COMPOSITIONS
     if more > 0 and not everything:
-        pieces += [(Span(f"... and {more} more; -v shows them all"),), NOTHING]
+        pieces += [(Span(f"... and {more} more; -v shows all"),), NOTHING]
     return pieces
 
 
@@ -240,7 +240,7 @@ WITHOUT_GPU = (
 
 def _ending(report: SessionReport) -> list[Line]:
     """Return why the session is red, and the line that counts every test."""
-    nothing = [report.nothing_gated] if report.nothing_gated is not None else []
+    nothing = [report.nothing_done] if report.nothing_done is not None else []
     grown = [one for one in report.renamed_and_grown if one in report.problems]
     problems = [*report.errors, *grown, *nothing]
     lines = [_line(f"gpumem: {problem}", "bad") for problem in problems]

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.runtest.one_process import OneProcess
 
 
-NOT_TIMED = "it was not timed, as its baseline has no time: --gpumem-update=new adds one, --gpumem-time shows it"
+NOT_TIMED = (
+    "it was not timed: its baseline has no time to compare with; --gpumem-update=new adds one, --gpumem-time shows it"
+)
 _TIMES = frozenset(
     {*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "costs", "roi"}
 )

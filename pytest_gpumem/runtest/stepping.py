@@ -14,7 +14,7 @@ from pytest_gpumem.measure.looped import FEWEST_STEPS, FirstStep, PreparedLoop
 from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.measure.step_boundaries import StepBoundaries
 from pytest_gpumem.measurement import MeasuringError, Workload
-from pytest_gpumem.steps.batches import work_of_items
+from pytest_gpumem.steps.batches import number_of_steps, work_of_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,16 +24,20 @@ if TYPE_CHECKING:
     from pytest_gpumem.runtest.run import TestRun
 
 
+_LEAST = (
+    f"a loop's memory is read from {FEWEST_STEPS} steps at least. The loop itself runs in the `with` block: "
+    "`with gpumem.loop() as training:`"
+)
+
+
 class MeasuredLoop:
     """Steps of a loop that `Gpumem.loop` measures; ``measurement`` is there once they have been."""
 
     def __init__(
         self, run: TestRun, steps: int, name: str | None, items: float | None, *, explain: bool | None
     ) -> None:
-        if steps < FEWEST_STEPS:
-            raise ValueError(f"steps={steps}: a loop's memory is read from {FEWEST_STEPS} steps at least")
         self._run = run
-        self._steps = steps
+        self._steps = number_of_steps(steps, FEWEST_STEPS, _LEAST)
         self._name = name
         self._items = items
         self._explain = explain

@@ -26,7 +26,7 @@ from pytest_gpumem.reports.github import report_to_github
 from pytest_gpumem.reports.layout import Screen
 from pytest_gpumem.reports.renamed import with_renamings
 from pytest_gpumem.reports.results import Results, TestResult
-from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.reports.session_report import STORE, SessionReport, Stored, Terms
 from pytest_gpumem.reports.terminal import MARKUP, failure_lines, terminal_text
 from pytest_gpumem.reports.view import headline, why_failed
 from pytest_gpumem.session.kept_report import keep
@@ -154,6 +154,7 @@ class Controller:
         ]
         if self._settings.gates:
             self._check_selected(session, results)
+        self._tell_of_a_store_that_is_gone(results)
         if self._settings.update is not None:
             written = self._store.write(results, self._settings.update)
             results = written.results
@@ -178,9 +179,20 @@ class Controller:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             tell_causes_once(reporter, self.report)
-        red = not self.report.passed if self._settings.gates else self.report.nothing_gated is not None
+        red = not self.report.passed if self._settings.gates else self.report.nothing_done is not None
         if red or self._errors:
             session.testsfailed += 1
+
+    def _tell_of_a_store_that_is_gone(self, results: list[TestResult]) -> None:
+        if not results or not (self._settings.baseline or self._settings.update):
+            return
+        with self._or_error():
+            said = self._store.restorable()
+            if said is not None and self._settings.update is None:
+                self._errors.append(said)
+            elif said is not None:
+                # Who removed it may mean to record all baselines anew.
+                self._closing.append(f"{STORE}{said}")
 
     @contextmanager
     def _or_error(self) -> Iterator[None]:
@@ -261,7 +273,7 @@ class Controller:
         stored = Stored()
         if self._files.wanted:
             with self._or_error():
-                stored = self._store.stored(results)
+                stored = self._store.stored(results, self._config.getini("python_functions"))
         return SessionReport(
             ended=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             version=__version__,

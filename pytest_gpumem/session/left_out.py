@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.selecting import is_name_of_test, is_of_script, unused, unused_line
 from pytest_gpumem.baselines.store import path_of
+from pytest_gpumem.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -61,7 +62,7 @@ def files_left_out(config: pytest.Config, files: CollectedFiles, stored: StoreHe
             tests.setdefault((key.file, slug), set()).add(key.test)
     sentences = []
     for (file, slug), names in sorted(tests.items()):
-        have = "1 test in it has" if len(names) == 1 else f"{len(names)} tests in it have"
+        have = counted(len(names), "test in it has", "tests in it have")
         why = _clause(setting_that_leaves_out(config, file))
         mend = f"let pytest collect the file, or delete {path_of(slug, file)} from the store"
         sentences.append(f"{file} was not collected{why}, and {have} baselines on {slug}: {mend}")
@@ -94,7 +95,7 @@ def skipped_files(tests: Collection[Test]) -> tuple[str, ...]:
     """
     numbers = Counter(file for file, _ in tests)
     return tuple(
-        f"{file} skipped itself, and {'1 test in it has' if number == 1 else f'{number} tests in it have'} baselines here: let "
+        f"{file} skipped itself, and {counted(number, 'test in it has', 'tests in it have')} baselines here: let "
         "it run, or delete its file from the store"
         for file, number in sorted(numbers.items())
     )
@@ -183,9 +184,7 @@ def _is_in(module: ModuleType | None, names: Iterable[str]) -> bool:
 
 def _tests_were(what: str, tests: Collection[Test]) -> str:
     """Return ``"1 test that has baselines here was deselected, by -k of addopts: test_it.py::test_it"``."""
-    have = (
-        "1 test that has baselines here was" if len(tests) == 1 else f"{len(tests)} tests that have baselines here were"
-    )
+    have = counted(len(tests), "test that has baselines here was", "tests that have baselines here were")
     named = [f"{file}::{test}" for file, test in sorted(tests)]
     return f"{have} {what}: {', '.join(named[:_MOST_NAMED] + ['...'] * (len(named) > _MOST_NAMED))}"
 

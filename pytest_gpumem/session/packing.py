@@ -10,6 +10,7 @@ from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.gate.baseline import Baseline
 from pytest_gpumem.hookspecs import environment_of
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.units import counted
 from pytest_gpumem.values.option_words import EMULATED_SLUG
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Packed:
 
     def line(self) -> str:
         """Return what a report says."""
-        parts = [f"{self.sharing} measured test{'' if self.sharing == 1 else 's'} shared the GPU by known peaks"]
+        parts = [f"{counted(self.sharing, 'measured test')} shared the GPU by known peaks"]
         if self.alone:
             reasons = ", ".join(f"{count} {why}" for why, count in Counter(why for why, _ in self.alone).items())
             parts.append(f"{len(self.alone)} had it alone ({reasons}; the first is {self.alone[0][1]})")

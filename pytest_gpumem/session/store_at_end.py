@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baselines.changes import Source, changes_of
 from pytest_gpumem.baselines.errors import BackendError, IncompleteChangeError, StoreError
+from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.location import backend_of
 from pytest_gpumem.baselines.selecting import unused, unused_line
 from pytest_gpumem.command_name import command_name
+from pytest_gpumem.gate.speed import not_compared_with
 from pytest_gpumem.gate.verdict import NOT_MARKED
-from pytest_gpumem.git import commit_of
+from pytest_gpumem.git import commit_of, restoring_command
 from pytest_gpumem.reports.session_report import STORE, Stored
-from pytest_gpumem.units import counted
+from pytest_gpumem.units import agreeing, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
     from pytest_gpumem.baselines.store import Store
@@ -46,6 +49,13 @@ class StoreAtEnd:
     settings: Settings
     root: Path
 
+    def restorable(self) -> str | None:
+        """Return a sentence on a store that is gone and that git knows; ``None`` if it is not so."""
+        settings = self.settings
+        backend = backend_of(settings.store, settings.store_base)
+        restore = restoring_command(backend.root) if isinstance(backend, Folder) else None
+        return None if restore is None else f"{settings.store} is gone, and git has it: `{restore}` restores it"
+
     def write(self, results: list[TestResult], mode: UpdateMode) -> Written:
         """Write what ``mode`` accepts."""
         try:
@@ -73,13 +83,14 @@ class StoreAtEnd:
         note += f"; {len(held_back)} not written, because the test may be a renamed one that grew" if held_back else ""
         left_out = changes.times_left_out
         if left_out:
-            note += f"; {len(left_out)} without {'its' if len(left_out) == 1 else 'their'} times: {left_out[0]}"
+            note += f"; {not_compared_with(len(left_out), left_out[0])}"
         if reason is not None:
             note += f"; the reason is kept with {sum(entry.reason == reason for entry in changes.entries.values())}"
+        as_before = len(changes.measured) - len(changes.entries)
         said = [
             (
                 f"store: {counted(len(changes.entries), 'baseline')} written ({mode}), "
-                f"{len(changes.measured) - len(changes.entries)} left as they were{note}"
+                f"{counted(as_before, 'left as it was', 'left as they were')}{note}"
             )
         ]
         return [*said, *([f"store: {unlocked}"] if unlocked is not None else []), *_no_longer_measured(results)]
@@ -99,13 +110,17 @@ class StoreAtEnd:
         )
         return (unused_line(gone),) if gone else ()
 
-    def stored(self, results: list[TestResult]) -> Stored:
-        """Return what a merged report needs to know of the store: a shard alone does not know what is unused."""
+    def stored(self, results: list[TestResult], functions: Sequence[str]) -> Stored:
+        """Return what a merged report needs to know of the store: a shard alone does not know what is unused.
+
+        ``functions`` is pytest's setting ``python_functions``.
+        """
         if not (self.settings.baseline or self.settings.update):
             return Stored()
         slugs = self._compared_slugs(results)
         keys = [entry for slug in sorted(slugs) for entry in self.store.keys(slug)]
-        return Stored(tuple(keys), frozenset(key.file for _, key in keys if not self._exists(key.file)))
+        gone = frozenset(key.file for _, key in keys if not self._exists(key.file))
+        return Stored(tuple(keys), gone, tuple(functions))
 
     def of_other_devices(self, others: Collection[tuple[str, str]]) -> list[str]:
         """Return a sentence for a session without a measured test if ``others``, given as (file, test), have baselines."""
@@ -114,7 +129,7 @@ class StoreAtEnd:
         if not slugs:
             return []
         (file, test), *more = sorted(slugs)
-        count = "1 test has" if not more else f"{len(slugs)} tests have"
+        count = counted(len(slugs), "test has", "tests have")
         return [
             (
                 f"nothing was gated: no measured test was selected, and {count} baselines of other devices "
@@ -137,11 +152,11 @@ def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
     if not tests:
         return []
     first = tests[0]
-    count = "1 test has" if len(tests) == 1 else f"{len(tests)} tests have"
+    count = counted(len(tests), "test has", "tests have")
     mend = f"mark it again, or remove them with `{command_name()} prune {first.nodeid}`"
     return [
         (
-            f"store: {count} baselines here and {'is' if len(tests) == 1 else 'are'} not measured any more "
+            f"store: {count} baselines here and {agreeing(len(tests), 'is', 'are')} not measured any more "
             f"({first.nodeid}{', ...' if len(tests) > 1 else ''}); no update changes them: "
             f"{mend if first.unmeasured == NOT_MARKED else first.unmeasured}"
         )

@@ -151,6 +151,20 @@ def number_of_items(items: object) -> float:
     raise ValueError(f"items={items!r}: write what one step works on as a finite number above zero")
 
 
+def number_of_steps(steps: object, least: int, why: str) -> int:
+    """Return ``steps``, a whole number.
+
+    Raises:
+        TypeError: It is something else, for example the list of a loop's batches.
+        ValueError: There are fewer than ``least``. The message ends with ``why``.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, Integral):
+        raise TypeError(f"steps is a {type(steps).__name__}, and must be a whole number, {least} or more: {why}")
+    if steps < least:
+        raise ValueError(f"steps={steps}: {why}")
+    return int(steps)
+
+
 def _tokens_in(batch: object) -> int | None:
     for tensor in tensors_in(batch):
         dtype, shape = dtype_and_shape(tensor)

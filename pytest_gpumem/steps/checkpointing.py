@@ -12,6 +12,7 @@ from pytest_gpumem.step_config.checkpoint_kinds import each_alone
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.segments import Segment
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a
+from pytest_gpumem.units import agreeing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -199,7 +200,7 @@ def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int]
     lists = repeated_blocks(model, config.blocks)
     name = class_name(type(model))
     looked = f"blocks={config.blocks} names" if config.blocks else f"the blocks of {name} were taken to be"
-    held = "its members" if len(lists) == 1 else "their members"
+    held = agreeing(len(lists), "its members", "their members")
     found = f"{looked} the members of {described(lists)}, and its forward calls none of {held}"
     running = pattern_of_called(model, called)
     if running is None:

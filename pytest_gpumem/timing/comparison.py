@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.timing.intervals import ratio_of_pairs, ratio_to_runs
 from pytest_gpumem.timing.validity import percent
+from pytest_gpumem.units import agreeing, counted
 from pytest_gpumem.values.interference import PACE, Slowed
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
     the normal distribution.
     """
     shown = _compared_pairs(pairs)
-    known = f"as far as {len(shown)} pairs of runs tell"
+    known = f"as far as {counted(len(shown), 'pair of runs tells', 'pairs of runs tell')}"
     most = MOST_UNKNOWN_IN_TURNS * tolerance
     seconds, cycles = _seconds_and_cycles([(base.counted, head.counted) for base, head in shown])
     if len(pairs) < FEWEST_PAIRS:
@@ -203,7 +204,7 @@ def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
 
 def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     runs = len(baseline.seconds)
-    known = "as far as a single run tells" if runs == 1 else f"as far as {runs} runs tell"
+    known = agreeing(runs, "as far as a single run tells", f"as far as {runs} runs tell")
 
     this = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.units import agreeing
 from pytest_gpumem.values.interference import Slowed
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _compiled(before: Conditions, after: Conditions) -> str | None:
     graphs = increase(before.graphs, after.graphs)
     if not graphs:
         return None
-    return "a graph was compiled meanwhile" if graphs == 1 else f"{graphs} graphs were compiled meanwhile"
+    return agreeing(graphs, "a graph was compiled meanwhile", f"{graphs} graphs were compiled meanwhile")
 
 
 def increase(before: int | None, after: int | None) -> int:
@@ -142,7 +143,7 @@ def _other_processes(before: Conditions, after: Conditions) -> str | None:
     number = other_processes(before, after)
     if not number:
         return None
-    return "another process used the GPU, too" if number == 1 else f"{number} other processes used the GPU, too"
+    return agreeing(number, "another process used the GPU, too", f"{number} other processes used the GPU, too")
 
 
 def _waited(before: Conditions, after: Conditions) -> str | None:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pytest_gpumem.units import agreeing
+
 DECIDED = "an uncomputed value decided a branch"
 """Prefix of a note that fails a test in strict mode: another value might have taken more memory, or less."""
 _MOST_LINES = 5
@@ -36,7 +38,7 @@ class UnknownReads:
         others = {line: times for line, times in self.other.items() if line not in self.decided}
         if others:
             count = sum(others.values())
-            values = "an uncomputed value was" if count == 1 else f"{count} uncomputed values were"
+            values = agreeing(count, "an uncomputed value was", f"{count} uncomputed values were")
             found.append(f"{values} read at {_listed(others)}")
         found += [
             f"routing={word} is assumed of choices that are not computed, read at {line}"

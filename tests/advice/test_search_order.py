@@ -13,7 +13,7 @@ from pytest_gpumem.advice.search_order import (
     next_config,
     recommended,
 )
-from pytest_gpumem.models.task import INFERENCE
+from pytest_gpumem.models.task import INFERENCE, TRAINING
 from pytest_gpumem.step_config.config import StepConfig
 
 
@@ -72,6 +72,41 @@ def test_what_is_slow_on_a_card_is_measured_and_neither_carried_on_nor_enough():
     for config in search.over(inference, 800, None):
         inference.append(Tried(config, always_helps(config), slow=slow(config)))
     assert [str(one.config) for one in inference] == ["fp32", "bf16", "bf16,weights=int8"]
+
+
+def search_of(task=TRAINING, configs=(), *, everything=False) -> Search:
+    return Search(800, configs, everything=everything, blocks=None, task=task)
+
+
+@pytest.mark.parametrize(("task", "left_out"), [(TRAINING, "amp-bf16 and bf16"), (INFERENCE, "bf16")])
+def test_a_search_that_ends_with_fp32_names_the_faster_precisions(task, left_out):
+    note = search_of(task).note_on_faster([Tried(START, 700)], 800)
+    assert note is not None
+    assert note.startswith("the search ended with fp32, the first config that fits, and times are not known: ")
+    assert f": {left_out}, which GPUs with tensor cores compute faster, " in note
+    lower = StepConfig(precision="amp-bf16")
+    then = search_of().note_on_faster(
+        [Tried(START, 900), Tried(lower, 850), Tried(StepConfig.parse("fp32,accumulate=2"), 1)], 800
+    )
+    assert then is not None
+    assert ": bf16, which GPUs with tensor cores compute faster, was not tried; " in then
+
+
+@pytest.mark.parametrize(
+    ("search", "tried", "limit"),
+    [
+        (search_of(configs=(START,)), [Tried(START, 700)], 800),
+        (search_of(everything=True), [Tried(START, 700)], 800),
+        (search_of(), [Tried(START, 700, 1.0)], 800),
+        (search_of(), [Tried(START, 900)], 800),
+        (search_of(), [Tried(START, 900), Tried(StepConfig(precision="amp-bf16"), 700)], 800),
+        (search_of(), [Tried(START, 700)], None),
+        (search_of(), [], 800),
+    ],
+    ids=["named", "all", "timed", "does not fit", "faster fits", "no limit", "nothing tried"],
+)
+def test_no_note_on_faster_precisions_without_an_early_end(search, tried, limit):
+    assert search.note_on_faster(tried, limit) is None
 
 
 def test_what_is_slow_is_recommended_only_where_nothing_else_fits():

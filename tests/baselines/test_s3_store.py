@@ -22,7 +22,7 @@ def test_a_store_in_a_bucket_is_recorded_gated_and_pruned(project, s3_url):
 
     pruned = project.gpumem("prune", store)
     assert "removed cpu-x86_64: test_it.py::test_gone (call)" in pruned.stdout, pruned.stderr
-    assert "1 of 2 baselines were unused" in pruned.stdout
+    assert "1 of 2 baselines was unused" in pruned.stdout
     assert not project.store.exists()
 
 

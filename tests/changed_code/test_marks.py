@@ -317,6 +317,49 @@ def test_a_statement_that_ended_no_value_is_not_missed(old):
     assert file.changed_at(2) is None
 
 
+def numbers_of(file, number):
+    changed = file.changed_at(number)
+    return None if changed is None else changed.number
+
+
+REPLACED = """\
+def f(self, x):
+    y = self.embed(x)
+    with torch.no_grad():
+        y = self.encode(y)
+        if y.any():
+            y = y * 2
+    return self.head(y)
+"""
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["if True:", "for _ in range(1):", "while self.more():", "try:", "with nullcontext():", "async with other():"],
+)
+def test_another_block_in_place_of_a_with_decides_the_lines_within(head):
+    new = REPLACED.replace("with torch.no_grad():", head)
+    if head == "try:":
+        new = new.replace("    return", "    finally:\n        pass\n    return")
+    file = TwoVersions(REPLACED.split("\n"), new.split("\n"))
+    assert [numbers_of(file, number) for number in range(1, 7)] == [None, None, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("first", ["y = self.encode(y)", "y = self.decode(y)"])
+def test_a_changed_condition_that_replaces_no_with_decides_only_its_own_line(first):
+    old = REPLACED.replace("with torch.no_grad():", "if self.training:")
+    new = old.replace("if self.training:", "if x.any():").replace("y = self.encode(y)", first)
+    file = TwoVersions(old.split("\n"), new.split("\n"))
+    changed = [number for number in range(1, 8) if file.changed_at(number)]
+    assert changed == [3, *([4] if "decode" in first else [])]
+
+
+def test_a_with_that_is_replaced_and_whose_first_line_changes_still_decides_the_others():
+    new = REPLACED.replace("with torch.no_grad():", "if True:").replace("self.encode(y)", "self.decode(y)")
+    file = TwoVersions(REPLACED.split("\n"), new.split("\n"))
+    assert [numbers_of(file, number) for number in (3, 4, 5, 6, 7)] == [3, 4, 3, 3, None]
+
+
 def test_a_marker_of_pytest_changes_nothing_in_its_test():
     text = "@pytest.mark.gpumem(max_gb=1)\ndef test_it(x):\n    x.step()\n"
     assert TwoVersions(text.split("\n"), text.replace("=1", "=2").split("\n")).changed_at(3) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -96,7 +97,8 @@ def test_a_table_of_cards_says_which_config_fits_and_which_card_has_no_kernels(p
     done = processes.gpumem("advise", "hf:model", "--batch", "2x1024", "--config", "fp32", "--config", "bf16", *cards)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "hf:model: LlamaForCausalLM, random weights; training, batch 2x1024"
+    title = r"hf:model: LlamaForCausalLM, random weights, [\d.]+ M parameters, \d+ layers(, published in \w+)?; training, batch 2x1024"
+    assert re.fullmatch(title, lines[0])
     table = next(n for n, line in enumerate(lines) if line.startswith("card "))
     assert lines[table].split() == ["card", "fp32", "bf16"]
     of_v100 = next(line for line in lines[table + 1 : table + 5] if line.startswith("V100 16GB (16.38 GB) "))

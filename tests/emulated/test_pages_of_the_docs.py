@@ -11,12 +11,11 @@ from tests.pages import blocks_of
 PAGES = (
     "README.md",
     "docs/ci.md",
-    "docs/guide/start.md",
-    "docs/guide/relations.md",
+    *(f"docs/guide/{name}.md" for name in ("matrix", "relations", "scripts-and-loops", "start", "steps")),
     *(f"docs/migrate/{name}.md" for name in ("asserts", "golden-numbers", "pytest-benchmark", "pytest-memray")),
 )
-LEFT_OUT = ("conftest.py", "test_mlp.py")
-"""The rule for a suite, which is of all files beside it, and the README's, whose model is to be on the CPU."""
+RULE = "conftest.py"
+"""A rule for a suite, which would also hold for the files of other pages."""
 RELATIONS, GRADIENTS = "test_relations_relations.py", "test_checkpointing_learns_the_same"
 BEFORE = ("test_asserts_before.py", "test_golden_numbers_before.py")
 """Files of tests that run without the plugin."""
@@ -32,7 +31,7 @@ def files(tmp_path):
         for block in blocks_of(page):
             if block.language != "python" and not (block.title or "").endswith(".json"):
                 continue
-            if not block.title or block.title in LEFT_OUT or block.title == OTHERS_TOOL.get(stem):
+            if not block.title or block.title == RULE or block.title == OTHERS_TOOL.get(stem):
                 continue
             name = block.title.replace("test_", f"test_{stem.replace('-', '_')}_", 1)
             assert name == block.title or not (tmp_path / name).exists()
@@ -47,6 +46,8 @@ def test_the_first_pages_measure_all_their_tests_on_a_gpu_within_budget(processe
     assert {
         line.partition(" ")[0] for line in done.stdout.splitlines() if line.startswith("test_") and " new" in line
     } >= {
+        "test_README_mlp.py::test_forward",
+        "test_README_mlp.py::test_train_step",
         "test_start_generate.py::TestInference::test_many",
         "test_asserts_after.py::test_forward",
     }

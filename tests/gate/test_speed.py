@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_gpumem.gate.baseline import Baseline, Budget
-from pytest_gpumem.gate.speed import idle_slowdown, idle_throughput, judge_step_time, judge_throughput
+from pytest_gpumem.gate.speed import (
+    idle_slowdown,
+    idle_throughput,
+    judge_step_time,
+    judge_throughput,
+    update_that_adds_time,
+)
 from pytest_gpumem.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.measurement import Environment, Measurement, Workload
 from pytest_gpumem.metrics import Tolerance
@@ -117,6 +125,18 @@ def test_a_baseline_without_times_is_nothing_to_compare_with_and_the_verdict_say
     reason = "no baseline of time yet: --gpumem-update=new adds it"
     assert verdict == MetricVerdict("step_time", Outcome.NEW, 1.0, reason=reason)
     assert not verdict.gated
+
+
+@pytest.mark.parametrize(("machine", "mode"), [(HERE, "new"), (THERE, "all")])
+def test_a_stored_time_that_is_not_compared_with_is_told_and_one_update_named(machine, mode):
+    only_shown = replace(stored(machine=machine), metrics={"step_time": 2.0})
+    verdict = judge_step_time(measured(1.0), ASKED, only_shown, TOLERANCE)
+    assert verdict.reason is not None
+    assert verdict.reason.startswith(
+        "no baseline of time yet: the stored time is only shown, because its run was disturbed; "
+    )
+    assert f"--gpumem-update={mode} " in verdict.reason
+    assert update_that_adds_time(verdict) == mode
 
 
 # Against a budget of throughput

@@ -311,6 +311,17 @@ def test_a_test_with_any_name_is_accounted_for_as_each_test_is(key):
     assert in_no_report([shard(measured(), stored=Stored((("h100", key),)))]) == [("h100", key)]
 
 
+def test_a_loop_in_a_test_whose_name_python_functions_allows_is_no_script():
+    key = ("h100", Key("c.py", "check_it", "loop"))
+    for functions, lost in ((("test",), []), (("check_*",), [key]), (("test", "check"), [key])):
+        one = shard(measured(), stored=Stored((key,), functions=functions))
+        again = from_json(to_json(one), "shard.json")
+        assert again.stored.functions == functions
+        assert in_no_report([again]) == in_no_report([merged([again])]) == lost
+    mixed = [shard(measured(), stored=Stored((key,), functions=(name,))) for name in ("test", "check")]
+    assert merged(mixed).stored.functions == ("check", "test")
+
+
 def test_a_budget_that_holds_a_test_of_one_shard_is_not_idle():
     idle, holding = shard(selection=Selection(idle_budgets=("b", "a"))), shard(selection=Selection(idle_budgets=("b",)))
     assert merged([idle, holding]).selection.idle_budgets == ("b",)

@@ -234,8 +234,9 @@ IN_REFERENCE = output("docs/reference.md", "gpumem: 12 gated")
 
 def test_the_line_in_the_reference_is_that_of_such_tests():
     foreign = verdict_of(Outcome.FOREIGN, elsewhere=("NVIDIA A100-SXM4-80GB",))
-    judged = [Outcome.OVER_BUDGET, Outcome.REGRESSED, *[Outcome.IMPROVED] * 2, *[Outcome.NEW] * 3]
-    line = accounting(results(*[OK] * 8, *map(verdict_of, judged), foreign, FAILED))
+    judged = [Outcome.OVER_BUDGET, Outcome.REGRESSED, *[Outcome.IMPROVED] * 2, *[Outcome.NEW] * 2]
+    held = verdict_of(Outcome.NEW, budget=1)
+    line = accounting(results(*[OK] * 7, *map(verdict_of, judged), held, foreign, FAILED))
     assert IN_REFERENCE.text == f"{line}\n"
 
 
@@ -259,7 +260,8 @@ def test_one_line_accounts_for_every_class_of_tests():
         )
     )
     assert line == (
-        "gpumem: 11 gated, 2 over budget, 1 regressed, 2 improved, 1 uncertain, 3 new, 1 stale, "
+        "gpumem: 11 gated, 2 over budget, 1 regressed, 2 improved, 1 uncertain, 3 new, "
+        "1 stale (the baseline is of another workload: --gpumem-update=all replaces it), "
         "2 foreign (NVIDIA A100, NVIDIA B200), 3 unmeasured (it was skipped; no CUDA device), "
         "1 recorded (no budget, and no --gpumem-baseline), 1 failed by itself"
     )
@@ -306,8 +308,13 @@ def test_of_many_reasons_two_are_told():
     assert line == "gpumem: 0 gated, 4 unmeasured (reason a; reason b; ...)"
 
 
-def test_a_test_within_its_budget_that_has_no_baseline_counts_as_gated_and_as_new():
-    assert accounting(results(verdict_of(Outcome.NEW, budget=1))) == "gpumem: 1 gated, 1 new"
+@pytest.mark.parametrize("outcome", [Outcome.NEW, Outcome.FOREIGN])
+def test_tests_without_a_baseline_that_have_a_budget_are_told_as_counted_twice(outcome):
+    held, without = verdict_of(outcome, budget=1), verdict_of(outcome)
+    assert accounting(results(held)) == f"gpumem: 1 gated, 1 {outcome.words} (also gated)"
+    assert accounting(results(held, held)) == f"gpumem: 2 gated, 2 {outcome.words} (also gated)"
+    assert accounting(results(held, held, without)) == f"gpumem: 2 gated, 3 {outcome.words} (2 also gated)"
+    assert accounting(results(without, without)) == f"gpumem: 0 gated, 2 {outcome.words}"
 
 
 ANY_VERDICT = (

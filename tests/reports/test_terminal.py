@@ -324,7 +324,7 @@ def test_of_very_many_the_first_are_told_unless_all_are_asked_for():
     measured = measured_in([explained(f"test_{number}") for number in range(MOST_COMPOSITIONS + 2)])
     short = piece_lines(compositions(measured, "si", everything=False))
     assert sum("at the peak" in line for line in short) == MOST_COMPOSITIONS
-    assert short[-2] == "... and 2 more; -v shows them all"
+    assert short[-2] == "... and 2 more; -v shows all"
     assert (
         sum("at the peak" in line for line in piece_lines(compositions(measured, "si", everything=True)))
         == MOST_COMPOSITIONS + 2

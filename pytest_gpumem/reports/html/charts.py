@@ -106,7 +106,7 @@ def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
     clock, unit = _unit_of_seconds(max(drawn))
     return {
         "kind": "rounds",
-        "label": f"Step time of {count} rounds: median {format_seconds(times.median)}{against}.",
+        "label": f"Step time of {counted(count, 'round')}: median {format_seconds(times.median)}{against}.",
         "unit": unit,
         "baseline": None if baseline is None else _short(baseline / clock),
         "samples": [_sample(sample, clock) for sample in times.samples],
@@ -147,7 +147,7 @@ def matrix_chart(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> di
     named = ", ".join(str(point["config"]) for point in points if point["efficient"])
     return {
         "kind": "matrix",
-        "label": f"Saving against cost of {len(points)} configs of {visible(title)}. No other one beats {named}.",
+        "label": f"Saving against cost of {counted(len(points), 'config')} of {visible(title)}. No other one beats {named}.",
         "first": visible(first.config),
         "points": points,
     }
