@@ -64,8 +64,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
             raise click.ClickException(
                 f"the store seems to belong to another project: {these} below {root}; nothing was removed. Run "
                 f"{command_name()} prune in the root directory of the tests, or name it with --rootdir; if the tests are "
-                "gone, remove the store's "
-                "files by hand"
+                "gone, remove the store's files by hand"
             )
         selection = session.selection
         if collected.names_tests:
