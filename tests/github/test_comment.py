@@ -419,7 +419,7 @@ def test_a_run_that_github_does_not_have_is_an_error(other, github):
 
 BROKEN = {
     "missing": (None, "'gpumem.json' does not exist"),
-    "cut off": ('{"format": 1', "it is cut off after 1 lines"),
+    "cut off": ('{"format": 1', "it is cut off after 1 line;"),
     "of another program": ("[]", "it is JSON, but not a report of pytest-gpumem"),
     "that mentions somebody": ('{"format": "@maintainer", "terms": {}}', "<span>@</span>maintainer"),
     "nested": ("[" * 100_000, "it is nested too deeply for a report"),
