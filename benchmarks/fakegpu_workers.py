@@ -21,7 +21,7 @@ SIZES = {"Qwen3.5-0.8B": "qwen3_5_0_8b", "Qwen3.5-2B": "qwen3_5_2b"}
 published."""
 GPUS = {"RTX PRO 5000 72GB Blackwell": "rtxpro6000", "RTX 3090 Ti": "rtx3090"}
 """The known GPUs of the same architecture."""
-LONGEST = 900
+LONGEST = 3600
 """Seconds that a worker may take."""
 WORKERS = {"FSDP": "qwen_fsdp_sft_memory_worker", "FSDP2": "qwen_fsdp2_lora_sft_memory_worker"}
 """Workers of several ranks, by the first word of a row's config."""
