@@ -486,7 +486,7 @@ def test_with_a_named_store_nothing_of_the_project_is_read_or_run(grown):
     (grown.path / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "-p a_plugin"\n[tool.gpumem]\nstore = 3\n'
     )
-    refused(grown, "pytest cannot be started here", code=2)
+    refused(grown, "[tool.gpumem]: store is 3, expected a string", code=2)
     accept("report.json", "test_a", "--store", "gpumem-baselines")
     assert peaks(grown)["test_a"] == 8_000_000
     refused(grown, "--store is empty", "--store", "", code=2)

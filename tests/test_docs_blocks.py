@@ -33,6 +33,7 @@ NOT_RUN = {
     "gpumem ab main --setup": MINUTES,
     "gpumem ab --base-with": INDEX,
     "gpumem bisect --package transformers": INDEX,
+    "gpumem merge shard-*.json --report - |": "a pipe of a shell; tests/test_streams.py",
     "gpumem bisect --good v1.2": "runs pytest in eight processes; tests/bisect",
     "pip install": INDEX,
     "python -m venv": INDEX,

@@ -132,7 +132,7 @@ def test_after_ctrl_c_what_was_found_is_told(ran):
     comes["l4"] = Stopped(signal.SIGINT)
     result = fit("--device", "h100", "--device", "l4", "train.py")
     assert result.exit_code == 130
-    assert "interrupted: 1 of 2 GPUs were tried" in result.stderr
+    assert "interrupted: 1 of 2 GPUs was tried" in result.stderr
     assert result.stdout.splitlines()[-1] == "needs 1.00 GB reserved (emulated): fits H100 80GB"
     comes["h100"] = Stopped(signal.SIGINT)
     result = fit("--device", "h100", "train.py")
@@ -304,7 +304,7 @@ def test_programs_get_json_alone_on_standard_output(ran):
     [
         ((), "Missing argument"),
         (("--gpus", "l4", "train.py"), "no such option: --gpus"),
-        (("--device", "l5", "train.py"), "did you mean 'emulated:l4'?"),
+        (("--device", "l5", "train.py"), "did you mean 'l4'?"),
         (("--steps", "0", "train.py"), "0 is not in the range"),
     ],
 )

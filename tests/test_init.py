@@ -414,7 +414,7 @@ def test_a_folder_below_the_root_is_set_up_alone(repository, monkeypatch):
     monkeypatch.chdir(project.path / "pkg")
     done = init("--yes")
     assert done.exit_code == 0, done.output
-    assert f"{project.path / 'pkg'}: 1 of 2 tests run models" in done.output
+    assert f"{project.path / 'pkg'}: 1 of 2 tests runs models" in done.output
     assert '+    "pkg/test_model.py",' in done.output
     assert "other/" not in done.output
     step = read_yaml((project.path / WORKFLOW).read_text())["jobs"]["gpumem"]["steps"][-1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_gpumem.gate.difference import Change, Difference, difference, with_changed_lines
+from pytest_gpumem.gate.difference import CHANGED_LINE, Change, Difference, difference, with_changed_lines
 from pytest_gpumem.gate.smaller_rows import MOST_ALTERNATIVES
 from pytest_gpumem.values.composition import REST, Composition, Row, merged
 from pytest_gpumem.values.module_calls import Calls
@@ -175,23 +175,28 @@ def test_a_row_that_the_sum_has_no_room_for_is_named_beside_whatever_is_listed(l
 # Lines that changed
 
 
+def marking(has_changed):
+    """Return what marks rows that have changed."""
+    return lambda each: CHANGED_LINE if has_changed(each) else ""
+
+
 def test_the_alternative_at_a_changed_line_is_the_row_that_grew():
-    found = with_changed_lines(grown(LAST_HIDDEN), lambda each: each.site == "last_hidden.py:1")
+    found = with_changed_lines(grown(LAST_HIDDEN), marking(lambda each: each.site == "last_hidden.py:1"))
     assert found.changes == (Change(None, LAST_HIDDEN, "changed line"),)
 
 
 def test_alternatives_at_changed_lines_are_all_that_remain():
-    found = with_changed_lines(grown(LAST_HIDDEN, row("more", 25 * MB)), lambda each: "to_v" not in each.site)
+    found = with_changed_lines(grown(LAST_HIDDEN, row("more", 25 * MB)), marking(lambda each: "to_v" not in each.site))
     (change,) = found.changes
     assert {each.module for each in change.alternatives} == {"layers.*.last_hidden", "layers.*.more"}
-    assert with_changed_lines(found, lambda _: False) == found
+    assert with_changed_lines(found, marking(lambda _: False)) == found
 
 
 def test_an_alternative_that_is_less_or_more_than_the_growth_leaves_the_rest():
     larger = Change(Row("activation", 30, operator=REST), Row("activation", 40, operator=REST), "", (row("a", 15),))
     smaller = larger._replace(alternatives=(row("a", 4),))
     for change, before, changes in ((larger, 5, 1), (smaller, 0, 2)):
-        found = with_changed_lines(Difference(30, 40, (change,)), lambda _: True)
+        found = with_changed_lines(Difference(30, 40, (change,)), marking(lambda _: True))
         assert found.changes[0].row.module == "layers.*.a"
         assert (found.changes[0].before.nbytes if found.changes[0].before else 0) == before
         earlier = "changed line; among smaller rows in the baseline"

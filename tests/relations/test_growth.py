@@ -269,7 +269,7 @@ def test_the_kinds_that_hold_most_are_said_first_and_the_rest_is_counted():
 
 def test_where_tensors_explain_everything_nothing_more_is_said():
     assert growth_text(40, 1, [torch.zeros(10)]) == (
-        "memory grows: 40 B a step, 40 B in 1 steps\n  kept: 1 x float32[10], 40 B"
+        "memory grows: 40 B a step, 40 B in 1 step\n  kept: 1 x float32[10], 40 B"
     )
 
 
