@@ -67,10 +67,10 @@ class ChangedCode:
 
         Example: ``changed line``, or ``changed line: `del hidden` is gone``.
         """
-        found = self._innermost(place)
-        if not found:
+        changed = self._innermost(place)
+        if not changed:
             return ""
-        removed = {one.removed for one in found.values()}
+        removed = {line.removed for line in changed.values()}
         return f"{CHANGED_LINE}: `{removed.pop()}` is gone" if len(removed) == 1 and all(removed) else CHANGED_LINE
 
     def is_own(self, place: Place) -> bool:

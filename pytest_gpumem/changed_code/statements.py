@@ -72,7 +72,7 @@ class TwoVersions:
         result, and the new one does not. Otherwise a changed ``with`` around the line counts, another block in its place, or a
         changed decorator on its function. Example: ``@torch.no_grad()`` decides which tensors the function keeps.
         """
-        statements = [one for one in self._statements if one.first <= number <= one.last]
+        statements = [statement for statement in self._statements if statement.first <= number <= statement.last]
         innermost = max(statements, default=_Statement(number, number))
         if self._differs(innermost.first, innermost.last):
             return ChangedLine(number)
@@ -100,12 +100,12 @@ class TwoVersions:
     @cached_property
     def _statements(self) -> list[_Statement]:
         """All statements. A compound statement ends before its body."""
-        found = []
+        statements = []
         for node in self._nodes:
             body: list[ast.stmt] = getattr(node, "body", [])
             last = _first(body[0]) - 1 if body else node.end_lineno or node.lineno
-            found.append(_Statement(node.lineno, last, tuple(_bound(node))))
-        return found
+            statements.append(_Statement(node.lineno, last, tuple(_bound(node))))
+        return statements
 
     @cached_property
     def _longer_lived(self) -> dict[str, dict[str, str]]:
@@ -114,10 +114,10 @@ class TwoVersions:
         Each has the statement of the old version that ended the value: ``{"Net.forward": {"hidden": "del hidden"}}``.
         """
         old = {name: _ends_of_values(node) for name, node in _functions(_parsed(self.old))}
-        now = {name: _ends_of_values(node) for name, node in self._functions.items() if name in old}
+        new = {name: _ends_of_values(node) for name, node in self._functions.items() if name in old}
         return {
             function: {name: old[function][name] for name, end in ends.items() if not end and old[function].get(name)}
-            for function, ends in now.items()
+            for function, ends in new.items()
         }
 
     @cached_property
@@ -127,7 +127,7 @@ class TwoVersions:
     @cached_property
     def _blocks(self) -> list[_Block]:
         """Blocks with a changed head."""
-        found = [
+        blocks = [
             _Block(ChangedLine(node.lineno), node.lineno, node.end_lineno or node.lineno)
             for node in self._nodes
             if isinstance(node, _Blocks)
@@ -137,12 +137,12 @@ class TwoVersions:
         before = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
         # A removed decorator leaves no line, so the function's first line stands for it.
         for name, node in self._functions.items():
-            now = _decorators(node)
-            then = before.get(name, now)
-            if then != now:
-                removed = next((f"@{text}" for text in then if text not in now), "")
-                found.append(_Block(ChangedLine(_first(node), removed), node.lineno, node.end_lineno or node.lineno))
-        return found
+            decorators = _decorators(node)
+            earlier = before.get(name, decorators)
+            if earlier != decorators:
+                removed = next((f"@{text}" for text in earlier if text not in decorators), "")
+                blocks.append(_Block(ChangedLine(_first(node), removed), node.lineno, node.end_lineno or node.lineno))
+        return blocks
 
     def _was_in_with(self, body: Sequence[ast.stmt]) -> bool:
         """Return whether a statement of a block is one that stood in a ``with`` of the old file."""
@@ -185,19 +185,19 @@ def _bound(node: ast.AST) -> Iterator[str]:
 
 def _ends_of_values(function: _Function) -> dict[str, str]:
     """Return the last statement that ends the first value of each name: ``{"hidden": "del hidden"}``; empty if none does."""
-    found: dict[str, str] = {}
+    ends: dict[str, str] = {}
     statements = (node for node in ast.walk(function) if isinstance(node, ast.stmt))
     for node in sorted(statements, key=lambda node: node.lineno):
         if isinstance(node, ast.Delete):
-            found.update({name: f"del {name}" for name in map(ast.unparse, node.targets) if name in found})
+            ends.update({name: f"del {name}" for name in map(ast.unparse, node.targets) if name in ends})
             continue
         is_none = isinstance(node, ast.Assign) and ast.unparse(node.value) == "None"
         for name in _bound(node):
-            if name in found:
-                found[name] = ast.unparse(node).partition("\n")[0]
+            if name in ends:
+                ends[name] = ast.unparse(node).partition("\n")[0]
             elif not is_none:
-                found[name] = ""
-    return found
+                ends[name] = ""
+    return ends
 
 
 def _decorators(node: _Function) -> list[str]:
