@@ -72,7 +72,9 @@ class WithBlock(AbstractContextManager[_T]):
         )
 
     def __iter__(self) -> NoReturn:
-        raise TypeError(NOT_ITERABLE if self._method == "loop" else f"gpumem.{self._method}() is for a `with` statement")
+        raise TypeError(
+            NOT_ITERABLE if self._method == "loop" else f"gpumem.{self._method}() is for a `with` statement"
+        )
 
 
 class Gpumem:

@@ -181,8 +181,14 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
             "gpumem.loop().callback()",
             "callback is of what gpumem.loop() gives to a with block: `with gpumem.loop() as it:`*",
         ),
-        ("[step for step in gpumem.loop()]", "TypeError: gpumem.loop() runs no steps itself: *`with gpumem.loop() as training:`*"),
-        ("for step in gpumem.loop().__enter__(): pass", "TypeError: gpumem.loop() runs no steps itself: *step_ended()*"),
+        (
+            "[step for step in gpumem.loop()]",
+            "TypeError: gpumem.loop() runs no steps itself: *`with gpumem.loop() as training:`*",
+        ),
+        (
+            "for step in gpumem.loop().__enter__(): pass",
+            "TypeError: gpumem.loop() runs no steps itself: *step_ended()*",
+        ),
         ("gpumem.loop().__enter__().step()", "gpumem.loop() gives no 'step'; did you mean 'step_ended'?"),
         ("for item in gpumem.track(): pass", "TypeError: gpumem.track() is for a `with` statement"),
         ("gpumem.track('a').measurement", "measurement is of what gpumem.track() gives to a with block*"),
