@@ -30,8 +30,8 @@ _LEAST = (
     "`with gpumem.loop() as training:`"
 )
 NOT_ITERABLE = (
-    "gpumem.loop() runs no steps itself: write the loop as it is into the body of `with gpumem.loop() as training:`. A step ends "
-    "with optimizer.step(), or with training.step_ended() where there is no optimizer"
+    "gpumem.loop() runs no steps itself: write the loop as it is into the body of `with gpumem.loop() as training:`. A step "
+    "ends with optimizer.step(), or with training.step_ended() where there is no optimizer"
 )
 
 
