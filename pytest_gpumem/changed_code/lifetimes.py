@@ -1,7 +1,7 @@
 """Lifetimes of the values that a function's names have. Pure.
 
-A value ends at ``del hidden``, at ``hidden = None``, or if the name is bound again. A function without such a statement does not
-always keep the value longer. For example, ``return down(hidden)`` frees ``hidden`` as early as ``hidden = down(hidden)`` does.
+A value ends at ``del hidden``, at ``hidden = None``, or if the name is bound again. Without such a statement it may still end
+as early: ``return down(hidden)`` frees it when ``hidden = down(hidden)`` does.
 """
 
 from __future__ import annotations

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 _PATIENCE = 180.0
 """Seconds after which a process that looks is given up; compiling the stand-ins takes some."""
-_RUN_MODULE = "import sys; sys.path[:] = filter(None, sys.path); import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+_RUN_MODULE = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+)
 """Runs a module as ``-m`` does, but not from the current folder, in which a stranger may have put a ``torch.py``."""
 
 
