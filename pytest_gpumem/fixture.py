@@ -16,7 +16,7 @@ from pytest_gpumem.relations.gradients import assert_same_gradients
 from pytest_gpumem.relations.growth import assert_no_growth
 from pytest_gpumem.relations.state import state_of
 from pytest_gpumem.runtest.loading import Loading, load
-from pytest_gpumem.runtest.stepping import MeasuredLoop
+from pytest_gpumem.runtest.stepping import NOT_ITERABLE, MeasuredLoop
 from pytest_gpumem.step_config.config import AXES, StepConfig, as_config
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.function import prepared_function
@@ -69,6 +69,11 @@ class WithBlock(AbstractContextManager[_T]):
         call = f"gpumem.{self._method}()"
         raise AttributeError(
             f"{name} is of what {call} gives to a with block: `with {call} as it:`, and then it.{name}"
+        )
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            NOT_ITERABLE if self._method == "loop" else f"gpumem.{self._method}() is for a `with` statement"
         )
 
 

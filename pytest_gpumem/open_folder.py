@@ -116,7 +116,7 @@ class OpenFolder:
             also_before: Whether others must not have been able to write to it, because files in it are loaded or run.
 
         Raises:
-            OSError: The folder belongs to another user, or others could write to it.
+            OSError: The folder belongs to another user, or others could write to it and it is not empty.
         """
         if self._descriptor is None or not hasattr(os, "getuid"):
             return
@@ -124,10 +124,14 @@ class OpenFolder:
         mode = stat.S_IMODE(status.st_mode)
         if status.st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "the folder belongs to another user", str(self.path))
-        if also_before and mode & 0o022:
+        could_write = also_before and mode & 0o022
+        if could_write and os.listdir(self._descriptor):  # noqa: PTH208 - a descriptor
             raise PermissionError(errno.EPERM, "other users can write to the folder", str(self.path))
         if mode & 0o077:
             os.fchmod(self._descriptor, 0o700)
+        if could_write and os.listdir(self._descriptor):  # noqa: PTH208 - a descriptor
+            os.fchmod(self._descriptor, mode)
+            raise PermissionError(errno.EPERM, "other users can write to the folder", str(self.path))
 
     def refuse_others_file(self, name: str) -> None:
         """Raise ``OSError`` if ``name`` belongs to another user."""

@@ -16,6 +16,9 @@ from pytest_gpumem.open_folder import open_folder, private_folder
 VARIABLE = "GPUMEM_CACHE"
 """Environment variable that names the folder, in place of the one in the user's cache."""
 
+_KEPT = ("bisections", "emulation", "environments", "torchinductor")
+"""The names of the folders in the cache."""
+
 
 class CacheRefused(Exception):
     """A folder of the cache may hold files of others; the message is a sentence with the remedy."""
@@ -48,7 +51,7 @@ def make_own(folder: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise CacheRefused(
-            f"the cache {root} is not used: {error.strerror}; set {VARIABLE} to a folder of your own"
+            f"the cache {root} is not used: {error.strerror}; set {VARIABLE} to a new folder, or remove this one if it is yours"
         ) from None
 
 
@@ -70,10 +73,16 @@ def check_own(folder: Path) -> None:
 
 
 def clear() -> None:
-    """Remove all that is kept. Raises ``OSError``."""
+    """Remove all that is kept, and no other file: the variable may name a folder that the user has for other things, too.
+
+    Raises:
+        OSError: A file cannot be removed, or the cache is a link, which could lead to anything.
+    """
     root = cache_root()
-    for path in root.iterdir() if root.exists() else ():
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-        else:
-            shutil.rmtree(path)
+    with suppress(FileNotFoundError), open_folder(root.parent, [root.name]):
+        for name in _KEPT:
+            path = root / name
+            if path.is_symlink():
+                path.unlink()
+            elif path.exists():
+                shutil.rmtree(path)

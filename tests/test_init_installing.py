@@ -148,6 +148,22 @@ def test_files_that_name_no_account_are_told_with_what_to_replace():
     assert proposal(there, FoundTests(()), Here(account="me"), None).installs_from_nowhere == ("w.yaml",)
 
 
+def test_files_that_are_there_are_told_by_their_paths_from_the_project_folder():
+    gate, comment = ".github/workflows/gpumem.yml", ".github/workflows/gpumem-comment.yml"
+    text = f"uses: {PLACEHOLDER}/pytest-gpumem/x@v1"
+    found = FoundTests((FoundTest("test_it.py::test_a", True),))
+    project = Project(
+        folder="packages/a b",
+        workflow=gate,
+        workflow_text=text,
+        comment_workflow=comment,
+        comment_workflow_text=text,
+    )
+    made = proposal(project, found, Here(account="me"), None)
+    assert made.installs_from_nowhere == (f"../../{gate}", f"../../{comment}")
+    assert any(note.startswith(f"../../{gate} is there, and is left alone") for note in made.notes)
+
+
 def test_files_name_the_account_that_the_package_is_from():
     made = proposed(account="somebody")
     texts = {edit.path: edit.after for edit in made.edits}

@@ -99,6 +99,19 @@ def test_loop(gpumem):
     assert "flops" not in figures(verdicts, "test_loop")
 
 
+def test_a_loop_without_a_step_to_count_is_told_what_it_needs(loops):
+    result, verdicts = loops(
+        """
+def test_loop(gpumem):
+    with gpumem.loop(6):
+        Training().loop(6)
+"""
+    )
+    result.assert_outcomes(passed=1)
+    said = "not counted: LoopEnded: the loop ended after 6 steps, before all was measured: let it run some more"
+    assert said in notes(verdicts, "test_loop")
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

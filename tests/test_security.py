@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -93,6 +94,16 @@ def test_the_planted_files_are_run_where_the_table_says_so(planted, words):
         settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "theirs"'), encoding="utf-8")
     CliRunner().invoke(main, words)
     assert planted.exists()
+
+
+def test_the_process_that_looks_at_devices_imports_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    ran = tmp_path / "ran"
+    for name in ("torch", "tomllib", "runpy", "json", "numpy"):
+        (tmp_path / f"{name}.py").write_text(PLANTED.format(str(ran)), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    seen = looking.look(["cpu"], os.environ)
+    assert seen.devices[0].environment is not None
+    assert not ran.exists()
 
 
 def test_a_device_of_a_conftest_is_looked_for_only_if_that_is_typed(planted):

@@ -382,7 +382,7 @@ def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     result = gpumem("ab", "--head-with", "tinymodels==1.0", "--", *PLAIN)
     assert result.exit_code == 2, result.output
-    why = f"the cache {tmp_path / 'file' / 'pytest-gpumem'} is not used: Not a directory; set GPUMEM_CACHE to a folder of your own"
+    why = f"the cache {tmp_path / 'file' / 'pytest-gpumem'} is not used: Not a directory; set GPUMEM_CACHE to a new folder, or remove this one if it is yours"
     assert f"tinymodels==1.0 cannot be installed: {why}\n" in result.stderr
 
 

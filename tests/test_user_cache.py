@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from pytest_gpumem import user_cache
 from pytest_gpumem.bisect.journal import journals_folder
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.git import plain_environment
@@ -21,9 +23,6 @@ from pytest_gpumem.requirements.environments import Environments, cache_folder, 
 from pytest_gpumem.requirements.errors import NotInstalled
 from pytest_gpumem.requirements.requirement_set import requirement_set
 from pytest_gpumem.user_cache import CacheRefused, cache_root, check_own, make_own
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="users of this system have no numbers")
 
@@ -47,11 +46,13 @@ def kept(folder: Path) -> Path:
 
 def writable(folder: Path, _monkeypatch) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "libcudart.so.13").touch()
     folder.chmod(0o777)
 
 
 def of_a_group(folder: Path, _monkeypatch) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "libcudart.so.13").touch()
     folder.chmod(0o770)
 
 
@@ -91,13 +92,32 @@ def test_others_are_kept_out_of_a_cache_that_they_could_only_read(cache):
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o775, 0o777])
+def test_an_empty_folder_that_others_could_write_to_is_taken_and_closed(cache, mode):
+    cache.mkdir()
+    # A folder that the user made has such a mode under the umask 002.
+    cache.chmod(mode)
+    make_own(cache / "emulation")
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_another_user_fills_meanwhile_is_refused(cache, monkeypatch):
+    cache.mkdir()
+    cache.chmod(0o777)
+    listed = iter([[], ["libcudart.so.13"]])
+    monkeypatch.setattr("os.listdir", lambda _: next(listed))
+    with pytest.raises(CacheRefused, match="other users can write to the folder"):
+        make_own(cache / "emulation")
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o777
+
+
 def test_a_cache_that_others_may_have_filled_is_refused(cache, plant, monkeypatch):
     plant(cache, monkeypatch)
     with pytest.raises(CacheRefused, match=WHY[plant]) as refused:
         make_own(cache / "emulation")
     assert str(refused.value).startswith(f"the cache {cache} is not used: ")
-    assert str(refused.value).endswith("; set GPUMEM_CACHE to a folder of your own")
-    assert list(cache.iterdir()) == []
+    assert str(refused.value).endswith("; set GPUMEM_CACHE to a new folder, or remove this one if it is yours")
+    assert not (cache / "emulation").exists()
 
 
 @pytest.mark.parametrize("name", ["writable", "of_a_group", "another_users"])
@@ -151,6 +171,30 @@ def test_clearing_removes_everything_that_is_kept_and_follows_no_link(cache, tmp
     for name in ("emulation", "torchinductor", "bisections"):
         make_own(cache / name)
     (cache / "environments").symlink_to(tmp_path / "elsewhere")
+    (cache / "thesis").touch()
     assert CliRunner().invoke(main, ["cache", "--clear"]).exit_code == 0
-    assert list(cache.iterdir()) == []
+    assert list(cache.iterdir()) == [cache / "thesis"]
     assert (tmp_path / "elsewhere" / "file").exists()
+
+
+def test_clearing_a_cache_that_is_a_link_removes_nothing_behind_it(cache, tmp_path):
+    theirs = tmp_path / "home"
+    (theirs / "environments").mkdir(parents=True)
+    cache.symlink_to(theirs)
+    cleared = CliRunner().invoke(main, ["cache", "--clear"])
+    assert cleared.exit_code == 2
+    assert f"{cache} is a symbolic link, which is not followed; remove it" in cleared.output
+    assert (theirs / "environments").exists()
+
+
+def test_clearing_a_cache_that_is_not_there_does_nothing(cache):
+    assert CliRunner().invoke(main, ["cache", "--clear"]).exit_code == 0
+    assert not cache.exists()
+
+
+def test_each_folder_that_is_kept_is_cleared():
+    package = Path(user_cache.__file__).parent
+    named = {
+        name for file in package.rglob("*.py") for name in re.findall(r'cache_root\(\) / "(\w+)"', file.read_text())
+    }
+    assert named == set(user_cache._KEPT)

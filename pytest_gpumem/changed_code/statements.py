@@ -8,6 +8,8 @@ from difflib import SequenceMatcher
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.changed_code.lifetimes import Values, bound
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -69,8 +71,9 @@ class TwoVersions:
         """Return the changed line that decides what a line of the new file does; ``None`` if nothing has changed.
 
         A changed statement is the line itself, and so is a statement whose result lives longer: the old function deleted the
-        result, and the new one does not. Otherwise a changed ``with`` around the line counts, another block in its place, or a
-        changed decorator on its function. Example: ``@torch.no_grad()`` decides which tensors the function keeps.
+        result before it did other work, and the new one does not. Otherwise a changed ``with`` around the line counts, another
+        block in its place, or a changed decorator on its function. Example: ``@torch.no_grad()`` decides which tensors the
+        function keeps.
         """
         statements = [statement for statement in self._statements if statement.first <= number <= statement.last]
         innermost = max(statements, default=_Statement(number, number))
@@ -104,20 +107,21 @@ class TwoVersions:
         for node in self._nodes:
             body: list[ast.stmt] = getattr(node, "body", [])
             last = _first(body[0]) - 1 if body else node.end_lineno or node.lineno
-            statements.append(_Statement(node.lineno, last, tuple(_bound(node))))
+            statements.append(_Statement(node.lineno, last, tuple(bound(node))))
         return statements
 
     @cached_property
     def _longer_lived(self) -> dict[str, dict[str, str]]:
-        """Names whose first value now lives until its function ends, by the function's qualified name.
+        """Names whose first value now lives longer, by the function's qualified name.
 
         Each has the statement of the old version that ended the value: ``{"Net.forward": {"hidden": "del hidden"}}``.
         """
-        old = {name: _ends_of_values(node) for name, node in _functions(_parsed(self.old))}
-        new = {name: _ends_of_values(node) for name, node in self._functions.items() if name in old}
+        old = {name: Values(node) for name, node in _functions(_parsed(self.old)) if name in self._functions}
         return {
-            function: {name: old[function][name] for name, end in ends.items() if not end and old[function].get(name)}
-            for function, ends in new.items()
+            name: values.longer_lived_than(
+                old[name], lambda node: self._differs(node.lineno, node.end_lineno or node.lineno)
+            )
+            for name, values in ((name, Values(node)) for name, node in self._functions.items() if name in old)
         }
 
     @cached_property
@@ -172,32 +176,6 @@ def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Function
             if isinstance(child, _Function):
                 yield name, child
         yield from _functions(child, name)
-
-
-def _bound(node: ast.AST) -> Iterator[str]:
-    """Yield the names and attributes that a statement binds: ``self.cache`` and ``hidden`` for ``self.cache, hidden = ...``."""
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    for target in filter(None, targets):
-        for part in ast.walk(target):
-            if isinstance(part, ast.Name | ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store):
-                yield ast.unparse(part)
-
-
-def _ends_of_values(function: _Function) -> dict[str, str]:
-    """Return the last statement that ends the first value of each name: ``{"hidden": "del hidden"}``; empty if none does."""
-    ends: dict[str, str] = {}
-    statements = (node for node in ast.walk(function) if isinstance(node, ast.stmt))
-    for node in sorted(statements, key=lambda node: node.lineno):
-        if isinstance(node, ast.Delete):
-            ends.update({name: f"del {name}" for name in map(ast.unparse, node.targets) if name in ends})
-            continue
-        is_none = isinstance(node, ast.Assign) and ast.unparse(node.value) == "None"
-        for name in _bound(node):
-            if name in ends:
-                ends[name] = ast.unparse(node).partition("\n")[0]
-            elif not is_none:
-                ends[name] = ""
-    return ends
 
 
 def _decorators(node: _Function) -> list[str]:

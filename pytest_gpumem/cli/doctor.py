@@ -127,7 +127,7 @@ def _added(settings: Settings, *, conftest: bool) -> DeviceFacts:
     """Return the facts about a device that a plugin or a conftest.py adds. Raises `InputError` where none does."""
     known = {name: make for one in devices_of_plugins(conftest=conftest) for name, make in one.items()}
     try:
-        check_device(settings, [*BUILT_IN, AUTO, *known])
+        check_device(settings, [*BUILT_IN, AUTO, *known], typed=False)
     except SettingsError as error:
         hint = (
             "" if conftest else "; if a conftest.py adds it, `gpumem doctor --conftest` runs that file and looks at it"

@@ -231,6 +231,7 @@ def _project(place: _Place) -> Project:
         workflow=workflow,
         workflow_text=None if workflow is None else _text(top / workflow),
         comment_workflow=comment_workflow,
+        comment_workflow_text=None if comment_workflow is None else _text(top / comment_workflow),
         setup_cfg=_text(root / "setup.cfg"),
         has_setup_py=(root / "setup.py").exists(),
         folders=sorted(one.name for one in root.iterdir() if one.is_dir()),

@@ -368,13 +368,18 @@ def _budget(entry: object, where: str) -> PatternBudget:
     return PatternBudget(tests, budget)
 
 
-def check_device(settings: Settings, valid: list[str]) -> None:
-    """Raise `SettingsError` when the device that was asked for is none of ``valid``."""
+def named_device(word: str, *, typed: bool) -> str:
+    """Return the device as an error names it: the option if it was ``typed``, otherwise the setting in pyproject.toml."""
+    return f"--gpumem-device={word}" if typed else f"pyproject.toml: [tool.gpumem]: device = {word!r}"
+
+
+def check_device(settings: Settings, valid: list[str], *, typed: bool = True) -> None:
+    """Raise `SettingsError` if the device, an option that was ``typed`` or a setting in the file, is not in ``valid``."""
     if settings.device not in valid:
         from pytest_gpumem.emulation.gpus import nearest_device_or_emulated
 
         near = nearest_device_or_emulated(settings.device, valid, settings.gpus)
-        raise SettingsError(f"--gpumem-device={settings.device}: no such device; {near}")
+        raise SettingsError(f"{named_device(settings.device, typed=typed)}: no such device; {near}")
 
 
 def options_given(config: pytest.Config) -> list[str]:

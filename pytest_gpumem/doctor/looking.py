@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 _PATIENCE = 180.0
 """Seconds after which a process that looks is given up; compiling the stand-ins takes some."""
+_RUN_MODULE = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+)
+"""Runs a module as ``-m`` does, but not from the current folder, in which a stranger may have put a ``torch.py``."""
 
 
 def releases() -> dict[str, str]:
@@ -60,7 +65,7 @@ def look(words: Sequence[str], environment: Mapping[str, str]) -> Looked:
         words: Those built in, or one that is emulated.
         environment: The variables of the process; its Python finds the modules that this one does.
     """
-    command = [sys.executable, "-m", "pytest_gpumem.doctor.probe", *words]
+    command = [sys.executable, "-c", _RUN_MODULE, "pytest_gpumem.doctor.probe", *words]
     try:
         done = subprocess.run(
             command,

@@ -90,6 +90,7 @@ class Project:
     workflow_text: str | None = None
     comment_workflow: str | None = None
     """The path of the workflow that comments, if it is there."""
+    comment_workflow_text: str | None = None
     setup_cfg: str | None = None
     has_setup_py: bool = False
     folders: Sequence[str] = ()
@@ -102,6 +103,11 @@ class Project:
     branch: str = USUAL_BRANCH
     """The branch that its changes go to."""
     folder: str = "."
+
+    @property
+    def to_top(self) -> str:
+        """The start of a path from the project's folder to a file at the repository's top: ``""`` or ``"../../"``, say."""
+        return "" if self.folder == "." else "../" * len(self.folder.split("/"))
 
     @property
     def parsed_settings(self) -> dict[str, Any]:
@@ -215,7 +221,11 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
 
 
 def _installing_from_nowhere(project: Project, edits: Sequence[Edit]) -> Iterator[str]:
-    there = {GATE_REQUIREMENTS: project.gate_requirements, project.workflow or WORKFLOW: project.workflow_text}
+    there = {
+        GATE_REQUIREMENTS: project.gate_requirements,
+        f"{project.to_top}{project.workflow or WORKFLOW}": project.workflow_text,
+        f"{project.to_top}{project.comment_workflow or COMMENT_WORKFLOW}": project.comment_workflow_text,
+    }
     for path, text in {**there, **{edit.path: edit.after for edit in edits}}.items():
         if installs_from_nowhere(text):
             yield path
@@ -327,8 +337,9 @@ def _is_of_store(line: str, store: str) -> bool:
 
 
 def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: list[Edit]) -> Iterator[str]:
+    up = project.to_top
     if project.workflow is not None:
-        yield f"{project.workflow} is there, and is left alone; it gates if it runs `python -m pytest --gpumem-baseline`"
+        yield f"{up}{project.workflow} is there, and is left alone; it gates if it runs `python -m pytest --gpumem-baseline`"
         return
     requirements = REQUIREMENTS
     if not has_all(project.requirements.get(REQUIREMENTS)):
@@ -351,7 +362,6 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
                 f"{GATE_REQUIREMENTS}, which the workflow installs from, is not proposed: the release of torch that it has to "
                 f"pin is not known here. Write it, a line for each: {', '.join(lines)}"
             )
-    up = "" if project.folder == "." else "../" * len(project.folder.split("/"))
     text = workflow(
         runner,
         requirements,
@@ -365,12 +375,12 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
     edits.append(Edit(f"{up}{WORKFLOW}", None, text))
     yield f"the workflow is for the runner {runner}: {why} (--runner chooses)"
     if project.comment_workflow is not None:
-        yield f"{project.comment_workflow} is there, and is left alone; it comments if it names the workflow of the gate"
+        yield f"{up}{project.comment_workflow} is there, and is left alone; it comments if it names the workflow of the gate"
         return
     edits.append(Edit(f"{up}{COMMENT_WORKFLOW}", None, comment_workflow(here.account, here.commit)))
     yield (
-        f"{COMMENT_WORKFLOW} comments on pull requests in a job of its own, as no job that runs tests should have a token that "
-        f"can write; GitHub starts it once it is on {project.branch}"
+        f"{up}{COMMENT_WORKFLOW} comments on pull requests in a job of its own, as no job that runs tests should have a token "
+        f"that can write; GitHub starts it once it is on {project.branch}"
     )
 
 

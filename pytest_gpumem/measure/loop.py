@@ -92,7 +92,9 @@ class Loop:
             self.is_counted = False
         if self._ended:
             raised, self._raised = self._raised, None
-            raise raised or LoopEnded(f"the loop ended after {self.steps + 1} steps")
+            raise raised or LoopEnded(
+                f"the loop ended after {self.steps + 1} steps, before all was measured: let it run some more"
+            )
 
     def _run(self) -> None:
         try:

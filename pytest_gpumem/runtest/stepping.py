@@ -6,7 +6,7 @@ import importlib
 import sys
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measure.loop import EndOfLoop, Loop
@@ -15,6 +15,7 @@ from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.measure.step_boundaries import StepBoundaries
 from pytest_gpumem.measurement import MeasuringError, Workload
 from pytest_gpumem.steps.batches import number_of_steps, work_of_items
+from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 _LEAST = (
     f"a loop's memory is read from {FEWEST_STEPS} steps at least. The loop itself runs in the `with` block: "
     "`with gpumem.loop() as training:`"
+)
+NOT_ITERABLE = (
+    "gpumem.loop() runs no steps itself: write the loop as it is into the body of `with gpumem.loop() as training:`. A step "
+    "ends with optimizer.step(), or with training.step_ended() where there is no optimizer"
 )
 
 
@@ -73,6 +78,13 @@ class MeasuredLoop:
         """
         self._is_told = True
         return callback_of(self.step_ended)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        near = nearest(name, ["measurement", "step_ended", "callback"])
+        raise AttributeError(f"gpumem.loop() gives no {name!r}; {near}", name=name, obj=self)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(NOT_ITERABLE)
 
     @contextmanager
     def within(self) -> Iterator[None]:

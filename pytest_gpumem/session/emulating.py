@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import own_gpus_in, read_table
+from pytest_gpumem.config.settings import named_device, own_gpus_in, read_table
 from pytest_gpumem.emulated_process.before_torch import gpu_told, install
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
@@ -40,7 +40,7 @@ def begin(config: pytest.Config) -> None:
     except SettingsError as error:
         raise pytest.UsageError(str(error)) from None
     except (EmulationError, ValueError) as error:
-        raise pytest.UsageError(f"--gpumem-device={word}: {error}") from None
+        raise pytest.UsageError(f"{named_device(word, typed=known.gpumem_device is not None)}: {error}") from None
     distributes = getattr(known, "numprocesses", None) or getattr(known, "tx", None)
     if distributes and (known.gpumem_pack or table.get("pack") is True):
         _share_a_card(config)

@@ -174,7 +174,7 @@ class GpumemSession:
         factories = self._device_factories()
         names = [*factories, "auto"]
         try:
-            check_device(self.settings, names)
+            check_device(self.settings, names, typed=self._config.getoption("gpumem_device") is not None)
             found = ((item, measured_of(item, self.settings, names)) for item in items)
             self._measured = {item: measured for item, measured in found if measured is not None}
         except (BudgetError, SettingsError) as error:

@@ -185,6 +185,20 @@ def test_what_explains_a_failure_stands_above_its_metrics_and_names_fit_their_co
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_the_name_of_a_detail_is_not_broken_within_a_word_beside_a_long_value(opens):
+    page = opens(small(), width=1300)
+    height = """([name, value]) => {
+        const [dt, dd] = document.querySelector('.details div').children;
+        [dt.textContent, dd.textContent] = [name, value];
+        const range = document.createRange();
+        range.selectNodeContents(dt);
+        return range.getClientRects().length;
+    }"""
+    assert page.evaluate(height, ["machine", "Intel(R) Xeon(R) Processor, 2 cores"]) == 1
+    page.evaluate(height, ["n" * 300, "v" * 300])
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1300
+
+
 def test_causes_come_first_and_open_their_tests_and_the_chart_of_the_largest(opens):
     grown = [result(explained(), test=test, failure=FAILURE) for test in ("test_a", "test_b[amp-bf16]")]
     page = opens(session(*grown))

@@ -317,6 +317,63 @@ def test_a_statement_that_ended_no_value_is_not_missed(old):
     assert file.changed_at(2) is None
 
 
+REFACTORED = {
+    "a value is returned and not bound again": ("x = a(q)|x = b(x)|return x", "x = a(q)|return b(x)"),
+    "nothing ran after it was deleted": ("x = a(q)|y = b(x)|del x|return y", "x = a(q)|y = b(x)|return y"),
+    "nothing ran after it was set to None": ("x = a(q)|y = b(x)|x = None|return y", "x = a(q)|y = b(x)|return y"),
+    "it is deleted later": (
+        "x = a(q)|y = b(x)|del x|return c(y)",
+        "x = a(q)|try:|    y = b(x)|finally:|    del x|return c(y)",
+    ),
+    "two are deleted at once": ("x = a(q)|z = b(x)|del x|del z|c()", "x = a(q)|z = b(x)|del (x, z)|c()"),
+    "another branch": (
+        "if k:|    x = a(q)|elif q:|    x = b(q)|return c(x)",
+        "if k:|    x = a(q)|else:|    d()|return c(x)",
+    ),
+    "after a return": (
+        "if k:|    x = a(q)|    return c(x)|x = b(q)|return c(x)",
+        "if k:|    x = a(q)|    return c(x)|return c(b(q))",
+    ),
+    "a handler": (
+        "try:|    x = a(q)|except E:|    x = b(q)|return c(x)",
+        "try:|    x = a(q)|except E:|    raise|return c(x)",
+    ),
+    "in place": ("x = a(q)|x += 1|return c(x)", "x = a(q)|x.add_(1)|return c(x)"),
+    "a nested function's name": (
+        "x = a(q)|def f(z):|    x = b(z)|    return x|c(x, f)",
+        "x = a(q)|def f(z):|    return b(z)|c(x, f)",
+    ),
+    "the variable of the last loop": ("x = a(q)|for x in x:|    c(x)", "x = a(q)|for y in x:|    c(y)"),
+    "bound within an expression": ("x = a(q)|x = b(x)|c(x)", "x = a(q)|if (x := b(x)):|    c(x)"),
+    "a method ends an attribute": ("self.x = a(q)|b()|self.x = None|c()", "self.x = a(q)|b()|self.reset()|c()"),
+}
+"""Refactorings by name: the body of a function before and after, its lines divided by ``|``."""
+
+
+def body(lines):
+    return ["def forward(self, q, k):", *(f"    {line}" for line in lines.split("|"))]
+
+
+@pytest.mark.parametrize("name", REFACTORED)
+def test_a_refactoring_that_keeps_no_value_longer_marks_no_line(name):
+    file = TwoVersions(*map(body, REFACTORED[name]))
+    assert [number for number in file.kept if file.changed_at(number)] == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "removed"),
+    [
+        ("x = a(q)|y = b(x)|del x|return c(y)", "x = a(q)|y = b(x)|return c(y)", "del x"),
+        ("x = a(q)|x = b(x)|x = c(x)|return d(x)", "x = a(q)|return d(c(b(x)))", "x = b(x)"),
+        ("for p in q:|    x = a(p)|    b(x)|    del x", "for p in q:|    x = a(p)|    b(x)", "del x"),
+    ],
+    ids=["work follows", "work around the last use", "the next round of a loop"],
+)
+def test_a_value_that_is_still_there_while_others_are_made_lives_longer(old, new, removed):
+    file = TwoVersions(body(old), body(new))
+    assert [found.removed for number in file.kept if (found := file.changed_at(number))] == [removed]
+
+
 def numbers_of(file, number):
     changed = file.changed_at(number)
     return None if changed is None else changed.number

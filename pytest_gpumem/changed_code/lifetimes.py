@@ -1,0 +1,206 @@
+"""Lifetimes of the values that a function's names have. Pure.
+
+A value ends at ``del hidden``, at ``hidden = None``, or if the name is bound again. Without such a statement it may still end
+as early: ``return down(hidden)`` frees it when ``hidden = down(hidden)`` does.
+"""
+
+from __future__ import annotations
+
+import ast
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Loop = (ast.For, ast.AsyncFor, ast.While)
+_Work = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Await, ast.Yield, ast.YieldFrom)
+"""Expressions that can allocate memory."""
+_Leaving = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+
+
+class _Step(NamedTuple):
+    """A block around a statement: its compound statement and name. ``is_left`` is true if it ends in ``return`` or the like."""
+
+    parent: ast.stmt
+    block: str
+    is_left: bool
+
+
+class _Placed(NamedTuple):
+    """A statement of a function, and the blocks around it, the outermost first."""
+
+    node: ast.stmt
+    steps: tuple[_Step, ...]
+    bound: tuple[str, ...]
+
+    def can_reach(self, later: _Placed) -> bool:
+        """Return whether a run of the function can come from this statement to one below it."""
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(self.steps, later.steps, strict=False))))
+        mine, theirs = self.steps[shared:], later.steps[shared:]
+        if mine and theirs and mine[0].parent is theirs[0].parent and _are_alternatives(mine[0], theirs[0]):
+            return False
+        return not any(step.is_left for step in mine)
+
+    def loops(self) -> set[ast.stmt]:
+        return {step.parent for step in self.steps if isinstance(step.parent, _Loop)}
+
+
+class Values:
+    """The values of names and attributes in a function. Nested functions have values of their own."""
+
+    def __init__(self, function: Function) -> None:
+        self._statements = sorted(_placed(function.body, ()), key=lambda one: one.node.lineno)
+
+    def longer_lived_than(self, old: Values, is_changed: Callable[[ast.stmt], bool]) -> dict[str, str]:
+        """Return the names whose first value lives longer than in an old version, with the statement that ended it there.
+
+        Args:
+            old: The old version.
+            is_changed: Returns whether the old version lacks a statement of this one.
+        """
+        found = {}
+        for name in {name for one in self._statements for name in one.bound}:
+            end = old._end(name)
+            if end is None or self._end(name) is not None or not old._is_followed(name, end):
+                continue
+            if "." in name or "[" in name:
+                longer = not self._calls(name.partition(".")[0].partition("[")[0], is_changed)
+            else:
+                used = self._last_use(name, None)
+                longer = used is not None and (
+                    self._is_followed(name, used) or _depth(used.node, name) > old._depth_until(name, end)
+                )
+            if longer:
+                found[name] = ast.unparse(end.node).partition("\n")[0] if name in end.bound else f"del {name}"
+        return found
+
+    def _first(self, name: str) -> _Placed | None:
+        return next((one for one in self._statements if name in one.bound and not _is_none(one.node)), None)
+
+    def _end(self, name: str) -> _Placed | None:
+        """Return the first statement that ends the first value of a name."""
+        first = self._first(name)
+        if first is None:
+            return None
+        later = self._statements[self._statements.index(first) + 1 :]
+        return next((one for one in later if name in {*one.bound, *_deleted(one.node)} and first.can_reach(one)), None)
+
+    def _last_use(self, name: str, until: _Placed | None) -> _Placed | None:
+        """Return the last statement that reads or binds a name, in the whole function or up to a statement."""
+        last = None
+        for one in self._statements:
+            if _depth(one.node, name) >= 0 or name in one.bound:
+                last = one
+            if one is until:
+                break
+        return last
+
+    def _depth_until(self, name: str, end: _Placed) -> int:
+        last = self._last_use(name, end)
+        return -1 if last is None else _depth(last.node, name)
+
+    def _is_followed(self, name: str, at: _Placed) -> bool:
+        """Return whether work follows a statement, so that memory differs if the name's value is still there."""
+        if "." in name or "[" in name:
+            return True
+        first = self._first(name)
+        if first is not None and first.loops() & at.loops():
+            return True
+        end = at.node.end_lineno or at.node.lineno
+        return any(one.node.lineno > end and at.can_reach(one) and _works(one.node) for one in self._statements)
+
+    def _calls(self, name: str, is_changed: Callable[[ast.stmt], bool]) -> bool:
+        """Return whether a changed statement calls a method of an object, which may end the value of an attribute."""
+        return any(
+            is_changed(one.node)
+            and any(isinstance(part, ast.Call) and _root(part.func) == name for part in _parts(one.node))
+            for one in self._statements
+        )
+
+
+def bound(node: ast.AST) -> list[str]:
+    """Return the names and attributes that a statement binds: ``self.cache`` and ``hidden`` for ``self.cache, hidden = ...``.
+
+    ``hidden += 1`` changes a tensor in place, and binds none.
+    """
+    if isinstance(node, ast.AugAssign):
+        return []
+    targets: list[ast.AST | None] = (
+        list(node.targets) if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    )
+    targets += [one for one in _parts(node) if isinstance(one, ast.NamedExpr)] if isinstance(node, ast.stmt) else []
+    return [
+        ast.unparse(part)
+        for target in filter(None, targets)
+        for part in ast.walk(target.target if isinstance(target, ast.NamedExpr) else target)
+        if isinstance(part, ast.Name | ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store)
+    ]
+
+
+def _placed(body: list[ast.stmt], steps: tuple[_Step, ...]) -> Iterator[_Placed]:
+    for node in body:
+        yield _Placed(node, steps, tuple(bound(node)))
+        if not isinstance(node, _Scope):
+            for block, inner in _blocks(node):
+                yield from _placed(inner, (*steps, _Step(node, block, isinstance(inner[-1], _Leaving))))
+
+
+def _blocks(node: ast.stmt) -> Iterator[tuple[str, list[ast.stmt]]]:
+    for field in ("body", "orelse", "finalbody"):
+        inner = getattr(node, field, [])
+        if inner:
+            yield field, inner
+    for field in ("handlers", "cases"):
+        for number, one in enumerate(getattr(node, field, [])):
+            yield f"{field} {number}", one.body
+
+
+def _are_alternatives(one: _Step, other: _Step) -> bool:
+    kinds = {one.block.partition(" ")[0], other.block.partition(" ")[0]}
+    if isinstance(one.parent, _Loop) or "finalbody" in kinds:
+        return False
+    return one.block != other.block and not (isinstance(one.parent, ast.Try) and kinds == {"body", "orelse"})
+
+
+def _parts(node: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the expressions in a statement, but not the statements in its blocks. A nested function is yielded whole."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(node, _Scope) or not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from ast.walk(child)
+
+
+def _works(node: ast.stmt) -> bool:
+    return not isinstance(node, _Scope) and any(isinstance(part, _Work) for part in _parts(node))
+
+
+def _depth(node: ast.AST, name: str) -> int:
+    """Return how many expressions that work are around the reading of a name; -1 if a statement does not read it."""
+    if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+        return 0
+    children = (
+        child
+        for child in ast.iter_child_nodes(node)
+        if isinstance(node, _Scope) or not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)
+    )
+    inner = max((_depth(child, name) for child in children), default=-1)
+    return inner + 1 if inner >= 0 and isinstance(node, _Work) else inner
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _deleted(node: ast.stmt) -> list[str]:
+    if not isinstance(node, ast.Delete):
+        return []
+    targets = [part for target in node.targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return [ast.unparse(target) for target in targets]
+
+
+def _is_none(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.value) == "None"
