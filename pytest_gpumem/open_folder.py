@@ -28,10 +28,15 @@ _JUNCTION = 0xA0000003
 
 
 class LinkFound(OSError):
-    """A symbolic link in the place of a file or folder. Its text is a sentence, also as ``strerror``."""
+    """A symbolic link in the place of a file or folder. Its text is a sentence, also as ``strerror``.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(errno.ELOOP, f"{path} is a symbolic link, which is not followed; remove it")
+    Args:
+        path: The link.
+        mend: The clause on what to do.
+    """
+
+    def __init__(self, path: Path, mend: str = "remove it") -> None:
+        super().__init__(errno.ELOOP, f"{path} is a symbolic link, which is not followed; {mend}")
 
     def __str__(self) -> str:
         return str(self.strerror)

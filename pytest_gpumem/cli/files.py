@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pytest_gpumem.open_folder import LinkFound
 from pytest_gpumem.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -55,8 +56,11 @@ def write_file(file: Path, text: str) -> None:
     """Write ``text`` as UTF-8 to ``file``, which is replaced whole, or to standard output. Raises ``OSError``."""
     if file == STANDARD:
         click.echo(text.encode("utf-8", "backslashreplace"), nl=False)
-    else:
+        return
+    try:
         write_whole(file, text)
+    except LinkFound:
+        raise LinkFound(file, "name the file that it leads to, or - for standard output") from None
 
 
 def read_text(file: Path) -> str:
