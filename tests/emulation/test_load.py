@@ -90,7 +90,8 @@ def test_a_gpu_that_there_is_not_is_a_usage_error(project, place, word, said):
         project.settings(f'[tool.gpumem]\ndevice = "{word}"\n')
     result = project.run(device=word if place == "option" else None, new=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: --gpumem-device={word}: {said}"])
+    named = f"--gpumem-device={word}" if place == "option" else f"pyproject.toml: [[]tool.gpumem[]]: device = '{word}'"
+    result.stderr.fnmatch_lines([f"ERROR: {named}: {said}"])
 
 
 def test_a_torch_without_cuda_is_an_error(project):

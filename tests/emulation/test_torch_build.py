@@ -132,6 +132,7 @@ def test_what_is_compiled_has_a_cache_of_its_own_unless_a_place_is_named(tmp_pat
 
 def test_kernels_are_kept_in_no_folder_that_others_can_write_to(tmp_path, monkeypatch):
     monkeypatch.setenv("GPUMEM_CACHE", str(tmp_path))
+    (tmp_path / "planted").mkdir()  # an empty folder is closed, and used
     tmp_path.chmod(0o777)
     with pytest.raises(EmulationError, match=r"compiled kernels cannot be kept: .*other users can write to the folder"):
         torch_build.compiler_variables(Path("/cache/libcuda.so.1"), {})
