@@ -556,7 +556,7 @@ def test_a_read_only_folder_is_seen_before_the_first_file_is_written(repository,
 def test_what_a_link_in_the_repository_leads_to_is_neither_shown_nor_written(
     repository, tmp_path_factory, link, options
 ):
-    """Nobody has agreed yet to what is in the repository."""
+    """The repository's owner has not agreed to its content yet."""
     outside = tmp_path_factory.mktemp("outside")
     (outside / "file").write_text("# precious\n", encoding="utf-8")
     project = repository(FLAT)

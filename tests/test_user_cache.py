@@ -1,4 +1,4 @@
-"""Nothing from the cache is loaded or run that another user could have put there."""
+"""The cache is refused if another user could have put files there; none of them is loaded or run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command says to a file, a test, a model or a device that is not what it takes."""
+"""Commands name the right form for a file, a test, a model or a device that they cannot take."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def test_accepting_a_report_changes_nothing_outside(measured, outside, plant, mo
     "plant", [kind for kind in KINDS if kind is not dangling_folder], ids=lambda kind: kind.__name__
 )
 def test_pruning_changes_nothing_outside(measured, outside, plant):
-    """What a dangling folder hides is nothing, and so no baseline of it is pruned."""
+    """A dangling folder hides nothing, so no baseline of it is pruned."""
     measured.run("--gpumem-update=new", "--gpumem-store=kept")
     (baselines,) = (measured.path / "kept").rglob("*.toml")
     other = measured.store / "cpu-other"

@@ -1,4 +1,4 @@
-"""What a job wrote as JSON is shown in full where it is right, and refused where it is not, whoever wrote it."""
+"""A job's JSON is shown in full if it is valid, and refused if it is not, whoever wrote it."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_test_over_budget_shows_what_is_at_its_peak_and_has_nothing_to_accept(
 
 
 def unfolded(text: str) -> str:
-    """What is seen before anything is unfolded."""
+    """Return the text that is seen before anything is unfolded."""
     return re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
 
 
