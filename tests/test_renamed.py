@@ -127,13 +127,8 @@ def test_a_part_of_the_step_config_that_is_given_as_an_argument(project, call, n
 @pytest.mark.parametrize(
     ("command", "now"),
     [
-        (["show", "--device", "cpu"], "--slug"),
-        (["show", "--json"], "--format json"),
-        (["history", "test_a", "--device", "cpu"], "--slug"),
         (["compare", "a", "--json"], "--format json"),
         (["compare", "a", "--markdown"], "--format markdown"),
-        (["fit", "--gpu", "l4", "train.py"], "--device"),
-        (["fit", "--json", "train.py"], "--format json"),
         (["ab", "main", "--json", "a.json"], "--report FILE.json"),
         (["ab", "main", "--markdown", "a.md"], "--report FILE.md"),
     ],
@@ -145,14 +140,6 @@ def test_an_option_of_a_command(command, now):
     old = next(word for word in command if word.startswith("--"))
     assert f"Error: {old} is called {now} now" in result.output
     assert old not in CliRunner().invoke(main, [command[0], "--help"]).output.replace(now, "").split()
-
-
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(("old", "now"), renamed.OPTIONS.items())
-def test_an_option_of_pytest_at_a_script(old, now, before):
-    result = CliRunner().invoke(main, ["run", *([old, __file__] if before else [__file__, old])])
-    assert result.exit_code == 2
-    assert f"no such option: {old}; it is called {now!r} now" in result.output
 
 
 def test_a_flag_of_the_settings_is_switched_off_where_it_is_typed(project):

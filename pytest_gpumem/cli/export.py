@@ -46,8 +46,8 @@ def export() -> None:
     """Write the figures in session reports for another tool: Bencher, Prometheus, TensorBoard.
 
     A figure is the value of one metric in one measurement, for example the peak memory of a training step. The command
-    exports every measured test, whatever its verdict. A REPORT.json comes from `pytest --gpumem-report=FILE.json` or from
-    `gpumem merge`; `-` reads it from standard input.
+    exports every measured test, whatever its verdict. A REPORT.json comes from `pytest --gpumem-report=FILE.json` or
+    from `gpumem merge`; `-` reads it from standard input.
 
     Standard error says how many figures were exported, and which were left out: tests without a figure are counted, and
     step times that another process disturbed are named with the reason.
@@ -59,19 +59,19 @@ def export() -> None:
       gpumem export tensorboard --step=commits reports/*.json -o runs
       gpumem merge shard-*.json --report - | gpumem export bencher - > figures.json
 
-    Exit status: 0 when figures were exported, 1 when interrupted, 2 for wrong usage, a report that cannot be read, or reports
-    without a figure. With 2, nothing is written.
+    Exit status: 0 when figures were exported, 1 when interrupted, 2 for wrong usage, a report that cannot be read, or
+    reports without a figure. With 2, nothing is written.
     \f
     ## Names
 
     A figure has the same name in each session: `<test> (<measurement>) @ <slug>`, for example
-    `tests/test_gpt.py::test_train (train_step) @ nvidia-h100-80gb-hbm3`. The slug is the name of the device's folder in the
-    [store](store-format.md).
+    `tests/test_gpt.py::test_train (train_step) @ nvidia-h100-80gb-hbm3`. The slug is the name of the device's folder in
+    the [store](store-format.md).
 
-    - Two devices never share a name, because neither their bytes nor their times can be compared. Two machines with the same
-      GPU do share a name, although their times can differ.
-    - A lone surrogate in a test's id, which UTF-8 cannot encode, is written `\\ud800`. A backslash in front of such a text is
-      doubled.
+    - Two devices never share a name, because neither their bytes nor their times can be compared. Two machines with the
+      same GPU do share a name, although their times can differ.
+    - A lone surrogate in a test's id, which UTF-8 cannot encode, is written `\\ud800`. A backslash in front of such a
+      text is doubled.
 
     ## Left out
 
@@ -82,8 +82,8 @@ def export() -> None:
     ## Several reports
 
     - Several reports are exported together, for example the shards of a session, or many sessions for `tensorboard`.
-    - The same figure in two reports is an error. For `tensorboard`, it is an error only if both sessions ended in the same
-      second.
+    - The same figure in two reports is an error. For `tensorboard`, it is an error only if both sessions ended in the
+      same second.
     """
 
 
@@ -126,8 +126,8 @@ def for_github_action_benchmark(
 ) -> None:
     """Write JSON for github-action-benchmark.
 
-    The file is for the tool `customSmallerIsBetter`, or with --better=bigger for `customBiggerIsBetter`. The GitHub action
-    takes one direction in a file, so a workflow that follows throughput exports two files.
+    The file is for the tool `customSmallerIsBetter`, or with --better=bigger for `customBiggerIsBetter`. The GitHub
+    action takes one direction in a file, so a workflow that follows throughput exports two files.
 
     \b
     Examples:
@@ -165,8 +165,8 @@ def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: P
     The [format](https://bencher.dev/docs/reference/bencher-metric-format/) has a benchmark for each
     `<test> (<measurement>) @ <slug>`, with a measure for each metric.
 
-    - `step_time` becomes the measure `latency`, and `throughput` the measure `throughput`. Every project on Bencher has these
-      two. Other measures are named after the metric: `peak-allocated`.
+    - `step_time` becomes the measure `latency`, and `throughput` the measure `throughput`. Every project on Bencher has
+      these two. Other measures are named after the metric: `peak-allocated`.
     - Times are in nanoseconds, because Bencher's `latency` is.
     - `lower_value` and `upper_value` are the ends of the 95 % interval.
     - Bencher refuses names longer than 1,024 bytes. The end of a longer name is replaced by a digest.
