@@ -21,7 +21,6 @@ from pytest_gpumem.cli.streams import (
     WholeNumber,
     format_option,
     input_errors,
-    renamed,
     screen,
     write_lines,
 )
@@ -58,10 +57,8 @@ if TYPE_CHECKING:
     metavar="N",
     help="End the program when one of its optimizers has made N steps and begins another.",
 )
-@jobs_option("runs at the same time may not write the same files")
+@jobs_option("Runs at the same time must not write the same files.")
 @format_option("json")
-@renamed("--gpu", "--device")
-@renamed("--json", "--format json", is_flag=True)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")
 def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, command: tuple[str, ...]) -> None:
     """Find the GPUs that a program, as it is, fits into, by running it on emulated ones.

@@ -12,7 +12,7 @@ from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.one_test import check_is_no_file, keys_of_one_test, no_such_test
 from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, input_errors, not_there, renamed, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.git import GitError, is_shallow
@@ -43,10 +43,6 @@ _SHALLOW = (
     default="peak_allocated",
     show_default=True,
     help="The figure to follow, by its name in the store: step_time, flops, peak_reserved, ...",
-)
-@renamed("--device", "--slug")
-@not_there(
-    "--json", f"it prints a table only; `{command_name()} show --format json` has the figures that are stored now"
 )
 @click.option(
     "--slug",

@@ -21,15 +21,15 @@ A_RUN = 2 * 2**30
 """Bytes that are taken for a run: torch and a model library are 0.6 to 1 GB resident, the rest is the model's."""
 
 
-def jobs_option(limits: str) -> Callable[[_Function], _Function]:
-    """Return the option ``--jobs``, whose help ends with what else limits it."""
+def jobs_option(limit: str) -> Callable[[_Function], _Function]:
+    """Return the option ``--jobs``. ``limit`` is a sentence about another limit on the number."""
     return click.option(
         "--jobs",
         type=WholeNumber(min=1),
         default=1,
         show_default=True,
         metavar="N",
-        help=f"Run so many at a time, as far as memory allows; {limits}.",
+        help=f"Make this many runs at a time, for example `4`, if there are 2 GB of free memory for each. {limit}",
     )
 
 

@@ -9,7 +9,7 @@ from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.one_test import check_is_no_file, no_such_test
 from pytest_gpumem.cli.project import project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import format_option, renamed, screen, write_lines
+from pytest_gpumem.cli.streams import format_option, screen, write_lines
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.reports.layout import laid_out
 from pytest_gpumem.reports.stored import accounting, table, to_json
@@ -31,8 +31,6 @@ from pytest_gpumem.reports.stored import accounting, table, to_json
 )
 @format_option("json")
 @click.option("-v", "--verbose", is_flag=True, help="Also the peaks and times of phases, and counts of work.")
-@renamed("--device", "--slug")
-@renamed("--json", "--format json", is_flag=True)
 def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form: str, verbose: bool) -> None:
     """Show the baselines that are in the store.
 

@@ -1,0 +1,22 @@
+"""Options of the commands that read baselines: the store, and one device in it."""
+
+from __future__ import annotations
+
+import click
+
+from pytest_gpumem.cli import completion
+
+store_option = click.option(
+    "--store",
+    metavar="PATH|URL",
+    shell_complete=completion.folders,
+    help="Read the baselines from this folder or URL, relative to the current folder, for example ../gpumem-baselines. "
+    "Default: the store in the project's settings.",
+)
+slug_option = click.option(
+    "--slug",
+    metavar="SLUG",
+    shell_complete=completion.slugs,
+    help="Use the baselines from one device only. SLUG is the name of the device's folder in the store, for example "
+    "nvidia-h100-80gb-hbm3. Default: all devices.",
+)
