@@ -14,7 +14,7 @@ from pytest_gpumem.ab.compare_variants import Ended, Plan, Progress, compare_var
 from pytest_gpumem.ab.runs import AFTER_SETUP, refused
 from pytest_gpumem.ab.variants import Variant, without_folders
 from pytest_gpumem.cli.files import FilePath, check_one_stream, suffix_of, text_beside, write_file
-from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, renamed, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, WholeNumber, input_errors, parsed, screen, write_lines
 from pytest_gpumem.git import GitError, plain_environment
 from pytest_gpumem.processes import noted_signals
 from pytest_gpumem.reports.comparison_formats import (
@@ -87,8 +87,8 @@ def _with(side: str) -> Callable[[FC], FC]:
         f"--{side}-with",
         metavar="REQUIREMENT",
         multiple=True,
-        help=f"Run {side.upper()} with this requirement ('transformers==4.38.2', '-r old.txt') above what is installed here. "
-        "May be repeated.",
+        help=f"Run {side.upper()} with this requirement installed on top of the current environment, for example "
+        "`transformers==4.38.2` or `-r old.txt`. May be repeated.",
     )
 
 
@@ -96,38 +96,51 @@ def _python(side: str) -> Callable[[FC], FC]:
     return click.option(
         f"--{side}-python",
         metavar="PYTHON",
-        help=f"Run {side.upper()} with this Python, in an environment that has its requirements and this plugin only.",
+        help=f"Run {side.upper()} with this Python, for example `python3.12`, in an environment that contains only the "
+        f"requirements from --{side}-with and this plugin. Default: the current Python.",
     )
 
 
 def with_pip_options(command: FC) -> FC:
-    """Add the option that limits what requirements bring along."""
+    """Add the option that limits the versions of dependencies."""
     return click.option(
         "--constraint",
         "constraints",
         metavar="FILE",
         multiple=True,
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Limit what requirements bring along by this file, as pip's option does. May be repeated.",
+        help="Limit the versions of dependencies by this constraints file, as `pip install --constraint` does. May be "
+        "repeated.",
     )(command)
 
 
-def max_slowdown_option(told: str) -> Callable[[FC], FC]:
-    """Return the option of the tolerated slowdown, whose help is what is ``told``."""
-    return click.option("--max-slowdown", default="1.5 %", show_default=True, callback=parsed(parse_ratio), help=told)
-
-
-def report_option(told: str) -> Callable[[FC], FC]:
-    """Return the option of the files for the result, whose help is what is ``told``."""
+def max_slowdown_option(condition: str = "") -> Callable[[FC], FC]:
+    """Return the option for the tolerated slowdown. ``condition`` is a sentence that says when it matters."""
     return click.option(
-        "--report",
-        "files",
-        metavar="FILE",
-        multiple=True,
-        type=FilePath(writable=True),
-        callback=_reports,
-        help=told,
+        "--max-slowdown",
+        metavar="RATIO",
+        default="1.5 %",
+        show_default=True,
+        callback=parsed(parse_ratio),
+        help=f"How much longer a step may take before it counts as slower, for example `2 %`. {condition}".strip(),
     )
+
+
+setup_option = click.option(
+    "--setup",
+    metavar="COMMAND",
+    help="Run this shell command in the checkout before each test run there, for example `pip install -e .`.",
+)
+report_option = click.option(
+    "--report",
+    "files",
+    metavar="FILE",
+    multiple=True,
+    type=FilePath(writable=True),
+    callback=_reports,
+    help="Write the result to this file: JSON to `FILE.json`, Markdown for a comment, an issue or a job summary to "
+    "`FILE.md`, JSON to standard output for `-`. May be repeated.",
+)
 
 
 def environments() -> Environments:
@@ -143,22 +156,16 @@ def environments() -> Environments:
 @_python("base")
 @_python("head")
 @with_pip_options
-@max_slowdown_option("How much longer a step of HEAD may take.")
+@max_slowdown_option()
 @click.option(
     "--rounds",
     type=WholeNumber(min=4),
     default=8,
     show_default=True,
-    help="Run each revision so many times at most; fewer when every test is decided.",
+    help="Run each side at most this many times. Fewer runs are made if every test is decided earlier.",
 )
-@click.option(
-    "--setup",
-    metavar="COMMAND",
-    help="Run by the shell in a worktree before each run there, say 'pip install -e .'.",
-)
-@report_option("Write the result there: .json for programs, .md for a comment. May be repeated.")
-@renamed("--json", "--report FILE.json")
-@renamed("--markdown", "--report FILE.md")
+@setup_option
+@report_option
 @click.pass_context
 def ab(
     context: click.Context,
@@ -175,25 +182,118 @@ def ab(
     setup: str | None,
     files: tuple[Path, ...],
 ) -> None:
-    """Run two revisions, or two sets of requirements, on this machine, and judge what changed in time and memory.
+    """Compare two revisions, or two sets of packages, by running both.
 
-    Checks BASE and HEAD out into temporary worktrees, runs pytest with PYTEST_ARGS in them in turn (base, head, head, base,
-    ...), and judges by neighbouring runs what each measured test takes: step time by the ratio and its interval, bytes and
-    counts exactly. Where no time is taken each runs once. Of revisions only commits are compared; baselines are neither read
-    nor written.
+    The command compares memory and step time of the tests, on this machine. It checks BASE and HEAD out into temporary
+    worktrees, and runs pytest with PYTEST_ARGS in both by turns: base, head, head, base, base, head. BASE and HEAD are
+    branches, tags or other revisions that git knows. HEAD is the checked-out commit by default. Only commits are compared: a
+    line on standard error counts the files with uncommitted changes.
 
-    With --base-with or --head-with and no revision, the checkout is run as it is. Requirements are installed above what is
-    installed here, which stays as it is, into environments that are kept (`gpumem cache`).
+    Two neighbouring runs give one ratio of the step times. Bytes and counts are compared as the gate compares them with a
+    baseline. Baselines are neither read nor written.
+
+    With --base-with, --head-with, --base-python or --head-python, a side runs with other packages. Without BASE, both sides
+    then run the current checkout with its uncommitted changes, which need not be a git repository. The requirements are
+    installed into cached environments (`gpumem cache`); the current environment is not changed.
 
     \b
     Examples:
       gpumem ab main -- tests/test_gpt.py::test_train_step
       gpumem ab v1.0 v1.1 --setup "pip install --no-deps -e ." -- tests
-      gpumem ab --base-with "transformers==4.37.2" --head-with "transformers==4.38.2" -- tests/test_llama.py
+      gpumem ab --head-with "transformers==4.38.2" -- tests/test_llama.py
       gpumem ab --head-with "torch==2.15.*" -- --gpumem-device=emulated:h100 tests
 
-    Exit status: 0 when nothing regressed, 1 when something did, or fails in HEAD only, 2 when nothing could be compared,
-    130 when interrupted.
+    Exit status: 0 if nothing regressed, 1 if something regressed or a test fails only in HEAD, 2 if nothing could be compared,
+    or for wrong usage or a run that ended before its tests, 130 after Ctrl-C, 143 after SIGTERM.
+    \f
+    After Ctrl-C and SIGTERM, the result so far is printed. Processes, worktrees and the temporary folder are removed.
+
+    ## Runs
+
+    - Each run is a process of its own, `python -m pytest PYTEST_ARGS`, in the same sub-folder as the command.
+    - If no time is taken (`--no-gpumem-time`, or an emulated GPU), each side runs once.
+    - `--gpumem-baseline`, `--gpumem-update`, `--gpumem-store` and `--gpumem-strict` are refused in `PYTEST_ARGS`, and switched
+      off if the settings set them.
+    - A relative path in `PYTEST_ARGS`, such as `--junitxml=report.xml`, is a path in the worktree, and the file is removed with
+      it.
+    - A run ends the comparison if pytest reports a usage error, cannot collect the tests, or crashes.
+
+    ## Verdicts on step time
+
+    | verdict | meaning |
+    |---|---|
+    | `slower`, `faster` | the change is certain after two pairs of runs in a row |
+    | `not slower` | the step is not slower by more than `--max-slowdown` |
+    | `uncertain` | the interval reaches beyond twice `--max-slowdown` |
+
+    - Each verdict has the change and its 95 % interval. The printed times are geometric means over the pairs, so their ratio is
+      the change.
+    - If the interval of a `not slower` reaches beyond `--max-slowdown`, the line names the slowdown that the runs could not
+      have detected.
+    - The runs end when every test is decided, after 4 pairs at the earliest.
+
+    ## Bytes and counts
+
+    - The tolerances are those in `[tool.gpumem]` of `HEAD`. The marker's limits, budgets and the hook for tolerances are not
+      applied.
+    - If the runs of one side differ, a note says so, and the two sides' closest figures are compared.
+    - Growth is explained by module and line, from the first run of each side. Lines that the two revisions changed come first.
+
+    ## Tests that are not compared
+
+    The report lists each of these tests with a reason: tests that ran on one side only, that were skipped, that failed, or
+    that used another workload or device. A test is `broken` if it is measured in `BASE` and fails in every run of `HEAD`.
+
+    ## Worktrees
+
+    - A worktree contains the files in git: no built extensions and no uncommitted data. `--setup` can make them. Submodules
+      that the checkout has are checked out. Hooks of git are not run.
+    - Worktrees are in the temporary folder (`TMPDIR`). The next comparison removes those of a killed one (`SIGKILL`).
+    - `PYTHONPATH` begins with the sub-folder, the worktree's top and the `src` of either, so that the tests import the
+      worktree's code. If a run imports a module from another checkout of the repository, for example through an editable
+      install, the command ends and names the module and the file. A virtual environment inside the checkout is fine.
+
+    ## Sets of requirements
+
+    - **Environments.** Requirements are installed into a virtual environment on top of the current one. pip's newest
+      fitting release of each named package is installed, and only those dependencies that the current environment does not
+      satisfy. So the two sides differ only in the packages that you asked for. With `--base-python` or `--head-python`, no
+      environment lies beneath: name all packages that the tests need (`--base-with "-r requirements.txt"`).
+    - **Requirements** are written as for pip: `torch==2.15.*`,
+      `transformers @ git+https://github.com/huggingface/transformers@main`.
+    - **Paths in a requirements file** are resolved as pip resolves them: `-e ../x` and `./x.whl` from the current folder,
+      `--find-links` from the file's folder if the path exists there. Constraint files that it names are applied like
+      `--constraint`.
+    - **Reports** shorten absolute paths to the parts that differ between the two sides: `old/gpt` and `new/gpt`.
+    - **uv** installs the packages if it is on the path, otherwise pip. If a set cannot be resolved, the command shows the
+      reason.
+    - **Environments are cached** by their packages and the environment beneath. A set without exact releases (`torch==2.15.*`)
+      is installed anew each time. `gpumem cache` lists and removes them.
+    - **torch:** if the device is an emulated GPU (`--gpumem-device=emulated:h100` in `PYTEST_ARGS`, or `device` in the
+      settings), a requirement on torch installs its CUDA build without NVIDIA's libraries. So an upgrade can be judged without
+      a GPU.
+    - If the tests import no package that differs, the exit status is 2.
+
+    ## JSON
+
+    `--report FILE.json` writes an object with these keys. Bytes, seconds and counts are numbers.
+
+    | key | value |
+    |---|---|
+    | `format` | 1 |
+    | `finished`, `passed` | whether the comparison ended by itself, and whether nothing regressed |
+    | `exit_status` | the command's exit status |
+    | `accounting` | the last line of the output: the number of tests by verdict |
+    | `base`, `head` | `name` and `commit`; for a set of requirements, `name` is its text |
+    | `pairs`, `max_slowdown` | the number of pairs, and `--max-slowdown` as a ratio: `0.015` |
+    | `packages` | packages that differ: `name`, `base`, `head`, `requested` (named by `--head-with`), `url` |
+    | `tests` | `file`, `test`, `name`, `outcome`, `notes`, `growth` and `metrics` of each test |
+    | `not_compared` | `test`, `reason`, `broken` |
+    | `causes`, `not_explained` | the causes of growth in several tests, as in a [session report](reports.md) |
+    | `why` | the reason, if nothing could be compared |
+
+    `growth` is that of a [session report](reports.md), or `null` without an explanation. Each of `metrics` has `metric`,
+    `outcome`, `base`, `head`, `ratio`, `low`, `high`, `allowed` and `reason`.
     """
     arguments: list[str] = context.meta[PYTEST_ARGUMENTS]
     with told_in(files, _OF_NOTHING), input_errors(GitError, RequirementError):

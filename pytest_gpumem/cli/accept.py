@@ -1,4 +1,4 @@
-"""``gpumem accept``: baselines from the report of a session that ran elsewhere."""
+"""``gpumem accept``: writes baselines from the report of a session on another machine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.files import FilePath, name_of
 from pytest_gpumem.cli.project import backend_in
+from pytest_gpumem.cli.store_options import store_option
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, read_report, write_lines
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.kinds import LINE
@@ -57,7 +58,8 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     "--reason",
     metavar="TEXT",
     callback=_reason,
-    help="Why it is accepted; kept with each baseline that changes, and shown by failures and `gpumem history`.",
+    help='Why the figures are accepted, for example "float32 scores until #12". The reason is stored with each changed '
+    "baseline. Failures and `gpumem history` show it.",
 )
 @click.option(
     "--cause",
@@ -65,19 +67,15 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
     metavar="N",
     type=int,
     multiple=True,
-    help="Accept the tests that this cause explains, by its row in the table of causes, the first being 1; may be repeated.",
+    help="Accept the tests whose growth row N in the report's table of causes explains, for example `1` for the first row. "
+    "May be repeated.",
 )
-@click.option(
-    "--store",
-    metavar="PATH|URL",
-    shell_complete=completion.folders,
-    help="Where the baselines lie, if not where the project's settings say; nothing of the project is read then, nor run.",
-)
+@store_option
 @click.option(
     "--force-commit",
     is_flag=True,
-    help="Accept what was measured at another commit than HEAD, or compared with other baselines than the store has; the "
-    "reason that is kept says so.",
+    help="Accept a report of another commit than `HEAD`, or one that was compared with other baselines than the store's. The "
+    "stored reason says so.",
 )
 def accept(
     *,
@@ -88,16 +86,15 @@ def accept(
     store: str | None,
     force_commit: bool,
 ) -> None:
-    """Write baselines from the report of a session that ran elsewhere, without running anything.
+    """Write baselines from the report of a session on another machine.
 
-    REPORT.json is what pytest --gpumem-baseline --gpumem-report=REPORT.json wrote, also merged of shards. The store gets what
-    --gpumem-update=all would have written in that session: of tests that passed, or failed for nothing but baselines. A test
-    that failed by itself, or is over its budget, is refused. So is a report of another commit than HEAD, unless the files of
-    both are the same beside the store, as with the merge commit of a pull request that is up to date.
+    REPORT.json is what `pytest --gpumem-baseline --gpumem-report=REPORT.json` or `gpumem merge` wrote, for example in a CI job
+    on a GPU. Nothing is measured. The store gets the baselines that --gpumem-update=all would have written in that session:
+    those of tests that passed, or that failed only because of their baselines.
 
-    A TEST is a test's id, a part of it, or a pattern with * and ?. Without one, all tests of the report are accepted; on a
-    terminal each cause of what grew is shown, then each other test that differs from its baseline, and you choose: accept,
-    skip, or quit, which skips the rest. A test is accepted with a cause if nothing else made it fail.
+    A TEST is a test's id, a part of it, or a pattern with `*` and `?`. Without one, all tests in the report are accepted. On a
+    terminal, the command then shows each cause of growth and each other test that differs from its baseline, and asks: accept,
+    skip, or quit, which skips the rest.
 
     \b
     Examples:
@@ -106,9 +103,67 @@ def accept(
       gpumem accept gpumem.json "*[amp-bf16]"
       gpumem accept gpumem.json --cause 1 --reason "scores are kept until #12"
 
-    Exit status: 0 when all that was to be accepted is in the store, also when there is nothing to accept, 1 when a test of it
-    was refused, 2 for wrong input: no such report, test or commit, or a store that cannot be read or written, 130 when
-    interrupted. With 130 nothing was written, and with 2 as much as the message says.
+    Exit status: 0 if every test is accepted, or there is nothing to accept, 1 if a test was refused, 2 for wrong usage, a
+    report or commit that does not fit, or a store that cannot be read or written, 130 after Ctrl-C.
+    \f
+    After Ctrl-C, nothing is written. If the store fails while it is written, for example because the disk is full, the message
+    says how many baselines were written.
+
+    ## `--cause`
+
+    `--cause 1 --cause 2` accepts the tests that the two causes explain together. A baseline is accepted as a whole, so a test
+    with a third cause is refused.
+
+    ## `--store`
+
+    With this option, only the store and the commit are read from the project. Without it, the settings are read as pytest
+    reads them, with the plugins that `addopts` names.
+
+    ## `--force-commit`
+
+    The baselines keep the report's commit. Their reason ends with, for example,
+    `measured at 1f2e3d4c5, accepted at 5d4c3b2a1`.
+
+    ## What is written
+
+    - The files in the store are the same bytes that `--gpumem-update=all` would have written, with the report's date and
+      commit. Baselines of measurements that an accepted test no longer takes are removed.
+    - Step times are written if the session took them. A gate takes no times of a test whose baseline has none.
+    - If the session ended early, its report contains only some of the tests. The output says so.
+
+    ## The questions on a terminal
+
+    - The question is `accept (a), skip (s) or quit (q)`, for each cause of several tests, and then for each other test. After
+      `q`, the tests accepted so far are written.
+    - A test with several causes is accepted with the last of them, and skipped if one of them is skipped.
+    - Without a terminal, as in a workflow, no question is asked.
+
+    ## Refused tests
+
+    Nothing is written for a refused test. The other tests are accepted. A test that failed by itself is refused even if it also
+    failed the gate.
+
+    | refused | because |
+    |---|---|
+    | over budget | a baseline does not raise a budget |
+    | failed by itself | the test, a subtest, its set-up or tear-down failed; or the report is too old to tell |
+    | did not pass, not measured | a test that you named was skipped, failed as expected, or measured nothing |
+    | nothing to accept | a test that you named passed and equals its baseline |
+    | not by baselines | no baseline makes the test pass, for example if `max_slowdown` limits a test without times |
+    | other causes | with `--cause`: other causes also made the test grow, or the causes do not explain all of its growth |
+    | another baseline now | the store's baseline is not the one in the report; `--force-commit` overwrites it |
+    | not for the store | the store cannot hold a name or a figure from the report |
+
+    ## Reports that do not fit
+
+    With exit status 2, nothing is written if:
+
+    - the session ran without `--gpumem-baseline` and `--gpumem-update`, or with `--gpumem-against`;
+    - the report has another format;
+    - the store cannot be read or written, or has a newer format;
+    - the commit does not fit. A report fits if its commit is `HEAD`, or has the same files as `HEAD` outside the store. A job
+      for a pull request checks out a merge commit, which fits if the branch is up to date. Fetch it with `git fetch origin
+      pull/NUMBER/merge`. Outside a repository, a report without a commit fits.
     """
     if tests and causes:
         raise click.UsageError("tests are named, or chosen by --cause, not both")

@@ -1,4 +1,4 @@
-"""``gpumem advise``: finds the step config with which a model fits."""
+"""``gpumem advise``: finds the step config with which a model's step fits into a GPU."""
 
 from __future__ import annotations
 
@@ -77,75 +77,79 @@ if TYPE_CHECKING:
     "--fits",
     metavar="SIZE",
     callback=parsed(parse_size),
-    help="The memory that the step may take: 24GB, '80 GiB'. On emulated GPUs theirs, if not given.",
+    help="The memory that the step may take, for example `24GB` or `80GiB`. Default on an emulated GPU: its own memory. Other "
+    "devices need this option, --config or --all.",
 )
 @click.option(
     "--device",
     "device_names",
+    metavar="DEVICE",
     default=(DEFAULT_DEVICE,),
     show_default=True,
     multiple=True,
     shell_complete=completion.devices,
-    help="cuda, cpu, auto, emulated:l4 and so on, or a plugin's. Several emulated ones, or emulated:all.",
+    help="Measure on this device: `cuda`, `cpu`, `auto`, an emulated GPU such as `emulated:l4`, or a device from a plugin. "
+    "Several emulated GPUs may be given, or `emulated:all`.",
 )
 @click.option(
     "--batch",
     "size",
     metavar="SIZE",
     callback=parsed(batch_size),
-    help="Of a model by name: samples and tokens of each (or the side of images), 4x4096, or samples alone, 32. Default: one.",
+    help="The batch of a named model: SAMPLES, SAMPLESxTOKENS, or SAMPLESxSIDE for images and latents. Examples: `32`, "
+    "`4x4096`, `8x512`. Default: 1 sample.",
 )
 @click.option(
     "--config",
     "words",
     metavar="CONFIG",
     multiple=True,
-    help="A step config to measure, in place of those that are tried until one fits: amp-bf16,clip=1. May be repeated.",
+    help="Measure this step config instead of searching, for example `amp-bf16,clip=1`. May be repeated.",
 )
 @click.option(
     "--shard",
     "sharding",
     metavar="KIND,world=N",
     callback=parsed(sharding_of),
-    help="Measure one rank of a job whose model is sharded: fsdp,world=8. KIND is a word of shard= in step configs.",
+    help="Measure one rank of a sharded training job, for example `fsdp,world=8`. KIND is a value of `shard=` in step configs.",
 )
-@click.option(
-    "--train/--infer", "trains", default=True, help="Measure a training step (the default), or a step of inference."
-)
+@click.option("--train/--infer", "trains", default=True, help="Measure a training step (the default), or inference.")
 @click.option(
     "--generate",
     "new_tokens",
     metavar="N",
     type=WholeNumber(min=1),
-    help="Of a model by name: measure the generation of N tokens by its generate(), after a prompt that is the batch.",
+    help="Measure the generation of N tokens by a named model of transformers, for example `256`. The prompt is --batch.",
 )
 @click.option(
     "--lora",
     "adapters",
     metavar="SETTINGS",
     callback=parsed(lora),
-    help="Of a model by name: train adapters of PEFT alone: r=8, or r=8,alpha=16,targets=q_proj+v_proj.",
+    help="Train only PEFT's LoRA adapters of a named model, for example `r=8` or `r=8,alpha=16,targets=q_proj+v_proj`.",
 )
 @click.option(
     "--all",
     "everything",
     is_flag=True,
-    help="Measure every combination (up to 96 configs of training), also when one fits already.",
+    help="Measure every combination (up to 96 configs of a training step), even if one fits already.",
 )
 @click.option(
     "--largest-batch",
     is_flag=True,
-    help="Of a model by name: find the most samples that fit, by running it: of the recommended config, or each --config.",
+    help="Find the largest number of samples with which the step of a named model fits, by running it with the recommended "
+    "config, or each --config.",
 )
 @click.option(
     "--longest-sequence",
     is_flag=True,
-    help="Of a model by name: find the most tokens of a sample that fit, in the same way.",
+    help="Find the largest number of tokens in a sample in the same way.",
 )
 @click.option(
     "--blocks",
     metavar="PATTERN",
-    help="The modules that hold the model's repeated blocks (transformer.h), or the blocks themselves; found otherwise.",
+    help="The modules that contain the model's repeated blocks, for example `transformer.h`, or the blocks themselves. "
+    "Default: the blocks that the command finds.",
 )
 @format_option("json", "markdown", "html")
 def advise(
@@ -165,19 +169,32 @@ def advise(
     blocks: str | None,
     form: str,
 ) -> None:
-    """Find the step config with which a model's step fits into a given GPU.
+    """Find a config with which a model's step fits into a GPU.
 
-    MODEL is hf:ORG/NAME, a model of transformers by its configuration: from the hub, a folder or a file, with random weights
-    and without code of the hub's; hf-tiny:ORG/NAME is the same with two layers. Or it is timm:NAME, torchvision:NAME, or
-    diffusers:CLASS, the network alone, also by a configuration. Its batch and loss follow from its class.
+    The command tries step configs in a fixed order until one fits, and prints the code for it and the composition of its peak.
+    A training step uses AdamW. On CUDA the reserved memory has to fit, on a CPU the memory in tensors.
 
-    Or it is MODULE:FACTORY, a function without arguments that returns (model, batch), or (model, batch, loss) where loss is a
-    function of output and batch. MODULE is looked for in this folder, too.
+    \b
+    MODEL is a model by its name, or a function:
+      hf:ORG/NAME       a transformers model by its configuration on the hub;
+                        instead of ORG/NAME a folder or a `config.json`
+      hf-tiny:ORG/NAME  the same model with two layers of each kind
+      timm:NAME         a timm model
+      torchvision:NAME  a torchvision model
+      diffusers:CLASS   a network from diffusers, also by a configuration
+      MODULE:FACTORY    a function that returns `(model, batch)`, or with a
+                        loss, a function of output and batch,
+                        `(model, batch, loss)`
 
-    Tried are, in this order and each on top of what helped before: lower precision (AMP), checkpointing, accumulation over
-    micro-batches, weights in bfloat16, an 8-bit optimizer, saved tensors on the host; for inference and generation
-    bfloat16, then weights in int8. It ends at the first config that fits, and shows the code that makes it. Training is with
-    AdamW. On CUDA the reserved memory has to fit, on the CPU what tensors hold.
+    A named model has random weights and a random batch. No checkpoint is loaded, and no code from the hub is run.
+
+    \b
+    The search tries these configs in order, and keeps each change that saves
+    memory for the next ones:
+      training   `fp32`, `amp-bf16` or `amp-fp16`, `checkpoint=ops`,
+                 `checkpoint=blocks`, `accumulate=` 2, 4, 8 and 16, `bf16`,
+                 `optimizer=adamw-8bit`, `checkpoint=offload`
+      inference  `fp32`, `bf16`, `bf16,weights=int8`
 
     \b
     Examples:
@@ -188,8 +205,150 @@ def advise(
       gpumem advise timm:vit_base_patch16_224 --batch 64 --device emulated:l4
       gpumem advise my_project.models:make_gpt --fits 24GB
 
-    Exit status: 0 when a config fits into each device that was named, or into one of emulated:all, 1 when none does, the model
-    fails by itself or the device cannot be used, 2 for wrong usage, 130 when interrupted.
+    Exit status: 0 if a config fits into each given device, or with `emulated:all` into any card, 1 if no config fits, the model
+    fails by itself or the device cannot be used, 2 for wrong usage, 130 after Ctrl-C.
+    \f
+    Without a limit, 0 means that a config was measured. With `--largest-batch` and `--longest-sequence`, a smaller batch than
+    the given one that fits also ends with 0. After Ctrl-C, the command prints the configs measured so far and recommends the
+    best one that fits.
+
+    ## `--batch`
+
+    - The default length is the number of positions in the model, at most 2,048 tokens. The default side is the model's own.
+    - A function returns its own batch, so this option is refused.
+
+    ## `--config`
+
+    A mixture that loops over its experts needs a [routing](../concepts/emulated-gpu.md) on an emulated GPU:
+    `bf16,routing=balanced`.
+
+    ## `--shard`
+
+    - After the kind come `world=N` ranks and, for another rank than the first, `rank=M`: `hsdp:2,world=16,rank=3`.
+      See [step configs](step-configs.md) for the kinds.
+    - Memory, `--batch` and largest batches are those of one rank, and so of one GPU.
+    - If a config cannot be combined with the sharding, its row contains the reason.
+    - Inference and generation cannot be sharded.
+
+    ## `--generate`
+
+    - The step is one call of the model's `generate`: the prompt, then N tokens one after another, with the cache of keys and
+      values. Decoding is greedy, and no token ends it early. Beams, repetition rules and stop tokens in the model's
+      configuration are ignored, and there is no padding. So lengths and bytes are exact, even on an emulated GPU, which
+      computes no tokens.
+    - The models are causal language models, and encoder-decoders, in which the prompt is the encoder's input. Prompt and new
+      tokens have to fit into the model's positions. Whisper can only be measured on a CPU or a real GPU, because it reads its
+      tokens to cut the sound.
+    - The configs are those of inference. `cache=off` generates without the cache.
+    - `--largest-batch` finds the number of prompts that fit at once, `--longest-sequence` the length of a prompt.
+    - A growing cache (`DynamicCache` in transformers) ends with
+      `2 x layers x key heads x head size x (prompt tokens + N - 1) x samples` numbers, because the last token is not fed back.
+      While it grows, the keys or values of one layer exist twice.
+    - All N tokens are run, because the peak of a few tokens does not predict the peak of many. At first the prompt decides
+      the peak: a small GPT-2 with prompts of `4x64` reserves 48.23 MB for 32, 64 and 96 tokens, and 56.62 MB for 384. Later
+      the allocator reserves faster than tensors grow, because a longer block rarely fits into the place of a shorter one. A
+      two-layer Llama with prompts of `128x4` reserves 94 MB for 67 MB of tensors after 32 tokens, 170 MB for 109 MB after 96,
+      and 3.11 GB for 299 MB after 384.
+
+    ## `--lora`
+
+    - `r` is the rank. `alpha` and `targets` are `lora_alpha` and `target_modules` of PEFT's `LoraConfig`, with PEFT's defaults:
+      the modules that PEFT knows for the kind of model, otherwise `targets=all-linear`. Models of other libraries than
+      transformers need `targets`.
+    - Only the adapters are trained. Other weights have no gradients and no optimizer state, and are in the config's precision.
+    - With `bf16` the adapters are in bfloat16 too, as the printed code makes them. PEFT's own default is float32.
+    - `--infer` and `--generate` are refused, because merged adapters take no memory in inference.
+
+    ## `--all`
+
+    Without a limit, the command recommends the config whose saving is worth most.
+
+    ## `--largest-batch`
+
+    - The size is found by running the step: it fits, and the next size does not. With `accumulate=4` the next size is 4 samples
+      larger. If the model itself sets the end, for example by its last position, the reason is printed.
+    - If no config fits, the search uses the config that takes the least memory.
+
+    ## `--blocks`
+
+    Used by `checkpoint=ops`, `checkpoint=blocks`, and shardings of blocks.
+
+    ## Named models
+
+    - **Configuration.** Only `config.json` is fetched. It is refused if it needs code of its own (`auto_map`, for a model
+      that transformers does not have), or contains `trust_remote_code`, `use_kernels`, `kernel_config`, `attribute_map`, a
+      checkpoint, a `backbone` in another repository, or an implementation of attention or experts from outside transformers,
+      for example `"attn_implementation": "org/kernel"`. `sdpa`, `eager` and `flash_attention_2` are accepted. If the package
+      `kernels` is installed, transformers may load kernels that it chooses itself; `USE_HUB_KERNELS=NO` prevents most of
+      them.
+    - **transformers.** The class is the first of `architectures` that transformers has. Weights are made in the configuration's
+      precision, or in float32 if it names none. The random batch contains tokens, images or sounds, and labels as the class
+      takes them, without padding and mask. In training there is no cache of keys and values. For images with another side, the
+      model gets as many positions as they have patches. If no batch can be made, for example for texts with images, the message
+      says which function to write.
+    - **timm and torchvision.** Images have the size for which the weights were trained, for torchvision that of
+      `get_model_weights(NAME).DEFAULT`: crops, whole images for segmentation, clips of 16 frames. A tag in timm's name
+      (`resnet50.a1_in1k`) selects its images and classes. The loss is the cross-entropy, with the auxiliary classifiers' added.
+      A detector returns its own losses, for 7 objects in an image. It cannot run on an emulated GPU, because it reads boxes on
+      the host.
+    - **diffusers.** `diffusers:CLASS` uses the default configuration of the class, `diffusers:ORG/NAME/unet` the hub's, and
+      `diffusers:./unet` that of a folder or file. Known classes are `UNet2DConditionModel` (also SDXL's), `UNet2DModel`,
+      `AutoencoderKL`, `VQModel`, and the transformers of SD3, Flux and DiT. No pipeline is run. A sample is the input of
+      `forward`, latents or an autoencoder's pixels, as the title says (`batch 1 of 4x128x128`). The loss is the mean squared
+      error against noise.
+
+    ## Functions
+
+    - `MODULE` is also searched in the current folder. `batch` may be a function that makes a batch.
+    - `FACTORY` is called without arguments, with the device as torch's default device. If that fails, for example because it
+      uses a generator of the CPU or NumPy arrays, it is called again without a default device, and the result is moved.
+    - On emulated GPUs, each process that measures imports `MODULE` and calls `FACTORY`. Their output goes to standard error.
+    - If your module has the name of a source (`hf.py`), write its package, `my_project.hf:make`, or import the function in a
+      module with another name.
+
+    ## Search
+
+    - The batch is shared out by `accumulate=` as far as its samples can be divided. If `fully_shard` gathers parameters,
+      `mp-bf16` comes before `amp-bf16`. Combinations that a sharding excludes are left out.
+    - A config that cannot run here, fails or runs out of memory is a row with the reason. An error of `fp32`, the first config,
+      ends the search.
+    - No times are taken on an emulated GPU, so the first config that fits is recommended. A note names the faster precisions
+      that were not tried. `--all` tries them.
+    - On emulated GPUs, each config is first run on a card with more memory than any. If its tensors fit but the reserved memory
+      does not, it is run again with the card's own memory, because the allocator then releases its cache. `lacks` is the memory
+      by which the card is too small. If there are more cards than configs, each card has a row.
+    - "cannot run" is a card for which torch has no kernels, or that lacks a feature, such as flash attention below compute
+      capability 8.0. bfloat16 that torch emulates (on a T4) is measured, and recommended only if nothing else fits.
+
+    ## Output
+
+    - The table, the code and the peak go to standard output, progress to standard error. The CUDA context and other processes
+      need memory besides.
+    - `attention:` is the implementation in the configuration of the attention modules (`sdpa` or `eager`), for functions as
+      well. Eager attention keeps the scores of all tokens, and can take much more memory.
+    - The recommended config runs once more, recorded, on the first device that it is for. Its peak is printed by category and
+      module. These are bytes in tensors; the allocator reserves somewhat more.
+    - Warnings below the table come from Python and from the model's libraries, each once. For example, transformers warns
+      that it uses its reference code for Mamba because `mamba_ssm` is not installed. The figures are then those of the
+      reference code.
+
+    ## JSON
+
+    | key | value |
+    |---|---|
+    | `format`, `exit_status` | 1, and the command's exit status |
+    | `finished` | `false` after Ctrl-C |
+    | `subject`, `step`, `new_tokens`, `lora` | the model, the kind of step, N of `--generate`, and `--lora` |
+    | `attention` | the implementation of attention; `null` for models of other libraries and without attention |
+    | `emulated`, `shard` | whether the devices are emulated, and `--shard` |
+    | `largest_of` | `samples` with `--largest-batch`, `tokens` with `--longest-sequence` |
+    | `devices` | `device`, `limit`, `recommended` and `configs` of each device |
+    | `recommended` | each recommended config: `config`, `device`, `code`, `made_of_bytes`, `phase`, `made_of`, `why_not` |
+    | `notes`, `warnings` | texts below the table |
+
+    Each of `configs` has `config`, `peak` (the figure that has to fit), `peak_allocated` (bytes in tensors in the same run),
+    `step_time`, `fits`, `why_not`, `slow` and `largest` (with its `size`). `made_of` has all categories with their modules, and
+    `made_of_bytes` is their sum: the peak of the recorded run.
     """
     page = format_of("advice.html")
     if form == "html" and page is not None and page.lacking():

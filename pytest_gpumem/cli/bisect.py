@@ -32,6 +32,7 @@ from pytest_gpumem.cli.ab import (
     environments,
     max_slowdown_option,
     report_option,
+    setup_option,
     tell_uncommitted,
     told_in,
     write_reports,
@@ -40,6 +41,7 @@ from pytest_gpumem.cli.files import FilePath, name_of, read_text, text_beside
 from pytest_gpumem.cli.jobs import jobs_option, most_jobs
 from pytest_gpumem.cli.one_test import check_is_no_file, no_such_test
 from pytest_gpumem.cli.project import checkout_of, project_settings, read_baselines, store_backend
+from pytest_gpumem.cli.store_options import slug_option
 from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.git import GitError, Revision, plain_environment
@@ -85,43 +87,50 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
     "source",
     metavar="REPORT",
     type=FilePath(exists=True),
-    help="Search for what made the first test regress in this JSON report, of 'gpumem ab' or of a session, in place of TEST.",
+    help="Take the test and both ends from this red JSON report of a session or of `gpumem ab`, for example `gpumem.json`. It "
+    "replaces TEST, --good and --bad.",
 )
-@click.option("--good", metavar="WHICH", help="The revision, release or lock file of which the test needs less.")
-@click.option("--bad", metavar="WHICH", help="The one of which it needs more; of revisions HEAD if it is left out.")
+@click.option(
+    "--good",
+    metavar="WHICH",
+    help="The end at which the test needs less: a revision such as `v1.2`, with --package a release, with --packages a lock "
+    "file.",
+)
+@click.option(
+    "--bad",
+    metavar="WHICH",
+    help="The end at which the test needs more, written like --good. Default for revisions: `HEAD`.",
+)
 @click.option(
     "--package",
     metavar="NAME",
     callback=_name_alone,
-    help="Search in the releases of this package, from --good to --bad.",
+    help="Search the releases of this package from --good to --bad, for example `transformers`.",
 )
 @click.option(
     "--packages",
     is_flag=True,
-    help="Search in all packages that differ between the lock files --good and --bad or, without them, between the test's "
-    "baseline and what is installed here; then in the releases of the one that did it.",
+    help="Search the packages that differ between two lock files (--good, --bad), or between the test's baseline and the "
+    "current environment. Then search the releases of the package that caused the change.",
 )
 @click.option(
-    "--metric", type=click.Choice(JUDGED), metavar="METRIC", help="Judge by this one, not by the first that is worse."
+    "--metric",
+    type=click.Choice(JUDGED),
+    metavar="METRIC",
+    help="Judge by this metric, for example `peak_reserved`. Default: the first metric that is worse at the bad end. "
+    "`step_time` is measured by turns, as `gpumem ab` does.",
 )
 @click.option(
     "--all",
     "everything",
     is_flag=True,
-    help="Search in the commits of merged branches, too, not in first parents only.",
+    help="Also search the commits of merged branches. By default a merge stands for all commits that it brought.",
 )
-@jobs_option("with --setup one")
-@max_slowdown_option("How much longer a step may take, with --metric step_time.")
-@click.option(
-    "--slug",
-    metavar="SLUG",
-    shell_complete=completion.slugs,
-    help="With --packages: the baseline's device, by the name of its folder in the store.",
-)
-@click.option(
-    "--setup", metavar="COMMAND", help="Run by the shell in each checkout before its run, say 'pip install -e .'."
-)
-@report_option("Write the result there: .json for programs, .md for an issue. May be repeated.")
+@jobs_option("With --setup, only one run is made at a time.")
+@max_slowdown_option("Used with --metric=step_time.")
+@slug_option
+@setup_option
+@report_option
 @click.pass_context
 def bisect(
     context: click.Context,
@@ -140,11 +149,11 @@ def bisect(
     setup: str | None,
     files: tuple[Path, ...],
 ) -> None:
-    """Find the change that made a test need more: a commit, a package, or a release of one.
+    """Find the commit or package release that caused a regression.
 
-    Runs TEST, with the arguments of pytest after --, on both ends and then on what lies in the middle, until the first one is
-    found that the gate would call worse than the good end. What cannot be run is skipped. A bisection that was ended goes on
-    where it was when the same command is given again.
+    The command runs TEST at both ends and then halves the range between them. It ends with the first change that the gate
+    would call worse than the good end. Arguments after `--` are passed to pytest. Changes that cannot be run are skipped. If
+    the command is interrupted, the same command continues the search.
 
     \b
     Examples:
@@ -154,7 +163,67 @@ def bisect(
       gpumem bisect --packages --good old.txt --bad new.txt tests/test_llama.py
       gpumem bisect --from gpumem.json
 
-    Exit status: 0 when the change was found, 2 when there is nothing to find or an end cannot be run, 130 when interrupted.
+    Exit status: 0 if the change was found, 2 if there is nothing to find, an end cannot be run, or the usage is wrong, 130
+    after Ctrl-C, 143 after SIGTERM.
+    \f
+    ## `--from`
+
+    - The first test in the report that regressed is searched with, and no other test. Options about baselines in
+      `PYTEST_ARGS` are left out.
+    - With a report of `gpumem ab`, the command searches the packages that the report's `HEAD` asked for. A package from an
+      address (`transformers @ git+https://...`) comes after all releases.
+    - With a session's report, the command searches the packages that differ from the baseline's. If none of them is the cause,
+      it searches the commits since the commit that accepted the baseline. A shallow clone does not contain that commit.
+
+    ## `--all`
+
+    As with `git bisect`, a good commit excludes all commits that it comes from.
+
+    ## `--package`
+
+    The candidates are the releases on the package index, without pre-releases.
+
+    ## `--slug`
+
+    Used with `--packages`, if the test has baselines from several devices.
+
+    ## Output
+
+    The command prints the candidates that it tried, the memory that the change added by module and line, the change, and the
+    command that accepts it. The last line also names the releases that have to be installed first. If a release improved the
+    figure, there is nothing to accept.
+
+    ## How the search decides
+
+    - **The good end is the baseline.** A candidate is bad if it is worse than the good end by more than the tolerance. If the
+      first bad candidate explains less than half of the growth, the command prints the `--good` with which to continue.
+    - **Skipped candidates** are printed with their reason: a commit that does not import, a release that cannot be installed.
+      If the first bad candidate cannot be told apart from skipped ones beside it, all of them are named.
+    - **A merge** that is the first bad commit is named as a merge, with the command that searches the merged branch.
+    - **An improvement** is searched if `--bad` is the earlier commit or release. The result is the first candidate that is as
+      good as `--good`.
+    - Uncommitted changes are left out of a search in commits. A line on standard error counts the files.
+    - Packages are installed into [cached environments](command-ab.md#sets-of-requirements), as for `gpumem ab`.
+
+    ## Interrupted searches
+
+    - After Ctrl-C or `kill -9`, the same command continues if the same packages are installed. It removes the worktrees that
+      the first one left.
+    - A search in releases begins anew if the current code has changed: for git, or without git by the names, sizes and times of
+      `*.py`, `*.toml`, `*.ini` and `*.cfg` files.
+
+    ## JSON
+
+    | key | value |
+    |---|---|
+    | `format` | 1 |
+    | `found` | whether the change was found |
+    | `culprit` | the change |
+    | `result` | a sentence about the result |
+    | `test` | with `--from`, the test |
+    | `metric`, `good`, `bad` | the metric, and its value before and after the change |
+    | `after` | the last good candidate |
+    | `why` | the reason, if nothing was found |
     """
     given: list[str] = context.meta[PYTEST_ARGUMENTS]
     with told_in(files, _OF_NOTHING), input_errors(GitError, ReportError, NothingFound):

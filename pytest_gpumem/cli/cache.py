@@ -1,4 +1,4 @@
-"""``gpumem cache``: the environments that `gpumem ab` and `gpumem bisect` have made, and the removal of what they keep."""
+"""``gpumem cache``: lists the cached environments of `gpumem ab` and `gpumem bisect`, or removes the cache."""
 
 from __future__ import annotations
 
@@ -18,20 +18,38 @@ from pytest_gpumem.units import counted, format_bytes
 @click.option(
     "--clear",
     is_flag=True,
-    help="Remove all of them, the runs of interrupted bisections, and what was compiled for emulated GPUs.",
+    help="Remove all cached environments, the runs of interrupted bisections, and the compiled libraries of emulated GPUs.",
 )
 def cache(*, clear: bool) -> None:
-    """List the environments that sets of requirements were installed into, or remove them.
+    """List the cached environments of `gpumem ab` and `gpumem bisect`, or remove them.
 
-    They are kept in the user's cache, each by what it holds, and used again by `gpumem ab` and `gpumem bisect`. The variable
-    GPUMEM_CACHE names another folder for all that is kept.
+    These commands install requirements such as `transformers==4.38.2` into virtual environments, and use them again. Each line
+    has the requirements, the installed packages, the day and the size. Unfinished environments are counted: another command is
+    installing them, or an installation was interrupted and will be repeated.
 
     \b
     Examples:
       gpumem cache
       gpumem cache --clear
 
-    Exit status: 0 when done, 2 when the cache cannot be read or cleared.
+    Exit status: 0 if the environments were listed or removed, 1 after Ctrl-C, 2 if the cache cannot be read or removed, or for
+    wrong usage.
+    \f
+    ## `--clear`
+
+    Other files in the folder are kept.
+
+    ## The folder
+
+    - The cache is the folder in `GPUMEM_CACHE`. By default it is `$XDG_CACHE_HOME/pytest-gpumem`, on Linux usually
+      `~/.cache/pytest-gpumem`.
+    - Only its user can enter it, because libraries and programs in it are loaded and run.
+    - A folder is refused if it belongs to another user, if it contains files and others could write to it, or if it is a link.
+      For example, root with the home folder of another user gets
+      `the cache /home/ada/.cache/pytest-gpumem is not used: the folder belongs to another user; set GPUMEM_CACHE to a new
+      folder, or remove this one if it is yours`.
+    - In GitHub Actions, the [action](../ci.md) uses a folder in the job's temporary folder, so no earlier job can have changed
+      the cache.
     """
     kept = environments()
     with input_errors(OSError):

@@ -1,4 +1,4 @@
-"""``gpumem comment``: reports as the one comment in a pull request, or as the one issue, that is kept up to date."""
+"""``gpumem comment``: posts reports in a pull request or an issue on GitHub, and updates the post after later runs."""
 
 from __future__ import annotations
 
@@ -74,40 +74,56 @@ def _name(text: str) -> str:
 )
 @click.option(
     "--run",
+    metavar="ID",
     type=WholeNumber(min=1),
-    help="Comment on the pull request of this workflow run, whose artifact has the reports. They may come from a stranger: "
-    "only JSON is read, and the comment says if a report is missing or broken.",
+    help="Comment on the pull request of this workflow run, for example `1234567`, whose artifact contains the reports. Only "
+    "JSON is read, because a stranger's code may have written it.",
 )
-@click.option("--pull-request", type=WholeNumber(min=1), help="Its number; that of the workflow's event by default.")
+@click.option(
+    "--pull-request",
+    type=WholeNumber(min=1),
+    help="Comment on this pull request, for example `12`. Default: the pull request of the workflow's event.",
+)
 @click.option(
     "--repository",
     metavar="OWNER/NAME",
     envvar="GITHUB_REPOSITORY",
     callback=parsed(_repository),
-    help="Where the pull request or the issue is; GITHUB_REPOSITORY by default.",
+    help="The repository with the pull request or the issue, for example `ada/models`. Default: the variable "
+    "`GITHUB_REPOSITORY`.",
 )
 @click.option(
     "--name",
+    metavar="NAME",
     default=DEFAULT_NAME,
     show_default=True,
     callback=parsed(_name),
-    help="Which comment or issue it is, where there are several.",
+    help="Tells several comments or issues apart, for example `nightly`. Another name than the default is the title of the "
+    "comment.",
 )
 @click.option(
     "--issue",
     type=click.Choice(("open", "closed")),
-    help="Put it into an issue instead: open one or change it, or, when all is well, close it where there is one.",
+    help="Write an issue instead of a comment: `open` opens one or updates the open one, `closed` closes the open one.",
 )
 @click.option(
     "--title",
     metavar="TEXT",
-    help="What the issue is called. Default: the change that a report of gpumem bisect found, or 'the gate is red'.",
+    help="The issue's title, which follows the name. Default: the change that a report of `gpumem bisect` found, or "
+    f"'{DEFAULT_TITLE}'.",
 )
-@click.option("--link", metavar="URL", default="", callback=parsed(_address), help="Where the whole report is.")
+@click.option(
+    "--link",
+    metavar="URL",
+    default="",
+    callback=parsed(_address),
+    help="The address of the whole report, for example `https://example.org/report.html`. Default with --run: the run.",
+)
 @click.option(
     "--artifact",
     metavar="NAME",
-    help="The artifact of the run that has the report: where baselines made it red, how to accept from it is said.",
+    help="The run's artifact with the report, for example `gpumem-report`. If baselines made the report red, or are missing, "
+    "the comment contains the commands that accept the new figures.",
 )
 def comment(
     *,
@@ -121,28 +137,50 @@ def comment(
     link: str,
     artifact: str | None,
 ) -> None:
-    """Put a report into the pull request, as one comment that later runs change, or into an issue.
+    """Post a report in a pull request on GitHub, or in an issue.
 
-    REPORT is what pytest --gpumem-report=FILE, gpumem ab or gpumem bisect wrote: JSON, of which the most important fits in, or
-    Markdown, taken as it is. Several stand one beneath another.
-    The comment is found again by its name and by who wrote it. GITHUB_TOKEN is the token, with the permission
-    pull-requests: write. In a job of GitHub Actions nothing else has to be said:
+    A pull request gets one comment, which later runs update. REPORT is a file that `pytest --gpumem-report=FILE`, `gpumem ab`
+    or `gpumem bisect` wrote. JSON is shortened to its most important parts. Markdown is posted unchanged, and refused if it
+    is too long. Several reports become one comment.
+
+    The variable `GITHUB_TOKEN` contains the token. It needs the permission `pull-requests: write`, or with --issue `issues:
+    write`. A token that may only read, as that of a pull request from a fork, is not an error. A job that runs for no pull
+    request is not an error either. In both cases the command says so.
+
+    A job that runs a pull request's tests should not have a token that can write. Comment in another job, with --run.
 
     \b
-        gpumem comment gpumem-report/gpumem.json
+    Examples:
+      gpumem comment gpumem-report/gpumem.json
+      gpumem comment gpumem.json --run 1234567
+      gpumem comment gpumem.json --issue open --name nightly
 
-    A job that runs tests should not have a token that can write. Another job comments, with that run's artifact:
+    Exit status: 0 if the comment or issue is written, or must not be, 1 if GitHub refused or did not answer, or after Ctrl-C, 2
+    for wrong usage or input.
+    \f
+    ## `--run`
 
-    \b
-        gpumem comment gpumem.json --run 1234567
+    - The command trusts nothing that the run wrote. It asks GitHub for the run, and for the open pull request with the run's
+      branch, repository and newest commit. Without exactly one such pull request there is no comment.
+    - Only JSON files of at most 32 MiB are read, and their texts are escaped.
+    - The comment says if a report is missing or broken, and if a report passed although its run failed.
 
-    With --issue, for a job that runs for no pull request, it is an issue of that name, and the permission is issues: write.
+    ## `--issue`
 
-    A token that may only read, which is what pull requests from forks get, is no failure, and neither is a job that runs for
-    no pull request: both are said.
+    An issue is for a job that runs for no pull request, for example a scheduled one. The command looks for it among the open
+    issues. A closed issue stays closed: the next red run opens another.
 
-    Exit status: 0 when the comment or issue is there, or must not be, 1 when GitHub could not be told, 2 for wrong input or
-    usage.
+    ## `--artifact`
+
+    The run is that of `--run`, or `GITHUB_RUN_ID`. The commands download the artifact and call `gpumem accept`.
+
+    ## Rules
+
+    - The [action for comments](../github.md#the-comment) runs this command.
+    - The command finds its comment by a hidden first line with the name, among the comments of the token's owner. Other
+      people's comments are not changed, even if they quote this line.
+    - `GITHUB_API_URL` and `GITHUB_GRAPHQL_URL` name the GitHub server, as in every workflow.
+    - If GitHub is down or limits the rate, the command tries four times.
     """
     api, repository = _api(), _known(repository)
     if issue is not None and pull_request is not None:

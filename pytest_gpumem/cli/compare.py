@@ -1,4 +1,4 @@
-"""``gpumem compare``: two reports, or the store at two revisions, and what changed from one to the other."""
+"""``gpumem compare``: compares two reports, the store at two revisions, or two devices in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.files import name_of, path_of
 from pytest_gpumem.cli.project import committed, project_settings, read_baselines, store_backend
-from pytest_gpumem.cli.streams import InputError, format_option, read_report, renamed, screen, write_lines
+from pytest_gpumem.cli.store_options import store_option
+from pytest_gpumem.cli.streams import InputError, format_option, read_report, screen, write_lines
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, Settings
 from pytest_gpumem.reports.comparison import NOTHING_COMPARED, Side, compared, side_of_report, side_of_store
 from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
@@ -20,23 +21,18 @@ from pytest_gpumem.reports.comparison_formats import lines, markdown, to_json
 @click.command()
 @click.argument("old", shell_complete=completion.slugs_and_files)
 @click.argument("new", required=False, shell_complete=completion.slugs_and_files)
-@click.option(
-    "--store",
-    metavar="PATH|URL",
-    shell_complete=completion.folders,
-    help="Where the baselines lie, if not where the project's settings say.",
-)
+@store_option
 @format_option("json", "markdown")
-@renamed("--json", "--format json", is_flag=True)
-@renamed("--markdown", "--format markdown", is_flag=True)
 def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
-    """Compare figures that are there, OLD with NEW, metric by metric; nothing is run.
+    """Compare two reports, two revisions of the store, or two devices.
 
-    Each is a JSON report of a session (pytest --gpumem-report=FILE.json), a git revision of the store (a branch, a tag,
-    HEAD~3), or a device's folder in it (emulated-h100-80gb). Without NEW it is the store as it lies here. Figures are judged as
-    the gate would, with OLD for its baselines and the tolerances of the project's settings. Step times are judged where NEW is
-    a report: baselines keep medians, which are shown and not judged. Where one side has figures of an emulated GPU and the
-    other of a real one, these are compared.
+    The command runs no test. It prints a line for each metric that changed from OLD to NEW, and for each measurement that only
+    one side has. OLD and NEW are JSON reports (`pytest --gpumem-report=FILE.json`), git revisions of the store (`main`,
+    `HEAD~3`), or devices in the store (`emulated-h100-80gb`). Without NEW, OLD is compared with the store in the current
+    checkout.
+
+    Figures are judged as the gate judges them, with OLD as the baseline and the tolerances in the project's settings. A test
+    that failed only in NEW counts as worse, whatever its figures are.
 
     \b
     Examples:
@@ -45,11 +41,46 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
       gpumem compare last-week.json today.json --format markdown
       gpumem compare nvidia-h100-80gb-hbm3 emulated-h100-80gb
 
-    A test that failed in NEW only is worse, whatever its figures say: by itself, by its budget or a relation, or because it did
-    not run to its end.
+    Exit status: 0 if nothing is worse, 1 if something regressed or failed only in NEW, or after Ctrl-C, 2 if nothing could be
+    compared, or for wrong usage or input.
+    \f
+    ## Sides
 
-    Exit status: 0 when nothing is worse, 1 when something regressed, or failed in NEW only, 2 when nothing could be compared,
-    or for wrong input.
+    - A name that ends with `.json`, or of a file, is a report; `-` is standard input. Other names are revisions, or else
+      devices by the names of their folders in the [store](store-format.md).
+    - Credentials in a store's URL are not shown.
+
+    ## Verdicts
+
+    - Measurements are compared with those of the same device and workload.
+    - **Tolerances** come from the settings. The marker's limits, budgets and the hook for tolerances are not
+      applied.
+    - **An emulated GPU is compared with the real GPU** if one side has a test's figures from the one and the other side from
+      the other. The tolerances are those of [`--gpumem-against`](options.md#--gpumem-against).
+    - **Step times** are judged if `NEW` is a report, because a report has every round. Baselines have only the medians. These
+      are printed if they moved by more than the tolerance, and not judged. `gpumem ab` compares the speed of two revisions.
+    - **`failed`** is a test that failed in the report `NEW` and not in `OLD`: by itself, in its tear-down, by its budget or a
+      relation, or because it did not finish. A test that has figures in `OLD` and whose file could not be collected in `NEW` is
+      `failed` as well. A test that regressed is not listed a second time as `failed`.
+    - Tests that are `gone` or `unmeasured` do not count as worse.
+
+    ## JSON
+
+    `--format json` prints an object. Figures are in bytes, seconds and counts. Infinity and NaN are texts, as in
+    [session reports](reports.md).
+
+    | key | value |
+    |---|---|
+    | `format` | 1 |
+    | `exit_status` | the command's exit status |
+    | `old`, `new` | the two sides |
+    | `tests` | `file`, `test`, `name`, `slug`, `old_slug` (if it differs), `outcome`, `reason`, `metrics` |
+    | `added` | measurements only in `NEW`, with `peak_allocated` |
+    | `gone` | measurements only in `OLD`, with `peak_allocated`, `reason` and `failed` |
+    | `failed` | `file`, `test` and `reason` of each test that failed only in `NEW` |
+    | `causes`, `not_explained` | the causes of growth in several tests, as in a session report |
+
+    Each of `metrics` has `metric`, `outcome`, `old`, `new`, `allowed` and `reason`.
     """
     if old == new == "-":
         raise click.UsageError("OLD and NEW cannot both be standard input")

@@ -1,4 +1,4 @@
-"""``gpumem doctor``: what can be measured here, and what is to be done about the rest."""
+"""``gpumem doctor``: checks which measurements work on this machine, and how to enable the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import click
 from pytest_gpumem.baselines.errors import BackendError
 from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.url_backend import without_credentials
-from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.project import (
     NOT_LOADED,
     backend_at,
@@ -21,7 +20,8 @@ from pytest_gpumem.cli.project import (
     read_baselines,
     with_store,
 )
-from pytest_gpumem.cli.streams import InputError, format_option, input_errors, not_there, screen, write_lines
+from pytest_gpumem.cli.store_options import store_option
+from pytest_gpumem.cli.streams import InputError, format_option, input_errors, screen, write_lines
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.settings import check_device, read_table
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN
@@ -45,32 +45,73 @@ _SETTINGS = "pyproject.toml"
 
 
 @click.command()
-@click.option(
-    "--store",
-    metavar="PATH|URL",
-    shell_complete=completion.folders,
-    help="Where the baselines lie, if not where the project's settings say.",
-)
+@store_option
 @format_option("json")
-@not_there("--json", "write --format json")
 @click.option(
-    "--conftest", is_flag=True, help="Also look at a device that the project's conftest.py adds, which runs that file."
+    "--conftest",
+    is_flag=True,
+    help="Also check a device that the project's `conftest.py` adds. This runs that file.",
 )
 def doctor(*, store: str | None, form: str, conftest: bool) -> None:
-    """Tell what can be measured here and what not, and how to fix it.
+    """Check which measurements work here, and how to enable the others.
 
-    Prints a row for each finding: `ok`, `limited` or `no`, of what, the fact, and on the next line how to fix it. Opens each
-    device in a process of its own, and runs no step and no code of the project. Compares the environment here with those that
-    the baselines of these devices were recorded in. Writes nothing except the compiled stand-ins of an emulated GPU, as a
-    session does.
+    The command prints a row for each finding: `ok`, `limited` or `no`, its subject and a fact. The line below says how to fix
+    it. The command compares the current environment with the environments in which the store's baselines were recorded.
+
+    Each device is opened in a process of its own. No step is run, and no code of the project except with --conftest. The
+    command writes only the compiled libraries of an emulated GPU, if they are missing.
 
     \b
     Examples:
       gpumem doctor
       gpumem doctor --format json
 
-    Exit status: 0 when the device of the project's settings can be measured here, 1 when it cannot, 2 for wrong settings or
-    usage.
+    Exit status: 0 if the device in the project's settings can be measured here, 1 if it cannot, or after Ctrl-C, 2 if the
+    settings are wrong or name an unknown device, or for wrong usage.
+    \f
+    With `device = "auto"`, the exit status is 0, because the CPU can always be measured.
+
+    ## Output
+
+    With the CPU build of torch, in a project without settings and baselines:
+
+    ```console
+    $ gpumem doctor
+    ...
+    no       cuda           no CUDA device: torch 2.13.0+cpu is built without CUDA
+             fix: measure on an emulated GPU (--gpumem-device=emulated:h100) or on the CPU (--gpumem-device=cpu)
+    ok       cpu            CPU (x86_64): bytes, counts and times
+    ...
+    limited  store          there is no gpumem-baselines: nothing can be compared
+             fix: pytest --gpumem-update=new
+    no       project        device = 'cuda' by default cannot be measured here
+             fix: see the row of cuda; here --gpumem-device=cpu can
+
+    gpumem: 5 ok, 3 limited, 4 no; device = 'cuda' by default cannot be measured here
+    ```
+
+    | status | meaning |
+    |---|---|
+    | `ok` | it is measured as it should be |
+    | `limited` | it is measured with limits: times only in seconds, workspaces counted as 0, verdicts that may be `uncertain` |
+    | `no` | it is not measured, which matters only if a test needs it: see the row `project` |
+
+    ## Rows
+
+    - `cuda`, `cpu` and an emulated GPU (that of the settings, or `h100`) are always opened. If torch cannot be imported there,
+      the row says so. A device from an installed plugin, or with `--conftest` from a `conftest.py`, is opened if the settings
+      name it. The lock for timed steps is not taken.
+    - `clock of` a device says whether times can also be measured in cycles.
+    - `load on` a device names the load that would have disturbed a step within half a second, as the gate judges it.
+    - `baselines of` a device lists differences between the current environment and theirs, if a difference can change a
+      [metric](metrics.md) that they contain. A release of cuDNN counts only if convolutions run.
+    - `settings` names a `[tool.gpumem]` that pytest does not read: in the `pyproject.toml` of a nested project, above pytest's
+      root directory, or with a mistyped name such as `[tool.gpumen]`.
+
+    ## JSON
+
+    `--format json` prints `format` (1), `exit_status`, `findings` (each with `status`, `subject`, `fact` and `mend`, the fix)
+    and `facts`, the values from which the findings were made.
     """
     # Before a conftest.py can change it.
     environment = dict(os.environ)

@@ -1,4 +1,4 @@
-"""``gpumem emulate``: any program on an emulated GPU, with its peaks at the end."""
+"""``gpumem emulate``: runs any program on an emulated GPU, and prints its memory peaks at the end."""
 
 from __future__ import annotations
 
@@ -20,26 +20,43 @@ from pytest_gpumem.emulation.load import prepare
     "--quiet",
     "-q",
     is_flag=True,
-    help="Print no peaks and record no allocator history. Reasons why the program's own figures are wrong are still printed.",
+    help="Print no peaks and do not record the allocator's history, which takes time. Warnings about wrong figures are still "
+    "printed.",
 )
 @click.argument("gpu", shell_complete=completion.cards)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
-    """Run a program on an emulated GPU, and tell the peaks of its memory and what they are made of.
+    """Run a program on an emulated GPU and print its memory peaks.
 
-    GPU is one of h100, a100, l4 and so on, several of them (h100x8), a MIG slice (h100-80gb-mig-1g.10gb), one of the project's
-    own ([tool.gpumem.gpus]), or a size: 24GB is an H100 with so much memory. The CUDA build of torch runs as it is, over
-    stand-ins for CUDA's libraries: memory is torch's own allocator's, values of large tensors are not computed, and nothing
-    takes the time that it takes on a GPU. Programs that are not Python are run, too: what counts is each Python that they
-    start.
+    GPU is a card such as `h100`, `a100-40gb` or `l4`, several of them (`h100x8`), a MIG slice (`h100-80gb-mig-1g.10gb`), a
+    card in the project's settings (`[tool.gpumem.gpus]`), or a size: `24GB` is an H100 with this much memory. The prefix
+    `emulated:` is allowed.
+
+    The CUDA build of torch runs unchanged on stand-ins for CUDA's libraries. PyTorch's own allocator manages the memory. Values
+    in large tensors are not computed, and durations are not those of a GPU. COMMAND may be any program: every Python that it
+    starts sees the GPU.
 
     \b
     Examples:
       gpumem emulate l4 -- python train.py --batch 8
       gpumem emulate --quiet h100x8 -- python -m pytest tests/models
 
-    Exit status: 0 when the program ends with 0, its own where it ends with another, 1 when a GPU cannot be emulated here or the
-    program not be started, 2 for wrong usage.
+    Exit status: 0 if the program ends with 0, 1 if a GPU cannot be emulated here or the program cannot be started, 2 for wrong
+    usage. Any other exit status is the program's own.
+    \f
+    ## Output
+
+    When a Python process ends, it prints on standard error, for each device that it used:
+
+    - the peaks of allocated and reserved memory;
+    - the memory that was live at the peak: bytes, blocks, and the line of the program that allocated them.
+
+    An allocator other than PyTorch's has no history, so only the peaks are printed. One without statistics
+    (`torch.cuda.memory.CUDAPluggableAllocator`) has no peaks either.
+
+    A process also warns if the figures that the program prints may be wrong: if cuDNN is missing and a convolution could have
+    raised the peak, or if the program read a value that is not computed.
+    See [emulated GPUs](../concepts/emulated-gpu.md) and [all cards](cards.md).
     """
     own = own_gpus_around()
     try:

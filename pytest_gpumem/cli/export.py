@@ -59,7 +59,7 @@ def export() -> None:
       gpumem export tensorboard --step=commits reports/*.json -o runs
       gpumem merge shard-*.json --report - | gpumem export bencher - > figures.json
 
-    Exit status: 0 when figures were exported, 1 when interrupted, 2 for wrong usage, a report that cannot be read, or
+    Exit status: 0 if figures were exported, 1 after Ctrl-C, 2 for wrong usage, a report that cannot be read, or
     reports without a figure. With 2, nothing is written.
     \f
     ## Names
@@ -94,7 +94,7 @@ _metrics = click.option(
     multiple=True,
     metavar="NAME",
     type=click.Choice(list(METRICS)),
-    help="Export only this metric, for example peak_allocated. May be repeated. Default: all metrics.",
+    help="Export only this metric, for example `peak_allocated`. May be repeated. Default: all metrics.",
 )
 _output = click.option(
     "-o",
@@ -103,7 +103,7 @@ _output = click.option(
     type=FilePath(),
     default=STANDARD,
     show_default=True,
-    help="Write to this file, for example figures.json; - is standard output.",
+    help="Write to this file, for example `figures.json`; `-` is standard output.",
 )
 
 
@@ -215,7 +215,7 @@ def _folder(_context: click.Context, _parameter: click.Parameter, value: Path) -
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
     callback=_folder,
-    help="Add an event file to this folder, for example runs.",
+    help="Add an event file to this folder, for example `runs`.",
 )
 @_metrics
 @_reports

@@ -49,27 +49,28 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="GPU",
     shell_complete=completion.cards,
-    help="Run the program on this GPU: l4, 24GB, h100x8, h100-80gb-mig-1g.10gb, or a GPU that the project defines. May be "
-    "repeated; the program must fit into each. Default: all known GPUs, beginning with h100.",
+    help="Run the program on this GPU: `l4`, `24GB`, `h100x8`, `h100-80gb-mig-1g.10gb`, or a GPU that the project defines. May be "
+    "repeated; the program must fit into each. Default: all known GPUs, beginning with `h100`.",
 )
 @click.option(
     "--steps",
     type=WholeNumber(min=1),
     metavar="N",
-    help="End the program, with status 0, after N steps of one of its optimizers, for example 3. An evaluation or a checkpoint "
+    help="End the program, with status 0, after N steps of one of its optimizers, for example `3`. An evaluation or a checkpoint "
     "that comes later does not run. Default: run the program to its end.",
 )
-@jobs_option("runs at the same time must not write the same files")
+@jobs_option("Runs at the same time must not write the same files.")
 @format_option("json")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")
 def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, command: tuple[str, ...]) -> None:
-    """Find the GPUs that a program fits into, without having them.
+    """Find the GPUs into which an unchanged program fits.
 
-    The command runs the unchanged program on each GPU, emulated. The CUDA build of torch runs on stand-ins for CUDA's
-    libraries, so PyTorch's own allocator decides whether memory runs out. If it does, the program runs once more with
-    `expandable_segments:True` in PYTORCH_CUDA_ALLOC_CONF, unless the environment sets expandable segments itself.
+    The command runs the program on each GPU, which is emulated, so no GPU is needed. The CUDA build of torch runs on
+    stand-ins for CUDA's libraries, so PyTorch's own allocator decides whether memory runs out. If it does, the program
+    runs once more with `expandable_segments:True` in `PYTORCH_CUDA_ALLOC_CONF`, unless the environment sets expandable
+    segments itself.
 
-    COMMAND is a script (train.py) or a module (-m my.train) for this Python, or any other program. It runs in the
+    COMMAND is a script (`train.py`) or a module (`-m my.train`) for this Python, or any other program. It runs in the
     current folder, several times, without standard input. Its output is shown only if it fails. Without --device, a
     program that fails for another reason than memory on the first GPU is not tried on the others. After Ctrl-C or
     another signal, the command stops the programs and prints the results so far.
@@ -79,10 +80,10 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
       gpumem fit train.py --batch 8
       gpumem fit --device l4 --device a100-40gb --steps 3 -- python train.py
 
-    Exit status: 0 when the program fits into each GPU of --device, or without --device into at least one GPU, 1 when
+    Exit status: 0 if the program fits into each GPU of --device, or without --device into at least one GPU, 1 if
     memory ran out on a GPU, even if the program fits with expandable segments, 2 for wrong usage, or if no answer is
-    possible because a GPU cannot be emulated here, the program fails by itself or it uses no GPU memory, 129 after
-    SIGHUP, 130 after Ctrl-C, 143 after SIGTERM.
+    possible because a GPU cannot be emulated here, the program fails by itself or it uses no GPU memory, 130 after
+    Ctrl-C, 143 after SIGTERM.
     \f
     ## Example with output
 

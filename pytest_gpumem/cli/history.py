@@ -13,7 +13,7 @@ from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.one_test import check_is_no_file, keys_of_one_test, no_such_test
 from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
 from pytest_gpumem.cli.store_options import slug_option, store_option
-from pytest_gpumem.cli.streams import InputError, input_errors, not_there, screen, write_lines
+from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.baseline import Baseline, Key
 from pytest_gpumem.git import GitError, is_shallow
@@ -43,22 +43,19 @@ _SHALLOW = (
     metavar="METRIC",
     default="peak_allocated",
     show_default=True,
-    help="Show the changes of this metric, for example step_time.",
-)
-@not_there(
-    "--json", f"it prints a table only; `{command_name()} show --format json` has the figures that are stored now"
+    help="Show the changes of this metric, for example `step_time`.",
 )
 @slug_option
 @store_option
 def history(*, test: str, metric: str, slug: str | None, store: str | None) -> None:
-    """Show how a baseline changed over time: each commit with author, values and reason.
+    """Show when and why a baseline changed, from the git history of the store.
 
-    The command reads the git history of the store. It prints a row for each commit that changed the metric, the latest
+    The command prints a row for each commit that changed the metric, the latest
     last, and below the rows a plot of the values. Each measurement and each device has a table of its own.
 
-    TEST is a test's id, for example tests/test_gpt.py::test_train, or a part of the id that no other test has. Add the
-    name of a measurement to see only this measurement: "test_train (train_step)". A baseline that was removed from the
-    store is found by its full id.
+    TEST is a test's id, for example `tests/test_gpt.py::test_train`, or a part of the id that no other test has. Add
+    the name of a measurement to see only this measurement: `test_train (train_step)`. A baseline that was removed from
+    the store is found by its full id.
 
     \b
     Examples:
@@ -66,7 +63,7 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
       gpumem history test_train_step --metric step_time
       gpumem history "test_train_step (train_step)" --slug emulated-h100-80gb
 
-    Exit status: 0 when the history was printed, 1 when interrupted, 2 for wrong usage, or if there is no such baseline,
+    Exit status: 0 if the history was printed, 1 after Ctrl-C, 2 for wrong usage, or if there is no such baseline,
     TEST matches several tests, or the store is not in a git repository.
     \f
     ## Rows

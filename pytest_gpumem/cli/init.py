@@ -76,16 +76,16 @@ _NONE = (
 @click.option(
     "--runner",
     type=click.Choice(RUNNERS),
-    help="Propose a workflow for this machine: emulated (an emulated GPU on GitHub's runners), self-hosted (a runner with a "
-    "GPU) or cpu (GitHub's runners, models on the CPU). Default: a machine whose baselines can be recorded here.",
+    help="Propose a workflow for this machine: `emulated` (an emulated GPU on GitHub's runners), `self-hosted` (a runner with a "
+    "GPU) or `cpu` (GitHub's runners, models on the CPU). Default: a machine whose baselines can be recorded here.",
 )
 def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
-    """Set up a repository that has tests: settings, a workflow for GitHub, first baselines.
+    """Set up a repository: settings, a workflow and first baselines.
 
-    The command finds the tests that run models by reading their source, never by running it. It proposes [tool.gpumem]
-    in pyproject.toml, .github/workflows/gpumem.yml, requirements-gpumem.txt with the workflow's packages,
-    gpumem-comment.yml, which comments on pull requests, and a line in .gitattributes. It shows the changes as a diff,
-    asks, and writes. Existing files and sections are not changed.
+    The command finds the tests that run models by reading their source, never by running it. It proposes
+    `[tool.gpumem]` in `pyproject.toml`, a workflow in `.github/workflows/gpumem.yml` with its
+    `requirements-gpumem.txt`, the workflow `gpumem-comment.yml`, which comments on pull requests, and a line in
+    `.gitattributes`. It shows the changes as a diff, asks, and writes. Existing files and sections are not changed.
 
     Then it asks to record the first baselines, shows the end of that session, and runs the gate once on the same code.
     Tests that fail there have figures that depend on chance, so their baselines are removed and the settings leave them
@@ -96,9 +96,9 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
       gpumem init --dry-run
       gpumem init --yes --runner emulated
 
-    Exit status: 0 when everything is set up, shown or declined, 1 when no test runs a model, so nothing was written, or
-    when not every test could be recorded, 2 for wrong usage, an invalid pyproject.toml, a file that cannot be read or
-    written, or a question without a terminal, 129 after SIGHUP, 130 after Ctrl-C, 143 after SIGTERM.
+    Exit status: 0 if everything is set up, shown or declined, 1 if no test runs a model, so nothing was written, or
+    if not every test could be recorded, 2 for wrong usage, an invalid `pyproject.toml`, a file that cannot be read or
+    written, or a question without a terminal,  130 after Ctrl-C, 143 after SIGTERM.
     \f
     ## `--runner`
 

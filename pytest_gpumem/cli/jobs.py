@@ -21,15 +21,15 @@ A_RUN = 2 * 2**30
 """Bytes assumed for a run: torch and a model library take 0.6 to 1 GB, the model takes the rest."""
 
 
-def jobs_option(limits: str) -> Callable[[_Function], _Function]:
-    """Return the option ``--jobs``. Its help ends with ``limits``, a clause about other limits."""
+def jobs_option(limit: str) -> Callable[[_Function], _Function]:
+    """Return the option ``--jobs``. ``limit`` is a sentence about another limit on the number."""
     return click.option(
         "--jobs",
         type=WholeNumber(min=1),
         default=1,
         show_default=True,
         metavar="N",
-        help=f"Do up to N runs at the same time, at most one for each 2 GB of free memory; {limits}.",
+        help=f"Make this many runs at a time, for example `4`, if there are 2 GB of free memory for each. {limit}",
     )
 
 

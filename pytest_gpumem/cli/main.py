@@ -13,47 +13,47 @@ from pytest_gpumem import __version__
 from pytest_gpumem.terminals import wants_colour
 from pytest_gpumem.units import nearest
 
-_COMMANDS = {
-    "ab": "Run two revisions in turn here, and judge what changed.",
-    "accept": "Write baselines from the report of a session that ran elsewhere.",
-    "advise": "Find the config with which a model's step fits into a GPU.",
-    "bisect": "Find the commit, or the release of a package, that did it.",
-    "cache": "List and clear the environments of requirements that were compared.",
-    "comment": "Put a report into the pull request, as one comment.",
-    "compare": "Compare figures that are there: reports, revisions, devices.",
-    "doctor": "Tell what can be measured here, and how to get the rest.",
-    "emulate": "Run a program on an emulated GPU, and tell its peaks.",
-    "export": "Give the figures of reports to another tool.",
-    "fit": "Find the GPUs that a program, as it is, fits into.",
-    "history": "Tell how a baseline came to be what it is.",
-    "init": "Set a repository up: settings, a workflow and first baselines.",
-    "merge": "Make one report and one verdict of the shards of a run.",
-    "prune": "Remove baselines of tests that are gone.",
+COMMANDS = {
+    "ab": "Compare two revisions, or two sets of packages, by running both.",
+    "accept": "Write baselines from the report of a session on another machine.",
+    "advise": "Find a config with which a model's step fits into a GPU.",
+    "bisect": "Find the commit or package release that caused a regression.",
+    "cache": "List the cached environments of ab and bisect, or remove them.",
+    "comment": "Post a report in a pull request on GitHub, or in an issue.",
+    "compare": "Compare two reports, two revisions of the store, or two devices.",
+    "doctor": "Check which measurements work here, and how to enable the others.",
+    "emulate": "Run a program on an emulated GPU and print its memory peaks.",
+    "export": "Write the figures in session reports for another tool.",
+    "fit": "Find the GPUs into which an unchanged program fits.",
+    "history": "Show when and why a baseline changed.",
+    "init": "Set up a repository: settings, a workflow and first baselines.",
+    "merge": "Merge the reports of shards into one report with one verdict.",
+    "prune": "Remove the baselines of tests that no longer exist.",
     "run": "Measure and gate the training steps of a script.",
-    "show": "Show the baselines that are in the store.",
-    "why": "Tell everything about one test, from the last report.",
+    "show": "Show the baselines in the store.",
+    "why": "Explain the verdict on one test, from the last report.",
 }
-"""Each subcommand with its line in the help of all, which imports none of them."""
+"""Each subcommand with its line in the help, which therefore imports none of them."""
 
 
 class _LazyGroup(click.Group):
-    """A group that imports a subcommand when it is used: the function of its name in the module of its name."""
+    """A group that imports a subcommand when it is used: the function ``show`` in the module ``cli/show.py``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(importlib.import_module(f"pytest_gpumem.cli.{cmd_name}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl(list(COMMANDS.items()))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        commands = [CompletionItem(name, help=told) for name, told in _COMMANDS.items() if name.startswith(incomplete)]
+        commands = [CompletionItem(name, help=line) for name, line in COMMANDS.items() if name.startswith(incomplete)]
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
@@ -61,8 +61,8 @@ class _LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         # A shell that completes words shows no error.
-        if not ctx.resilient_parsing and name not in _COMMANDS and not name.startswith("-"):
-            raise click.UsageError(f"No such command {name!r}; {nearest(name, list(_COMMANDS))}", ctx)
+        if not ctx.resilient_parsing and name not in COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"No such command {name!r}; {nearest(name, list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -70,31 +70,74 @@ class _LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="pytest-gpumem")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Keep the baselines of pytest-gpumem, read its reports, and find out how a model fits into a GPU.
+    """Work with the baselines and reports of pytest-gpumem, and find out how a model fits into a GPU.
 
-    Tests are measured and gated by pytest itself (pytest --gpumem-baseline); these commands look at what it left, and at
-    two revisions side by side. Those that need settings take them from the project in this folder, as pytest does.
+    pytest itself measures tests and gates them (`pytest --gpumem-baseline`). These commands read the baselines and reports that
+    pytest wrote, run tests at two revisions, or run a model or a program on an emulated GPU. They take settings from the
+    project in the current folder, as pytest does.
 
     \b
-    A gate for a repository:        gpumem init
-    What can be measured here:      gpumem doctor
-    What is in the store:           gpumem show
-    How a figure came to be:        gpumem history TEST
-    What changed in the store:      gpumem compare main HEAD
-    Why a test failed, in full:     gpumem why TEST
-    One verdict of several shards:  gpumem merge shard-*.json
-    Accept what CI has measured:    gpumem accept gpumem.json
-    Whose baselines are unused:     gpumem prune --dry-run
-    Is this branch slower:          gpumem ab main
-    What does an upgrade cost:      gpumem ab --head-with "transformers==5.0.0"
-    Which change did it:            gpumem bisect --good v1.2 --bad main TEST
-    What fits into this GPU:        gpumem advise MODULE:FACTORY --fits 24GB
-    A program's peaks on no GPU:    gpumem emulate l4 -- python train.py
-    Which GPUs a program fits:      gpumem fit train.py --batch 8
-    A training script, gated:       gpumem run train.py --gpumem-baseline
+    Set up a repository:               gpumem init
+    Check what works here:             gpumem doctor
+    List the baselines:                gpumem show
+    See how a baseline changed:        gpumem history TEST
+    Compare the store at two commits:  gpumem compare main HEAD
+    Read a failure in full:            gpumem why TEST
+    Merge the reports of shards:       gpumem merge shard-*.json
+    Accept figures measured in CI:     gpumem accept gpumem.json
+    Find unused baselines:             gpumem prune --dry-run
+    Check a branch for a slowdown:     gpumem ab main
+    Check an upgrade:                  gpumem ab --head-with "torch==2.15.*"
+    Find the change that caused it:    gpumem bisect --good v1.2 TEST
+    Fit a model into a GPU:            gpumem advise hf:ORG/NAME --fits 24GB
+    Measure a program without a GPU:   gpumem emulate l4 -- python train.py
+    Find GPUs for a program:           gpumem fit train.py --batch 8
+    Gate a training script:            gpumem run train.py --gpumem-baseline
 
-    Exit status: 0 when all is well, 1 when something is worse than it should be, 2 for wrong input or usage. Each command
-    says what that means for it.
+    The help of each command says what its exit statuses mean.
+
+    Exit status: 0 if all is well, 1 if a result is worse than it should be, 2 for wrong usage or input, such as a file that is
+    not a report, 130 after Ctrl-C in a command that runs tests or models.
+    \f
+    ## Names
+
+    `pytest-gpumem` and `python -m pytest_gpumem` are the same command as `gpumem`. The package index also has a package
+    `gpumem`, which installs another command `gpumem`. If that command comes first on the path, `gpumem doctor` says so, and
+    hints name `pytest-gpumem`. The other command is never run.
+
+    ## Standard streams
+
+    - An option that names an output file accepts `-` for standard output. `gpumem merge`, `gpumem ab` and `gpumem bisect` write
+      JSON there (`--report -`), and print everything else to standard error.
+    - A report argument accepts `-` for standard input.
+    - `./-` is a file named `-`.
+
+    ```sh
+    gpumem merge shard-*.json --report - | gpumem export bencher - > figures.json
+    ```
+
+    ## Colours
+
+    Output has colours on a terminal, unless `TERM` is `dumb`. Three [variables](environment.md) override this, as they do for
+    pytest. The first that is set decides: `PY_COLORS` (`1` or `0`), a `NO_COLOR` that is not empty, a `FORCE_COLOR` that is not
+    empty. On a `dumb` terminal, progress lines are not redrawn.
+
+    ## Completion
+
+    With this line in its settings, a shell completes commands, options, tests in the store, devices, cards, metrics and
+    formats:
+
+    | shell | settings | line |
+    |---|---|---|
+    | bash | `~/.bashrc` | `eval "$(_GPUMEM_COMPLETE=bash_source gpumem)"` |
+    | zsh | `~/.zshrc` | `eval "$(_GPUMEM_COMPLETE=zsh_source gpumem)"` |
+    | fish | `~/.config/fish/completions/gpumem.fish` | `_GPUMEM_COMPLETE=fish_source gpumem \\| source` |
+
+    - The variable for the name `pytest-gpumem` is `_PYTEST_GPUMEM_COMPLETE`.
+    - Tests come from the store that `--store` or the nearest `pyproject.toml` names, if the store is a folder. No code of the
+      project is run.
+    - bash splits words at colons. It completes a test by its name without the file, or the whole id after
+      `COMP_WORDBREAKS=${COMP_WORDBREAKS//:}`.
     """
     context.color = wants_colour(os.environ)
 

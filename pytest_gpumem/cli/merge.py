@@ -50,21 +50,21 @@ def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Pa
     multiple=True,
     type=FilePath(),
     callback=_files,
-    help=f"Write the merged report to this file, in the format of its suffix: {suffixes(FORMATS)}; - writes JSON to standard "
-    "output. May be repeated. Example: whole.json.",
+    help=f"Write the merged report to this file, in the format of its suffix: {suffixes(FORMATS)}; `-` writes JSON to standard "
+    "output. May be repeated. Example: `whole.json`.",
 )
 @click.option(
     "--shards",
     metavar="N",
     type=WholeNumber(min=1),
-    help="Fail unless the reports come from N shards, for example 4, so a lost report is an error. Default: any number.",
+    help="Fail unless the reports come from N shards, for example `4`, so a lost report is an error. Default: any number.",
 )
-@click.option("-v", "--verbose", count=True, help="Show every test; -vv also shows phases and compositions.")
+@click.option("-v", "--verbose", count=True, help="Show every test; `-vv` also shows phases and compositions.")
 def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | None, verbose: int) -> None:
-    """Merge the reports of a split run into one report with one verdict.
+    """Merge the reports of shards into one report with one verdict.
 
     A REPORT.json comes from `pytest --gpumem-report=FILE.json` in one shard: a CI job, a machine or a group of tests,
-    split by folders, by -k or by pytest-split. Merged reports can be merged again. The order of the files does not
+    split by folders, by `-k` or by pytest-split. Merged reports can be merged again. The order of the files does not
     change the result.
 
     The merged report passes if no test failed, every selected test ran in some shard, and no shard had an error. The
@@ -75,7 +75,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
       gpumem merge gpu-0.json gpu-1.json --report gpumem.html
       gpumem merge shards/*.json --shards 4 --report whole.json
 
-    Exit status: 0 when the merged report passed, 1 when it did not, or after Ctrl-C, 2 for wrong usage, a file that is
+    Exit status: 0 if the merged report passed, 1 if it did not, or after Ctrl-C, 2 for wrong usage, a file that is
     not a report, shards from different commits or with different options, or a violation of --shards.
     \f
     ## `--shards`

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     "pytest_args", metavar="[PYTEST_ARGS]...", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.tests
 )
 def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
-    """Remove baselines of tests that no longer exist or are no longer measured.
+    """Remove the baselines of tests that no longer exist or are no longer measured.
 
     The command collects tests as `pytest PYTEST_ARGS` would, without running them. It removes the baselines of tests
     that were not collected or are not measured. Baselines from a device that this machine does not have are kept as
@@ -45,7 +45,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
       gpumem prune tests/models --gpumem-store=baselines
       gpumem prune tests/models/test_gpt.py::test_train
 
-    Exit status: 0 when the unused baselines were removed or listed, 1 when interrupted, or if the tests cannot be
+    Exit status: 0 if the unused baselines were removed or listed, 1 after Ctrl-C, or if the tests cannot be
     collected, the store cannot be read or written, or it seems to belong to another project, 2 for wrong usage. With 1
     and 2, nothing is removed.
     \f

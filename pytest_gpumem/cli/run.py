@@ -75,19 +75,20 @@ class _ScriptPath(click.Path):
     show_default=True,
     metavar="NAME",
     callback=_name,
-    help="Call the run train.py::NAME in the store and in reports. Give each set of arguments its own name, for example small.",
+    help="Call the run `train.py::NAME` in the store and in reports. Give each set of arguments its own name, for example "
+    "`small`.",
 )
 @click.argument("script", type=_ScriptPath(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[--] [ARGUMENTS]...")
 def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **options: Any) -> None:
-    """Measure and gate the training steps of an unchanged script.
+    """Measure and gate the training steps of a script.
 
-    SCRIPT runs in this process, as `python SCRIPT ARGUMENTS` would run it. A step ends with each `step()` of its first
-    optimizer. After enough steps, an exception ends the script, so its finally and with blocks still run. The verdict,
-    the store, the reports and all settings work as for a test with the id SCRIPT::run.
+    The unchanged SCRIPT runs in this process, as `python SCRIPT ARGUMENTS` would run it. A step ends with each `step()`
+    of its first optimizer. After enough steps, an exception ends the script, so its `finally` and `with` blocks still
+    run. The verdict, the store, the reports and all settings work as for a test with the id `SCRIPT::run`.
 
     The script must move its model to the GPU itself; the device to measure is --gpumem-device. Options may follow
-    SCRIPT. An unknown option, and everything after --, goes to the script.
+    SCRIPT. An unknown option, and everything after `--`, goes to the script.
 
     \b
     Examples:
@@ -95,7 +96,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
       gpumem run train.py --gpumem-device=emulated:h100 --gpumem-baseline
       gpumem run --as small --steps 30 train.py -- --width 64
 
-    Exit status: 0 when the script was measured and nothing failed, 1 when a metric regressed or is over budget, the
+    Exit status: 0 if the script was measured and nothing failed, 1 if a metric regressed or is over budget, the
     script failed by itself, or it was not measured, for example because the device is not available, 2 for wrong usage
     or a wrong setting, 130 after Ctrl-C.
     \f

@@ -25,11 +25,11 @@ from pytest_gpumem.reports.stored import accounting, table, to_json
 def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form: str, verbose: bool) -> None:
     """Show the baselines in the store, a row for each.
 
-    A step time is followed by the number of runs that its median comes from, for example "12.00 ms (3 runs)". The gate
-    does not compare a step time that is marked "not compared".
+    A step time is followed by the number of runs that its median comes from, for example `12.00 ms (3 runs)`. The gate
+    does not compare a step time that is marked `not compared`.
 
-    PATTERN selects tests: an id, a part of an id (a file, a class, a word), or a pattern with * and ?. Without PATTERN,
-    all baselines are shown. A PATTERN that matches no baseline is an error.
+    PATTERN selects tests: an id, a part of an id (a file, a class, a word), or a pattern with `*` and `?`. Without
+    PATTERN, all baselines are shown. A PATTERN that matches no baseline is an error.
 
     \b
     Examples:
@@ -37,7 +37,7 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
       gpumem show tests/test_gpt.py "*[amp-bf16]"
       gpumem show --slug nvidia-h100-80gb-hbm3 --format json
 
-    Exit status: 0 when the baselines were printed, even if the store is empty, 1 when interrupted, 2 for wrong usage,
+    Exit status: 0 if the baselines were printed, even if the store is empty, 1 after Ctrl-C, 2 for wrong usage,
     or if the store, the device or a matching test does not exist, or a file in the store cannot be read.
     \f
     ## JSON

@@ -42,7 +42,11 @@ class InputError(click.ClickException):
 
 
 class WholeNumber(click.IntRange):
-    """A whole number in ASCII digits: Python reads those of any script."""
+    """A whole number in ASCII digits, because Python also reads the digits of other scripts."""
+
+    def get_metavar(self, *_context: Any, **_parameter: Any) -> str:
+        """Return the placeholder for its values in a help text."""
+        return "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not value.isascii():
@@ -51,11 +55,11 @@ class WholeNumber(click.IntRange):
 
 
 def format_option(*formats: str) -> Callable[[_Function], _Function]:
-    """Return the option ``--format`` of a command that prints a table, or its figures in one of ``formats``."""
+    """Return the option ``--format`` for a command that prints a table, or the same figures in one of ``formats``."""
     purposes = {
-        "json": "json for programs, every figure in bytes and seconds",
-        "markdown": "markdown for a comment",
-        "html": "html for a page with the memory over the step",
+        "json": "`json` for programs, with all figures in bytes and seconds",
+        "markdown": "`markdown` for a comment",
+        "html": "`html` for a page with charts of the memory over the step",
     }
     return click.option(
         "--format",
@@ -63,28 +67,8 @@ def format_option(*formats: str) -> Callable[[_Function], _Function]:
         type=click.Choice(("text", *formats)),
         default="text",
         show_default=True,
-        help=f"What is printed: {', '.join(purposes[one] for one in formats)}.",
+        help=f"Print {', '.join(['`text` for a terminal', *(purposes[name] for name in formats)])}.",
     )
-
-
-def renamed(old: str, now: str, *, is_flag: bool = False) -> Callable[[_Function], _Function]:
-    """Return an option that is not shown, and refused with the name that it has now."""
-
-    def refuse(_context: click.Context, _parameter: click.Parameter, value: Any) -> None:
-        if value is not None:
-            raise click.UsageError(f"{old} is called {now} now")
-
-    return click.option(old, hidden=True, is_flag=is_flag, default=None, expose_value=False, callback=refuse)
-
-
-def not_there(option: str, instead: str) -> Callable[[_Function], _Function]:
-    """Return a flag that is not shown, and refused with what is written ``instead``: it is near no option that there is."""
-
-    def refuse(_context: click.Context, _parameter: click.Parameter, value: Any) -> None:
-        if value is not None:
-            raise click.UsageError(f"there is no {option}: {instead}")
-
-    return click.option(option, hidden=True, is_flag=True, default=None, expose_value=False, callback=refuse)
 
 
 @contextmanager

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     "file",
     metavar="FILE.json",
     type=FilePath(),
-    help="Read this JSON report, for example the artifact of a CI job or a report from `gpumem merge`; - is standard input. "
+    help="Read this JSON report, for example the artifact of a CI job or a report from `gpumem merge`; `-` is standard input. "
     "Default: the report of the last session here.",
 )
 def why(*, test: str, file: Path | None) -> None:
-    """Explain one test's verdict, from the last report. Nothing is run.
+    """Explain the verdict on one test, from the last report.
 
-    The command prints the same as `pytest -vv` for this test: the result, the failure message, all metrics of each
-    measurement, the peaks of phases, and the composition of the peak if it was recorded. For a test in a matrix of
-    configs, it prints all configs, because their savings are compared with the first config.
+    The command runs nothing. It prints the same as `pytest -vv` for this test: the result, the failure message, all
+    metrics of each measurement, the peaks of phases, and the composition of the peak if it was recorded. For a test in
+    a matrix of configs, it prints all configs, because their savings are compared with the first config.
 
-    TEST is a test's id, for example tests/test_gpt.py::test_train, a part of the id that no other measured test has, or
-    a pattern with * and ?. If several tests match, the command lists them.
+    TEST is a test's id, for example `tests/test_gpt.py::test_train`, a part of the id that no other measured test has,
+    or a pattern with `*` and `?`. If several tests match, the command lists them.
 
     \b
     Examples:
@@ -47,7 +47,7 @@ def why(*, test: str, file: Path | None) -> None:
       gpumem why "tests/test_gpt.py::*[amp-bf16]"
       gpumem why test_train_step --report gpumem.json
 
-    Exit status: 0 when the test was found, 1 when interrupted, 2 for wrong usage, or if no measured test or more than
+    Exit status: 0 if the test was found, 1 after Ctrl-C, 2 for wrong usage, or if no measured test or more than
     one matches TEST, or there is no report.
     \f
     ## The kept report

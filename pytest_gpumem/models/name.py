@@ -58,7 +58,7 @@ def batch_size(text: str) -> BatchSize:
     samples, length = (None if one is None else int(one) for one in found.groups()) if found else (0, None)
     if not samples or length == 0:
         raise ModelError(
-            f"{text!r} is no size of a batch: write samples and tokens of each, like 4x4096 (of images and latents, their "
-            "side), or samples alone, like 32"
+            f"{text!r} is not the size of a batch: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096, or for images and "
+            "latents SAMPLESxSIDE like 8x512"
         )
     return BatchSize(samples, length)
