@@ -49,15 +49,15 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="GPU",
     shell_complete=completion.cards,
-    help="Run the program on this GPU: `l4`, `24GB`, `h100x8`, `h100-80gb-mig-1g.10gb`, or a GPU that the project defines. May be "
-    "repeated; the program must fit into each. Default: all known GPUs, beginning with `h100`.",
+    help="Run the program on this GPU: `l4`, `24GB`, `h100x8`, `h100-80gb-mig-1g.10gb`, or a GPU that the project defines. "
+    "May be repeated; the program must fit into each. Default: all known GPUs, beginning with `h100`.",
 )
 @click.option(
     "--steps",
     type=WholeNumber(min=1),
     metavar="N",
-    help="End the program, with status 0, after N steps of one of its optimizers, for example `3`. An evaluation or a checkpoint "
-    "that comes later does not run. Default: run the program to its end.",
+    help="End the program, with status 0, after N steps of one of its optimizers, for example `3`. An evaluation or a "
+    "checkpoint that comes later does not run. Default: run the program to its end.",
 )
 @jobs_option("Runs at the same time must not write the same files.")
 @format_option("json")
