@@ -300,7 +300,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["hf:x", "--generate", "none"], "'none' is not a valid integer"),
         (
             ["advised_models:make", "--batch", "4*16"],
-            "'4*16' is no size of a batch: write samples and tokens of each",
+            "'4*16' is not the size of a batch: write SAMPLES like 32",
         ),
         (["advised_models:make", "--config", "amp-bf17"], "step config 'amp-bf17': "),
         (["advised_models:make", "--config", "fp32", "--all"], "or all are measured with --all, not both"),

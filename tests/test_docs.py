@@ -21,13 +21,7 @@ import pytest_gpumem
 from pytest_gpumem import Composition, Explanation, Measurement, Row, StepConfig, hookspecs
 from pytest_gpumem.baselines import url_backend
 from pytest_gpumem.baselines.format import parse, render
-from pytest_gpumem.cli.ab import ab
-from pytest_gpumem.cli.advise import advise
-from pytest_gpumem.cli.doctor import doctor
-from pytest_gpumem.cli.fit import fit
-from pytest_gpumem.cli.init import init
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.cli.run import run
 from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
 from pytest_gpumem.config.options import EXPLAIN_MODES, OPTIONS
 from pytest_gpumem.config.settings import KEYS, Settings, read_table, settings_from_table
@@ -447,28 +441,6 @@ def test_the_matrices_in_the_pages_make_configs():
         given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         skip = given.pop("skip", ())
         assert len(combinations(given, [skip] if isinstance(skip, str) else skip)) > 1
-
-
-@pytest.mark.parametrize("command", [ab, advise, doctor, fit, init, run], ids=lambda command: command.name)
-def test_the_reference_has_every_option_of_a_command_with_its_default(command):
-    table = named_rows(section_of("docs/reference.md", f"gpumem {command.name}"))
-    told = {name: cells[0] for name, cells in table.items() if name.startswith("--")}
-    expected = {}
-    for option in command.params:
-        # Those of the plugin have a section of their own.
-        if option.param_type_name == "option" and not option.opts[0].startswith("--gpumem-") and not option.hidden:
-            default = option.default[0] if isinstance(option.default, tuple) else option.default
-            flag = ("on" if default is True else "off") if option.is_flag else None
-            shown = flag or (f"`{default}`" if isinstance(default, str | int) else "none")
-            expected[option.opts[0]] = shown
-    assert told == expected
-
-
-@pytest.mark.parametrize("command", [ab, advise, doctor, fit, init, run], ids=lambda command: command.name)
-def test_the_reference_has_the_exit_codes_that_a_command_tells_of(command):
-    table = rows(section_of("docs/reference.md", f"gpumem {command.name}"))
-    told = [cells[0] for cells in table if cells[0].isdigit()]
-    assert told == re.findall(r"\b(\d)\b", str(command.help).partition("Exit status:")[2])
 
 
 def test_the_architecture_places_every_module():

@@ -843,8 +843,8 @@ def test_a_store_of_any_name_keeps_its_lines_ends(repository, store):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("init", ["It proposes [tool.gpumem] in pyproject.toml,", "Existing files and sections are not changed."]),
-        ("doctor", ["Compares the environment here", "Writes nothing except the compiled stand-ins"]),
+        ("init", ["It proposes `[tool.gpumem]` in `pyproject.toml`,", "Existing files and sections are not changed."]),
+        ("doctor", ["compares the current environment", "writes only the compiled libraries of an emulated GPU"]),
     ],
 )
 def test_the_help_says_what_a_command_does_and_leaves(name, words):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
 from pytest_gpumem.config import renamed
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
@@ -78,17 +76,6 @@ def test_an_option_that_a_conftest_adds_may_begin_as_this_plugins_do(project):
     project.run("--gpumem-own=3").assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize(
-    ("command", "said"), [(["history", "x"], "gpumem show --format json"), (["doctor"], "--format json")]
-)
-def test_a_flag_for_json_is_answered_with_what_prints_it(command, said):
-    result = CliRunner().invoke(main, [*command, "--json"])
-    assert result.exit_code == 2
-    assert "there is no --json: " in result.output
-    assert said in result.output
-    assert "Did you mean" not in result.output
-
-
 @pytest.mark.parametrize("where", ["marker", "budget"])
 @pytest.mark.parametrize(("old", "now"), renamed.ARGUMENTS.items())
 def test_an_argument_of_the_marker_and_of_budgets(project, old, now, where):
@@ -122,24 +109,6 @@ def test_a_part_of_the_step_config_that_is_given_as_an_argument(project, call, n
     result.assert_outcomes(failed=1)
     name = call.rpartition(", ")[2].partition("=")[0]
     assert f"TypeError: gpumem.{call.partition('(')[0]}() has no argument '{name}'; {now}" in result.stdout.str()
-
-
-@pytest.mark.parametrize(
-    ("command", "now"),
-    [
-        (["compare", "a", "--json"], "--format json"),
-        (["compare", "a", "--markdown"], "--format markdown"),
-        (["ab", "main", "--json", "a.json"], "--report FILE.json"),
-        (["ab", "main", "--markdown", "a.md"], "--report FILE.md"),
-    ],
-    ids=" ".join,
-)
-def test_an_option_of_a_command(command, now):
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 2
-    old = next(word for word in command if word.startswith("--"))
-    assert f"Error: {old} is called {now} now" in result.output
-    assert old not in CliRunner().invoke(main, [command[0], "--help"]).output.replace(now, "").split()
 
 
 def test_a_flag_of_the_settings_is_switched_off_where_it_is_typed(project):

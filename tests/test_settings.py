@@ -181,10 +181,10 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"models": [{"model": "hf:"}]}, "here: models 1: model: 'hf:' names no model; write hf:ORG/NAME"),
         (
             {"models": [{"model": "hf:a"}, {"model": "hf:b", "batch": "4*16"}]},
-            "here: models 2 (model = 'hf:b'): '4*16' is no size of a batch: write samples and tokens of each, like 4x4096 (of images",
+            "here: models 2 (model = 'hf:b'): '4*16' is not the size of a batch: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096",
         ),
-        ({"models": [{"model": "hf:a", "batch": True}]}, "(model = 'hf:a'): 'True' is no size of a batch"),
-        ({"models": [{"model": "hf:a", "batch": [4, 16]}]}, "(model = 'hf:a'): '[4, 16]' is no size of a batch"),
+        ({"models": [{"model": "hf:a", "batch": True}]}, "(model = 'hf:a'): 'True' is not the size of a batch"),
+        ({"models": [{"model": "hf:a", "batch": [4, 16]}]}, "(model = 'hf:a'): '[4, 16]' is not the size of a batch"),
         (
             {"models": [{"model": "hf:a", "config": "amp-bf17"}]},
             "here: models 1 (model = 'hf:a'): step config 'amp-bf17': unknown precision 'amp-bf17'; did you mean 'amp-bf16'?",

@@ -234,7 +234,7 @@ def _options(owners: list[tuple[click.Command, click.Context]], details: Mapping
     written = []
     for name, entries in users.items():
         texts = [
-            entry if len(commands) == is_of_all else f"For {' and '.join(commands)}: {entry}"
+            entry if len(commands) == is_of_all else f"For {', '.join(commands)}: {entry}"
             for entry, commands in entries.items()
         ]
         written.append("\n\n".join(filter(None, [f"### `{name}`", *texts, details.get(name, "")])))

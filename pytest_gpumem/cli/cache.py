@@ -21,11 +21,11 @@ from pytest_gpumem.units import counted, format_bytes
     help="Remove all cached environments, the runs of interrupted bisections, and the compiled libraries of emulated GPUs.",
 )
 def cache(*, clear: bool) -> None:
-    """List the cached environments of `gpumem ab` and `gpumem bisect`, or remove them.
+    """List the cached environments of ab and bisect, or remove them.
 
-    These commands install requirements such as `transformers==4.38.2` into virtual environments, and use them again. Each line
-    has the requirements, the installed packages, the day and the size. Unfinished environments are counted: another command is
-    installing them, or an installation was interrupted and will be repeated.
+    `gpumem ab` and `gpumem bisect` install requirements such as `transformers==4.38.2` into virtual environments, and use
+    them again. Each line has the requirements, the installed packages, the day and the size. Unfinished environments are
+    counted: another command is installing them, or an installation was interrupted and will be repeated.
 
     \b
     Examples:

@@ -374,7 +374,7 @@ def test_sizes_are_read_as_they_are_written(text, size):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(
         ModelError,
-        match=r"is no size of a batch: write samples and tokens of each, like 4x4096 \(of images and latents, their side\)",
+        match=r"is not the size of a batch: write SAMPLES like 32, SAMPLESxTOKENS like 4x4096, or for images and latents",
     ):
         batch_size(text)
 
