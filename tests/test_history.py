@@ -201,7 +201,7 @@ def test_whatever_a_test_a_reason_and_a_subject_are_called_each_change_is_one_li
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["test_"], "'test_' is in the ids of 2 tests; say which one:\n  a.py::test_a\n  a.py::test_b\n"),
+        (["test_"], "'test_' matches 2 tests; name one of them:\n  a.py::test_a\n  a.py::test_b\n"),
         (["a.py::test_aa"], "there never was; there is a.py::test_a"),
         (["test_a", "--metric", "flops"], "ever had flops"),
         (["test_a", "--slug", "a10"], "--slug a10"),

@@ -215,7 +215,7 @@ def test_device_and_runner_are_those_that_measure_something_here(repository, her
     here(*able)
     done = init("--dry-run")
     assert f'+device = "{device}"' in done.output.splitlines()
-    assert f"the workflow is for the runner {runner}: " in done.output
+    assert f"the workflow is for --runner={runner}, because " in done.output
 
 
 def test_a_runner_that_this_machine_has_no_baselines_for_is_said(repository):
@@ -250,11 +250,11 @@ def test_a_device_of_the_settings_that_is_not_here_is_told_to_be_recorded_where_
     repository({**FLAT, SETTINGS: table})
     done = init("--yes", "--runner", "self-hosted")
     assert done.exit_code == 0, done.output
-    assert "the workflow gates on cuda, which is not here: record its baselines where it is" in done.output
+    assert "the workflow gates on cuda, which this machine does not have: record the baselines" in done.output
     first = "python -m pytest --gpumem-update=new --gpumem-device=cuda (on a machine that has cuda)"
     *said, last = done.output.splitlines()[-3:]
-    assert said == ["the gate needs baselines that are not recorded yet; run first:", f"  {first}"]
-    assert re.fullmatch(r"then (replace .*, and )?commit what was written and recorded[;:] .*", last)
+    assert said == ["the gate needs baselines that are not recorded yet; first run:", f"  {first}"]
+    assert re.fullmatch(r"then (replace .*, and )?commit the written files and the recorded baselines; .*", last)
 
 
 def test_after_a_no_it_is_said_what_is_to_be_run_first(repository, monkeypatch):
@@ -263,7 +263,7 @@ def test_after_a_no_it_is_said_what_is_to_be_run_first(repository, monkeypatch):
     done = init(input="y\nn\n")
     assert done.exit_code == 0, done.output
     assert "\n  python -m pytest --gpumem-update=new --no-gpumem-time\n" in done.output
-    assert "\ncommit what was written" not in done.output
+    assert "\ncommit the written files" not in done.output
     assert not (project.path / "gpumem-baselines").exists()
 
 
@@ -277,13 +277,12 @@ def test_what_there_is_is_left_alone_and_said(repository):
     project = repository(own)
     done = init("--dry-run")
     assert (
-        f"{SETTINGS} has [tool.gpumem], which is left alone; it does not name 1 test that runs models. "
+        f"{SETTINGS} has [tool.gpumem], which is not changed; it does not name 1 test that runs models. "
         f'To measure them, add to its {MARK_KEY}: ["test_model.py"]' in done.output
     )
-    assert f"{ATTRIBUTES} has gpumem-baselines, and is left alone" in done.output
+    assert f"{ATTRIBUTES} has a rule for gpumem-baselines, so it is not changed" in done.output
     assert (
-        f"{WORKFLOW} is there, and is left alone; it gates if it runs `python -m pytest --gpumem-baseline`"
-        in done.output
+        f"{WORKFLOW} exists and is not changed; it gates if it runs `python -m pytest --gpumem-baseline`" in done.output
     )
     assert there(project) == {*own}
 
@@ -299,15 +298,15 @@ def test_what_there_is_is_left_alone_and_said(repository):
 )
 def test_a_section_that_is_there_is_answered_with_what_to_add_to_it(repository, table, said):
     repository({**FLAT, SETTINGS: f"[tool.gpumem]\n{table}"})
-    (line,) = [one for one in init("--dry-run").output.splitlines() if "which is left alone" in one]
-    assert line.startswith(f"{SETTINGS} has [tool.gpumem], which is left alone{said}")
-    assert said or line.endswith("left alone")
+    (line,) = [one for one in init("--dry-run").output.splitlines() if "which is not changed" in one]
+    assert line.startswith(f"{SETTINGS} has [tool.gpumem], which is not changed{said}")
+    assert said or line.endswith("not changed")
 
 
 def test_a_workflow_with_the_other_suffix_is_not_doubled(repository):
     repository({**FLAT, ".github/workflows/gpumem.yaml": "on: push\n"})
     done = init("--dry-run")
-    assert ".github/workflows/gpumem.yaml is there, and is left alone" in done.output
+    assert ".github/workflows/gpumem.yaml exists and is not changed" in done.output
     assert "+++ b/.github" not in done.output
 
 
@@ -453,7 +452,7 @@ def test_attributes_are_left_alone_where_a_pattern_is_of_the_store(repository, l
     repository({**FLAT, ATTRIBUTES: f"*.png binary\n{line}\n"})
     output = init("--dry-run").output
     assert ("+/gpumem-baselines/** text eol=lf" in output) != is_of_store
-    assert (f"{ATTRIBUTES} has gpumem-baselines, and is left alone" in output) == is_of_store
+    assert (f"{ATTRIBUTES} has a rule for gpumem-baselines, so it is not changed" in output) == is_of_store
 
 
 def test_requirements_that_have_all_are_used(repository):
@@ -498,7 +497,7 @@ def test_without_a_known_release_of_torch_no_requirements_are_proposed(repositor
     here("cpu", release=None)
     done = init("--dry-run")
     assert "+++ b/requirements-gpumem.txt" not in done.output
-    assert "requirements-gpumem.txt, which the workflow installs from, is not proposed: " in done.output
+    assert "requirements-gpumem.txt is not proposed, because " in done.output
     assert "torch==RELEASE, pytest, pytest-gpumem[report] @ " in done.output
 
 
@@ -527,7 +526,7 @@ def test_a_folder_without_git_is_set_up_and_told_to_commit(repository):
     (project.path / ".git" / "HEAD").unlink()
     done = init("--dry-run")
     assert done.exit_code == 0
-    assert "this is no git repository: baselines are to be committed" in done.output
+    assert "this is not a git repository: commit and review the baselines" in done.output
     assert "+++ b/.gitattributes" not in done.output
 
 
@@ -655,7 +654,7 @@ def test_a_test_that_fails_by_itself_is_left_out_and_said(repository):
     )
     done = init("--yes")
     assert done.exit_code == 0, done.output
-    why = "as they failed by themselves (see above) and have no baseline; once they pass, add them:"
+    why = "because they failed by themselves (see above) and have no baseline; add them when they pass:"
     assert f"\nleft out of mark, {why}\n  test_more.py::test_fails\n" in done.output
     assert "test_more.py" not in (project.path / SETTINGS).read_text()
     gate = project.run("--gpumem-baseline", "test_model.py", device=None, separate=True)
@@ -674,8 +673,8 @@ def test_a_test_whose_figures_depend_on_chance_is_left_out_and_said(differing):
     project = differing
     done = init("--yes")
     assert done.exit_code == 0, done.output
-    why = "as they failed on the code that they were recorded on (see above), so that their figures depend on chance"
-    named = "once they repeat (by a seed), add them:\n  test_more.py::test_differs\n"
+    why = "because they failed on the code that recorded them (see above), so their figures depend on chance"
+    named = "add them when they repeat (with a seed):\n  test_more.py::test_differs\n"
     assert f"\nleft out of mark, {why}; {named}" in done.output
     assert "test_more.py" not in (project.path / SETTINGS).read_text()
     gate = project.run("--gpumem-baseline", "--gpumem-strict", device=None, separate=True)
@@ -765,11 +764,11 @@ def test_a_workflow_that_comments_is_proposed_beside_the_gate_and_never_changed(
     repository(FLAT)
     output = init("--dry-run").output
     assert f"+++ b/{comment}" in output
-    assert f"{comment} comments on pull requests in a job of its own" in output
+    assert f"{comment} comments on pull requests in a separate job" in output
     repository({comment.replace(".yml", ".yaml"): "on: push\n"})
     output = init("--dry-run").output
     assert f"+++ b/{gate}" in output
-    assert f"{comment[:-3]}yaml is there, and is left alone" in output
+    assert f"{comment[:-3]}yaml exists and is not changed" in output
     assert f"+++ b/{comment}" not in output
     repository({gate: "on: push\n", comment.replace(".yml", ".yaml"): "on: push\n"})
     assert "gpumem-comment" not in init("--dry-run").output
@@ -860,7 +859,7 @@ def test_baselines_that_cannot_be_taken_out_are_said_with_the_command_that_does(
 
     monkeypatch.setattr(first_baselines, "run", refusing)
     done = init("--yes")
-    told = "\nError: gpumem-baselines cannot be written: no space left\ntheir baselines are still in the store; once that is mended: "
+    told = "\nError: gpumem-baselines cannot be written: no space left\ntheir baselines are still in the store; when this is fixed, run: "
     assert f"{told}gpumem prune test_more.py::test_differs\n" in done.output, done.output
 
 
@@ -900,4 +899,4 @@ def test_a_signal_while_baselines_are_recorded_ends_it_with_its_exit_status(repo
     monkeypatch.setattr(shown_session, "run", interrupted)
     done = init("--yes")
     assert done.exit_code == 128 + signal.SIGTERM
-    assert "interrupted: `python -m pytest --gpumem-update=new` records the baselines that are missing" in done.output
+    assert "interrupted: `python -m pytest --gpumem-update=new` records the missing baselines" in done.output

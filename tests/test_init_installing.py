@@ -141,7 +141,7 @@ def test_files_that_name_no_account_are_told_with_what_to_replace():
     made = proposed()
     files = ("requirements-gpumem.txt", ".github/workflows/gpumem.yml", ".github/workflows/gpumem-comment.yml")
     assert made.installs_from_nowhere == files
-    (note,) = [one for one in made.notes if one.startswith(f"{PLACEHOLDER} stands for the account")]
+    (note,) = [one for one in made.notes if one.startswith(f"{PLACEHOLDER} stands for the GitHub account")]
     assert f"replace it in {' and '.join(files)}" in note
     there = Project(workflow="w.yaml", workflow_text=f"uses: {PLACEHOLDER}/pytest-gpumem/x@v1")
     assert proposal(there, FoundTests(()), Here(account="me"), None).installs_from_nowhere == ("w.yaml",)
@@ -160,7 +160,7 @@ def test_files_that_are_there_are_told_by_their_paths_from_the_project_folder():
     )
     made = proposal(project, found, Here(account="me"), None)
     assert made.installs_from_nowhere == (f"../../{gate}", f"../../{comment}")
-    assert any(note.startswith(f"../../{gate} is there, and is left alone") for note in made.notes)
+    assert any(note.startswith(f"../../{gate} exists and is not changed") for note in made.notes)
 
 
 def test_files_name_the_account_that_the_package_is_from():

@@ -73,7 +73,7 @@ def test_what_several_shards_ran_and_what_none_did_is_told(folder):
     write(folder, "a.json", part)
     write(folder, "b.json", shard(measured()))
     assert (
-        "merged: 1 test ran in several of them, the worst result counts: a.py::test_a"
+        "merged: 1 test ran in several shards; the worst result counts: a.py::test_a"
         in merge("a.json", "b.json").output
     )
 

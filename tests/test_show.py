@@ -129,7 +129,7 @@ def test_the_stores_password_is_not_told(repository, form, given):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["test_gtp"], "no baseline is of test_gtp; there is test_gpt.py"),
+        (["test_gtp"], "no baseline matches test_gtp; there is test_gpt.py"),
         (["tests/test_gpt.py::test_bb[fp32]"], "there is tests/test_gpt.py::test_b[fp32]"),
         (["--slug", "h10"], "did you mean 'h100'?"),
         (["--store", "nowhere"], "there is no store at"),

@@ -152,7 +152,7 @@ def test_an_unmeasured_test_is_told_with_the_reason(gated):
 def test_a_test_that_is_not_measured_is_none_of_the_report(gated):
     error = why(gated[0], "test_plain", ends=2)
     assert error.startswith(
-        "Error: none of the 3 measured tests of the last session is 'test_plain'; there is test_it.py"
+        "Error: none of the 3 measured tests in the last session matches 'test_plain'; there is test_it.py"
     )
 
 
@@ -248,7 +248,7 @@ def test_several_tests_are_listed(report):
     done = of_report(report, "test_b")
     assert done.exit_code == 2
     assert done.output.splitlines() == [
-        "Error: 'test_b' is in the ids of 2 tests; say which one:",
+        "Error: 'test_b' matches 2 tests; name one of them:",
         "  a.py::test_b",
         "  a.py::test_bb",
     ]
@@ -258,7 +258,7 @@ def test_a_misspelt_test_is_told_with_the_nearest(report):
     done = of_report(report, "tset_bb")
     assert done.exit_code == 2
     assert done.output.startswith(
-        f"Error: none of the 4 measured tests of {report} is 'tset_bb'; there is a.py::test_bb"
+        f"Error: none of the 4 measured tests in {report} matches 'tset_bb'; there is a.py::test_bb"
     )
 
 
@@ -325,7 +325,7 @@ def test_without_a_cache_nothing_is_kept_and_the_sentence_says_what_writes_a_rep
     assert not (project.path / ".pytest_cache").exists()
     error = why(project, "test_fine", ends=2)
     assert error == (
-        "Error: no report is kept, as pytest's cache is switched off (-p no:cacheprovider): "
+        "Error: no report is kept, because pytest's cache is switched off (-p no:cacheprovider): "
         "`pytest --gpumem-report=FILE.json` writes one for `gpumem why test_fine --report FILE.json`\n"
     )
 
@@ -369,4 +369,4 @@ def test_a_report_that_is_named_is_read_in_place_of_the_kept_one(gated):
     project, _ = gated
     project.run("-k", "skipped", f"--gpumem-report={project.path / 'other.json'}")
     assert why(project, "test_skipped", "--report", "other.json").startswith("test_it.py::test_skipped: unmeasured")
-    assert "of the 1 measured test of other.json" in why(project, "test_fine", "--report", "other.json", ends=2)
+    assert "of the 1 measured test in other.json" in why(project, "test_fine", "--report", "other.json", ends=2)

@@ -83,10 +83,10 @@ def test_a_report_in_place_of_a_format_of_exports_is_told_where_it_goes():
 @pytest.mark.parametrize(
     ("test", "said"),
     [
-        ("test_b", "none of the 1 measured test of gpumem.json is 'test_b'; there is a.py::test_a"),
+        ("test_b", "none of the 1 measured test in gpumem.json matches 'test_b'; there is a.py::test_a"),
         (
             "nothing_like_it",
-            "none of the 1 measured test of gpumem.json is 'nothing_like_it'; there is:\n  a.py::test_a",
+            "none of the 1 measured test in gpumem.json matches 'nothing_like_it'; there is:\n  a.py::test_a",
         ),
     ],
 )

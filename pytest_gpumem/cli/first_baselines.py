@@ -79,13 +79,13 @@ class FirstBaselines:
             functions = set()
         else:
             why = "they failed by themselves (see above) and have no baseline"
-            write_lines(["", f"left out of {MARK_KEY}, as {why}; once they pass, add them:"])
+            write_lines(["", f"left out of {MARK_KEY}, because {why}; add them when they pass:"])
             write_lines([f"  {one}" for one in sorted(functions)])
         if failed or any(one.failed_by_itself and _function(one) not in functions for one in verdicts):
             write_lines(
                 [
                     "",
-                    f"not every test could be recorded (see above): fix it, or take it out of {MARK_KEY}, and run it again",
+                    f"not every test could be recorded (see above): fix it or remove it from {MARK_KEY}, and run init again",
                 ]
             )
             sys.exit(1)
@@ -100,16 +100,16 @@ class FirstBaselines:
             said = f"python {' '.join(_recording(f'--gpumem-device={self.proposed.record_elsewhere}'))}"
             missing = [*missing, f"{said} (on a machine that has {self.proposed.record_elsewhere})"]
         if missing:
-            write_lines(["", "the gate needs baselines that are not recorded yet; run first:"])
+            write_lines(["", "the gate needs baselines that are not recorded yet; first run:"])
             write_lines([f"  {said}" for said in missing])
-        done = " and recorded" if missing else ""
+        done = " and the recorded baselines" if missing else ""
         if not self.proposed.installs_from_nowhere:
-            said = f"commit what was written{done}; `pytest --gpumem-baseline` is the gate"
+            said = f"commit the written files{done}; `pytest --gpumem-baseline` is the gate"
         else:
             files = " and ".join(map(os.path.normpath, self.proposed.installs_from_nowhere))
             said = (
-                f"replace {PLACEHOLDER} in {files}, and commit what was written{done}: before that `pytest --gpumem-baseline` "
-                "gates here, and the workflow cannot install it"
+                f"replace {PLACEHOLDER} in {files}, and commit the written files{done}; until then "
+                "`pytest --gpumem-baseline` gates here, but the workflow cannot install it"
             )
         write_lines([f"then {said}"] if missing else ["", said])
 
@@ -127,14 +127,14 @@ class FirstBaselines:
 
     def _leave_out_differing(self, differing: AbstractSet[str], left_out: AbstractSet[str]) -> None:
         """Take tests whose figures depend on chance out of the patterns, beside those ``left_out`` before, and of the store."""
-        why = "they failed on the code that they were recorded on (see above), so that their figures depend on chance"
+        why = "they failed on the code that recorded them (see above), so their figures depend on chance"
         if self._leave_out(differing | left_out):
-            write_lines(["", f"left out of {MARK_KEY}, as {why}; once they repeat (by a seed), add them:"])
+            write_lines(["", f"left out of {MARK_KEY}, because {why}; add them when they repeat (with a seed):"])
             write_lines([f"  {one}" for one in sorted(differing)])
             self._prune(sorted(differing))
         else:
             write_lines(
-                ["", f"the gate is red until these are taken out of {MARK_KEY}, or repeat (by a seed), as {why}:"]
+                ["", f"the gate fails until you remove these tests from {MARK_KEY} or set a seed, because {why}:"]
             )
             write_lines([f"  {one}" for one in sorted(differing)])
 
@@ -149,7 +149,7 @@ class FirstBaselines:
             if status != 0:
                 said = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 typed = f"{command_name()} prune {' '.join(map(shlex.quote, functions))}"
-                write_lines(["", *said, f"their baselines are still in the store; once that is mended: {typed}"])
+                write_lines(["", *said, f"their baselines are still in the store; when this is fixed, run: {typed}"])
 
     def _leave_out(self, functions: AbstractSet[str]) -> bool:
         """Take test functions out of the patterns that were written; return whether there are some, and others are left."""

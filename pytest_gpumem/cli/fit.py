@@ -198,7 +198,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
         sys.exit(interrupted)
     if found[0].plain.without_statistics:
         raise InputError(
-            "it cannot be told what the program takes: it has an allocator of its own, which keeps no statistics"
+            "the program's memory is unknown, because the program has an allocator of its own, which keeps no statistics"
         )
     if found[0].plain.outcome is FitOutcome.UNUSED:
         raise InputError("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")

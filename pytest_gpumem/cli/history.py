@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _Entry = tuple[str, Key, Baseline | None]
 """Slug, key and baseline, which is ``None`` where it was removed."""
 _SHALLOW = (
-    "this clone is shallow, so that changes are missing: fetch them with `git fetch --unshallow`, "
+    "this clone is shallow, so changes are missing: fetch them with `git fetch --unshallow`, "
     "or on GitHub Actions with fetch-depth: 0 for actions/checkout"
 )
 
@@ -112,7 +112,7 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
         if isinstance(state, Baseline)
     }
     if values <= {None}:
-        raise InputError(f"no baseline of {test!r} ever had {metric}; `{command_name()} show -v` tells what they have")
+        raise InputError(f"no baseline of {test!r} ever had {metric}; `{command_name()} show -v` lists their metrics")
     for on, key, events in histories:
         title = f"{key} on {on}: {METRICS[metric].title}"
         write_lines([title, "", *history_lines(events, metric, settings.units, screen()), ""])

@@ -172,7 +172,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
       tests run, the baselines of finished tests are kept if pytest ends within 3 seconds.
     """
     if yes and dry_run:
-        raise click.UsageError("--yes writes, and --dry-run does not: give one of them")
+        raise click.UsageError("--yes and --dry-run exclude each other: add one of them")
     environment = dict(os.environ)
     check_pyproject()
     place = _place()
@@ -200,7 +200,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
         store = project.store and place.root / project.store
         if store and any(store.rglob("*.toml")):
             write_lines(
-                [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds those that are missing"]
+                [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds the missing baselines"]
             )
         else:
             first = FirstBaselines(place.root, place.tests, proposed, found, environment)
@@ -209,7 +209,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
         click.echo("\ninterrupted", err=True)
         sys.exit(INTERRUPTED)
     except Stopped as stopped:
-        more = "`python -m pytest --gpumem-update=new` records the baselines that are missing"
+        more = "`python -m pytest --gpumem-update=new` records the missing baselines"
         click.echo(f"\ninterrupted: {more}", err=True)
         sys.exit(stopped.exit_status)
 
@@ -219,7 +219,7 @@ def _not_read(sources: Sources, names: Names) -> Iterator[str]:
     for path, why in sources.not_parsed.items():
         if names.has_file(path) or PurePosixPath(path).name == "conftest.py":
             yield (
-                f"{path} cannot be parsed ({why}): what is in it is not seen. Correct it and run {command_name()} init again, "
+                f"{path} cannot be parsed ({why}), so its tests are not found. Correct it and run {command_name()} init again, "
                 "or mark its tests"
             )
 
@@ -228,8 +228,8 @@ def _not_known(found: FoundTests) -> Iterator[str]:
     """Yield a sentence for each file that pytest may not collect."""
     for path in found.perhaps_ignored:
         yield (
-            f"{path} is ignored by a conftest.py under a condition, which only running it would tell: its tests are counted. "
-            f"Where they are never collected, take them out of {MARK_KEY}"
+            f"a conftest.py ignores {path} under a condition that is only known when it runs, so its tests are counted. If "
+            f"pytest never collects them, remove them from {MARK_KEY}"
         )
 
 
@@ -360,6 +360,7 @@ def _has_terminal() -> bool:
 def _asked(question: str) -> bool:
     if not _has_terminal():
         raise InputError(
-            "there is no terminal to ask at: add --yes to write, or --dry-run only to look; nothing was written"
+            "there is no terminal for the question: add --yes to write the files, or --dry-run to see them; nothing was "
+            "written"
         )
     return click.confirm(question, default=True)

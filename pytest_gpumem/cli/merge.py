@@ -164,10 +164,10 @@ def _print(whole: SessionReport, parts: list[SessionReport], verbose: int) -> No
     lines = [*whole.said, f"merged: {counted(whole.shards, 'shard')}"]
     if again:
         lines.append(
-            f"merged: {counted(len(again), 'test')} ran in several of them, the worst result counts: {_named(again)}"
+            f"merged: {counted(len(again), 'test')} ran in several shards; the worst result counts: {_named(again)}"
         )
     if idle:
-        lines.append(f"merged: {counted(len(idle), 'test')} collected and selected in none of them: {_named(idle)}")
+        lines.append(f"merged: {counted(len(idle), 'test')} collected, but selected in no shard: {_named(idle)}")
     if whole.unused:
         lines.append(unused_line(whole.unused))
     text = terminal_text(replace(whole, said=tuple(lines)), screen(), verbose)

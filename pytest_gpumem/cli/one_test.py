@@ -55,5 +55,5 @@ def keys_of_one_test(name: str, keys: Iterable[Key]) -> list[Key]:
     found = selected(keys, name)
     tests = sorted({f"{key.file}::{key.test}" for key in found})
     if len(tests) > 1:
-        raise InputError(f"{name!r} is in the ids of {len(tests)} tests; say which one:", *_listed(tests))
+        raise InputError(f"{name!r} matches {len(tests)} tests; name one of them:", *_listed(tests))
     return found

@@ -64,7 +64,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     arguments = [argument for argument in pytest_args if argument != "--gpumem-baseline"]
     status = run_pytest(["--collect-only", "-qq", "--no-header", *arguments], collected)
     if status == pytest.ExitCode.USAGE_ERROR:
-        raise InputError("pytest could not be started so (see above); nothing was removed")
+        raise InputError("pytest rejected the arguments (see above); nothing was removed")
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or collected.session is None:
         raise click.ClickException("the tests could not be collected (see above); nothing was removed")
     session, root = collected.session, collected.session.root
@@ -106,8 +106,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         devices = ", ".join(sorted({slug for slug, _ in left}))
         have = counted(len(left), "baseline has no test here and was", "baselines have no test here and were")
         click.echo(
-            f"{have} left alone: this machine does not have the device ({devices}), and where it is, the tests may be "
-            f"collected; run {command_name()} prune there"
+            f"{have} kept: this machine does not have the device ({devices}), and a machine that has it may collect the "
+            f"tests; run {command_name()} prune there"
         )
     if unlocked is not None:
         click.echo(f"warning: {unlocked}", err=True)

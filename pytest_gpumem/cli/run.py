@@ -40,7 +40,7 @@ def _as_click_option(option: Option) -> click.Option:
 
 def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
     if not _NAME.fullmatch(value):
-        raise click.BadParameter(f"{value!r} is a part of a test's id: letters, digits and . _ = + - only")
+        raise click.BadParameter(f"{value!r} becomes part of a test's id: use only letters, digits and . _ = + -")
     return value
 
 

@@ -68,7 +68,7 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
         if not any(matches(one.key, pattern) for one in baselines):
             check_is_no_file(pattern)
             lists = f"`{command_name()} show` lists them all"
-            raise no_such_test(pattern, f"no baseline is of {pattern}", [one.key for one in baselines], lists)
+            raise no_such_test(pattern, f"no baseline matches {pattern}", [one.key for one in baselines], lists)
     kept = [one for one in baselines if not patterns or any(matches(one.key, pattern) for pattern in patterns)]
     if form == "json":
         click.echo(to_json(kept, where), nl=False)

@@ -51,7 +51,7 @@ def run_shown(
         )
         said.show_end()
         if status < 0:
-            write_lines(["", f"the session was ended by {_name_of(-status)}, and recorded nothing"])
+            write_lines(["", f"{_name_of(-status)} ended the session, which recorded nothing"])
         results = read_report(report).results if report.exists() else ()
     return status, [one.verdict for one in results]
 

@@ -76,7 +76,9 @@ def why(*, test: str, file: Path | None) -> None:
     found = keys_of_one_test(test, keys)
     if not found:
         where = "the last session" if file is None else name_of(path)
-        raise no_such_test(test, f"none of the {counted(len(tests), 'measured test')} of {where} is {test!r}", keys)
+        raise no_such_test(
+            test, f"none of the {counted(len(tests), 'measured test')} in {where} matches {test!r}", keys
+        )
     write_lines(why_lines(report, found[0].file, found[0].test, screen()))
 
 
@@ -85,7 +87,9 @@ def _kept(test: str) -> Path:
     cache = files_around().cache
     else_written = f"`pytest --gpumem-report=FILE.json` writes one for `{command_name()} why {test} --report FILE.json`"
     if cache is None:
-        raise InputError(f"no report is kept, as pytest's cache is switched off (-p no:cacheprovider): {else_written}")
+        raise InputError(
+            f"no report is kept, because pytest's cache is switched off (-p no:cacheprovider): {else_written}"
+        )
     path = kept_in(cache)
     if not path.is_file():
         raise InputError(

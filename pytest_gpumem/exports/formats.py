@@ -53,7 +53,7 @@ def metrics_of(better: Better, among: Collection[str] = ()) -> list[str]:
     if not names:
         other = "smaller" if better == "bigger" else "bigger"
         raise ExportError(
-            f"of {', '.join(among)} {other} is better, and a file has one direction: say --better={other}"
+            f"for {', '.join(among)} {other} values are better, and a file has one direction: add --better={other}"
         )
     return names
 

@@ -79,7 +79,7 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
 def _commits_to(commit: str, folder: Path) -> int:
     # A text of a report must not become an option of git.
     if _HASH.fullmatch(commit) is None:
-        raise ExportError(f"a report names the commit {commit!r}, which is no hash")
+        raise ExportError(f"a report names the commit {commit!r}, which is not a hash")
     try:
         if is_shallow(folder):
             raise ExportError("commits cannot be counted in a shallow clone: fetch the rest (git fetch --unshallow)")

@@ -204,8 +204,8 @@ def _status(one: Found) -> str:
 
 
 _GRAPHS = (
-    "graphs of gradients can be what fills it: at least a quarter of the bytes was in no tensor of the program, no backward "
-    "had run, and there was no optimizer. If the program only infers, run it under torch.no_grad()"
+    "autograd graphs may fill the GPU: at least a quarter of the bytes belonged to no tensor of the program, no backward had "
+    "run and there was no optimizer. If the program only infers, run it under torch.no_grad()"
 )
 
 
@@ -230,13 +230,15 @@ def _notes(fit: Fit) -> tuple[str, ...]:
         f"only just: cached memory was given back to the GPU before an allocation succeeded ({one.retries} x), which is slow"
         if fit.fits and one.retries
         else "",
-        f"{one.unknown}: what comes after it may need other memory on a GPU" if one.unknown else "",
+        f"{one.unknown}: later memory may differ on a real GPU" if one.unknown else "",
         _GRAPHS if _graphs_fill_it(one) else "",
         f"it may take more: {one.lacking}" if one.lacking else "",
         f"{one.together} processes used one device at the same time; their peaks are added up"
         if one.together > 1
         else "",
-        f"{one.devices} devices were used; figures are of the one that took most" if one.devices > 1 else "",
-        f"{killed} killed before telling what was taken, which is not counted" if one.killed else "",
+        f"{one.devices} devices were used; figures are those of the device with the highest peak"
+        if one.devices > 1
+        else "",
+        f"{killed} killed before reporting its memory, which is not counted" if one.killed else "",
         expandable,
     )

@@ -45,7 +45,7 @@ SETTINGS, ATTRIBUTES, WORKFLOW, COMMENT_WORKFLOW, GATE_REQUIREMENTS = (
     "requirements-gpumem.txt",
 )
 _NO_END = "\\ No newline at end of file"
-_PINNED = "# What the gate installs. Figures are of a release of torch: change it together with the baselines."
+_PINNED = "# The gate's packages. Figures depend on the version of torch: change it together with the baselines."
 
 
 class ProposalError(Exception):
@@ -168,8 +168,8 @@ def chosen_runner(found: FoundTests, here: Here) -> tuple[Runner, str]:
     if here.has_gpu:
         return "self-hosted", "this machine has a GPU"
     if here.can_emulate:
-        return "emulated", "this machine has no GPU, and can emulate one"
-    return "cpu", f"this machine has no GPU and cannot emulate one, as `{command_name()} doctor` tells"
+        return "emulated", "this machine has no GPU and can emulate one"
+    return "cpu", f"this machine has no GPU and cannot emulate one (see `{command_name()} doctor`)"
 
 
 def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | None) -> Proposal:
@@ -185,7 +185,7 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
         ProposalError: pyproject.toml cannot be added to.
     """
     device, why_device = _device(found, here)
-    chosen, why_runner = (runner, "it was asked for") if runner is not None else chosen_runner(found, here)
+    chosen, why_runner = (runner, "you chose it") if runner is not None else chosen_runner(found, here)
     table = project.settings_table
     edits: list[Edit] = []
     notes: list[str] = []
@@ -193,7 +193,7 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
     if table is None:
         edits.append(_settings(project, device, why_device, patterns))
     else:
-        notes.append(f"{SETTINGS} has [tool.gpumem], which is left alone{_lacking(table, found)}")
+        notes.append(f"{SETTINGS} has [tool.gpumem], which is not changed{_lacking(table, found)}")
         device = str(table.get("device", DEFAULT_DEVICE))
     notes += _attributes(project, edits)
     notes += _workflow(project, chosen, why_runner, here, edits)
@@ -208,14 +208,14 @@ def proposal(project: Project, found: FoundTests, here: Here, runner: Runner | N
     elif not here.can_measure(gated):
         elsewhere = gated
         notes.append(
-            f"the workflow gates on {gated}, which is not here: record its baselines where it is, with "
-            f"`python -m pytest --gpumem-update=new --gpumem-device={gated}`"
+            f"the workflow gates on {gated}, which this machine does not have: record the baselines on a machine that has it, "
+            f"with `python -m pytest --gpumem-update=new --gpumem-device={gated}`"
         )
     nowhere = tuple(_installing_from_nowhere(project, edits))
     if nowhere:
         notes.append(
-            f"{PLACEHOLDER} stands for the account on GitHub that pytest-gpumem is under, which this package does not know: "
-            f"replace it in {' and '.join(nowhere)}, or the workflow cannot install the gate"
+            f"{PLACEHOLDER} stands for the GitHub account of pytest-gpumem, which this package does not know: replace it in "
+            f"{' and '.join(nowhere)}, or the workflow cannot install the gate"
         )
     return Proposal(tuple(edits), tuple(notes), tuple(record), elsewhere, nowhere)
 
@@ -254,12 +254,15 @@ def _names(pattern: str, nodeid: str) -> bool:
 
 def _device(found: FoundTests, here: Here) -> tuple[str, str]:
     if not here.has_cpu and here.can_emulate:
-        return "emulated:h100", "The torch that is installed here can be loaded for an emulated GPU only."
+        return "emulated:h100", "The installed torch can only be loaded for an emulated GPU."
     if not found.on_gpu:
-        return "cpu", "No test that runs a model puts it on a GPU: on another device nothing of it would be measured."
+        return "cpu", "No test that runs a model puts it on a GPU, so another device would measure nothing."
     if here.has_gpu:
-        return "cuda", "The machine that this was set up on has a GPU. Without one, a session says so and is red."
-    return "auto", "The GPU where there is one, the CPU otherwise: each has baselines of its own."
+        return (
+            "cuda",
+            "The project was set up on a machine with a GPU. On a machine without one, a session fails and says so.",
+        )
+    return "auto", "The GPU if there is one, else the CPU. Each device has its own baselines."
 
 
 def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) -> Edit:
@@ -276,7 +279,7 @@ def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) 
     except ValueError:
         # tool = {...} is closed where it stands.
         raise ProposalError(
-            f"{SETTINGS} has a `tool` that no section can be added to (an inline table); write [tool.gpumem] by hand: "
+            f"`tool` in {SETTINGS} is an inline table, to which no section can be added; write [tool.gpumem] by hand: "
             f"{'; '.join(line for line in lines if not line.startswith('#'))}; nothing was written"
         ) from None
     return Edit(SETTINGS, before, after)
@@ -302,11 +305,11 @@ def _attributes(project: Project, edits: list[Edit]) -> Iterator[str]:
     if project.store is None:
         return
     if not project.in_git:
-        yield f"this is no git repository: baselines are to be committed and reviewed, with the code ({project.store}/)"
+        yield f"this is not a git repository: commit and review the baselines in {project.store}/ together with the code"
         return
     before = project.attributes
     if any(_is_of_store(line, project.store) for line in (before or "").splitlines()):
-        yield f"{ATTRIBUTES} has {project.store}, and is left alone"
+        yield f"{ATTRIBUTES} has a rule for {project.store}, so it is not changed"
         return
     gap = "" if not before or before.endswith("\n") else "\n"
     edits.append(Edit(ATTRIBUTES, before, f"{before or ''}{gap}{_pattern_below(project.store)} text eol=lf\n"))
@@ -339,7 +342,7 @@ def _is_of_store(line: str, store: str) -> bool:
 def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: list[Edit]) -> Iterator[str]:
     up = project.to_top
     if project.workflow is not None:
-        yield f"{up}{project.workflow} is there, and is left alone; it gates if it runs `python -m pytest --gpumem-baseline`"
+        yield f"{up}{project.workflow} exists and is not changed; it gates if it runs `python -m pytest --gpumem-baseline`"
         return
     requirements = REQUIREMENTS
     if not has_all(project.requirements.get(REQUIREMENTS)):
@@ -349,18 +352,18 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
         )
         lines = gate_lines(here.torch, list(lines_of(sources, here.torch)), here.account)
         if project.gate_requirements is not None:
-            yield f"{GATE_REQUIREMENTS} is there, and is left alone; the workflow installs from it"
+            yield f"{GATE_REQUIREMENTS} exists and is not changed; the workflow installs from it"
         elif here.torch is not None:
             edits.append(Edit(GATE_REQUIREMENTS, None, "".join(f"{line}\n" for line in (_PINNED, *lines))))
             for path, line in unfit_of(sources, here.torch):
                 yield (
-                    f"{path} asks for {line!r}, and torch {here.torch} is here: pip installs no two of them. Install the one "
-                    f"that is asked for, and run {command_name()} init again; or let {path} allow {here.torch}"
+                    f"{path} requires {line!r}, but torch {here.torch} is installed, and pip installs only one version. "
+                    f"Install the required version and run {command_name()} init again, or let {path} allow {here.torch}"
                 )
         else:
             yield (
-                f"{GATE_REQUIREMENTS}, which the workflow installs from, is not proposed: the release of torch that it has to "
-                f"pin is not known here. Write it, a line for each: {', '.join(lines)}"
+                f"{GATE_REQUIREMENTS} is not proposed, because the version of torch to pin is not known here. The workflow "
+                f"installs from this file, so write it with these lines: {', '.join(lines)}"
             )
     text = workflow(
         runner,
@@ -373,14 +376,14 @@ def _workflow(project: Project, runner: Runner, why: str, here: Here, edits: lis
         python=here.python,
     )
     edits.append(Edit(f"{up}{WORKFLOW}", None, text))
-    yield f"the workflow is for the runner {runner}: {why} (--runner chooses)"
+    yield f"the workflow is for --runner={runner}, because {why}"
     if project.comment_workflow is not None:
-        yield f"{up}{project.comment_workflow} is there, and is left alone; it comments if it names the workflow of the gate"
+        yield f"{up}{project.comment_workflow} exists and is not changed; it comments if it names the gate's workflow"
         return
     edits.append(Edit(f"{up}{COMMENT_WORKFLOW}", None, comment_workflow(here.account, here.commit)))
     yield (
-        f"{up}{COMMENT_WORKFLOW} comments on pull requests in a job of its own, as no job that runs tests should have a token "
-        f"that can write; GitHub starts it once it is on {project.branch}"
+        f"{up}{COMMENT_WORKFLOW} comments on pull requests in a separate job, because a job that runs tests should not have "
+        f"a token with write access; GitHub starts it once it is on {project.branch}"
     )
 
 

@@ -133,7 +133,8 @@ def _check(reports: Sequence[SessionReport], names: Sequence[str]) -> None:
     for name, report in zip(names, reports, strict=True):
         if report.version != first.version:
             raise MergeError(
-                f"{names[0]} is of pytest-gpumem {first.version}, {name} of {report.version}: run all shards with one version"
+                f"{names[0]} comes from pytest-gpumem {first.version}, {name} from {report.version}: "
+                "run all shards with one version"
             )
         here, there = asdict(first.terms), asdict(report.terms)
         for term, value in here.items():
@@ -148,7 +149,7 @@ def _check(reports: Sequence[SessionReport], names: Sequence[str]) -> None:
     for name, commit in known:
         if not longest[1].startswith(commit):
             raise MergeError(
-                f"{name} is of commit {commit}, {longest[0]} of {longest[1]}: merge the shards of one commit only"
+                f"{name} comes from commit {commit}, {longest[0]} from {longest[1]}: merge only shards from one commit"
             )
 
 

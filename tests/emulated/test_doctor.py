@@ -22,7 +22,7 @@ def test_a_repository_whose_tests_use_a_gpu_is_gated_on_an_emulated_one(processe
     )
     done = processes.gpumem("init", "--yes")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the workflow is for the runner emulated: " in done.stdout
+    assert "the workflow is for --runner=emulated, because " in done.stdout
     assert list((tmp_path / "gpumem-baselines").glob("emulated-h100-80gb/test_gpu.py.toml"))
     gate = processes.pytest("--gpumem-baseline")
     assert gate.returncode == 0, gate.stdout

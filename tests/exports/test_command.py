@@ -120,7 +120,7 @@ def test_a_file_that_is_no_report_is_an_error_that_names_it(written, text, said)
         (["tensorboard", "a.json"], "Missing option '-o'"),
         (["bencher", "--metric=peak", "a.json"], "'peak' is not one of 'peak_allocated'"),
         (["bencher", "a.json", "./a.json"], "./a.json is given twice, also as a.json"),
-        (["github-action-benchmark", "--metric=throughput", "a.json"], "say --better=bigger"),
+        (["github-action-benchmark", "--metric=throughput", "a.json"], "add --better=bigger"),
         (["bencher", "a.json", "-o", "a.json/out.json"], "File exists"),
         (["tensorboard", "a.json", "-o", "runs", "--step=commits"], "the commits up to abc1234 cannot be counted"),
     ],

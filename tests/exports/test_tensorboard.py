@@ -125,7 +125,7 @@ def test_a_step_may_be_the_number_of_commits_up_to_the_reports_one(repository):
     ("commit", "said"),
     [
         (None, "names no commit; --step=time needs none"),
-        ("--output=x", "names the commit '--output=x', which is no hash"),
+        ("--output=x", "names the commit '--output=x', which is not a hash"),
         ("abcdef123", "the commits up to abcdef123 cannot be counted: "),
     ],
 )

@@ -349,11 +349,11 @@ def test_whatever_went_wrong_in_a_shard_went_wrong_in_the_whole():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"version": "0.2.0"}, "a.json is of pytest-gpumem 0.1.0, b.json of 0.2.0"),
+        ({"version": "0.2.0"}, "a.json comes from pytest-gpumem 0.1.0, b.json from 0.2.0"),
         ({"terms": Terms()}, "a.json was run with baseline = true, b.json with baseline = false"),
         ({"terms": replace(GATE, update="new")}, "a.json was run with update = none, b.json with update = new"),
         ({"terms": replace(GATE, units="iec")}, "a.json was run with units = si, b.json with units = iec"),
-        ({"commit": "def123456"}, "b.json is of commit def123456, a.json of abc123456"),
+        ({"commit": "def123456"}, "b.json comes from commit def123456, a.json from abc123456"),
     ],
 )
 def test_shards_of_different_sessions_are_refused_with_what_differs(changes, problem):
