@@ -113,14 +113,6 @@ def test_a_part_of_the_step_config_that_is_given_as_an_argument(project, call, n
     assert f"TypeError: gpumem.{call.partition('(')[0]}() has no argument '{name}'; {now}" in result.stdout.str()
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(("old", "now"), renamed.OPTIONS.items())
-def test_an_option_of_pytest_at_a_script(old, now, before):
-    result = CliRunner().invoke(main, ["run", *([old, __file__] if before else [__file__, old])])
-    assert result.exit_code == 2
-    assert f"no such option: {old}; it is called {now!r} now" in result.output
-
-
 def test_a_flag_of_the_settings_is_switched_off_where_it_is_typed(project):
     project.settings("[tool.gpumem]\nstrict = true\nbaseline = true\n")
     project.write(MEASURED)

@@ -1,4 +1,4 @@
-"""``gpumem export``: the figures of session reports, in the format of another tool."""
+"""``gpumem export``: writes the figures in session reports for another tool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Formats(click.Group):
-    """The formats, each a command: told to who gives a report in place of one."""
+    """A command for each format. A report in the place of a format is an error that lists the formats."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -43,17 +43,47 @@ class _Formats(click.Group):
 
 @click.group(cls=_Formats)
 def export() -> None:
-    """Give the figures of reports to another tool.
+    """Write the figures in session reports for another tool: Bencher, Prometheus, TensorBoard.
 
-    A REPORT is what pytest --gpumem-report=FILE.json wrote. Every test that was measured is exported, whatever its verdict;
-    those that were not are counted. Times that something disturbed are left out, as they are when baselines are written.
+    A figure is the value of one metric in one measurement, for example the peak memory of a training step. The command
+    exports every measured test, whatever its verdict. A REPORT.json comes from `pytest --gpumem-report=FILE.json` or
+    from `gpumem merge`; `-` reads it from standard input.
+
+    Standard error says how many figures were exported, and which were left out: tests without a figure are counted, and
+    step times that another process disturbed are named with the reason.
 
     \b
     Examples:
       gpumem export github-action-benchmark report.json -o smaller.json
+      gpumem export openmetrics --metric peak_allocated report.json
       gpumem export tensorboard --step=commits reports/*.json -o runs
+      gpumem merge shard-*.json --report - | gpumem export bencher - > figures.json
 
-    Exit status: 0 when figures were exported, 2 when there were none, a report could not be read, or wrong usage.
+    Exit status: 0 if figures were exported, 1 after Ctrl-C, 2 for wrong usage, a report that cannot be read, or
+    reports without a figure. With 2, nothing is written.
+    \f
+    ## Names
+
+    A figure has the same name in each session: `<test> (<measurement>) @ <slug>`, for example
+    `tests/test_gpt.py::test_train (train_step) @ nvidia-h100-80gb-hbm3`. The slug is the name of the device's folder in
+    the [store](store-format.md).
+
+    - Two devices never share a name, because neither their bytes nor their times can be compared. Two machines with the
+      same GPU do share a name, although their times can differ.
+    - A lone surrogate in a test's id, which UTF-8 cannot encode, is written `\\ud800`. A backslash in front of such a
+      text is doubled.
+
+    ## Left out
+
+    - Tests without a figure: tests that were not measured, that did not finish, or that only compare two measurements.
+    - Step times that a disturbance made invalid. They are not written into baselines either.
+    - Values that are infinite or NaN.
+
+    ## Several reports
+
+    - Several reports are exported together, for example the shards of a session, or many sessions for `tensorboard`.
+    - The same figure in two reports is an error. For `tensorboard`, it is an error only if both sessions ended in the
+      same second.
     """
 
 
@@ -64,7 +94,7 @@ _metrics = click.option(
     multiple=True,
     metavar="NAME",
     type=click.Choice(list(METRICS)),
-    help="Export this metric only (peak_allocated, step_time, ...). May be repeated.",
+    help="Export only this metric, for example `peak_allocated`. May be repeated. Default: all metrics.",
 )
 _output = click.option(
     "-o",
@@ -72,7 +102,8 @@ _output = click.option(
     metavar="FILE",
     type=FilePath(),
     default=STANDARD,
-    help="Write it there. The default, -, is standard output.",
+    show_default=True,
+    help="Write to this file, for example `figures.json`; `-` is standard output.",
 )
 
 
@@ -86,15 +117,32 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
     type=click.Choice(["smaller", "bigger"]),
     default="smaller",
     show_default=True,
-    help="The metrics of which less is better, for the tool customSmallerIsBetter; or those of which more is.",
+    help="Export the metrics in which a smaller value is better (bytes, counts, times), or those in which a bigger one is "
+    "(throughput).",
 )
 @_common
 def for_github_action_benchmark(
     *, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path, better: Better
 ) -> None:
-    """JSON for github-action-benchmark.
+    """Write JSON for github-action-benchmark.
 
-    The action takes one direction a file: bytes, counts and times by default, throughput with --better=bigger.
+    The file is for the tool `customSmallerIsBetter`, or with --better=bigger for `customBiggerIsBetter`. The GitHub
+    action takes one direction in a file, so a workflow that follows throughput exports two files.
+
+    \b
+    Examples:
+      gpumem export github-action-benchmark report.json -o smaller.json
+      gpumem export github-action-benchmark --better=bigger report.json
+    \f
+    The [action](https://github.com/benchmark-action/github-action-benchmark) reads an array. Each item has these keys:
+
+    | key | value |
+    |---|---|
+    | `name` | the figure's name and its metric: `<test> (<measurement>) @ <slug>: <metric>` |
+    | `unit` | `bytes`, `count`, `seconds`, or the unit of a throughput, for example `samples/s` |
+    | `value` | the figure |
+    | `range` | for times and throughputs: how far the 95 % interval reaches from the value, for example `± 0.00021` |
+    | `extra` | device, config, commit and environment, a line each |
     """
     try:
         one_direction = metrics_of(better, metrics)
@@ -106,9 +154,22 @@ def for_github_action_benchmark(
 @export.command("bencher")
 @_common
 def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path) -> None:
-    """Bencher Metric Format JSON.
+    """Write JSON in the Bencher Metric Format.
 
-    For bencher run --adapter json --file FILE.
+    `bencher run --adapter json --file FILE` uploads the file.
+
+    \b
+    Examples:
+      gpumem export bencher report.json -o figures.json
+    \f
+    The [format](https://bencher.dev/docs/reference/bencher-metric-format/) has a benchmark for each
+    `<test> (<measurement>) @ <slug>`, with a measure for each metric.
+
+    - `step_time` becomes the measure `latency`, and `throughput` the measure `throughput`. Every project on Bencher has
+      these two. Other measures are named after the metric: `peak-allocated`.
+    - Times are in nanoseconds, because Bencher's `latency` is.
+    - `lower_value` and `upper_value` are the ends of the 95 % interval.
+    - Bencher refuses names longer than 1,024 bytes. The end of a longer name is replaced by a digest.
     """
     _export(bencher, reports, metrics, output)
 
@@ -116,7 +177,19 @@ def for_bencher(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: P
 @export.command("openmetrics")
 @_common
 def for_openmetrics(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path) -> None:
-    """OpenMetrics text, as Prometheus reads it."""
+    """Write OpenMetrics text, which Prometheus reads.
+
+    The text has no timestamps, so the textfile collector of a node exporter accepts it.
+
+    \b
+    Examples:
+      gpumem export openmetrics report.json -o gpumem.prom
+    \f
+    The text is [OpenMetrics](https://prometheus.io/docs/specs/om/open_metrics_spec/) 1.0 in UTF-8, with a family of gauges for
+    each metric: `gpumem_peak_allocated_bytes`, `gpumem_step_time_seconds`, `gpumem_throughput_items_per_second`,
+    `gpumem_flops`. The labels are `test`, `measurement`, `device` (the slug), `config`, and for a throughput `of`
+    (`samples`).
+    """
     _export(openmetrics, reports, metrics, output)
 
 
@@ -132,7 +205,8 @@ def _folder(_context: click.Context, _parameter: click.Parameter, value: Path) -
     type=click.Choice(["time", "commits"]),
     default="time",
     show_default=True,
-    help="What a point stands over: seconds since 1970, or how many commits there are up to the report's.",
+    help="Place a report on the horizontal axis by the end of its session (time, in seconds since 1970) or by the number of "
+    "commits up to its commit (commits).",
 )
 @click.option(
     "-o",
@@ -141,14 +215,25 @@ def _folder(_context: click.Context, _parameter: click.Parameter, value: Path) -
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
     callback=_folder,
-    help="The folder of event files, to which this one is added.",
+    help="Add an event file to this folder, for example `runs`.",
 )
 @_metrics
 @_reports
 def for_tensorboard(*, reports: tuple[str, ...], metrics: tuple[str, ...], output: Path, step: str) -> None:
-    """Scalars in a folder that TensorBoard shows.
+    """Write scalars for TensorBoard.
 
-    Each report is a point of every test's curves, so give it the reports of many sessions, at once or one by one.
+    Each report adds one point to each figure's curve. Give the reports of many sessions, together or one after the
+    other. The command needs TensorBoard: `pip install tensorboard`.
+
+    \b
+    Examples:
+      gpumem export tensorboard reports/*.json -o runs
+      gpumem export tensorboard --step=commits report.json -o runs
+    \f
+    - Each device has a subfolder, named after its slug, which TensorBoard shows as a run.
+    - A scalar is named `<metric>/<test> (<measurement>)`. Its value has double precision, and its time is the end of the
+      session.
+    - `--step=commits` counts in the git repository around the current folder. A shallow clone is an error.
     """
     with input_errors(ExportError, OSError):
         found = figures_of(_read(reports), metrics, over_time=True)

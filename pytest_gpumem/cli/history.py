@@ -1,4 +1,4 @@
-"""``gpumem history``: every accepted change of a baseline, by whom and why, out of git."""
+"""``gpumem history``: lists the accepted changes of a baseline, with author and reason, from git."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pytest_gpumem.baselines.store import path_of
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.one_test import check_is_no_file, keys_of_one_test, no_such_test
 from pytest_gpumem.cli.project import checkout_of, committed, project_settings, read_baselines, store_backend
+from pytest_gpumem.cli.store_options import slug_option, store_option
 from pytest_gpumem.cli.streams import InputError, input_errors, screen, write_lines
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.gate.baseline import Baseline, Key
@@ -42,33 +43,52 @@ _SHALLOW = (
     metavar="METRIC",
     default="peak_allocated",
     show_default=True,
-    help="The figure to follow, by its name in the store: step_time, flops, peak_reserved, ...",
+    help="Show the changes of this metric, for example `step_time`.",
 )
-@click.option(
-    "--slug",
-    metavar="SLUG",
-    shell_complete=completion.slugs,
-    help="On one device only, by the name of its folder in the store.",
-)
-@click.option(
-    "--store",
-    metavar="PATH",
-    shell_complete=completion.folders,
-    help="Where the baselines lie, if not where the project's settings say.",
-)
+@slug_option
+@store_option
 def history(*, test: str, metric: str, slug: str | None, store: str | None) -> None:
-    """Tell how a baseline came to be what it is.
+    """Show when and why a baseline changed, from the git history of the store.
 
-    TEST is a test's id, or a part of it that no other test's has; with (name) behind it, one of its measurements. Each change
-    that was committed to the store is shown: when, by whom, from which value to which, and the reason if one was given
-    (--gpumem-reason). Files that were renamed are followed; a baseline that is gone by now is found by its whole id.
+    The command prints a row for each commit that changed the metric, the latest
+    last, and below the rows a plot of the values. Each measurement and each device has a table of its own.
+
+    TEST is a test's id, for example `tests/test_gpt.py::test_train`, or a part of the id that no other test has. Add
+    the name of a measurement to see only this measurement: `test_train (train_step)`. A baseline that was removed from
+    the store is found by its full id.
 
     \b
     Examples:
       gpumem history tests/test_gpt.py::test_train_step
       gpumem history test_train_step --metric step_time
+      gpumem history "test_train_step (train_step)" --slug emulated-h100-80gb
 
-    Exit status: 0 when there is a history, 2 when there is none: no such baseline, several, or no git repository.
+    Exit status: 0 if the history was printed, 1 after Ctrl-C, 2 for wrong usage, or if there is no such baseline,
+    TEST matches several tests, or the store is not in a git repository.
+    \f
+    ## Rows
+
+    - A row has the date, commit and author, the value and its change, the packages whose version changed with it, the
+      reason that was given with `--gpumem-reason`, and the first line of the commit message. Columns without a value
+      are left out.
+    - `new`, `gone` and `back` mean that the baseline was added, removed or restored. `other work` means that the
+      workload changed, so the two values measure different steps.
+    - Commits that left the metric unchanged are counted below the table. They have a row only if they changed the
+      workload or a package version, or gave a reason.
+    - Changes that are not committed come last.
+    - Renamed files of the store are followed if git detects the rename. Commits of a merged branch have rows of their
+      own. A merge commit has a row only if its value differs from both parents.
+    - The axis of the plot begins at the smallest value.
+
+    ## Shallow clones
+
+    In a shallow clone the oldest row has no author, because the change may be older than its commit. `git fetch
+    --unshallow` fetches the rest; on GitHub Actions, set `fetch-depth: 0` for `actions/checkout`.
+
+    ## Settings
+
+    The store and the units come from the project around the current folder. The command reads its settings as pytest
+    does, with `addopts`, and runs none of its code.
     """
     settings = project_settings(store)
     backend = store_backend(settings)

@@ -1,4 +1,4 @@
-"""``gpumem init``: settings, a workflow and first baselines for a repository that has tests, proposed and then written."""
+"""``gpumem init``: proposes and writes settings, a workflow and first baselines for a repository that has tests."""
 
 from __future__ import annotations
 
@@ -72,27 +72,104 @@ _NONE = (
 
 @click.command()
 @click.option("--yes", is_flag=True, help="Write the files and record the baselines without asking.")
-@click.option("--dry-run", is_flag=True, help="Only show what would be written.")
+@click.option("--dry-run", is_flag=True, help="Show the proposed files as a diff, and write nothing.")
 @click.option(
     "--runner",
     type=click.Choice(RUNNERS),
-    help="The machine that the workflow runs on; if not given, one that baselines can be recorded for here.",
+    help="Propose a workflow for this machine: `emulated` (an emulated GPU on GitHub's runners), `self-hosted` (a runner with a "
+    "GPU) or `cpu` (GitHub's runners, models on the CPU). Default: a machine whose baselines can be recorded here.",
 )
 def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
-    """Set a repository up: settings, a workflow for GitHub, and first baselines.
+    """Set up a repository: settings, a workflow and first baselines.
 
-    Finds the tests that run models by reading their source, never by running it. Proposes `[tool.gpumem]` in pyproject.toml,
-    .github/workflows/gpumem.yml with the requirements that it installs, gpumem-comment.yml beside it, which comments on pull
-    requests, and a line of .gitattributes. Shows the changes, asks, and writes; then asks to record the first baselines.
-    Existing files and sections are not changed.
+    The command finds the tests that run models by reading their source, never by running it. It proposes
+    `[tool.gpumem]` in `pyproject.toml`, a workflow in `.github/workflows/gpumem.yml` with its
+    `requirements-gpumem.txt`, the workflow `gpumem-comment.yml`, which comments on pull requests, and a line in
+    `.gitattributes`. It shows the changes as a diff, asks, and writes. Existing files and sections are not changed.
+
+    Then it asks to record the first baselines, shows the end of that session, and runs the gate once on the same code.
+    Tests that fail there have figures that depend on chance, so their baselines are removed and the settings leave them
+    out.
 
     \b
     Examples:
       gpumem init --dry-run
       gpumem init --yes --runner emulated
 
-    Exit status: 0 when all is set up, shown or declined, 1 when no test runs a model, or the first baselines could not be
-    recorded, 2 for wrong usage, or a file that cannot be read or written, 130 when interrupted.
+    Exit status: 0 if everything is set up, shown or declined, 1 if no test runs a model, so nothing was written, or
+    if not every test could be recorded, 2 for wrong usage, an invalid `pyproject.toml`, a file that cannot be read or
+    written, or a question without a terminal,  130 after Ctrl-C, 143 after SIGTERM.
+    \f
+    ## `--runner`
+
+    Without this option the command takes the first that applies:
+
+    1. `cpu`, if no test that runs a model puts it on a GPU.
+    2. `self-hosted`, if this machine has a GPU.
+    3. `emulated`, if this machine [can emulate a GPU](../guide/no-gpu.md#an-emulated-gpu).
+    4. `cpu`.
+
+    ## Proposed files
+
+    - `pyproject.toml`: `[tool.gpumem]` with `device`, and with `mark` for tests that run models. It is appended, and
+      the rest of the file stays the same byte for byte.
+    - `.github/workflows/gpumem.yml`: the workflow of [From nothing to a gate](../ci.md#from-nothing-to-a-gate), [with a
+      real GPU](../runner.md#a-real-gpu-confirms-it) or [without any GPU](../ci.md#without-any-gpu), with the Python
+      version of this environment, at the top of the repository.
+    - `.github/workflows/gpumem-comment.yml`: the workflow that [comments on pull requests](../github.md#the-comment),
+      in a job that runs no tests. GitHub starts it once it is on the default branch. It is not proposed if `gpumem.yml`
+      exists.
+    - `requirements-gpumem.txt`: the packages of the workflow, see below.
+    - `.gitattributes`: `text eol=lf` for the store, so no checkout changes its line ends. No rule hides baselines in
+      diffs or merges two versions of a baseline.
+
+    Rules:
+
+    - `device` is `cpu` if no test that runs a model puts anything on a GPU. Otherwise it is `cuda` on a machine with a
+      GPU and `auto` on a machine without one. It is `emulated:h100` if torch can only be imported [on an emulated
+      GPU](../guide/no-gpu.md#an-emulated-gpu).
+    - `mark` has as few patterns as possible: a folder, a file or a class, if all of its tests run models, else single
+      tests.
+    - `requirements-gpumem.txt` has the installed version of torch, pytest, the plugin and the project's requirements:
+      files (`requirements.txt`, `requirements-dev.txt`, `tests/requirements.txt`, ...), the dependency group `test` or
+      `dev`, and the project with its extra `test` or `dev` if pip can install it, else its dependencies. If an extra
+      asks for another version of torch, its lines are listed without torch.
+    - `requirements-gpumem.txt` is not proposed if `requirements.txt` has the plugin and a pinned torch (one line
+      `torch==` without a marker), or if the version of torch is not known.
+    - Workflows name every action by commit. For the plugin's own action this is the commit that pip installed from git,
+      or else the tag of the installed release.
+    - The GitHub account of the plugin comes from the installed package's metadata. If the metadata has a placeholder,
+      the command names the files in which to replace it.
+    - All files are checked before the first is written, and restored if a later one cannot be written.
+
+    ## Which tests run models
+
+    - A test runs a model if its body does one of these things: calls `.backward()`, an optimizer's `.step()`, a
+      trainer's `.fit()` or `.train()`, `.generate()` or `.forward()`; calls a module that it made, was given, has from
+      `parametrize` or loaded with `from_pretrained`; trains an object made from a class of modules
+      (`Classifier(Net).fit`); uses a model from transformers, diffusers, timm or `torchvision.models`.
+    - The same holds for code that the test uses: its fixtures, `autouse` fixtures of its file and of each
+      `conftest.py`, the set-up functions of its class or module (`setUpClass`, `setup_module`), and the project's
+      functions that it calls.
+    - Annotations also say that a parameter or a method's result is a module. Imports between the project's modules,
+      `usefixtures` and base classes of test classes are followed into other files.
+    - A model that is made in another way is not found. Give its test the marker.
+    - Test files, classes and functions are those of pytest's settings (`testpaths`, `norecursedirs`, `python_files`,
+      ...), without `collect_ignore` in a `conftest.py` and `--ignore` in `addopts`, and with the methods `test*` of
+      each `unittest.TestCase`. In a folder below the root directory, they are the tests of that folder.
+    - Tests that have the marker or use the fixture are measured as they are.
+    - Test files that cannot be parsed are named. So are files that a `conftest.py` ignores under a condition; their
+      tests count.
+
+    ## The first baselines
+
+    - They are recorded for the device of the settings, and for the workflow's device if it is another one that this
+      machine can measure. Otherwise the command prints the command for a machine that has the device.
+    - They have no step times if the workflow takes none. They are not recorded if the store has baselines.
+    - Tests that failed by themselves, for example without a network, are left out of `mark` and named. So are tests
+      that fail the gate on the same code. If `[tool.gpumem]` existed before, they are only named.
+    - After Ctrl-C at a question, the files or baselines that the question was about are not written. After Ctrl-C while
+      tests run, the baselines of finished tests are kept if pytest ends within 3 seconds.
     """
     if yes and dry_run:
         raise click.UsageError("--yes writes, and --dry-run does not: give one of them")

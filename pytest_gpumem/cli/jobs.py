@@ -1,4 +1,4 @@
-"""Option for the number of runs at a time, and its limit by the memory of this machine."""
+"""Option for the number of simultaneous runs, limited by this machine's memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 A_RUN = 2 * 2**30
-"""Bytes that are taken for a run: torch and a model library are 0.6 to 1 GB resident, the rest is the model's."""
+"""Bytes assumed for a run: torch and a model library take 0.6 to 1 GB, the model takes the rest."""
 
 
 def jobs_option(limit: str) -> Callable[[_Function], _Function]:
@@ -34,7 +34,7 @@ def jobs_option(limit: str) -> Callable[[_Function], _Function]:
 
 
 def available() -> int | None:
-    """Return the bytes of memory that can be used, with what caches of files give back; ``None`` if the system does not say."""
+    """Return the bytes of free memory, including file caches; ``None`` if the system does not report them."""
     with suppress(OSError):
         found = re.search(
             r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE
@@ -48,7 +48,7 @@ def available() -> int | None:
 
 
 def most_jobs(wanted: int, free: Callable[[], int | None] = available) -> int:
-    """Return how many of the ``wanted`` runs at a time there is memory for, at least one, and tell where that is fewer."""
+    """Return the number of simultaneous runs that fit into memory, from 1 to ``wanted``. A lower number is printed."""
     memory = free()
     jobs = wanted if memory is None else max(1, min(wanted, memory // A_RUN))
     if jobs < wanted:

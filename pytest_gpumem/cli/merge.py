@@ -1,4 +1,4 @@
-"""``gpumem merge``: the JSON reports of a split run become one report with one verdict."""
+"""``gpumem merge``: merges the JSON reports of a split run into one report with one verdict."""
 
 from __future__ import annotations
 
@@ -50,34 +50,67 @@ def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Pa
     multiple=True,
     type=FilePath(),
     callback=_files,
-    help=f"Write the whole there, in the format of the suffix: {suffixes(FORMATS)}; - writes JSON to standard output. May be "
-    "repeated.",
+    help=f"Write the merged report to this file, in the format of its suffix: {suffixes(FORMATS)}; `-` writes JSON to standard "
+    "output. May be repeated. Example: `whole.json`.",
 )
 @click.option(
     "--shards",
     metavar="N",
     type=WholeNumber(min=1),
-    help="Insist on so many shards: one whose report got lost is told, and not left out.",
+    help="Fail unless the reports come from N shards, for example `4`, so a lost report is an error. Default: any number.",
 )
-@click.option("-v", "--verbose", count=True, help="Show every test; twice: also phases and compositions.")
+@click.option("-v", "--verbose", count=True, help="Show every test; `-vv` also shows phases and compositions.")
 def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | None, verbose: int) -> None:
-    """Make one report and one verdict of the shards of a run.
+    """Merge the reports of shards into one report with one verdict.
 
-    Each REPORT is what pytest --gpumem-report=FILE.json wrote of its part of the tests: on another machine, by folders, by -k,
-    or by pytest-split. Merged reports can be merged again, in any order.
+    A REPORT.json comes from `pytest --gpumem-report=FILE.json` in one shard: a CI job, a machine or a group of tests,
+    split by folders, by `-k` or by pytest-split. Merged reports can be merged again. The order of the files does not
+    change the result.
 
-    The whole passed when no test failed, measured or not, each that was selected ran in some shard, and nothing went wrong in
-    any of them. Each measured test that failed or did not run to its end is named. Whether anything was gated, and which
-    baselines are unused, is judged on the whole only. Of a test that ran in several shards on the same device the worst result
-    counts.
+    The merged report passes if no test failed, every selected test ran in some shard, and no shard had an error. The
+    command names each measured test that failed or did not finish.
 
     \b
     Examples:
       gpumem merge gpu-0.json gpu-1.json --report gpumem.html
-      gpumem merge shards/*.json --shards 4 --report whole.json --report summary.md
+      gpumem merge shards/*.json --shards 4 --report whole.json
 
-    Exit status: 0 when the whole passed, 1 when it did not, 2 for wrong input: a file that is no report, shards of different
-    commits or options, fewer or more than --shards, or, with --shards, tests that have baselines and are in none of them.
+    Exit status: 0 if the merged report passed, 1 if it did not, or after Ctrl-C, 2 for wrong usage, a file that is
+    not a report, shards from different commits or with different options, or a violation of --shards.
+    \f
+    ## `--shards`
+
+    With this option, each of these cases is an error:
+
+    - The number of shards is not N.
+    - Two shards ran the same tests in the same environment while other tests ran in no shard, probably because a job
+      ran twice.
+    - A test has a baseline on a device of these shards, and no shard gated, failed, skipped, deselected or removed it.
+      Baselines of scripts (`train.py::run`) do not count.
+
+    ## The verdict
+
+    - A measured test that failed is listed with the first line of its failure. Other failed tests are counted; their
+      shard's output has the details.
+    - Only the merged report decides [whether nothing was gated](verdicts.md), and which baselines are unused.
+    - A test that ran in several shards on the same device has the worst of its results: a failure, else a measurement,
+      else the more serious verdict, else the larger peak. `improved` counts as less serious than `ok`, because the
+      other run did not improve. A test that ran on several devices has a result for each device.
+    - A measured test that no shard selected is reported and does not fail the run, because `-m "not slow"` may be
+      intended. But if a gate was asked for and no shard ran a measured test, nothing was gated.
+    - A budget is reported as having no effect only if every shard reports it.
+
+    ## Shards must match
+
+    - All reports come from one version of pytest-gpumem and one commit.
+    - All sessions ran with the same `--gpumem-baseline`, `--gpumem-strict`, `--gpumem-update` and `units`. Devices may
+      differ.
+
+    ## Files and CI
+
+    - A pattern such as `shards/*.json` is expanded if the shell did not expand it.
+    - In GitHub Actions the command writes annotations and the step summary, as a session does. Run it in the project's
+      root directory, so the annotations point to the right files.
     """
     paths = files_of(reports)
     parts = [read_report(path) for path in paths]

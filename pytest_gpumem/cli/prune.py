@@ -1,4 +1,4 @@
-"""``gpumem prune``: baselines of tests that are gone are removed."""
+"""``gpumem prune``: removes the baselines of tests that no longer exist or are no longer measured."""
 
 from __future__ import annotations
 
@@ -23,15 +23,21 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
-@click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.tests)
+@click.option("--dry-run", is_flag=True, help="List the baselines that would be removed, and change nothing.")
+@click.argument(
+    "pytest_args", metavar="[PYTEST_ARGS]...", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.tests
+)
 def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
-    """Remove baselines of tests that are gone or not measured any more.
+    """Remove the baselines of tests that no longer exist or are no longer measured.
 
-    Collects the tests as pytest would with PYTEST_ARGS (paths and options such as --gpumem-store), without running them.
-    Only a test file that was collected whole, or that is gone, can lose baselines; where tests are named (FILE::TEST), only
-    these can, if they are not measured, or if their device is not here. Baselines of devices that this machine does not have
-    are removed only with their file: their tests may be collected where the device is.
+    The command collects tests as `pytest PYTEST_ARGS` would, without running them. It removes the baselines of tests
+    that were not collected or are not measured. Baselines from a device that this machine does not have are kept as
+    long as their test file exists. A session never removes these baselines: a complete run with --gpumem-baseline or
+    --gpumem-update only lists them.
+
+    PYTEST_ARGS are files, folders, test ids or options of pytest, for example --gpumem-store. With test ids
+    (FILE::TEST), only these tests can lose baselines. Without them, a test can lose baselines if its file was collected
+    as a whole, or if the file no longer exists.
 
     \b
     Examples:
@@ -39,8 +45,19 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
       gpumem prune tests/models --gpumem-store=baselines
       gpumem prune tests/models/test_gpt.py::test_train
 
-    Exit status: 0 when it has removed what was unused, 1 when tests could not be collected, the store not be read, or none
-    of its test files is below the root directory, as in another project, and nothing was removed, 2 for wrong usage.
+    Exit status: 0 if the unused baselines were removed or listed, 1 after Ctrl-C, or if the tests cannot be
+    collected, the store cannot be read or written, or it seems to belong to another project, 2 for wrong usage. With 1
+    and 2, nothing is removed.
+    \f
+    ## Kept baselines
+
+    - Baselines from a device that this machine does not have are removed only if their test file no longer exists. A
+      suite can be parametrised over the GPUs of a machine, so these tests may be collected elsewhere. The command names
+      the devices.
+    - With test ids, a baseline is removed if the test is not measured, or if the device that the test asks for is not
+      on this machine. The failure of a test that is no longer measured prints such a command.
+    - If none of the store's test files exists below the root directory, the store seems to belong to another project,
+      and nothing is removed.
     """
     collected = _Collected()
     # Nothing is gated here, which would make the collection red.

@@ -1,4 +1,4 @@
-"""``gpumem run``: measures the training steps of an ordinary script, and judges them as a test's."""
+"""``gpumem run``: measures and gates the training steps of an ordinary script."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import pytest
 
 from pytest_gpumem.cli.project import run_pytest
 from pytest_gpumem.cli.streams import INTERRUPTED, WholeNumber
-from pytest_gpumem.config import renamed
 from pytest_gpumem.config.kinds import FLAG
 from pytest_gpumem.config.options import OPTIONS, Command, Option
-from pytest_gpumem.config.renamed import hint
 from pytest_gpumem.measure.looped import FEWEST_STEPS, STEPS
 from pytest_gpumem.script import Script, ScriptSession
+from pytest_gpumem.units import nearest
 
 _STATUS: dict[int, int] = {
     pytest.ExitCode.INTERRUPTED: INTERRUPTED,
@@ -46,14 +45,14 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 
 
 def _check_option(word: str) -> None:
-    """Raise the error for an option of the plugin that there is not, with the one that it may be."""
+    """Raise ``click.UsageError`` for an unknown option that begins with ``--gpumem-``; it names the nearest known option."""
     if word.startswith("--gpumem-"):
         known = [option.flag for option in OPTIONS if not option.for_tests]
-        raise click.UsageError(f"no such option: {word}; {hint(word.partition('=')[0], renamed.OPTIONS, known)}")
+        raise click.UsageError(f"no such option: {word}; {nearest(word.partition('=')[0], known)}")
 
 
 class _ScriptPath(click.Path):
-    """The path of a script; an unknown option stands in its place where one is typed before it."""
+    """The path of a script. An unknown option before the script arrives here as the path."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         _check_option(str(value))
@@ -66,33 +65,62 @@ class _ScriptPath(click.Path):
     type=WholeNumber(min=FEWEST_STEPS),
     default=STEPS,
     show_default=True,
-    help="How many steps memory is read from. The script is ended some steps later.",
+    metavar="N",
+    help=f"Measure the memory of the first N steps (at least {FEWEST_STEPS}). The script ends some steps later.",
 )
 @click.option(
     "--as",
     "name",
     default="run",
     show_default=True,
+    metavar="NAME",
     callback=_name,
-    help="What the run is called: train.py::run in the store. Runs with other arguments need names of their own.",
+    help="Call the run `train.py::NAME` in the store and in reports. Give each set of arguments its own name, for example "
+    "`small`.",
 )
 @click.argument("script", type=_ScriptPath(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[--] [ARGUMENTS]...")
 def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **options: Any) -> None:
-    """Measure the training steps of an ordinary script, and judge them as those of a test.
+    """Measure and gate the training steps of a script.
 
-    SCRIPT runs in this process as `python SCRIPT ARGUMENTS` would, unchanged: a step ends with each step of its first
-    optimizer. When enough steps have been measured, the script is ended by an exception, through its own finally and with
-    blocks. Settings are those of the project, and the device is one of --gpumem-device. Options may stand after SCRIPT;
-    what stands after -- is the script's.
+    The unchanged SCRIPT runs in this process, as `python SCRIPT ARGUMENTS` would run it. A step ends with each `step()`
+    of its first optimizer. After enough steps, an exception ends the script, so its `finally` and `with` blocks still
+    run. The verdict, the store, the reports and all settings work as for a test with the id `SCRIPT::run`.
+
+    The script must move its model to the GPU itself; the device to measure is --gpumem-device. Options may follow
+    SCRIPT. An unknown option, and everything after `--`, goes to the script.
 
     \b
     Examples:
-      gpumem run train.py --steps 20 --gpumem-device=emulated:h100
-      gpumem run --gpumem-baseline --as small train.py -- --width 64
+      gpumem run train.py --gpumem-device=emulated:h100 --gpumem-update=new
+      gpumem run train.py --gpumem-device=emulated:h100 --gpumem-baseline
+      gpumem run --as small --steps 30 train.py -- --width 64
 
-    Exit status: 0 when it was measured and is not worse than it should be, 1 when it is, or the script fails, or cannot be
-    measured, 2 for wrong usage, 130 when interrupted.
+    Exit status: 0 if the script was measured and nothing failed, 1 if a metric regressed or is over budget, the
+    script failed by itself, or it was not measured, for example because the device is not available, 2 for wrong usage
+    or a wrong setting, 130 after Ctrl-C.
+    \f
+    ## How the script runs
+
+    - The steps are measured as those of [`gpumem.loop`](fixture.md). The script is the only item of a pytest session,
+      so settings, budgets by pattern (`tests = "train.py"`), hooks in a `conftest.py`, devices and reports are the
+      project's.
+    - `addopts` that select, order or distribute tests have no effect, nor do `filterwarnings`, pytest's cache and
+      pytest-randomly.
+    - The script runs as `__main__`, with its folder first on `sys.path`.
+    - An emulated GPU exists before torch is imported. The script sees it as `cuda`.
+    - A script that puts nothing on the device is `unmeasured`.
+
+    ## How the script ends
+
+    - `sys.exit()` ends a script like its last line. Another exit status, or an exception, fails the run with the
+      script's own traceback, and the measurements so far are shown.
+    - `os._exit(0)` and `os.exec*` fail the run, because they would end the process unmeasured.
+    - The script may clear `sys.argv`. A child that it forks ends with the script's code in the child, and is not
+      measured.
+    - Only this process is measured. Processes that the script starts (`torchrun`, workers of a `DataLoader`) are not.
+    - If memory runs out, no composition is recorded, because the script cannot be run again from that point. `gpumem
+      fit` names the line.
     """
     for word in arguments:
         _check_option(word)

@@ -1,4 +1,4 @@
-"""``gpumem show``: the baselines of the store as a table."""
+"""``gpumem show``: prints the baselines in the store as a table."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pytest_gpumem.baselines.url_backend import without_credentials
 from pytest_gpumem.cli import completion
 from pytest_gpumem.cli.one_test import check_is_no_file, no_such_test
 from pytest_gpumem.cli.project import project_settings, read_baselines, store_backend
+from pytest_gpumem.cli.store_options import slug_option, store_option
 from pytest_gpumem.cli.streams import format_option, screen, write_lines
 from pytest_gpumem.command_name import command_name
 from pytest_gpumem.reports.layout import laid_out
@@ -17,25 +18,18 @@ from pytest_gpumem.reports.stored import accounting, table, to_json
 
 @click.command()
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1, shell_complete=completion.tests)
-@click.option(
-    "--store",
-    metavar="PATH|URL",
-    shell_complete=completion.folders,
-    help="Where the baselines lie, if not where the project's settings say.",
-)
-@click.option(
-    "--slug",
-    metavar="SLUG",
-    shell_complete=completion.slugs,
-    help="Those of one device only, by the name of its folder in the store.",
-)
+@store_option
+@slug_option
 @format_option("json")
-@click.option("-v", "--verbose", is_flag=True, help="Also the peaks and times of phases, and counts of work.")
+@click.option("-v", "--verbose", is_flag=True, help="Add the peaks and times of phases, and the counts.")
 def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form: str, verbose: bool) -> None:
-    """Show the baselines that are in the store.
+    """Show the baselines in the store, a row for each.
 
-    A PATTERN is a test's id, a part of it (a file, a class, a word), or a pattern with * and ?. Without one all baselines are
-    shown, of all devices. Behind the step time stands of how many runs it is the median.
+    A step time is followed by the number of runs that its median comes from, for example `12.00 ms (3 runs)`. The gate
+    does not compare a step time that is marked `not compared`.
+
+    PATTERN selects tests: an id, a part of an id (a file, a class, a word), or a pattern with `*` and `?`. Without
+    PATTERN, all baselines are shown. A PATTERN that matches no baseline is an error.
 
     \b
     Examples:
@@ -43,8 +37,29 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
       gpumem show tests/test_gpt.py "*[amp-bf16]"
       gpumem show --slug nvidia-h100-80gb-hbm3 --format json
 
-    Exit status: 0 when the baselines were shown, also when the store is empty, 2 when there is no such store, device or test,
-    or a file of the store cannot be read.
+    Exit status: 0 if the baselines were printed, even if the store is empty, 1 after Ctrl-C, 2 for wrong usage,
+    or if the store, the device or a matching test does not exist, or a file in the store cannot be read.
+    \f
+    ## JSON
+
+    `--format json` prints an object with `format` (1), `store` and `baselines`. A URL in `store` has no credentials.
+    Each baseline has these keys:
+
+    | key | value |
+    |---|---|
+    | `file`, `test`, `name` | the test and its measurement; `file::test` is the test's id |
+    | `slug`, `device` | the device's folder in the store, and its name |
+    | `environment` | versions and settings that move a metric, by name |
+    | `workload` | `step`, `config`, `parameters` and `batch` |
+    | `metrics` | the values by [name](metrics.md), in bytes, counts and seconds |
+    | `runs` | the step times of the last runs: `seconds` and `cycles`; or `null` |
+    | `recorded`, `commit`, `reason` | the day, the commit and the reason of the last change |
+    | `composition` | the rows of the peak's composition, as texts; or `null` |
+
+    ## Settings
+
+    The store and the units come from the project around the current folder. The command reads its settings as pytest
+    does, with `addopts`, and runs none of its code.
     """
     settings = project_settings(store)
     where = without_credentials(settings.store)

@@ -1,4 +1,4 @@
-"""``gpumem why``: everything about one test, from the last report."""
+"""``gpumem why``: prints everything that the last report has about one test."""
 
 from __future__ import annotations
 
@@ -28,22 +28,44 @@ if TYPE_CHECKING:
     "file",
     metavar="FILE.json",
     type=FilePath(),
-    help="Read this JSON report (pytest --gpumem-report, gpumem merge --report), and not that of the last session.",
+    help="Read this JSON report, for example the artifact of a CI job or a report from `gpumem merge`; `-` is standard input. "
+    "Default: the report of the last session here.",
 )
 def why(*, test: str, file: Path | None) -> None:
-    """Tell everything about one test, from the last report; nothing is run.
+    """Explain the verdict on one test, from the last report.
 
-    TEST is a test's id, a part of it that no other measured test's has, or a pattern with * and ?. What pytest -vv shows of it
-    is shown: why it failed, every figure, phases, and what its peak is made of where that was recorded. The report is that of
-    the last session here that ran a measured test, which pytest's cache keeps.
+    The command runs nothing. It prints the same as `pytest -vv` for this test: the result, the failure message, all
+    metrics of each measurement, the peaks of phases, and the composition of the peak if it was recorded. For a test in
+    a matrix of configs, it prints all configs, because their savings are compared with the first config.
+
+    TEST is a test's id, for example `tests/test_gpt.py::test_train`, a part of the id that no other measured test has,
+    or a pattern with `*` and `?`. If several tests match, the command lists them.
 
     \b
     Examples:
       gpumem why test_train_step
       gpumem why "tests/test_gpt.py::*[amp-bf16]"
-      gpumem why test_train_step --report whole.json
+      gpumem why test_train_step --report gpumem.json
 
-    Exit status: 0 when the test was told of, 2 when it was not: no such test, several, or no report that can be read.
+    Exit status: 0 if the test was found, 1 after Ctrl-C, 2 for wrong usage, or if no measured test or more than
+    one matches TEST, or there is no report.
+    \f
+    ## The kept report
+
+    - pytest's [cache](https://docs.pytest.org/en/stable/how-to/cache.html) keeps the report of the last session in
+      which a measured test ran, with or without a gate. The file is `d/gpumem/report.json` in the `cache_dir` of
+      pytest's settings.
+    - With pytest-xdist the controller writes the report, and under torchrun the first rank does.
+    - A session without a measured test leaves the report unchanged. `pytest --cache-clear` removes it.
+    - No report is kept with `-p no:cacheprovider`, or if the cache cannot be written. Neither makes a session fail.
+    - A `cache_dir` that was set on pytest's command line (`-o cache_dir=...`) is not known to this command. Use
+      `--report`.
+
+    ## What is printed
+
+    - The composition of the peak is recorded for failures, and for all tests with `--gpumem-explain=always`.
+    - In a merged report, a test can have a result on each device. All of them are printed.
+    - pytest's own tracebacks and the captured output of a test are not in the report.
     """
     check_is_no_file(test)
     path = _kept(test) if file is None else file

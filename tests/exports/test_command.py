@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,25 +137,6 @@ def test_the_report_of_a_real_session_can_be_exported(project):
     (peak,) = (one for one in figures if one["name"].endswith(": peak_allocated"))
     assert peak["name"].startswith("test_it.py::test_it (call) @ cpu-")
     assert peak["value"] == 4000
-
-
-def test_the_reference_has_every_format_option_and_exit_code():
-    section = Path(__file__).parents[2].joinpath("docs/reference.md").read_text(encoding="utf-8")
-    section = section.partition("\n## gpumem export\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `?([\w-]+)`? \|(?: (.+?) \|)?", section, flags=re.MULTILINE)
-    told = {name: default for name, default in rows if name.startswith("-")}
-    # tensorboard's -o is a folder, and has to be given.
-    commands = sorted(export.commands.values(), key=lambda command: command.name != "tensorboard")
-    options = {option.opts[0]: option for command in commands for option in command.params}
-    options.pop("reports")
-    assert told == {
-        name: f"`{option.default}`" if name in ("--better", "--step", "-o") else "none"
-        for name, option in options.items()
-    }
-    assert {name for name, _ in rows if name in FORMATS} == set(FORMATS)
-    assert re.findall(r"^\| (\d) \|", section, flags=re.MULTILINE) == re.findall(
-        r"\b(\d)\b", export.help.partition("Exit status:")[2]
-    )
 
 
 def test_a_format_has_a_help_text_that_says_what_reads_it():
