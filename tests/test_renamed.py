@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from pytest_gpumem.cli.main import main
 from pytest_gpumem.config import renamed
 from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
