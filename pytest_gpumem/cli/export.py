@@ -57,7 +57,7 @@ def export() -> None:
       gpumem export github-action-benchmark report.json -o smaller.json
       gpumem export openmetrics --metric peak_allocated report.json
       gpumem export tensorboard --step=commits reports/*.json -o runs
-      gpumem merge shard-*.json --report - | gpumem export bencher - > figures.json
+      gpumem merge shard-*.json --report - | gpumem export bencher -
 
     Exit status: 0 if figures were exported, 1 after Ctrl-C, 2 for wrong usage, a report that cannot be read, or
     reports without a figure. With 2, nothing is written.

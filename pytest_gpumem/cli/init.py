@@ -76,8 +76,8 @@ _NONE = (
 @click.option(
     "--runner",
     type=click.Choice(RUNNERS),
-    help="Propose a workflow for this machine: `emulated` (an emulated GPU on GitHub's runners), `self-hosted` (a runner with a "
-    "GPU) or `cpu` (GitHub's runners, models on the CPU). Default: a machine whose baselines can be recorded here.",
+    help="Propose a workflow for this machine: `emulated` (an emulated GPU on GitHub's runners), `self-hosted` (a runner "
+    "with a GPU) or `cpu` (GitHub's runners, models on the CPU). Default: a machine whose baselines can be recorded here.",
 )
 def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     """Set up a repository: settings, a workflow and first baselines.
