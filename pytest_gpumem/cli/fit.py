@@ -90,14 +90,12 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     Three steps of GPT-2 small (transformers 5.23, torch 2.13.0, AMP in bfloat16, 8 sequences of 1,024 tokens, AdamW):
 
     ```console
-    $ gpumem fit --device t4 --device rtx4090 --device l4 --device a100-40gb --device l40s --device h100 \\
-        --steps 3 train.py --batch 8
+    $ gpumem fit --device t4 --device rtx4090 --device l4 --device a100-40gb --device h100 --steps 3 train.py --batch 8
     GPU          memory  reserved  allocated      left
     T4         15.83 GB         -          -         -  out of memory
     L4         23.66 GB  15.25 GB   13.57 GB   7.87 GB  fits
     RTX 4090   25.25 GB  15.25 GB   13.57 GB   9.45 GB  fits
     A100 40GB  42.30 GB  15.25 GB   13.57 GB  26.50 GB  fits
-    L40S       47.67 GB  15.25 GB   13.57 GB  31.87 GB  fits
     H100 80GB  85.03 GB  15.28 GB   13.61 GB  69.20 GB  fits
 
     T4: out of memory at train.py:15 train: 402.65 MB wanted, 14.95 GB allocated and 15.05 GB reserved

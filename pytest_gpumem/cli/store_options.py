@@ -1,4 +1,4 @@
-"""Options of the commands that read baselines: the store, and one device in it."""
+"""Options of the commands that use baselines: the store, and a device in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ store_option = click.option(
     "--store",
     metavar="PATH|URL",
     shell_complete=completion.folders,
-    help="Read the baselines from this folder or URL, relative to the current folder, for example ../gpumem-baselines. "
+    help="Use the store in this folder, relative to the current folder, or at this URL, for example `../gpumem-baselines`. "
     "Default: the store in the project's settings.",
 )
 slug_option = click.option(
@@ -18,5 +18,5 @@ slug_option = click.option(
     metavar="SLUG",
     shell_complete=completion.slugs,
     help="Use the baselines from one device only. SLUG is the name of the device's folder in the store, for example "
-    "nvidia-h100-80gb-hbm3. Default: all devices.",
+    "`nvidia-h100-80gb-hbm3`. Default: all devices.",
 )
