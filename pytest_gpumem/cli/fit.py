@@ -71,9 +71,9 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     segments itself.
 
     COMMAND is a script (`train.py`) or a module (`-m my.train`) for this Python, or any other program. It runs in the
-    current folder, several times, without standard input. Its output is shown only if it fails. Without --device, a
-    program that fails for another reason than memory on the first GPU is not tried on the others. After Ctrl-C or
-    another signal, the command stops the programs and prints the results so far.
+    current folder, several times, and writes its files each time. It has no standard input. Its output is shown only if
+    it fails. Without --device, a program that fails for another reason than memory on the first GPU is not tried on the
+    others. After Ctrl-C or another signal, the command stops the programs and prints the results so far.
 
     \b
     Examples:
@@ -85,6 +85,14 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     possible because a GPU cannot be emulated here, the program fails by itself or it uses no GPU memory, 130 after
     Ctrl-C, 143 after SIGTERM.
     \f
+    ## `--device`
+
+    The words for GPUs are on the page [cards](cards.md), and a project's own GPUs in `[tool.gpumem.gpus]`.
+
+    ## `--jobs`
+
+    The first GPU is tried alone, then N others at a time.
+
     ## Example with output
 
     Three steps of GPT-2 small (transformers 5.23, torch 2.13.0, AMP in bfloat16, 8 sequences of 1,024 tokens, AdamW):
@@ -104,8 +112,8 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     needs 15.25 GB to 15.28 GB reserved (emulated): fits L4, RTX 4090, A100 40GB, L40S, H100 80GB; not T4
     ```
 
-    With `--device 14.5GB` the same program ends with `fits none (emulated); not H100 with 14.5GB; with expandable
-    segments 13.74 GB: fits H100 with 14.5GB`.
+    With `--device 14.5GB` the same program ends with
+    `fits none (emulated); not H100 with 14.5GB; with expandable segments 13.74 GB: fits H100 with 14.5GB`.
 
     ## Columns
 
@@ -142,7 +150,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
       ran out before any backward in a program without an optimizer, gradients were recorded, and at least a quarter of
       the allocated bytes belonged to no tensor of the program. JSON has these bytes as `ran_out.without_tensor`.
 
-    ## Speed
+    ## Shared imports
 
     - For a file or module, the runs share the imports: one process imports the packages that the first run imported,
       and each further run is a fork of it. The first run is repeated in a fork. If its result differs there, each run
@@ -154,7 +162,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     ## JSON
 
     `--format json` prints bytes. The keys are `format` (1), `emulated` (true), `exit_status`, `command`, `conclusion`
-    and `gpus`, in the order of the `--device` options. Each GPU has these keys:
+    and `gpus`, in the order of the `--device` options, or beginning with `h100`. Each GPU has these keys:
 
     - `gpu`, `count`, `name`, `total_bytes`: the GPU: `l4`, the number of GPUs, its name, its memory.
     - `outcome`: the outcome, as listed above.

@@ -82,13 +82,8 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
 
     ## Shallow clones
 
-    In a shallow clone the oldest row has no author, because the change may be older than its commit. `git fetch
-    --unshallow` fetches the rest; on GitHub Actions, set `fetch-depth: 0` for `actions/checkout`.
-
-    ## Settings
-
-    The store and the units come from the project around the current folder. The command reads its settings as pytest
-    does, with `addopts`, and runs none of its code.
+    In a shallow clone the oldest row has no author, because the change may be older than its commit.
+    `git fetch --unshallow` fetches the rest; on GitHub Actions, set `fetch-depth: 0` for `actions/checkout`.
     """
     settings = project_settings(store)
     backend = store_backend(settings)

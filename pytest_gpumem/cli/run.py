@@ -102,9 +102,9 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     \f
     ## How the script runs
 
-    - The steps are measured as those of [`gpumem.loop`](fixture.md). The script is the only item of a pytest session,
-      so settings, budgets by pattern (`tests = "train.py"`), hooks in a `conftest.py`, devices and reports are the
-      project's.
+    - The steps are measured as those of [`gpumem.loop`](fixture.md#gpumemloop). The script is the only item of a pytest
+      session, so settings, budgets by pattern (`tests = "train.py"`), hooks in a `conftest.py`, devices and reports are
+      the project's.
     - `addopts` that select, order or distribute tests have no effect, nor do `filterwarnings`, pytest's cache and
       pytest-randomly.
     - The script runs as `__main__`, with its folder first on `sys.path`.
@@ -119,8 +119,8 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     - The script may clear `sys.argv`. A child that it forks ends with the script's code in the child, and is not
       measured.
     - Only this process is measured. Processes that the script starts (`torchrun`, workers of a `DataLoader`) are not.
-    - If memory runs out, no composition is recorded, because the script cannot be run again from that point. `gpumem
-      fit` names the line.
+    - If memory runs out, no composition is recorded, because the script cannot be run again from that point.
+      `gpumem fit` names the line.
     """
     for word in arguments:
         _check_option(word)

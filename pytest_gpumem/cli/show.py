@@ -55,11 +55,6 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
     | `runs` | the step times of the last runs: `seconds` and `cycles`; or `null` |
     | `recorded`, `commit`, `reason` | the day, the commit and the reason of the last change |
     | `composition` | the rows of the peak's composition, as texts; or `null` |
-
-    ## Settings
-
-    The store and the units come from the project around the current folder. The command reads its settings as pytest
-    does, with `addopts`, and runs none of its code.
     """
     settings = project_settings(store)
     where = without_credentials(settings.store)

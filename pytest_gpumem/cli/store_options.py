@@ -11,7 +11,7 @@ store_option = click.option(
     metavar="PATH|URL",
     shell_complete=completion.folders,
     help="Use the store in this folder, relative to the current folder, or at this URL, for example `../gpumem-baselines`. "
-    "Default: the store in the project's settings.",
+    "Default: the store in the project's settings, which are read as in pytest, with `addopts`.",
 )
 slug_option = click.option(
     "--slug",

@@ -63,6 +63,7 @@ def why(*, test: str, file: Path | None) -> None:
 
     ## What is printed
 
+    - The output includes the reasons why a metric was not compared, notes, and the peaks of ranks.
     - The composition of the peak is recorded for failures, and for all tests with `--gpumem-explain=always`.
     - In a merged report, a test can have a result on each device. All of them are printed.
     - pytest's own tracebacks and the captured output of a test are not in the report.
