@@ -402,7 +402,7 @@ def test_a_file_that_is_ignored_under_a_condition_is_counted_and_said(repository
     repository({**FLAT, "conftest.py": condition})
     output = init("--dry-run").output
     assert '+    "test_model.py",' in output
-    assert "test_model.py is ignored by a conftest.py under a condition" in output
+    assert "a conftest.py ignores test_model.py under a condition" in output
     repository({"conftest.py": condition.replace("test_model", "test_data")})
     assert "under a condition" not in init("--dry-run").output
 
@@ -704,7 +704,7 @@ def test_a_session_that_a_signal_ends_is_said(repository):
     repository({**FLAT, "test_more.py": kills})
     done = init("--yes")
     assert done.exit_code == 1
-    assert "the session was ended by SIGTERM, and recorded nothing" in done.output
+    assert "SIGTERM ended the session, which recorded nothing" in done.output
 
 
 def test_the_summary_is_shown_where_many_tests_fail(repository):

@@ -152,7 +152,7 @@ def test_segments_that_could_grow_already_or_not_at_all_are_noted():
 def test_graphs_of_gradients_are_noted_if_a_quarter_of_memory_is_no_tensors(without_tensor, said):
     ran_out = replace(RAN_OUT, without_tensor=without_tensor)
     one = fit("l4", FitOutcome.OUT_OF_MEMORY, ran_out=ran_out)
-    notes = [line for line in details([one], CWD) if line.startswith("note: L4: graphs of gradients can be")]
+    notes = [line for line in details([one], CWD) if line.startswith("note: L4: autograd graphs may fill the GPU")]
     assert len(notes) == said
 
 
