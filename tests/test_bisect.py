@@ -202,7 +202,7 @@ def test_runs_with_a_setup_are_one_at_a_time(repository, tmp_path):
     assert result.exit_code == 0, result.output
     lines = log.read_text(encoding="utf-8").split()
     assert lines == ["begin", "end"] * (len(lines) // 2), "one begins when the one before it has ended"
-    assert "with --setup runs are one at a time: what it installs for one" in result.stderr
+    assert "with --setup, only one run is made at a time" in result.stderr
     assert result.stderr.endswith(NO_WORKTREES)
 
 

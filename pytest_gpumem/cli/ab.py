@@ -1,4 +1,4 @@
-"""``gpumem ab``: two revisions, or sets of requirements, on this machine, and whether one is slower or needs more memory."""
+"""``gpumem ab``: compares the time and memory of two revisions, or two sets of requirements, on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OF_FILES = ("-r", "--requirement")
 
 
 class WithPytestArguments(click.Command):
-    """A command of which everything after ``--`` is for pytest."""
+    """A command that passes everything after ``--`` to pytest."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         mine, pytests = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
@@ -62,14 +62,14 @@ def _with_files(words: Sequence[str]) -> Iterator[str]:
 
 
 _MOST_OF_MARKDOWN = 50_000
-"""Characters: something of a comment is left for what else is in it."""
+"""Characters: a comment has room for other text as well."""
 _RENDERERS: dict[str, Callable[[Ended], str]] = {
     ".json": lambda ended: to_json(_report_of(ended), finished=ended.why is None),
     ".md": lambda ended: markdown(_report_of(ended), ended.units, finished=ended.why is None, most=_MOST_OF_MARKDOWN),
 }
 """The formats of `--report`, by suffix."""
 _OF_NOTHING: dict[str, Callable[[str], str]] = {".json": nothing_as_json, ".md": nothing_as_markdown}
-"""The same of a comparison that came to nothing."""
+"""The formats for a comparison without a result."""
 
 
 def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -297,11 +297,11 @@ def ab(
     """
     arguments: list[str] = context.meta[PYTEST_ARGUMENTS]
     with told_in(files, _OF_NOTHING), input_errors(GitError, RequirementError):
-        wanted = [
-            requirement_set(given, constraints, python) if given or python else None
-            for given, python in ((base_with, base_python), (head_with, head_python))
+        requirements = [
+            requirement_set(lines, constraints, python) if lines or python else None
+            for lines, python in ((base_with, base_python), (head_with, head_python))
         ]
-        if base is None and wanted == [None, None]:
+        if base is None and requirements == [None, None]:
             raise click.UsageError("Missing argument 'BASE', or --base-with or --head-with.")
         if base is None:
             checkout, uncommitted = Checkout.as_it_is(Path.cwd()), 0
@@ -313,7 +313,7 @@ def ab(
         why_not = refused(arguments, checkout.top)
         if why_not is not None:
             raise click.UsageError(why_not)
-    variants = without_folders([Variant(*one) for one in zip(revisions, wanted, strict=True)])
+    variants = without_folders([Variant(*side) for side in zip(revisions, requirements, strict=True)])
     plan = Plan(checkout, variants[0], variants[1], arguments, setup, rounds, max_slowdown)
     tell_uncommitted(uncommitted)
     with noted_signals() as stop:
@@ -330,7 +330,7 @@ def ab(
 
 
 def tell_uncommitted(files: int) -> None:
-    """Tell of how many files changes are left out, since they are not committed."""
+    """Print the number of files whose uncommitted changes are not compared, if there are any."""
     if files:
         click.echo(
             f"{counted(files, 'file is', 'files are')} changed and not committed: only commits are compared", err=True
@@ -348,18 +348,18 @@ def _print(ended: Ended, files: Sequence[Path]) -> None:
     write_reports(files, _RENDERERS, ended)
 
 
-def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], str]], told: T) -> None:
-    """Write what is ``told`` into ``files``, by suffix. Raises `InputError`."""
+def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], str]], result: T) -> None:
+    """Write a result into ``files``, each in the format of its suffix. Raises `InputError`."""
     try:
         for file in files:
-            write_file(file, renderers[suffix_of(file)](told))
+            write_file(file, renderers[suffix_of(file)](result))
     except OSError as error:
         raise InputError(f"the result could not be written: {error}") from None
 
 
 @contextmanager
 def told_in(files: Sequence[Path], renderers: Mapping[str, Callable[[str], str]]) -> Iterator[None]:
-    """Write the reason into ``files``, by suffix, where the command ends because of wrong input."""
+    """Write the reason into ``files``, each in the format of its suffix, if the command ends because of wrong input."""
     try:
         yield
     except click.ClickException as error:

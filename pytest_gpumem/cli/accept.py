@@ -173,38 +173,41 @@ def accept(
     with input_errors(UnfitReport):
         check_report(report, name_of(report_file))
     source = _source(report, reason, backend, force=force_commit)
-    found = causes_in(report)
+    growth_causes = causes_in(report)
     apart: list[Candidate] = []
     with input_errors(UnknownTest, UnknownCause):
         results = chosen(report, tests)
         if causes:
-            named = numbered_causes(found.causes, causes, units)
-            explained = with_causes(found.causes, results, named, units)
+            named = numbered_causes(growth_causes.causes, causes, units)
+            explained = with_causes(growth_causes.causes, results, named, units)
             results = [result for result, why in explained if why is None]
             apart = [Candidate(result, refused=why) for result, why in explained if why is not None]
-    there = Store(backend)
+    current_store = Store(backend)
     with input_errors(StoreError, BackendError):
-        there.check()
-        candidates = [*candidates_of(results, report.terms, there, source, forced=force_commit), *apart]
+        current_store.check()
+        candidates = [*candidates_of(results, report.terms, current_store, source, forced=force_commit), *apart]
     write_lines(_on_the_session(report))
     asks = not (tests or causes) and _is_terminal()
-    changing = [one for one in candidates if one.changes_store and (one.is_noticed or not asks)]
+    changing = [candidate for candidate in candidates if candidate.changes_store and (candidate.is_noticed or not asks)]
     try:
-        accepted = _accepted_by_a_person(changing, found, units) if asks else changing
+        accepted = _accepted_by_a_person(changing, growth_causes, units) if asks else changing
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted; nothing was written", err=True)
         sys.exit(INTERRUPTED)
     with input_errors(StoreError, BackendError):
-        unlocked = _write(there, accepted)
-    titles = Counter(one.title for one in candidates)
+        unlocked = _write(current_store, accepted)
+    titles = Counter(candidate.title for candidate in candidates)
     refused = [
-        (f"{one.title} on {one.device}" if titles[one.title] > 1 else one.title, one.refused)
-        for one in candidates
-        if one.refused and (tests or causes or one.result.failed)
+        (
+            f"{candidate.title} on {candidate.device}" if titles[candidate.title] > 1 else candidate.title,
+            candidate.refused,
+        )
+        for candidate in candidates
+        if candidate.refused and (tests or causes or candidate.result.failed)
     ]
     refused += _with_nothing_to_accept(report, tests, candidates)
-    for one in accepted:
-        write_lines(f"accepted {line}" for line in _figures(one, units))
+    for candidate in accepted:
+        write_lines(f"accepted {line}" for line in _figures(candidate, units))
     write_lines(f"not accepted: {title}: {why.why}" for title, why in refused)
     for why in sorted(filter(None, unlocked)):
         click.echo(f"warning: {why}", err=True)
@@ -213,7 +216,7 @@ def accept(
 
 
 def _write(store: Store, accepted: Sequence[Candidate]) -> set[str | None]:
-    """Write what was accepted, and return for each device why others could not be kept from writing, or ``None``.
+    """Write the accepted baselines, and return for each device why the store could not be locked, or ``None``.
 
     Raises `BackendError`, which says how much was written, and `StoreError`.
     """
@@ -234,7 +237,7 @@ def _is_terminal() -> bool:
 
 
 def _source(report: SessionReport, reason: str | None, backend: Backend, *, force: bool) -> Source:
-    """Return what entries say of where they come from. Raises `InputError` for a report of another commit."""
+    """Return the source that is stored with each baseline. Raises `InputError` for a report from another commit."""
     folder = backend.root if isinstance(backend, Folder) else None
     why = why_other_commit(report.commit, Path.cwd(), folder)
     if why is not None:
@@ -246,7 +249,7 @@ def _source(report: SessionReport, reason: str | None, backend: Backend, *, forc
 
 
 def _on_the_session(report: SessionReport) -> Iterator[str]:
-    """Yield a sentence where the report does not have all of its tests."""
+    """Yield a sentence if the report lacks some of the session's tests."""
     if report.ended_early is not None:
         yield f"the session ended early: {report.ended_early}"
     if report.not_run:
@@ -254,25 +257,29 @@ def _on_the_session(report: SessionReport) -> Iterator[str]:
         yield f"the report has no result of {counted(len(report.not_run), 'selected test')}, left as before: {first}"
 
 
-def _accepted_by_a_person(changing: Sequence[Candidate], found: CausesOf, units: UnitSystem) -> list[Candidate]:
-    """Show each cause of several tests and each test that is left, ask, and return those tests that are accepted.
+def _accepted_by_a_person(changing: Sequence[Candidate], growth_causes: CausesOf, units: UnitSystem) -> list[Candidate]:
+    """Show each cause of several tests, then each remaining test, and return the tests that the user accepts.
 
     Raises ``click.Abort`` at the end of the input.
     """
     accepted: list[Candidate] = []
-    left = list(changing)
+    remaining = list(changing)
     taken: list[Cause] = []
-    told = zip(found.causes.causes, cause_cells(found, units, None), strict=True) if found.tell else ()
-    for cause, cells in told:
-        mine = [one for one in left if one.title in cause.tests]
-        if len(mine) < 2:
+    shown_causes = (
+        zip(growth_causes.causes.causes, cause_cells(growth_causes, units, None), strict=True)
+        if growth_causes.tell
+        else ()
+    )
+    for cause, cells in shown_causes:
+        of_cause = [candidate for candidate in remaining if candidate.title in cause.tests]
+        if len(of_cause) < 2:
             continue
         where = " ".join(filter(None, (cells.module, cells.operator, cells.tensors)))
         write_lines(
             [
                 f"cause {cells.number}: {cells.name}: {cells.metric} {cells.total} in {cells.tests} tests",
                 *([f"  {where}"] if where else []),
-                *(f"  {line}" for one in mine for line in _figures(one, units)),
+                *(f"  {line}" for candidate in of_cause for line in _figures(candidate, units)),
                 "",
             ]
         )
@@ -280,21 +287,21 @@ def _accepted_by_a_person(changing: Sequence[Candidate], found: CausesOf, units:
         if answer == "q":
             return accepted
         if answer == "s":
-            left = [one for one in left if one not in mine]
+            remaining = [candidate for candidate in remaining if candidate not in of_cause]
             continue
         taken.append(cause)
-        whole = with_causes(found.causes, [one.result for one in left], taken, units)
-        ready = [result for result, why in whole if why is None]
-        accepted += [one for one in left if one.result in ready]
-        left = [one for one in left if one.result not in ready]
-    for number, one in enumerate(left, start=1):
-        write_lines([f"{number} of {len(left)}: {one.title}", ""])
-        why = why_failed(one.result).split("\n") if one.result.failed else list(_figures(one, units))
+        explained = with_causes(growth_causes.causes, [candidate.result for candidate in remaining], taken, units)
+        ready = [result for result, why in explained if why is None]
+        accepted += [candidate for candidate in remaining if candidate.result in ready]
+        remaining = [candidate for candidate in remaining if candidate.result not in ready]
+    for number, candidate in enumerate(remaining, start=1):
+        write_lines([f"{number} of {len(remaining)}: {candidate.title}", ""])
+        why = why_failed(candidate.result).split("\n") if candidate.result.failed else list(_figures(candidate, units))
         write_lines([*(f"  {line}".rstrip() for line in why), ""])
         answer = _answer()
         if answer == "q":
             break
-        accepted += [one] if answer == "a" else []
+        accepted += [candidate] if answer == "a" else []
     return accepted
 
 
@@ -307,19 +314,19 @@ def _answer() -> str:
 def _with_nothing_to_accept(
     report: SessionReport, tests: Sequence[str], candidates: Sequence[Candidate]
 ) -> Iterator[tuple[str, Refusal]]:
-    """Yield each test that was named and is as its baseline: a pattern may have others besides."""
+    """Yield each named test that equals its baseline. A pattern is fine if it matches other tests as well."""
     for test in tests:
         titles = {result.verdict.nodeid for result in chosen(report, [test])}
-        found = [one for one in candidates if one.title in titles]
-        if not any(one.changes_store or one.refused or one.is_noticed for one in found):
-            for one in found:
-                yield one.title, Refusal("nothing to accept", "it passed, and is as its baseline")
+        named = [candidate for candidate in candidates if candidate.title in titles]
+        if not any(candidate.changes_store or candidate.refused or candidate.is_noticed for candidate in named):
+            for candidate in named:
+                yield candidate.title, Refusal("nothing to accept", "it passed, and is as its baseline")
 
 
 def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
     """Yield a line for each entry that accepting a test writes or removes."""
     changes = candidate.changes
-    assert changes is not None, "only of tests that change the store"
+    assert changes is not None, "the test changes the store"
     for key, entry in changes.entries.items():
         was = changes.stored[key]
         old = was.metrics if isinstance(was, Baseline) else {}
@@ -331,9 +338,9 @@ def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
         yield f"{key} on {slug}: removed, its test no longer takes it"
 
 
-def _figure(metric: str, now: float, old: float | None, units: UnitSystem) -> str:
+def _figure(metric: str, new: float, stored: float | None, units: UnitSystem) -> str:
     title = "peak" if metric == "peak_allocated" else METRICS[metric].title
-    return f"{title} {shown(metric, now, units)}, {'new' if old is None else f'was {shown(metric, old, units)}'}"
+    return f"{title} {shown(metric, new, units)}, {'new' if stored is None else f'was {shown(metric, stored, units)}'}"
 
 
 def _accounting(
@@ -343,11 +350,11 @@ def _accounting(
     refused: Sequence[Refusal],
 ) -> str:
     """Return the line that accounts for every test: ``"gpumem accept: 12 accepted, 1 refused (over budget), 3 skipped"``."""
-    kinds = ", ".join(dict.fromkeys(one.kind for one in refused))
+    kinds = ", ".join(dict.fromkeys(refusal.kind for refusal in refused))
     skipped = len(changing) - len(accepted)
-    left = len(candidates) - len(changing) - len(refused)
+    unchanged = len(candidates) - len(changing) - len(refused)
     parts = [f"{len(accepted)} accepted" if accepted or skipped or refused else "nothing to accept"]
     parts += [f"{len(refused)} refused ({kinds})"] if refused else []
     parts += [f"{skipped} skipped"] if skipped else []
-    parts += [f"{left} left as before"] if left > 0 else []
+    parts += [f"{unchanged} left as before"] if unchanged > 0 else []
     return f"gpumem accept: {', '.join(parts)}"

@@ -382,31 +382,31 @@ def advise(
         for option, value in given.items():
             if value is not None:
                 raise click.UsageError(f"{option} is for a model by name; {subject_name} returns its own batch")
-    found = _advised(search, _Named(subject_name, name, size), device_names, over_time=form == "html")
-    status = INTERRUPTED if not found.finished else 0 if found.fits(every=_EVERY not in device_names) else 1
-    _print(found, form, status)
+    advice = _advised(search, _Named(subject_name, name, size), device_names, over_time=form == "html")
+    status = INTERRUPTED if not advice.finished else 0 if advice.fits(every=_EVERY not in device_names) else 1
+    _print(advice, form, status)
     sys.exit(status)
 
 
-def _print(found: Advice, form: str, status: int) -> None:
+def _print(advice: Advice, form: str, status: int) -> None:
     if form == "text":
-        write_lines(lines(found))
+        write_lines(lines(advice))
     elif form == "json":
-        click.echo(to_json(found, status), nl=False)
+        click.echo(to_json(advice, status), nl=False)
     else:
-        click.echo(markdown(found) if form == "markdown" else html(found), nl=False)
+        click.echo(markdown(advice) if form == "markdown" else html(advice), nl=False)
 
 
 @dataclass(frozen=True)
 class _Named:
-    """A model as it was named: a function where it is none of a library's."""
+    """The model argument: the name of a library's model, or of a function."""
 
     text: str
     name: ModelName | None
     size: BatchSize | None
 
     def here(self, search: Search, device: Device) -> AdviceSubject:
-        """Return it with its batch on a device of this process."""
+        """Return the model with its batch on a device in this process."""
         with warnings_kept() as warned:
             if self.name is not None:
                 subject = subject_by_name(self._model(self.name, search), search.blocks)
@@ -415,7 +415,7 @@ class _Named:
         return replace(subject, warnings=tuple(warned))
 
     def on_cards(self, search: Search, gpus: Sequence[Gpu]) -> AdviceSubject:
-        """Return it for processes with emulated GPUs: this one must not begin to use CUDA, which a function may."""
+        """Return the model for processes with emulated GPUs. This process must not use CUDA, as a function might."""
         if self.name is not None:
             with gpu_unseen(), warnings_kept() as warned:
                 subject = subject_by_name(self._model(self.name, search), search.blocks)
@@ -442,7 +442,7 @@ class _Named:
 
 
 def _advised(search: Search, named: _Named, device_names: Sequence[str], *, over_time: bool) -> Advice:
-    """Return what is found on the devices that were named. Raises ``click.ClickException``."""
+    """Search on the named devices. Raises ``click.ClickException``."""
     gpus = _gpus(device_names)
     if len(device_names) > 1 and not gpus:
         raise click.UsageError("several devices have to be emulated ones, like emulated:h100")
@@ -457,13 +457,13 @@ def _advised(search: Search, named: _Named, device_names: Sequence[str], *, over
 
 
 class _ModelFailed(InputError):
-    """The model was found, and fails by itself."""
+    """The model exists, and fails on its own."""
 
     exit_code = 1
 
 
 def _gpus(names: Sequence[str]) -> list[Gpu]:
-    """Return the GPUs to emulate; none where another device is named. Raises `InputError`."""
+    """Return the GPUs to emulate, or an empty list if another device is named. Raises `InputError`."""
     if not all(name.startswith(EMULATED) for name in names):
         return []
     own = own_gpus_around()
@@ -484,20 +484,20 @@ _EVERY = f"{EMULATED}{EVERY}"
 def _advised_here(
     search: Search, device_name: str, subject_on: Callable[[Device], AdviceSubject], *, over_time: bool
 ) -> Advice:
-    """Return what is found on one device, in this process."""
+    """Search on a device in this process."""
     if search.fits is None and (search.sought is not None or not (search.everything or search.configs)):
         instead = "" if search.sought is not None else " (or --all, to see every combination)"
         raise click.UsageError(f"say how much memory there is: --fits 24GB{instead}")
     device = _device(device_name)
     subject = subject_on(device)
 
-    def try_one(sized: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
+    def try_on_device(sized: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
         # An emulated GPU's peaks may lack what convolutions take on a GPU.
         emulation = current_emulation()
         return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
 
     name = device.environment().device
-    trials = Trials(search.fits, subject, search, try_one, WholeLines().write).run(name)
+    trials = Trials(search.fits, subject, search, try_on_device, WholeLines().write).run(name)
     notes = _notes(search)
     if trials.tried and not device.tells_time:
         notes += (f"{name}: memory as of PyTorch's own allocator, no times",)
@@ -523,7 +523,7 @@ def _advised_here(
 def _advised_on_cards(
     search: Search, gpus: Sequence[Gpu], made: Callable[[], AdviceSubject], *, over_time: bool
 ) -> Advice:
-    """Return what is found on emulated GPUs, each config in a process of its own."""
+    """Search on emulated GPUs, with a process for each config."""
     try:
         prepare()
         begin(gpus[0])
@@ -566,7 +566,7 @@ def _notes(search: Search) -> tuple[str, ...]:
 
 
 def _notes_on_faster(search: Search, done: Sequence[DeviceTrials]) -> Iterator[str]:
-    """Yield why a faster config may fit as well, with the cards of which it is so."""
+    """Yield notes on faster configs that were not tried, with the names of the cards."""
     cards: dict[str, list[str]] = {}
     for card in done:
         note = search.note_on_faster(card.tried, card.limit) if card.finished else None
@@ -578,7 +578,7 @@ def _notes_on_faster(search: Search, done: Sequence[DeviceTrials]) -> Iterator[s
 def _with_code(
     found: Advice, subject: AdviceSubject, device_type: str, explain: Callable[[str, StepConfig], Explanation | str]
 ) -> Advice:
-    """Return it with the code of what is recommended, and with what its peak is made of on the first device that it is for."""
+    """Return the advice with the code of each recommended config, and its peak's composition on the first such device."""
     first: dict[StepConfig, str] = {}
     for device in found.devices:
         if device.chosen is not None:

@@ -1,4 +1,4 @@
-"""``gpumem bisect``: the commit, the package or the release of one that made a test need more."""
+"""``gpumem bisect``: finds the commit, package or package release that made a test need more."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 def _name_alone(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the name of a package. Raises ``click.BadParameter`` for whatever else pip would take in its place."""
+    """Return the name of a package. Raises ``click.BadParameter`` for other requirements, such as ``torch==2.6``."""
     if value is None:
         return None
     try:
@@ -267,12 +267,14 @@ def bisect(
         first = f", install {needed} first" if needed else ""
         with text_beside(files):
             click.echo(f"to accept it{first}: pytest {shlex.join(accepted)} --gpumem-update=all")
-    write_reports(files, {".json": lambda one: to_json(one, red), ".md": lambda one: markdown(one, red)}, found)
+    write_reports(
+        files, {".json": lambda result: to_json(result, red), ".md": lambda result: markdown(result, red)}, found
+    )
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Searches in rows of candidates, one after another, by the same tests and the same metric."""
+    """Searches in several rows of candidates with the same tests and the same metric."""
 
     runner: Runner
     provisioner: Provisioner
@@ -281,14 +283,17 @@ class _Rows:
     max_slowdown: float
 
     def find(self, row: Sequence[Candidate]) -> Found:
-        """Return what was found in a row. Only of a search that is interrupted its runs are kept. Raises as `Search.find`."""
+        """Search a row of candidates. An interrupted search keeps its runs for the next call. Raises as `Search.find`."""
         _say(f"{counted(len(row), 'candidate')}, {row[0].name} to {row[-1].name}")
         runner = self.runner
         of_code = row[0].variant.revision is not None
         state = "" if of_code else state_of(runner.checkout)
-        told = [str(runner.checkout.top), state, runner.arguments, runner.setup, self.metric, *runner.only]
-        told += [str(one.variant.requirements and one.variant.requirements.lines) + one.name for one in row]
-        journal = Journal.of(told)
+        identity = [str(runner.checkout.top), state, runner.arguments, runner.setup, self.metric, *runner.only]
+        identity += [
+            str(candidate.variant.requirements and candidate.variant.requirements.lines) + candidate.name
+            for candidate in row
+        ]
+        journal = Journal.of(identity)
         try:
             found = Search(row, runner, self.provisioner, journal, self.metric, self._jobs(), self.max_slowdown).find()
         except (RunFailed, NothingFound, NotInstalled, GitError):
@@ -301,9 +306,9 @@ class _Rows:
         return found
 
     def _jobs(self) -> int:
-        """Return the number of runs at a time, and tell where they are less than was asked for."""
+        """Return the number of simultaneous runs, and print a line if it is lower than requested."""
         if self.jobs > 1 and self.runner.setup is not None:
-            _say("with --setup runs are one at a time: what it installs for one would be there for the others, too")
+            _say("with --setup, only one run is made at a time, because all runs share what it installs")
             return 1
         return most_jobs(self.jobs)
 
@@ -331,7 +336,7 @@ class _Rows:
 
 
 def _not_here(package: str | None, bad: str | None, red: Red | None) -> str:
-    """Return what of the bad end is not what is installed here: its figures cannot be measured before it is."""
+    """Return the packages at the bad end that are not installed here. Its figures cannot be measured without them."""
     if package is not None:
         needed = {package: bad or ""}
     elif red is not None:
@@ -344,7 +349,7 @@ def _not_here(package: str | None, bad: str | None, red: Red | None) -> str:
 
 
 def _red(source: Path) -> Red:
-    """Return what a report has to search for. Raises `ReportError`, `NothingFound` and `InputError`."""
+    """Return the red test in a report. Raises `ReportError`, `NothingFound` and `InputError`."""
     try:
         return red_of(read_text(source), name_of(source))
     except (OSError, UnicodeDecodeError) as error:
@@ -359,7 +364,7 @@ def _of_red(
     *,
     first_parent: bool,
 ) -> Found:
-    """Return what did it: of the packages that differ or, where none of them did, of the commits since the baseline."""
+    """Search the packages that differ and, if none is the cause, the commits since the baseline."""
     why_no_package = ""
     if red.then or not red.gated:
         try:
@@ -399,7 +404,7 @@ def _accepted(red: Red, store: str | None) -> Revision:
 def _check_ends(
     tests: Sequence[str], good: str | None, bad: str | None, package: str | None, *, packages: bool, red: Red | None
 ) -> None:
-    """Raise ``click.UsageError`` where an end is missing that has to be named, or a report names both."""
+    """Raise ``click.UsageError`` if an end is missing, or if a report already names both."""
     if red is not None:
         if tests or good or bad or package or packages:
             raise click.UsageError("--from names the test and both ends: leave TEST, --good, --bad and --package out")
@@ -419,7 +424,7 @@ def _say(text: str) -> None:
 
 
 def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the releases of packages on both sides: of two lock files, or of a test's baseline and of what is here."""
+    """Return the releases on both sides: in two lock files, or in a test's baseline and in this environment."""
     if good is not None and bad is not None:
         then, now = (pins_of(requirement_set([f"-r {file}"])) for file in (good, bad))
         return then, now
@@ -440,7 +445,7 @@ def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -
 
 
 def _in_packages(rows: _Rows, then: dict[str, str], now: dict[str, str]) -> Found:
-    """Return which of the packages that differ did it and, where releases lie between, which release of it."""
+    """Search the packages that differ, and then the releases between the two of the package that is the cause."""
     differ, row = candidates.packages(then, now)
     same = one_release(then, now)
     if not differ:

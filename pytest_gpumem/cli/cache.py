@@ -53,29 +53,29 @@ def cache(*, clear: bool) -> None:
     """
     kept = environments()
     with input_errors(OSError):
-        found, unfinished = kept.kept(), kept.unfinished()
-        sizes = [bytes_in(one.folder) for one in found]
+        finished, unfinished = kept.kept(), kept.unfinished()
+        sizes = [bytes_in(environment.folder) for environment in finished]
     columns = (Column("requirements", left=True), Column("holds", left=True, weight=2), Column("made"), Column("size"))
     rows = tuple(
         tuple(
             map(
                 Span,
                 (
-                    one.name,
-                    ", ".join(f"{name} {version}" for name, version in one.packages.items()),
-                    time.strftime("%Y-%m-%d", time.localtime(one.made)),
+                    environment.name,
+                    ", ".join(f"{name} {version}" for name, version in environment.packages.items()),
+                    time.strftime("%Y-%m-%d", time.localtime(environment.made)),
                     format_bytes(nbytes),
                 ),
             )
         )
-        for one, nbytes in zip(found, sizes, strict=True)
+        for environment, nbytes in zip(finished, sizes, strict=True)
     )
     if rows:
         write_lines([*laid_out(Table(columns, rows), screen()), ""])
-    told = f"{counted(len(found), 'environment')}, {format_bytes(sum(sizes))}"
+    summary = f"{counted(len(finished), 'environment')}, {format_bytes(sum(sizes))}"
     if unfinished:
-        told += f", and {len(unfinished)} not finished, {format_bytes(sum(map(bytes_in, unfinished)))}"
+        summary += f", and {len(unfinished)} not finished, {format_bytes(sum(map(bytes_in, unfinished)))}"
     if clear:
         with input_errors(OSError):
             user_cache.clear()
-    click.echo(f"gpumem cache: {'removed ' if clear else ''}{told}, in {kept.folder}")
+    click.echo(f"gpumem cache: {'removed ' if clear else ''}{summary}, in {kept.folder}")

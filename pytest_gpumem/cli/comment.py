@@ -292,7 +292,7 @@ def _text(file: Path) -> str:
 
 
 def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str, pull_request: int) -> str:
-    """Return the commands that accept the figures of a report, in a paragraph; empty where no baseline would make it green."""
+    """Return a paragraph with the commands that accept a report's figures; empty if no baseline would make it green."""
     number = os.environ.get("GITHUB_RUN_ID", "") if run is None else str(run)
     for content in contents:
         report = None if content.result is None else content.result.session
@@ -310,7 +310,7 @@ def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str,
 
 
 def _may_be_accepted(result: TestResult) -> bool:
-    """Return whether a baseline is what a test lacks."""
+    """Return whether a new baseline would make a test pass."""
     if result.failed:
         return result.verdict.accept is not None
     return result.passed and result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN)
@@ -320,13 +320,13 @@ def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: 
     """Return the text without its marker. Raises `InputError`."""
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
     link = link or ("" if run is None else run.address)
-    # A report is the job's own word, and whether the run failed is GitHub's.
+    # The job wrote the report, but GitHub itself says whether the run failed.
     passed = any(content.result is not None and content.result.passed for content in contents)
     of_run = ", from a run that failed" if run is not None and run.failed and passed else ""
     beneath = f"{accept}\n[The whole report{of_run}]({link})\n" if link else accept
     left = room(name) - len(above) - len(beneath) - (len(contents) - 1)
     texts: dict[Path, str] = {}
-    # Of JSON there is as much as the others leave room for.
+    # JSON is shortened to the room that the other texts leave.
     for content in sorted(contents, key=lambda content: content.result is not None):
         texts[content.file] = content.text if content.result is None else content.result.markdown(left)
         if len(texts[content.file]) > left:
@@ -339,7 +339,7 @@ def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: 
 
 
 def _number_of_event() -> int | None:
-    """Return the pull request that this job runs for. Raises `InputError` when this is no job."""
+    """Return the pull request that this job runs for. Raises `InputError` outside a job."""
     file = os.environ.get("GITHUB_EVENT_PATH")
     if not file:
         raise InputError("which pull request is not known: give --pull-request NUMBER")

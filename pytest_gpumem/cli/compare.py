@@ -85,31 +85,31 @@ def compare(*, old: str, new: str | None, store: str | None, form: str) -> None:
     if old == new == "-":
         raise click.UsageError("OLD and NEW cannot both be standard input")
     settings = project_settings(store)
-    found = compared(_side(old, settings), _side(new, settings), {**DEFAULT_TOLERANCES, **settings.tolerances})
+    comparison = compared(_side(old, settings), _side(new, settings), {**DEFAULT_TOLERANCES, **settings.tolerances})
     if form == "json":
-        click.echo(to_json(found), nl=False)
+        click.echo(to_json(comparison), nl=False)
     elif form == "markdown":
-        click.echo(markdown(found, settings.units), nl=False)
+        click.echo(markdown(comparison, settings.units), nl=False)
     else:
-        write_lines(lines(found, settings.units, screen()))
-    if found.exit_status == NOTHING_COMPARED:
+        write_lines(lines(comparison, settings.units, screen()))
+    if comparison.exit_status == NOTHING_COMPARED:
         click.echo("Error: nothing could be compared", err=True)
-    sys.exit(found.exit_status)
+    sys.exit(comparison.exit_status)
 
 
 def _side(name: str | None, settings: Settings) -> Side:
-    """Return the figures that ``name`` means. Raises `InputError`."""
+    """Return the figures of a report, a revision or a device. Raises `InputError`."""
     if name is not None and (name == "-" or name.endswith(".json") or Path(name).is_file()):
         file = path_of(name)
         return side_of_report(name_of(file), read_report(file))
-    here = store_backend(settings)
+    current = store_backend(settings)
     if name is None:
-        return side_of_store(without_credentials(settings.store), read_baselines(here))
+        return side_of_store(without_credentials(settings.store), read_baselines(current))
     try:
-        revision, there = committed(name, here, "; a JSON report is a file that ends with .json")
+        revision, at_revision = committed(name, current, "; a JSON report is a file that ends with .json")
     except InputError as no_revision:
         try:
-            return side_of_store(name, read_baselines(here, name))
+            return side_of_store(name, read_baselines(current, name))
         except InputError:
             raise no_revision from None
-    return side_of_store(revision, read_baselines(there))
+    return side_of_store(revision, read_baselines(at_revision))

@@ -119,11 +119,11 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
     if not files.is_plugin_loaded:
         raise InputError(NOT_LOADED)
     facts = _facts(files, store, environment, conftest=conftest)
-    found = findings(facts)
+    rows = findings(facts)
     if form == "json":
-        click.echo(to_json(facts, found), nl=False)
+        click.echo(to_json(facts, rows), nl=False)
     else:
-        write_lines(lines(found, screen()))
+        write_lines(lines(rows, screen()))
     sys.exit(exit_status(facts))
 
 
@@ -134,16 +134,16 @@ def _facts(files: ProjectFiles, store: str | None, environment: Mapping[str, str
     emulated = word if word.startswith(EMULATED) else EMULATED + DEFAULT
     with input_errors(ValueError):
         gpu = emulated_gpu(emulated, settings.gpus)
-    here = looking.look(list(BUILT_IN), environment)
+    in_process = looking.look(list(BUILT_IN), environment)
     on_emulated = looking.look([emulated], {**environment, DESCRIPTION: described(gpu)})
     added = () if word in (*BUILT_IN, AUTO, emulated) else (_added(settings, conftest=conftest),)
     return Facts(
         device=word,
         releases=looking.releases(),
         driver=looking.driver(),
-        torch=here.torch,
+        torch=in_process.torch,
         torch_emulated=on_emulated.torch,
-        devices=(*here.devices, *on_emulated.devices, *added),
+        devices=(*in_process.devices, *on_emulated.devices, *added),
         store=_store(settings),
         compiling=looking.compiling(environment),
         reports=looking.reports(),
@@ -155,7 +155,7 @@ def _facts(files: ProjectFiles, store: str | None, environment: Mapping[str, str
 
 
 def _ignored(root: Path) -> str | None:
-    """Return the nearest pyproject.toml if it has settings that are not read, since pytest's root directory is above it."""
+    """Return the nearest pyproject.toml if pytest does not read its settings, because the root directory is above it."""
     here = Path.cwd()
     nearest = next((each for each in (here, *here.parents) if (each / _SETTINGS).exists()), None)
     if nearest is None or root not in nearest.parents:
@@ -165,16 +165,16 @@ def _ignored(root: Path) -> str | None:
 
 
 def _added(settings: Settings, *, conftest: bool) -> DeviceFacts:
-    """Return the facts about a device that a plugin or a conftest.py adds. Raises `InputError` where none does."""
-    known = {name: make for one in devices_of_plugins(conftest=conftest) for name, make in one.items()}
+    """Return the facts about a device from a plugin or a conftest.py. Raises `InputError` if no such device exists."""
+    factories = {name: make for added in devices_of_plugins(conftest=conftest) for name, make in added.items()}
     try:
-        check_device(settings, [*BUILT_IN, AUTO, *known], typed=False)
+        check_device(settings, [*BUILT_IN, AUTO, *factories], typed=False)
     except SettingsError as error:
         hint = (
             "" if conftest else "; if a conftest.py adds it, `gpumem doctor --conftest` runs that file and looks at it"
         )
         raise InputError(f"{error}{hint}") from None
-    return opened(settings.device, known[settings.device])
+    return opened(settings.device, factories[settings.device])
 
 
 def _store(settings: Settings) -> StoreFacts:

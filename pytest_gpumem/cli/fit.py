@@ -109,7 +109,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     T4: out of memory at train.py:15 train: 402.65 MB wanted, 14.95 GB allocated and 15.05 GB reserved
       CUDA out of memory. Tried to allocate 384.00 MiB. GPU 0 has a total capacity of 14.74 GiB of which 225.06 MiB is free. ...
 
-    needs 15.25 GB to 15.28 GB reserved (emulated): fits L4, RTX 4090, A100 40GB, L40S, H100 80GB; not T4
+    needs 15.25 GB to 15.28 GB reserved (emulated): fits L4, RTX 4090, A100 40GB, H100 80GB; not T4
     ```
 
     With `--device 14.5GB` the same program ends with

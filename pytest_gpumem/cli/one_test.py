@@ -1,4 +1,4 @@
-"""The one test that an argument of a command means."""
+"""Finds the test that a command's argument names."""
 
 from __future__ import annotations
 

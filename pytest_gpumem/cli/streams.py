@@ -29,9 +29,9 @@ INTERRUPTED = 130
 
 
 class InputError(click.ClickException):
-    """An input that cannot be used: the message says which, and what would be right.
+    """An error about an input. The message names the input, and a correct one.
 
-    Each of ``lines`` is sanitized, since ids of tests may be in it, and a line of theirs could be a command of a CI's log.
+    Each of ``lines`` is sanitized, because a test's id in it could contain a command for the log of a CI.
     """
 
     exit_code = 2
@@ -81,7 +81,7 @@ def input_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 def parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return the callback of an option that ``parse`` takes, of which a ``ValueError`` says what is wrong."""
+    """Return a callback that parses an option. ``parse`` raises ``ValueError`` with a sentence about the mistake."""
 
     def callback(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
         try:
