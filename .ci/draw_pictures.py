@@ -268,7 +268,7 @@ def decisions() -> str:
         picture.text(362, y + 10, leaves, "muted small", anchor="middle")
         x: float = right
         for name, tone, condition in outcomes:
-            name_ends = 26 + 9.4 * len(name)
+            name_ends = 26 + 9.9 * len(name)
             width = name_ends + (7.2 * len(condition) + 6 if condition else 0)
             picture.add(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="30" rx="15" class="box {tone}-edge"/>')
             picture.text(x + 13, y + 20, name, f"{tone} bold")
