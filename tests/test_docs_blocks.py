@@ -69,7 +69,7 @@ NOT_COMPARED = {
     ("docs/reference.md", "$ gpumem doctor"): "tells of this machine; tests/test_doctor.py",
     ("docs/reference.md", "$ gpumem fit"): EMULATED,
     (
-        "docs/reference.md",
+        "docs/concepts/verdicts.md",
         "gpumem: tests/test_gpt.py::test_block: renamed?",
     ): "one line, wrapped; tests/test_renamed_tests.py",
 }

@@ -229,15 +229,15 @@ def test_a_failure_without_a_verdict_is_that_of_the_measured_test_it_is_of():
 # Accounting
 
 
-IN_REFERENCE = output("docs/reference.md", "gpumem: 12 gated")
+IN_PAGE = output("docs/concepts/verdicts.md", "gpumem: 12 gated")
 
 
-def test_the_line_in_the_reference_is_that_of_such_tests():
+def test_the_line_on_the_page_counts_such_tests():
     foreign = verdict_of(Outcome.FOREIGN, elsewhere=("NVIDIA A100-SXM4-80GB",))
     judged = [Outcome.OVER_BUDGET, Outcome.REGRESSED, *[Outcome.IMPROVED] * 2, *[Outcome.NEW] * 2]
     held = verdict_of(Outcome.NEW, budget=1)
     line = accounting(results(*[OK] * 7, *map(verdict_of, judged), held, foreign, FAILED))
-    assert IN_REFERENCE.text == f"{line}\n"
+    assert IN_PAGE.text == f"{line}\n"
 
 
 def test_one_line_accounts_for_every_class_of_tests():
