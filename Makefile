@@ -53,7 +53,7 @@ help:
 	@echo "make docs      make the site of docs/ in build/site; a link that leads nowhere fails it"
 	@echo "make release-check  build sdist and wheel into dist/, check them, and gate the example with the wheel, in new environments"
 	@echo "make browser   install Chromium, which the tests of the HTML report need, where it is missing (Debian, as root)"
-	@echo "make screenshots  take the pictures of the HTML report in the docs anew (needs Chromium)"
+	@echo "make screenshots  take the pictures of the HTML report in the docs anew, and that of a failure (needs Chromium)"
 	@echo "make clean     remove the virtual environments, caches and builds"
 	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest,"
 	@echo "TORCH=2.15.0 the release of torch, or nightly: test, emulated and example with another one than $(PINNED), in an environment of its own,"
@@ -175,7 +175,7 @@ release-check:
 	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/release-check $(ARGS)
 
 screenshots: $(TEST_READY)
-	SCREENSHOTS=$(CURDIR)/docs/images $(BIN)/python -m pytest -p no:randomly tests/browser/test_screenshots.py
+	SCREENSHOTS=$(CURDIR)/docs/images $(BIN)/python -m pytest -p no:randomly tests/browser/test_screenshots.py tests/test_terminal_picture.py
 
 clean:
 	rm -rf .venv .venv-* $(VENV) $(EMULATED_VENV) $(EXAMPLE_VENV) $(EXAMPLE_EMULATED_VENV) build dist .mypy_cache .ruff_cache .hypothesis

@@ -54,7 +54,7 @@ FAILED = output(FAILURE, "_________________________________ test_forward")
 DIFFERENCE = output(BASELINES, "--- a/gpumem-baselines/cpu-x86_64/test_mlp.py.toml")
 REASON, ACCEPTED = output(BASELINES, "  baseline: "), "flash attention off until #12"
 README_FAILURE = output("README.md", "Memory regressed: peak 26.23 MB")
-STORE = output(REFERENCE, "gpumem-baselines/")
+STORES = [output(page, "gpumem-baselines/") for page in (REFERENCE, "docs/concepts/store.md")]
 NOT_TIMED = output(TIME, "note: test_mlp.py::test_train_step: it was not timed")
 EXPLAINED = output(VERDICTS, "test_mlp.py::test_train_step")
 command(BASELINES, "pytest --gpumem-update=new")
@@ -91,8 +91,9 @@ def test_output_in_the_guides_is_that_of_the_project_of_the_readme(mlp):
     recorded = lasting("\n".join(mlp.run(*shlex.split(RECORD)[1:], device=None, timed=True).outlines))
     assert [line for line in lasting(RECORDED.text) if line not in recorded] == []
     there = [path.relative_to(mlp.path).as_posix() for path in mlp.store.rglob("*") if path.is_file()]
-    listed = [line.split()[0] for line in STORE.text.splitlines()[1:] if "nvidia" not in line]
-    assert sorted(f"gpumem-baselines/{path}" for path in listed) == sorted(there)
+    for block in STORES:
+        listed = [line.split()[0] for line in block.text.splitlines()[1:] if "nvidia" not in line]
+        assert sorted(f"gpumem-baselines/{path}" for path in listed) == sorted(there)
     git("add", "--all")
     git("commit", "--message", "Record")
 
