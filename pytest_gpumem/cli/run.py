@@ -13,12 +13,11 @@ import pytest
 
 from pytest_gpumem.cli.project import run_pytest
 from pytest_gpumem.cli.streams import INTERRUPTED, WholeNumber
-from pytest_gpumem.config import renamed
 from pytest_gpumem.config.kinds import FLAG
 from pytest_gpumem.config.options import OPTIONS, Command, Option
-from pytest_gpumem.config.renamed import hint
 from pytest_gpumem.measure.looped import FEWEST_STEPS, STEPS
 from pytest_gpumem.script import Script, ScriptSession
+from pytest_gpumem.units import nearest
 
 _STATUS: dict[int, int] = {
     pytest.ExitCode.INTERRUPTED: INTERRUPTED,
@@ -33,10 +32,10 @@ _NAME = re.compile(r"[\w.=+-]+")
 def _as_click_option(option: Option) -> click.Option:
     kind: dict[str, Any] = {"metavar": option.metavar, "multiple": option.kind.is_array}
     if option.kind is FLAG:
-        return click.Option([f"{option.flag}/{option.negated}"], help=option.help, default=None)
+        return click.Option([f"{option.flag}/{option.negated}"], help=option.help_with_default, default=None)
     if option.kind.choices is not None:
         kind = {"type": click.Choice(option.kind.choices)}
-    return click.Option([option.flag], help=option.help, default=None, **kind)
+    return click.Option([option.flag], help=option.help_with_default, default=None, **kind)
 
 
 def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
@@ -49,7 +48,7 @@ def _check_option(word: str) -> None:
     """Raise the error for an option of the plugin that there is not, with the one that it may be."""
     if word.startswith("--gpumem-"):
         known = [option.flag for option in OPTIONS if not option.for_tests]
-        raise click.UsageError(f"no such option: {word}; {hint(word.partition('=')[0], renamed.OPTIONS, known)}")
+        raise click.UsageError(f"no such option: {word}; {nearest(word.partition('=')[0], known)}")
 
 
 class _ScriptPath(click.Path):

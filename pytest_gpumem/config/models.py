@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.config.errors import BudgetError, SettingsError
+from pytest_gpumem.config.keys import MODEL_KEYS
 from pytest_gpumem.config.kinds import model_of
 from pytest_gpumem.config.marker import budget_from_arguments
 from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
@@ -25,7 +26,6 @@ from pytest_gpumem.units import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_KEYS = ("model", "batch", "config", "train", "generate", "lora")
 _WORDS = TaskWords("train = true", "train = false", "generate", "lora")
 _PLAIN = StepConfig("fp32")
 
@@ -88,10 +88,10 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
         raise SettingsError(f'{where} needs model, the name of one, like model = "hf-tiny:openai-community/gpt2"')
     model = model_of(text, f"{where}: model")
     where = f"{where} (model = {text!r})"
-    limits = {name: value for name, value in entry.items() if name not in _KEYS}
+    limits = {name: value for name, value in entry.items() if name not in MODEL_KEYS}
     for name in limits:
         if name not in MARKER_ARGUMENTS:
-            raise SettingsError(f"{where}: unknown key {name!r}; {nearest(name, [*_KEYS, *MARKER_ARGUMENTS])}")
+            raise SettingsError(f"{where}: unknown key {name!r}; {nearest(name, [*MODEL_KEYS, *MARKER_ARGUMENTS])}")
     try:
         budget_from_arguments(limits)
         task = _task(entry)

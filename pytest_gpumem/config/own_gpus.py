@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.config.keys import GPU_KEYS
 from pytest_gpumem.devices.cuda import cuda_slug
 from pytest_gpumem.emulation import gpus
 from pytest_gpumem.emulation.load import CONTEXT_BYTES
@@ -25,7 +26,6 @@ _MOST = 2**31 - 1
 _MOST_SMS = 4096
 _MOST_NAME = 200
 """Bytes of a name, which CUDA keeps in 256 with what is added to it."""
-KEYS = ("like", "memory", "capability", "sms", "l2", "name")
 
 
 def own_gpus(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
@@ -65,8 +65,8 @@ def _check_name(name: str, found: Mapping[str, Gpu], of: str) -> None:
 
 def _gpu(name: str, entry: Mapping[str, Any], of: str) -> Gpu:
     for key in entry:
-        if key not in KEYS:
-            raise SettingsError(f"{of}: unknown key {key!r}; {nearest(key, list(KEYS))}")
+        if key not in GPU_KEYS:
+            raise SettingsError(f"{of}: unknown key {key!r}; {nearest(key, list(GPU_KEYS))}")
     base = _base(entry, of)
     figures: dict[str, Any] = {}
     if "memory" in entry:

@@ -10,12 +10,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.config import renamed
 from pytest_gpumem.config.errors import BudgetError, SettingsError
-from pytest_gpumem.config.kinds import DURATION, PATTERNS, TABLE, TABLES, Kind, one_of
+from pytest_gpumem.config.keys import BUDGET_KEYS, OTHER_KEYS
+from pytest_gpumem.config.kinds import TABLE, Kind
 from pytest_gpumem.config.marker import budget_from_arguments
-from pytest_gpumem.config.options import OPTIONS, ExplainMode, Option
-from pytest_gpumem.config.renamed import hint
+from pytest_gpumem.config.options import (
+    DEFAULT_EXPLAIN,
+    DEFAULT_RANK_TIMEOUT,
+    DEFAULT_STORE,
+    OPTIONS,
+    ExplainMode,
+    Option,
+)
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.timing.sampling import DEFAULT_SECONDS
@@ -25,10 +31,10 @@ from pytest_gpumem.values.option_words import (
     DEFAULT_DEVICE,
     EMULATED,
     EMULATED_SLUG,
-    ROUTINGS,
     Routing,
     UpdateMode,
 )
+from pytest_gpumem.variables import PYTEST_ADDOPTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -38,10 +44,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.config.models import ModelStep
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.models.name import ModelName
-
-DEFAULT_STORE = "gpumem-baselines"
-DEFAULT_RANK_TIMEOUT = 600.0
-"""The timeout in seconds of NCCL's collectives by default."""
 
 
 def matches_test(tests: str, nodeid: str) -> bool:
@@ -79,7 +81,7 @@ class Settings:
     """True if steps are always timed, False if never; ``None`` for where their times are compared, recorded or shown."""
     pack: bool = False
     """True if tests share a GPU by their known peaks."""
-    explain: ExplainMode = "on-failure"
+    explain: ExplainMode = DEFAULT_EXPLAIN
     artifacts: str | None = None
     """The folder for timelines and snapshots; a relative path counts from ``artifacts_base``."""
     artifacts_base: Path = field(default_factory=Path)
@@ -142,14 +144,7 @@ DEFAULT_TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
 KEYS: Mapping[str, Kind] = MappingProxyType(
     {
         **{option.name: option.kind for option in OPTIONS if option.is_key},
-        "routing": one_of(ROUTINGS),
-        "units": one_of(("si", "iec")),
-        "time_budget": DURATION,
-        "tolerance": TABLE,
-        "budget": TABLES,
-        "mark": PATTERNS,
-        "gpus": TABLE,
-        "models": TABLES,
+        **{name: key.kind for name, key in OTHER_KEYS.items()},
     }
 )
 """The keys of ``[tool.gpumem]``."""
@@ -209,7 +204,7 @@ def _only_in_file(config: pytest.Config) -> Collection[str]:
     """Return the names of options that are neither typed nor in ``PYTEST_ADDOPTS``; none in a worker, which is told all."""
     if hasattr(config, "workerinput"):
         return ()
-    words = [*os.environ.get("PYTEST_ADDOPTS", "").split(), *config.invocation_params.args]
+    words = [*os.environ.get(PYTEST_ADDOPTS, "").split(), *config.invocation_params.args]
     typed = {str(word).partition("=")[0].lstrip("'\"") for word in words}
     return [option.name for option in OPTIONS if option.flag not in typed]
 
@@ -304,7 +299,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in KEYS:
-            raise SettingsError(f"{where}: unknown key {key!r}; {hint(key, renamed.KEYS, list(KEYS))}")
+            raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(KEYS))}")
         values[key] = KEYS[key].read(value, f"{where}: {key}")
     tolerances = values.pop("tolerance", {})
     budgets = values.pop("budget", [])
@@ -353,8 +348,8 @@ def _tolerances(table: Mapping[str, Any], where: str) -> dict[str, Tolerance]:
 def _budget(entry: object, where: str) -> PatternBudget:
     if not isinstance(entry, dict):
         raise SettingsError(f"{where} is {entry!r}, expected a table: [[tool.gpumem.budget]]")
-    arguments = dict(entry)
-    tests = arguments.pop("tests", None)
+    arguments = {name: value for name, value in entry.items() if name not in BUDGET_KEYS}
+    tests = entry.get("tests")
     if not isinstance(tests, str) or not tests:
         close = difflib.get_close_matches("tests", list(arguments), n=1)
         hint = f"; did you mean tests instead of {close[0]!r}?" if close else ', like tests = "tests/test_gpt.py::*"'

@@ -1,4 +1,18 @@
-"""The exit status of a session in which a gate was asked for: 0 only if its report passed."""
+"""The exit status of a session with ``--gpumem-baseline`` or ``--gpumem-strict``: 0 only if its report passed.
+
+A report passed if each measured test that was selected ran to its end, no test failed, and nothing else made the session red.
+If pytest would end with 0 although the report did not pass, the exit code is 1, and a line on standard error says why.
+Examples are ``pytest.exit(..., returncode=0)``, a plugin that resets the exit code or the number of failures,
+``--setup-only``, ``--setup-plan`` and a session in which no test was collected.
+
+``--collect-only``, ``--fixtures``, ``--fixtures-per-test`` and ``--cache-show`` end with 1 if ``--gpumem-baseline`` was
+typed. They end with 0 if only the settings or ``addopts`` ask for the gate, so an editor can list tests.
+
+``os._exit(0)`` before a report that passed ends the process with 1, with a red report. A test that calls ``os.exec*`` fails.
+The session cannot see an end below Python (C's ``exit``), nor a call of an ``os._exit`` that was taken from ``os`` before
+pytest was configured, for example by ``from os import _exit`` in a ``conftest.py``. A job that must not rely on the exit code
+can read the [report](reports.md), which is not green in these cases.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +21,13 @@ import os
 import sys
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import ModuleType
     from typing import NoReturn
 
@@ -20,6 +35,21 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 
+EXIT_CODES: Mapping[pytest.ExitCode, str] = MappingProxyType(
+    {
+        pytest.ExitCode.OK: "All tests passed.",
+        pytest.ExitCode.TESTS_FAILED: "A test failed, by itself or by its verdict, or [the session is red](#red-sessions).",
+        pytest.ExitCode.INTERRUPTED: (
+            "The session was interrupted. With `--gpumem-update`, the measurements of the tests that had passed are written."
+        ),
+        pytest.ExitCode.INTERNAL_ERROR: "pytest or a plugin raised an error outside of the tests.",
+        pytest.ExitCode.USAGE_ERROR: (
+            "An option, a setting or a marker is wrong, or the store cannot be read. No test ran."
+        ),
+        pytest.ExitCode.NO_TESTS_COLLECTED: "No test was collected.",
+    }
+)
+"""The meaning of each exit code of pytest in a session with this plugin, as Markdown."""
 _TYPED = "--gpumem-baseline"
 _TELLS_OF_PYTEST = ("help", "version", "markers")
 """Options under which pytest shows information about itself and runs no test."""
