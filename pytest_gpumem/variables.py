@@ -56,5 +56,8 @@ FORCE_COLOR = "FORCE_COLOR"
 """Switches colours on, if it is not empty, also in a file or a pipe."""
 TERM = "TERM"
 """With ``dumb``, a terminal gets no colours, and no line is drawn anew. Any other terminal gets colours by default."""
+GITHUB_ACTIONS = "GITHUB_ACTIONS"
+"""With ``true``, as in each job of GitHub Actions, a session and ``gpumem merge`` write annotations and the job's summary.
+They then also read the job's other variables, such as ``GITHUB_STEP_SUMMARY``, and so does ``gpumem comment``."""
 GITHUB_TOKEN = "GITHUB_TOKEN"  # noqa: S105 - the variable's name
 """Token for GitHub's API, which ``gpumem comment`` needs. GitHub Actions has it as ``${{ github.token }}``."""

@@ -15,7 +15,11 @@ _HEADS = ("Card", "Name in CUDA", "Memory", "Compute capability", "SMs", "L2", "
 
 def cards_page() -> str:
     """Return the page of the cards: those of the table, their MIG slices, and the keys of one's own."""
-    sources = "A card is called as CUDA calls it. `pytest_gpumem/emulation/gpus.toml` has the source of each figure."
+    sources = (
+        "The figures are those that CUDA reports. `pytest_gpumem/emulation/gpus.toml` has the source of each. As on a "
+        "real card, kernels fail with `no kernel image is available for execution on the device` if torch has no code for it, "
+        "for example recent releases for a `v100`."
+    )
     capabilities = ", ".join(f"`{major}.{minor}`" for major, minor in gpus.known_capabilities())
     profiles = (
         "The profiles are those of NVIDIA's MIG user guide. Profiles with `+me`, `-me` or `+gfx` have the same memory, and no "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pytest_gpumem.gate.verdict import ALWAYS_FAILING, FAILING, PASSING, Outcome
-from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.session_report import SessionReport
 from pytest_gpumem.session import exit_status
 from reference.markdown import attribute_docstrings, page, paragraphs, table
@@ -16,22 +15,12 @@ def verdicts_page() -> str:
         ["Verdict", "fails its test", "with ``--gpumem-baseline``", "with ``--gpumem-strict``"],
         [(f"`{outcome.value}`", *("yes" if fails else "no" for fails in _fails(outcome))) for outcome in Outcome],
     )
-    details = table(
-        ["Detail", "moves"],
-        [
-            (f"`{detail}`", ", ".join(f"`{name}`" for name, metric in METRICS.items() if detail in metric.depends_on))
-            for detail in dict.fromkeys(detail for metric in METRICS.values() for detail in metric.depends_on)
-        ],
-    )
     codes = table(["Code", "Meaning"], [(f"`{int(code)}`", text) for code, text in exit_status.EXIT_CODES.items()])
     return page(
         "Verdicts",
         paragraphs(str(Outcome.__doc__)),
         weight,
         *(f"## `{outcome.value}`\n\n{paragraphs(texts[outcome.name])}" for outcome in Outcome),
-        "## Details of the environment",
-        "A metric that is worse than its baseline is `uncertain` if one of these details differs:",
-        details,
         "## Exit codes of pytest",
         codes,
         "### Red sessions",

@@ -181,7 +181,7 @@ The model has random weights in the config's precision, its batch has random val
 the loss is the model's own. Code that a configuration names is not run. No library is imported before its first test
 runs.
 
-### Ids and selection
+## Ids and selection
 
 An id has the batch if the entry has one, then `infer`, `generate-64` or `lora-r8`, then the config. Another batch is
 another test. Patterns, `-k`, `-m gpumem`, `--deselect` and pytest-xdist treat these tests as all others.
@@ -189,7 +189,7 @@ another test. Patterns, `-k`, `-m gpumem`, `--deselect` and pytest-xdist treat t
 pytest collects them with the `pyproject.toml` of the root directory: in a run of the root directory or of the
 `testpaths`, and with `pytest pyproject.toml`. `pytest tests` does not collect them.
 
-### Models on the command line
+## Models on the command line
 
 `--gpumem-model=NAME` measures a model in one session. If an entry of `models` has this name, the entry's settings
 apply. Otherwise the test measures one sample in `fp32`. A relative path starts in the folder in which pytest was
@@ -198,13 +198,13 @@ started.
 Without a path on the command line, only these models are measured. With a path, or if the option is in `addopts`, they
 are added to the other tests. The baseline is the same for a typed model and for an entry that only has `model`.
 
-### Errors
+## Errors
 
 A name, batch or config that cannot be read is a usage error. A test fails, with a sentence, if its model, batch or loss
 cannot be made: the hub does not know the name, the configuration [names code](command-advise.md), or there is no
 network. With `HF_HUB_OFFLINE=1` a model in the hub's cache needs no network.
 
-### Keys of an entry
+## Keys of an entry
 """
 
 OTHER_KEYS: Mapping[str, Key] = MappingProxyType(

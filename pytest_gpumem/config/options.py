@@ -95,6 +95,10 @@ class Option(NamedTuple):
         return f"gpumem_{self.name}"
 
 
+_RELATIVE = (
+    "A relative path on the command line starts in the folder in which pytest was started. In `pyproject.toml` it "
+    "starts in pytest's root directory."
+)
 _EXPLAIN = """
 `on-failure`: a step is explained if its test fails because of bytes, runs out of memory, or is written into the store.
 With `--gpumem-baseline` and a JSON report, a step is also explained if [`gpumem accept`](command-accept.md) would write
@@ -103,14 +107,13 @@ its baseline.
 `always`: every step is explained. The session ends with the largest rows of each peak, for ten tests, or with `-v` for
 all.
 
-`never`: no step is explained.
+`never`: no step is explained, and new baselines have no composition.
 
 With the first two modes, a step is also explained if its test reads the
 [composition](../concepts/composition.md) of its measurement.
 """
-_STORE = """
-A relative path on the command line starts in the folder in which pytest was started. In `pyproject.toml` it starts in
-pytest's root directory. `~` is the home folder.
+_STORE = f"""
+{_RELATIVE} `~` is the home folder.
 
 A [URL](../concepts/store.md) names a store in a bucket or on another host. `pyproject.toml` and `addopts` may name a
 bucket only (`s3://`, `gs://`, `az://`), because a pull request can change these files. Any other host has to be typed.
@@ -119,9 +122,9 @@ _AGAINST = """
 Both `--gpumem-baseline` and an [emulated GPU](cards.md) are needed. The session writes no baselines: measure those of a
 real GPU on that GPU. [`gpumem compare`](command-compare.md) shows the figures of two sessions side by side.
 
-The tolerances are those of the [metrics](metrics.md), but at least 0.5 % for `peak_allocated` and 2 % for
-`peak_reserved`, because [published peaks](../trust.md#published-peaks) differ by up to these amounts. `launches` is not
-judged, because a cuBLAS product can be two kernels on a real GPU.
+Each [metric](metrics.md) has a least tolerance for this comparison, because [published
+peaks](../trust.md#published-peaks) differ from those of an emulated GPU. `launches` is not judged, because a cuBLAS
+product can be two kernels on a real GPU.
 """
 _MODES = """
 ### Modes
@@ -142,9 +145,9 @@ A verdict that the mode accepts does not fail its test in this session, even wit
 | `ok` for all other metrics | - | - | replaces the baseline if a byte, a count, the workload or a relevant detail of the environment differs, or if only this session has a composition |
 | `over_budget`, and tests that failed by themselves or were skipped | - | - | - |
 
-A byte of `peak_reserved` alone replaces nothing. A detail of the environment is relevant if it [moves a
-metric](verdicts.md#details-of-the-environment). If a test is not measured any more, the session names it, and
-[`gpumem prune`](command-prune.md) removes its baselines.
+A byte of `peak_reserved` alone replaces nothing. A detail of the environment is relevant if it moves one of the
+[metrics](metrics.md). If a test is not measured any more, the session names it, and [`gpumem prune`](command-prune.md)
+removes its baselines.
 
 ### Times that `all` writes
 
@@ -165,11 +168,6 @@ For example, a new release of torch needs fewer FLOPs and more operators. With t
 `operators` would be `regressed` instead of `uncertain`, although no code changed. So ``improved`` leaves this baseline
 alone. `--gpumem-update=all` accepts both figures.
 """  # noqa: E501 - a row of a Markdown table is a line
-_RELATIVE = (
-    "A relative path on the command line starts in the folder in which pytest was started. In `pyproject.toml` it "
-    "starts in pytest's root directory."
-)
-
 OPTIONS = (
     Option(
         "baseline",
@@ -268,8 +266,8 @@ OPTIONS = (
     Option(
         "time",
         kinds.FLAG,
-        "Time every step, or with --no-gpumem-time no step, which needs fewer runs. By default a gate times only "
-        "tests whose times are compared, recorded or shown, and other sessions time all.",
+        "Time every step, or with --no-gpumem-time none, which needs fewer runs. By default --gpumem-baseline times "
+        "only tests whose times are compared, recorded or shown.",
         details="[Step time](../concepts/step-time.md) says which steps are timed.",
     ),
     Option(

@@ -57,7 +57,8 @@ class Outcome(str, Enum):
 
     - the peaks of the steps differ, and the increase may be chance
     - a count differs from step to step, and its smallest value is within the tolerance
-    - a [detail of the environment](#details-of-the-environment) differs that moves this metric
+    - a detail of the environment differs that moves this metric, for example the release of torch for a count. Each
+      [metric](metrics.md) names these details
     - for a time: the samples do not show a slowdown
 
     A difference between environments never explains more than 40 % of growth in bytes."""

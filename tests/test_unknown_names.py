@@ -1,60 +1,16 @@
-"""Names from before the first release: each is refused with the name that it has now, and does nothing else."""
+"""Options and arguments that there are not: each is refused with the one that is near."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 from click.testing import CliRunner
 
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.config import renamed
-from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
-from pytest_gpumem.config.options import OPTIONS
-from pytest_gpumem.config.settings import KEYS, settings_from_table
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MEASURED = """
 def test_it(gpumem):
     gpumem.measure(lambda: torch.ones(10))
 """
-
-
-def test_what_is_renamed_is_gone_and_what_it_is_called_now_is_there():
-    flags = {flag for option in OPTIONS for flag in (option.flag, option.negated)}
-    for old_names, known in ((renamed.ARGUMENTS, MARKER_ARGUMENTS), (renamed.KEYS, KEYS), (renamed.OPTIONS, flags)):
-        assert not old_names.keys() & set(known)
-        assert set(old_names.values()) <= set(known)
-
-
-@pytest.mark.parametrize(("old", "now"), renamed.OPTIONS.items())
-def test_an_option_of_pytest(project, old, now):
-    project.write(MEASURED)
-    result = project.run(old)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"*error: {old} is called {now} now"])
-
-
-@pytest.mark.parametrize(("old", "now"), renamed.KEYS.items())
-def test_a_key_of_the_settings(project, old, now):
-    project.settings(f"[tool.gpumem]\n{old} = true\n")
-    project.write(MEASURED)
-    result = project.run()
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        [f"ERROR: pyproject.toml: [[]tool.gpumem]: unknown key '{old}'; it is called '{now}' now"]
-    )
-
-
-def test_a_key_in_place_of_which_another_has_the_other_value():
-    with pytest.raises(SettingsError, match=r"unknown key 'no_time'; write time = false$"):
-        settings_from_table({"no_time": True}, "pyproject.toml")
-    assert not settings_from_table(tomllib.loads(renamed.REPLACED["no_time"]), "pyproject.toml").time
 
 
 @pytest.mark.parametrize(
@@ -87,24 +43,6 @@ def test_a_flag_for_json_is_answered_with_what_prints_it(command, said):
     assert "there is no --json: " in result.output
     assert said in result.output
     assert "Did you mean" not in result.output
-
-
-@pytest.mark.parametrize("where", ["marker", "budget"])
-@pytest.mark.parametrize(("old", "now"), renamed.ARGUMENTS.items())
-def test_an_argument_of_the_marker_and_of_budgets(project, old, now, where):
-    project.write(MEASURED if where == "budget" else f"@pytest.mark.gpumem({old}='2 %'){MEASURED}")
-    if where == "budget":
-        project.settings(f"[[tool.gpumem.budget]]\ntests = '*'\n{old} = '2 %'\n")
-    result = project.run()
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"*unknown argument '{old}'; it is called '{now}' now"])
-
-
-def test_a_method_of_the_fixture(project):
-    project.write("def test_it(gpumem):\n    with gpumem.steps():\n        pass\n")
-    result = project.run()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*AttributeError: *'steps'; it is called 'loop' now*"])
 
 
 @pytest.mark.parametrize(
@@ -145,14 +83,6 @@ def test_an_option_of_a_command(command, now):
     old = next(word for word in command if word.startswith("--"))
     assert f"Error: {old} is called {now} now" in result.output
     assert old not in CliRunner().invoke(main, [command[0], "--help"]).output.replace(now, "").split()
-
-
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(("old", "now"), renamed.OPTIONS.items())
-def test_an_option_of_pytest_at_a_script(old, now, before):
-    result = CliRunner().invoke(main, ["run", *([old, __file__] if before else [__file__, old])])
-    assert result.exit_code == 2
-    assert f"no such option: {old}; it is called {now!r} now" in result.output
 
 
 def test_a_flag_of_the_settings_is_switched_off_where_it_is_typed(project):
