@@ -13,6 +13,7 @@ EMULATED = "GPUMEM_EMULATED"
 processes that it starts. A test can skip itself by it::
 
     @pytest.mark.skipif("GPUMEM_EMULATED" in os.environ, reason="needs cuSOLVER")
+    def test_solve(): ...
 """
 EMULATED_CARD = "GPUMEM_EMULATED_CARD"
 """Path of a file by which processes share the memory of one emulated card. A process then lacks the bytes of the others,

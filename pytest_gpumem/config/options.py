@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A command that runs one item again: options are put between ``words`` and ``rest``."""
+    """A command that runs an item again. Options go between ``words`` (``gpumem run``) and ``rest`` (``train.py``)."""
 
     words: tuple[str, ...]
     rest: tuple[str, ...] = ()
 
 
 COMMAND: pytest.StashKey[Command] = pytest.StashKey()
-"""The command that runs an item again, where that is not pytest and its id."""
+"""The command that runs an item again, if pytest with the item's id does not."""
 ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
-"""The argument of pytest without which there is no such item: the option of a model that is not in the settings."""
+"""The argument of pytest that an item needs: ``--gpumem-model=NAME`` for a model that is not in the settings."""
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
-"""The cell of an item in its matrix, where no marker makes that."""
+"""The cell of an item in its matrix, if no marker makes the matrix."""
 PARSER: pytest.StashKey[pytest.Parser] = pytest.StashKey()
-"""pytest's parser of options, which knows the options of all plugins."""
+"""pytest's parser, with the options of all plugins."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 ExplainMode = Literal["on-failure", "always", "never"]
@@ -52,26 +52,26 @@ class Option(NamedTuple):
     help: str
     """One or two sentences, for help and for the page of the options."""
     metavar: str | None = None
-    """The name of the value in help; flags and choices need none."""
+    """The name of the value in help. Flags and choices need no name."""
     default: str | None = None
     """The setting if neither the option nor the key is there, as help shows it."""
     details: str = ""
     """Markdown for the page of the options, which help leaves out."""
     is_key: bool = True
-    """True if it may stand in ``[tool.gpumem]``; others are for one session."""
+    """True if ``[tool.gpumem]`` may have the option as a key. Others are for a single session."""
     in_accept: bool = False
-    """True if the command that accepts a result repeats it as it was typed, since it decides what is measured.
+    """True if the option decides what is measured, so a command that accepts a result repeats it.
 
-    For options that take one value: neither flags nor those that may be repeated.
+    Only for options with a single value: no flags, and no options that may be repeated.
     """
     for_tests: bool = False
-    """True if it says which tests there are, and so is none of `gpumem run`."""
+    """True if the option selects tests. `gpumem run` does not have it."""
     wants_result: bool = False
-    """True if a session in which it is typed has to say something also where nothing is measured."""
+    """True if a session with this option has to report a result, even if nothing is measured."""
 
     @property
     def flag(self) -> str:
-        """The option as it is typed."""
+        """The option on the command line: ``--gpumem-rank-timeout``."""
         return f"--gpumem-{self.name.replace('_', '-')}"
 
     @property
@@ -81,17 +81,17 @@ class Option(NamedTuple):
 
     @property
     def is_flag(self) -> bool:
-        """True if it is switched on and off, and takes no value."""
+        """True if the option takes no value, and ``--no-gpumem-NAME`` switches it off."""
         return self.kind is kinds.FLAG
 
     @property
     def negated(self) -> str:
-        """A flag as it is typed to switch it off."""
+        """The form that switches a flag off: ``--no-gpumem-strict``."""
         return f"--no-{self.flag[2:]}"
 
     @property
     def dest(self) -> str:
-        """The name of its value among pytest's."""
+        """The name of the value in pytest's configuration: ``gpumem_rank_timeout``."""
         return f"gpumem_{self.name}"
 
 
@@ -292,14 +292,19 @@ OPTIONS = (
 
 
 def is_measured(item: pytest.Item) -> bool:
-    """Return whether a test has the marker or the fixture."""
+    """Return whether a test has the marker or the fixture, so it is measured."""
     return FIXTURE in getattr(item, "fixturenames", ()) or item.get_closest_marker(MARKER) is not None
 
 
 def check_words(parser: pytest.Parser, words: list[str]) -> None:
-    """Raise ``pytest.UsageError`` for a word like an option of this plugin which no plugin has, with the one that is near.
+    """Check that options that begin like those of this plugin exist.
 
-    ``parser`` has the options of all plugins and of the first conftests. It is asked only where there is such a word.
+    Args:
+        parser: pytest's parser, with the options of all plugins and of the first conftests.
+        words: The command line.
+
+    Raises:
+        pytest.UsageError: No plugin has the option. The message names the nearest option.
     """
     flags = [
         flag for option in OPTIONS for flag in ((option.flag, option.negated) if option.is_flag else (option.flag,))
@@ -318,7 +323,7 @@ def check_words(parser: pytest.Parser, words: list[str]) -> None:
 
 
 def arguments_of(option: Option) -> dict[str, Any]:
-    """Return the arguments for `argparse` that say how an option is typed."""
+    """Return the arguments for `argparse.ArgumentParser.add_argument` by which an option is parsed."""
     if option.is_flag:
         return {"action": argparse.BooleanOptionalAction}
     if option.kind.choices is not None:
@@ -329,5 +334,5 @@ def arguments_of(option: Option) -> dict[str, Any]:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
-        # Without a default, what [tool.gpumem] says can apply.
+        # Without a default here, the key in [tool.gpumem] can apply.
         group.addoption(option.flag, default=None, help=option.help_with_default, **arguments_of(option))
