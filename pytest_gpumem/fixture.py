@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from pytest_gpumem.config.renamed import METHODS, hint
 from pytest_gpumem.devices.contract import CannotRun
 from pytest_gpumem.measure.looped import STEPS
 from pytest_gpumem.measurement import Measurement, MeasuringError
@@ -100,7 +99,7 @@ class Gpumem:
 
     def __getattr__(self, name: str) -> NoReturn:
         known = [method for method in vars(type(self)) if not method.startswith("_")]
-        why = f"the fixture gpumem has no attribute {name!r}; {hint(name, METHODS, known)}"
+        why = f"the fixture gpumem has no attribute {name!r}; {nearest(name, known)}"
         raise AttributeError(why, name=name, obj=self)
 
     @property

@@ -1,7 +1,4 @@
-"""Hooks that other plugins and conftest files may implement (pluggy).
-
-A recipe for each stands in its docstring; put the function into a ``conftest.py``, or into a plugin.
-"""
+"""Hooks for the ``conftest.py`` of the root directory, or for a plugin."""
 
 from __future__ import annotations
 
@@ -24,38 +21,87 @@ if TYPE_CHECKING:
 
 
 def pytest_gpumem_devices(config: pytest.Config) -> Mapping[str, DeviceFactory]:  # type: ignore[empty-body]
-    """Add devices: a name for ``--gpumem-device``, and a function that makes the device (`pytest_gpumem.devices.contract`).
+    """Add devices for ``--gpumem-device``.
 
-    The function is called when the first test that uses the device runs, and may raise `DeviceUnavailable`::
+    Args:
+        config: pytest's configuration.
+
+    Returns:
+        A function without arguments for each name of a device. It returns a ``pytest_gpumem.Device``, or raises
+        ``pytest_gpumem.DeviceUnavailable`` with the reason. It is called when the first test with this device runs.
+
+    Example::
+
+        from pytest_gpumem import DeviceUnavailable
+
+
+        def make_xpu():
+            if not torch.xpu.is_available():
+                raise DeviceUnavailable("no XPU was found")
+            return XpuDevice()
+
 
         def pytest_gpumem_devices(config):
-            return {"xpu": make_xpu_device}
+            return {"xpu": make_xpu}
     """
 
 
 def pytest_gpumem_environment(config: pytest.Config, device: Device) -> Mapping[str, str | int]:  # type: ignore[empty-body]
-    """Add to the environment that is stored with a baseline, say the version of a library that moves figures::
+    """Add details to the environment that is stored with a baseline, such as the version of a library that moves figures.
 
-    def pytest_gpumem_environment(config, device):
-        return {"transformers": transformers.__version__}
+    Another type of result fails the measured tests.
+
+    Args:
+        config: pytest's configuration.
+        device: The device that measures.
+
+    Returns:
+        A string or an int for each name. ``slug`` and ``device`` are no names, because they belong to the device.
+
+    Example::
+
+        def pytest_gpumem_environment(config, device):
+            return {"my_library": my_library.__version__}
     """
 
 
 def pytest_gpumem_measurement(item: pytest.Item, measurement: Measurement) -> None:
-    """See every measurement when it has been taken and judged, before its test ends, in the process that runs the test::
+    """See every measurement after it was taken and judged.
 
-    def pytest_gpumem_measurement(item, measurement):
-        log.info("%s: %d bytes", item.nodeid, measurement.peak_allocated)
+    The hook runs before the test ends, in the process that runs the test.
+
+    Args:
+        item: The test.
+        measurement: The measurement, a [`Measurement`](values.md).
+
+    Example::
+
+        def pytest_gpumem_measurement(item, measurement):
+            log.info("%s: %d bytes", item.nodeid, measurement.peak_allocated)
     """
 
 
 @pytest.hookspec(firstresult=True)
 def pytest_gpumem_tolerance(item: pytest.Item, metric: str, tolerance: Tolerance) -> Tolerance | None:
-    """Adjust how far ``metric`` of a test may move against its baseline; ``None`` leaves it to others::
+    """Replace the tolerance of a metric for a test.
 
-    def pytest_gpumem_tolerance(item, metric, tolerance):
-        if metric == "peak_allocated" and "dynamic_shapes" in item.keywords:
-            return Tolerance(relative=0.05)
+    Args:
+        item: The test.
+        metric: The name of the [metric](metrics.md), for example ``peak_allocated``.
+        tolerance: The tolerance without this hook, from the metric's default or the settings.
+
+    Returns:
+        A ``pytest_gpumem.Tolerance`` in the metric's unit, or ``None`` for no change by this hook. Any other result fails the
+        test and names the plugins with this hook, and so does a tolerance that is negative or not finite.
+
+    Example::
+
+        from pytest_gpumem import Tolerance
+
+
+        def pytest_gpumem_tolerance(item, metric, tolerance):
+            if metric == "peak_allocated" and "dynamic_shapes" in item.keywords:
+                return Tolerance(relative=0.05)
     """
 
 
@@ -63,13 +109,14 @@ _RESERVED = ("slug", "device")
 
 
 class HookError(ValueError):
-    """Error of a wrong result of a hook; the message names the hook, the plugins that implement it, and what would be right."""
+    """Error for a wrong result of a hook. The message names the hook, the plugins with it, and the expected result."""
 
 
 def checked_tolerance(result: object, metric: str, default: Tolerance, hook: pluggy.HookCaller) -> Tolerance:
-    """Return the tolerance that ``pytest_gpumem_tolerance`` gave for ``metric``, or the ``default`` for ``None``.
+    """Return the tolerance from ``pytest_gpumem_tolerance`` for ``metric``, or the ``default`` for ``None``.
 
-    Raises `HookError` for what is no tolerance, or allows an amount that is not finite or is negative.
+    Raises:
+        HookError: The result is no tolerance, or its amounts are negative or not finite.
     """
     from pytest_gpumem.metrics import Tolerance
 
@@ -99,7 +146,7 @@ def checked_details(results: Iterable[object], hook: pluggy.HookCaller) -> dict[
             raise HookError(f"{_called(hook)} returned {result!r}, expected a mapping of names to strings or ints")
         for name, value in result.items():
             if name in _RESERVED:
-                # It is where the device's baselines lie.
+                # They name the folder of the device's baselines.
                 raise HookError(f"{_called(hook)} returned {name!r}, which is the device's own; give it another name")
             if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (str, int)):
                 raise HookError(f"{_called(hook)} returned {name!r}: {value!r}, expected a name and a string or an int")
@@ -112,6 +159,6 @@ def _is_amount(value: object) -> bool:
 
 
 def _called(hook: pluggy.HookCaller) -> str:
-    """Return the names of a hook and of the plugins that implement it: pluggy does not say whose result it gave."""
+    """Return the names of a hook and of all plugins with it. pluggy does not say which of them returned a result."""
     names = [str(implementation.plugin_name) for implementation in hook.get_hookimpls()]
     return f"{hook.name} ({' or '.join(names)})" if names else hook.name

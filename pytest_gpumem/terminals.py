@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.variables import FORCE_COLOR, NO_COLOR, PY_COLORS, TERM
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TextIO
@@ -16,15 +18,15 @@ def wants_colour(environment: Mapping[str, str]) -> bool | None:
     These are pytest's rules, in the same order: ``PY_COLORS`` is 1 or 0, ``NO_COLOR`` or ``FORCE_COLOR`` is not empty, and
     ``TERM`` is ``dumb``. For example ``NO_COLOR=1 FORCE_COLOR=1`` has no colours.
     """
-    if environment.get("PY_COLORS") in ("0", "1"):
-        return environment["PY_COLORS"] == "1"
-    if environment.get("NO_COLOR"):
+    if environment.get(PY_COLORS) in ("0", "1"):
+        return environment[PY_COLORS] == "1"
+    if environment.get(NO_COLOR):
         return False
-    if environment.get("FORCE_COLOR"):
+    if environment.get(FORCE_COLOR):
         return True
-    return False if environment.get("TERM") == "dumb" else None
+    return False if environment.get(TERM) == "dumb" else None
 
 
 def can_redraw(stream: TextIO) -> bool:
     """Return whether a line that was written to ``stream`` can be replaced: not in a file, nor where ``TERM`` is ``dumb``."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    return stream.isatty() and os.environ.get(TERM) != "dumb"

@@ -12,9 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pytest_gpumem.open_folder import open_folder, private_folder
-
-VARIABLE = "GPUMEM_CACHE"
-"""Environment variable that names the folder, in place of the one in the user's cache."""
+from pytest_gpumem.variables import CACHE
 
 _KEPT = ("bisections", "emulation", "environments", "torchinductor")
 """The names of the folders in the cache."""
@@ -28,7 +26,7 @@ def cache_root() -> Path:
     """Return the folder that all is kept in, without a look at it: ``~/.cache/pytest-gpumem`` on Linux."""
     import platformdirs
 
-    chosen = os.environ.get(VARIABLE)
+    chosen = os.environ.get(CACHE)
     return Path(chosen).absolute() if chosen else platformdirs.user_cache_path("pytest-gpumem")
 
 
@@ -51,7 +49,7 @@ def make_own(folder: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise CacheRefused(
-            f"the cache {root} is not used: {error.strerror}; set {VARIABLE} to a new folder, or remove this one if it is yours"
+            f"the cache {root} is not used: {error.strerror}; set {CACHE} to a new folder, or remove this one if it is yours"
         ) from None
 
 

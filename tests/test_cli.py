@@ -52,7 +52,7 @@ def test_the_help_of_all_imports_no_command_and_none_of_what_commands_need():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Compare two revisions" in done.stdout
-    light = {"cli", "cli.main", "terminals", "units"}
+    light = {"cli", "cli.main", "terminals", "units", "variables"}
     assert set(done.stderr.split()) == {f"pytest_gpumem.{name}" for name in light}
 
 

@@ -78,9 +78,7 @@ def test_a_session_names_a_table_that_is_not_utf_8(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["--yes", "--dry-run"])
-@pytest.mark.parametrize(
-    ("key", "said"), [('measure = ["*"]', "it is called 'mark' now"), ("foo = 1", "unknown key 'foo'")]
-)
+@pytest.mark.parametrize(("key", "said"), [('marks = ["*"]', "did you mean 'mark'?"), ("foo = 1", "unknown key 'foo'")])
 def test_a_wrong_section_is_told_before_anything_is_written_beside_it(folder, way, key, said):
     (folder / "pyproject.toml").write_text(f"[tool.gpumem]\n{key}\n", encoding="utf-8")
     done = CliRunner().invoke(main, ["init", way])

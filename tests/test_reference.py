@@ -1,22 +1,137 @@
-"""The pages in `docs/reference/`: each name in the code has one entry there."""
+"""The pages of `docs/reference/`: each name of the code is one entry, and a stale page is named."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 
 import click
 import pytest
 
+from pytest_gpumem import hookspecs, variables
 from pytest_gpumem.advice.search_order import INFERENCE, candidates
 from pytest_gpumem.cli.main import COMMANDS, main
-from tests.pages import FENCE, read
+from pytest_gpumem.config.keys import BUDGET_KEYS, GPU_KEYS, MODEL_KEYS, OTHER_KEYS
+from pytest_gpumem.config.options import OPTIONS
+from pytest_gpumem.emulation.gpus import known_slices, known_words
+from pytest_gpumem.gate.verdict import Outcome
+from pytest_gpumem.session.exit_status import EXIT_CODES
+from tests.pages import FENCE, ROOT
+
+FOLDER = ROOT / "docs" / "reference"
 
 
-def entries_of(page: str) -> Counter[str]:
-    """How often each name in code is the heading of an entry."""
-    return Counter(re.findall(r"^#+ `([^`]+)`$", FENCE.sub("", read(f"docs/reference/{page}.md")), flags=re.MULTILINE))
+def headings(*pages: str) -> Counter[str]:
+    """How often each name is an entry of the pages: a heading that is code."""
+    texts = [FENCE.sub("", (FOLDER / f"{page}.md").read_text(encoding="utf-8")) for page in pages]
+    return Counter(name for text in texts for name in re.findall(r"^#+ `([^`]+)`$", text, flags=re.MULTILINE))
+
+
+def first_cells(page: str) -> Counter[str]:
+    """How often each name in code is in the first cell of a row."""
+    text = (FOLDER / f"{page}.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (.+?) \|", text, flags=re.MULTILINE)
+    return Counter(name for cell in cells for name in re.findall(r"`([^`]+)`", cell))
+
+
+def test_options_are_entries_of_their_page_in_the_order_of_help():
+    assert list(headings("options")) == [option.flag for option in OPTIONS]
+
+
+def test_options_that_are_keys_have_a_row_in_the_page_of_settings():
+    rows = first_cells("settings")
+    assert list(rows) == [option.name for option in OPTIONS if option.is_key]
+
+
+def test_settings_that_are_no_options_are_entries():
+    expected = [*OTHER_KEYS, *(f"budget.{key}" for key in BUDGET_KEYS)]
+    assert headings("settings") == Counter(expected)
+    assert headings("models-by-name") == Counter(f"models.{key}" for key in MODEL_KEYS)
+    assert headings("cards") == Counter(f"gpus.NAME.{key}" for key in GPU_KEYS)
+
+
+def test_settings_of_the_page_are_read_as_it_says():
+    text = (FOLDER / "settings.md").read_text(encoding="utf-8")
+    assert '- Type: a string\n- Default: `"2 s"`' in text.partition("## `time_budget`")[2].partition("\n## ")[0]
+    options = (FOLDER / "options.md").read_text(encoding="utf-8")
+    device = options.partition("## `--gpumem-device`")[2].partition("\n## ")[0]
+    assert '- Key: ``device``, a string\n- Default: ``"cuda"``' in device
+
+
+def test_verdicts_are_entries_in_the_order_of_their_weight():
+    assert list(headings("verdicts")) == [outcome.value for outcome in Outcome]
+
+
+def test_exit_codes_of_pytest_have_a_row_each():
+    rows = first_cells("verdicts")
+    assert {int(name): count for name, count in rows.items() if name.isdigit()} == dict.fromkeys(
+        map(int, EXIT_CODES), 1
+    )
+    assert [*EXIT_CODES] == [*pytest.ExitCode][:6]
+
+
+def test_cards_have_a_row_each():
+    text = (FOLDER / "cards.md").read_text(encoding="utf-8").partition("\n## Cards\n")[2]
+    cells = re.findall(r"^\| (.+?) \|", text, flags=re.MULTILINE)
+    words = Counter(name for cell in cells for name in re.findall(r"`([^`]+)`", cell))
+    assert words == Counter([*known_words(), *(gpu.word for gpu in known_slices())])
+
+
+def names_of_variables() -> list[str]:
+    return [value for name, value in vars(variables).items() if name.isupper()]
+
+
+def test_environment_variables_are_entries():
+    assert headings("environment") == Counter(names_of_variables())
+
+
+def test_environment_variables_that_the_package_reads_are_those_of_the_page_or_set_by_others():
+    """A literal beside `os.environ` is a variable that a program sets: pytest, a launcher, GitHub Actions."""
+    set_by_others = {
+        "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_CURRENT_TEST", "RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+        "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "USERNAME", "PYTHONPATH",
+        "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "GPUMEM_EMULATED",
+    }  # fmt: skip
+    named = {
+        name
+        for path in (ROOT / "pytest_gpumem").rglob("*.py")
+        for name in re.findall(r'environ(?:ment)?(?:\.get\(|\[)"([A-Z_]+)"', path.read_text(encoding="utf-8"))
+    }
+    assert {name for name in named if not name.startswith("GITHUB_")} <= set_by_others
+    native = {
+        name
+        for path in (ROOT / "pytest_gpumem").rglob("*.c")
+        for name in re.findall(r'getenv\("([A-Z_]+)"\)', path.read_text(encoding="utf-8"))
+    }
+    assert native <= set(names_of_variables())
+
+
+def test_hooks_are_entries_with_their_arguments():
+    hooks = [name for name in vars(hookspecs) if name.startswith("pytest_gpumem_")]
+    assert list(headings("hooks")) == hooks
+
+
+def test_a_stale_page_is_named(tmp_path):
+    """A changed help text, in a copy of the repository's package and generator."""
+    import shutil
+
+    for name in (".ci", "pytest_gpumem", "docs/reference"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    program = [sys.executable, str(tmp_path / ".ci/reference"), "--check"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run(program, env=environment, check=False).returncode == 0
+    options = tmp_path / "pytest_gpumem/config/options.py"
+    text = options.read_text(encoding="utf-8")
+    options.write_text(
+        text.replace("Folder or URL of the stored baselines.", "Place of the baselines."), encoding="utf-8"
+    )
+    checked = subprocess.run(program, env=environment, check=False, capture_output=True, text=True)
+    assert checked.returncode == 1
+    assert "docs/reference/options.md is stale" in checked.stderr
 
 
 class TestCommands:
@@ -45,14 +160,19 @@ class TestCommands:
         if isinstance(command, click.Group):
             expected |= {f"gpumem {name} {word}" for word in command.list_commands(self.GROUP)}
         of_pytest = {option for option in expected if option.startswith("--gpumem-")}
-        assert entries_of(f"command-{name}") == dict.fromkeys(expected - of_pytest, 1)
-        options = entries_of("options")
+        assert headings(f"command-{name}") == dict.fromkeys(expected - of_pytest, 1)
+        options = headings("options")
         assert {option: options[option] for option in of_pytest} == dict.fromkeys(of_pytest, 1)
 
     @pytest.mark.parametrize("name", COMMANDS)
     def test_the_page_has_each_exit_status_that_the_help_names(self, name):
         help_text = " ".join(str(main.get_command(self.GROUP, name).help).split()).partition("Exit status: ")[2]
-        section = read(f"docs/reference/command-{name}.md").partition("\n## Exit status\n")[2].partition("\n## ")[0]
+        section = (
+            (FOLDER / f"command-{name}.md")
+            .read_text(encoding="utf-8")
+            .partition("\n## Exit status\n")[2]
+            .partition("\n## ")[0]
+        )
         listed = re.findall(r"^- `(\d+)` \w", section, flags=re.MULTILINE)
         assert listed == re.findall(r"(?:^|, )(\d+) (?=if |when |for |after )", help_text)
 

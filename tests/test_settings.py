@@ -120,8 +120,6 @@ def test_settings_from_a_table_cannot_be_changed():
                 "report, time, rank_timeout, pack, routing, units, time_budget, tolerance, budget, mark, gpus, models"
             ),
         ),
-        ({"measure": ["*"]}, "here: unknown key 'measure'; it is called 'mark' now"),
-        ({"no_time": True}, "here: unknown key 'no_time'; write time = false"),
         ({"baseline": 1}, "here: baseline is 1, expected true or false"),
         ({"store": 5}, "here: store is 5, expected a string"),
         ({"rank_timeout": True}, "here: rank_timeout is True, expected a number of seconds or a string"),

@@ -13,12 +13,17 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
-from reference import commands, markdown, settings  # noqa: E402 - from this checkout
+from reference import commands, emulation, environment, hooks, markdown, settings, verdicts  # noqa: E402 - from this checkout
 
 PAGES = {
     **commands.pages(),
     "options": settings.options_page,
     "settings": settings.settings_page,
+    "models-by-name": settings.models_page,
+    "verdicts": verdicts.verdicts_page,
+    "cards": emulation.cards_page,
+    "environment": environment.environment_page,
+    "hooks": hooks.hooks_page,
 }
 """Each page's function by the name of its file, in the order of the index."""
 

@@ -6,15 +6,17 @@ import ast
 import inspect
 import re
 from collections import Counter
+from itertools import pairwise
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from types import ModuleType
 
 NOTE = "<!-- Made from the code by `make reference`: edit the docstring, the help text or the table there. -->"
 """The first line of each page."""
-_SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Examples?|Note):$", re.MULTILINE)
+_SECTION = re.compile(r"^((?:Args|Returns|Raises|Yields|Attributes|Note):|Examples?::?)$", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\*{0,2}\w[\w.]*)(?: \([^)]*\))?:\s*(.*?)(?=^    \S|\Z)", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -47,6 +49,8 @@ def paragraphs(text: str) -> str:
             if written and written[-1].endswith("::"):
                 written[-1] = written[-1].removesuffix("::").rstrip() + ":"
             written.append(f"```python\n{dedent(block)}\n```")
+        elif block.startswith(">>> "):
+            written.append(f"```pycon\n{block}\n```")
         elif re.match(r"[-*|#]|\d+\. |```", block):
             written.append(block)
         else:
@@ -65,12 +69,15 @@ def _with_code(block: str) -> tuple[str, str]:
 
 
 def docstring(text: str) -> str:
-    """Return the Markdown of a docstring in Google's style: arguments and errors become lists."""
+    """Return the Markdown of a docstring in Google's style: arguments and errors become lists, ``Example::`` becomes code."""
     text = inspect.cleandoc(text)
     parts = _SECTION.split(text)
     written = [paragraphs(parts[0])]
-    for name, body in zip(parts[1::2], parts[2::2], strict=True):
-        if name in ("Args", "Raises", "Attributes"):
+    for head, body in zip(parts[1::2], parts[2::2], strict=True):
+        name = head.rstrip(":")
+        if head.endswith("::"):
+            written.append(f"```python\n{dedent(body.strip(chr(10))).rstrip()}\n```")
+        elif name in ("Args", "Raises", "Attributes"):
             rows = [
                 f"- `{entry[1]}`: {_cell(paragraphs(entry[2]))}"
                 for entry in _ENTRY.finditer(f"{body.strip(chr(10))}\n")
@@ -84,12 +91,14 @@ def docstring(text: str) -> str:
     return "\n\n".join(part for part in written if part)
 
 
-def attribute_docstrings(owner: type) -> dict[str, str]:
-    """Return the docstring below each attribute in the body of a class, by the attribute's name."""
-    body = ast.parse(dedent(inspect.getsource(owner))).body[0]
-    assert isinstance(body, ast.ClassDef)
+def attribute_docstrings(owner: type | ModuleType) -> dict[str, str]:
+    """Return the docstring below each attribute in the body of a class or module, by the attribute's name."""
+    body = ast.parse(dedent(inspect.getsource(owner))).body
+    if isinstance(owner, type):
+        assert isinstance(body[0], ast.ClassDef)
+        body = body[0].body
     texts = {}
-    for statement, below in zip(body.body, body.body[1:], strict=False):
+    for statement, below in pairwise(body):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
         if isinstance(text, str) and isinstance(targets[0], ast.Name):

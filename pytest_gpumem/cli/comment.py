@@ -31,6 +31,7 @@ from pytest_gpumem.reports.errors import ReportError
 from pytest_gpumem.reports.escaping import block, details, plain
 from pytest_gpumem.reports.github import is_github, notice_line
 from pytest_gpumem.reports.job_result import MOST_BYTES, job_result
+from pytest_gpumem.variables import GITHUB_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -224,7 +225,7 @@ def comment(
 
 
 def _api() -> Api:
-    token = os.environ.get("GITHUB_TOKEN")
+    token = os.environ.get(GITHUB_TOKEN)
     if not token:
         raise InputError("GITHUB_TOKEN is not set; in a workflow: env: {GITHUB_TOKEN: '${{ github.token }}'}")
     return Api(

@@ -17,7 +17,8 @@ from pytest_gpumem.baselines.location import backend_of, is_url
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.cli.project import own_gpus_around
 from pytest_gpumem.config.errors import SettingsError
-from pytest_gpumem.config.settings import DEFAULT_STORE, read_table
+from pytest_gpumem.config.options import DEFAULT_STORE
+from pytest_gpumem.config.settings import read_table
 from pytest_gpumem.devices.registry import AUTO, BUILT_IN
 from pytest_gpumem.emulation.gpus import EVERY, known_words
 from pytest_gpumem.values.option_words import EMULATED

@@ -18,7 +18,8 @@ from pytest_gpumem.cli.first_baselines import FirstBaselines
 from pytest_gpumem.cli.project import check_pyproject, read_config
 from pytest_gpumem.cli.streams import INTERRUPTED, InputError, input_errors, write_lines
 from pytest_gpumem.command_name import command_name
-from pytest_gpumem.config.settings import DEFAULT_STORE, settings_of
+from pytest_gpumem.config.options import DEFAULT_STORE
+from pytest_gpumem.config.settings import settings_of
 from pytest_gpumem.devices.registry import BUILT_IN
 from pytest_gpumem.doctor import looking
 from pytest_gpumem.git import USUAL_BRANCH, GitError, default_branch

@@ -32,10 +32,10 @@ _NAME = re.compile(r"[\w.=+-]+")
 def _as_click_option(option: Option) -> click.Option:
     kind: dict[str, Any] = {"metavar": option.metavar, "multiple": option.kind.is_array}
     if option.kind is FLAG:
-        return click.Option([f"{option.flag}/{option.negated}"], help=option.help, default=None)
+        return click.Option([f"{option.flag}/{option.negated}"], help=option.help_with_default, default=None)
     if option.kind.choices is not None:
         kind = {"type": click.Choice(option.kind.choices)}
-    return click.Option([option.flag], help=option.help, default=None, **kind)
+    return click.Option([option.flag], help=option.help_with_default, default=None, **kind)
 
 
 def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> str:

@@ -1,6 +1,6 @@
-"""The kinds of values that options and keys of ``[tool.gpumem]`` take, each with its check.
+"""Kinds of values for options and for keys of ``[tool.gpumem]``, each with its check.
 
-Every pytest run loads this module: checks import the rest of the package only when there is a value to check.
+Every pytest run loads this module, so a check imports other modules only when it has a value to check.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """A kind of values: the ``types`` of TOML, ``expected`` in messages, and the function that checks and converts one."""
+    """A kind of value: its ``types`` in TOML, the words for it in messages, and a function that checks and converts a value."""
 
     types: type | tuple[type, ...]
     expected: str
     convert: Callable[[Any, str], Any] = lambda value, _: value
-    """Returns the value of the setting; the second argument is where it stands. Raises `SettingsError`."""
+    """Returns the setting for a value. The second argument names the place of the value. Raises `SettingsError`."""
     choices: tuple[str, ...] | None = None
     is_array: bool = False
-    """True if it is an array of texts that are not empty; such an option may be repeated."""
+    """True for an array of strings that are not empty. Such an option may be repeated."""
     is_path: bool = False
-    """True if it is relative to the root directory in pyproject.toml, and when typed to the folder pytest was started in.
+    """True for a path. A relative path starts in the root directory in pyproject.toml, and in the current folder if typed.
 
-    That folder is the field of `Settings` whose name has ``_base`` appended.
+    `Settings` has this folder in a second field, for example ``store_base`` for ``store``.
     """
     check_in_file: Callable[[Any, str], None] = lambda _value, _where: None
-    """Raises `SettingsError` for a value that may only be typed, because a pull request can change a file."""
+    """Raises `SettingsError` for a value that has to be typed, because a pull request can change a file."""
 
     def read(self, value: Any, where: str) -> Any:
         """Return the setting for a value of ``[tool.gpumem]``.
 
         Args:
-            value: As it was parsed from TOML.
+            value: The value from TOML.
             where: The file, the table and the key, for messages.
 
         Raises:
-            SettingsError: The value is of another type, none of the choices, or one that ``convert`` refuses.
+            SettingsError: The value has another type, is not among the choices, or ``convert`` refuses it.
         """
         # true and false are numbers in Python.
         fits = isinstance(value, self.types) and (not isinstance(value, bool) or self.types is bool)
@@ -58,12 +58,12 @@ class Kind(NamedTuple):
 
 
 def one_of(choices: tuple[str, ...]) -> Kind:
-    """Return the kind of texts that are one of ``choices``."""
+    """Return the kind for a string among ``choices``."""
     return Kind(str, "a string", choices=choices)
 
 
 def _line(text: str, where: str) -> str:
-    # An argument may hold bytes that are no text, which no file of the store can.
+    # An argument can have bytes that are not UTF-8. A file of the store cannot.
     line = " ".join(text.encode("utf-8", "backslashreplace").decode("utf-8").split())
     if not line:
         raise SettingsError(f"{where} is empty, expected why the change is accepted")
@@ -123,7 +123,7 @@ def _seconds(value: float | str, where: str) -> float:
 
 
 def model_of(text: str, where: str) -> ModelName:
-    """Return the model that a text names. Raises `SettingsError`."""
+    """Return the model with a name such as ``hf:ORG/NAME``. Raises `SettingsError`."""
     from pytest_gpumem.models.errors import ModelError
     from pytest_gpumem.models.sources import SOURCES, model_name
 

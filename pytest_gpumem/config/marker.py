@@ -9,9 +9,9 @@ import pytest
 from pytest_gpumem.config.errors import BudgetError
 from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
 from pytest_gpumem.config.options import CELL, CONFIG_FIXTURE, CONFIG_MARKER, MARKER
-from pytest_gpumem.config.renamed import ARGUMENTS, hint
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS
+from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,7 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
     others: dict[str, Any] = {}
     for name, value in arguments.items():
         if name not in MARKER_ARGUMENTS:
-            raise BudgetError(f"unknown argument {name!r}; {hint(name, ARGUMENTS, list(MARKER_ARGUMENTS))}")
+            raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(MARKER_ARGUMENTS))}")
         if value is None:
             raise BudgetError(f"{name} is None, which is no limit; leave it out where there is none")
         target, read = MARKER_ARGUMENTS[name]

@@ -1,4 +1,4 @@
-"""``[[tool.gpumem.models]]``: steps of models by name, each of which is a test without a file."""
+"""``[[tool.gpumem.models]]``: steps of named models, which are tests without a test file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.config.errors import BudgetError, SettingsError
+from pytest_gpumem.config.keys import MODEL_KEYS
 from pytest_gpumem.config.kinds import model_of
 from pytest_gpumem.config.marker import budget_from_arguments
 from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
@@ -25,37 +26,36 @@ from pytest_gpumem.units import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_KEYS = ("model", "batch", "config", "train", "generate", "lora")
 _WORDS = TaskWords("train = true", "train = false", "generate", "lora")
 _PLAIN = StepConfig("fp32")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """A step of a model by name under one config: a test."""
+    """A test: a step of a named model with one config."""
 
     model: ModelName
     batch: BatchSize | None = None
-    """``None`` is one sample of a usual length."""
+    """``None`` means one sample of a usual length."""
     config: StepConfig = _PLAIN
     task: Task = TRAINING
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the marker."""
     entry: int | None = None
-    """The position of the entry of the settings that it is from; ``None`` for a model that was typed only."""
+    """The index of its entry in the settings. ``None`` for a model from the command line."""
     written: str = ""
-    """The name of the model as it is written there."""
+    """The model's name in this entry."""
     index: int = 0
-    """The position of the config in it."""
+    """The index of the config in this entry."""
 
     @property
     def matrix(self) -> str:
-        """The name that it shares with the other configs of its entry: ``"hf-tiny:openai-community/gpt2[4x128]"``."""
+        """The name that all configs of an entry share: ``"hf-tiny:openai-community/gpt2[4x128]"``."""
         return self._named(self._size)
 
     @property
     def name(self) -> str:
-        """The name of its test: ``"hf-tiny:openai-community/gpt2[4x128-amp-bf16]"``."""
+        """The test's name: ``"hf-tiny:openai-community/gpt2[4x128-amp-bf16]"``."""
         return self._named([*self._size, self.config.id])
 
     @property
@@ -67,7 +67,7 @@ class ModelStep:
 
 
 def model_steps(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:
-    """Return the steps that the entries of ``models`` make. Raises `SettingsError`."""
+    """Return the steps for the entries of ``models``. Raises `SettingsError`."""
     steps: dict[str, ModelStep] = {}
     for number, entry in enumerate(entries):
         for step in _steps_of(entry, number, f"{where} {number + 1}"):
@@ -88,15 +88,15 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
         raise SettingsError(f'{where} needs model, the name of one, like model = "hf-tiny:openai-community/gpt2"')
     model = model_of(text, f"{where}: model")
     where = f"{where} (model = {text!r})"
-    limits = {name: value for name, value in entry.items() if name not in _KEYS}
+    limits = {name: value for name, value in entry.items() if name not in MODEL_KEYS}
     for name in limits:
         if name not in MARKER_ARGUMENTS:
-            raise SettingsError(f"{where}: unknown key {name!r}; {nearest(name, [*_KEYS, *MARKER_ARGUMENTS])}")
+            raise SettingsError(f"{where}: unknown key {name!r}; {nearest(name, [*MODEL_KEYS, *MARKER_ARGUMENTS])}")
     try:
         budget_from_arguments(limits)
         task = _task(entry)
         check_task(model, task)
-        # A whole number, too: anything else is no size as a text, either.
+        # A whole number is a size as well. Other values are refused as texts.
         size = batch_size(str(entry["batch"])) if "batch" in entry else None
         configs = _configs(entry["config"], task) if "config" in entry else [_PLAIN]
     except (BudgetError, ConfigError, ModelError) as error:
@@ -108,7 +108,7 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
 
 
 def _task(entry: Mapping[str, object]) -> Task:
-    # TOML has no null: what is not there is None.
+    # TOML has no null, so None means a missing key.
     trains, tokens, adapters = (entry.get(key) for key in ("train", "generate", "lora"))
     if trains is not None and not isinstance(trains, bool):
         raise ModelError(f"train is {trains!r}, expected true or false, which measures inference")
@@ -130,13 +130,13 @@ def _configs(value: object, task: Task) -> list[StepConfig]:
 
 
 def chosen(steps: Sequence[ModelStep], typed: Iterable[ModelName]) -> tuple[ModelStep, ...]:
-    """Return the steps of the models that were ``typed``: those of ``steps``, or of one that is not there a plain one."""
-    found = [[step for step in steps if step.model == name] or [ModelStep(name)] for name in dict.fromkeys(typed)]
-    return tuple(step for each in found for step in each)
+    """Return the steps of the ``typed`` models: those in ``steps``, or a plain step for a model without an entry."""
+    groups = [[step for step in steps if step.model == name] or [ModelStep(name)] for name in dict.fromkeys(typed)]
+    return tuple(step for group in groups for step in group)
 
 
 def from_root(model: ModelName, base: Path, root: Path) -> ModelName:
-    """Return a model whose name is a path from ``base`` by its path from ``root``; another one as it is."""
+    """Return a model with its path relative to ``root`` in place of ``base``. Other models are returned unchanged."""
     path = base / Path(model.name).expanduser()
     if not path.exists():
         return model

@@ -10,35 +10,38 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import pytest
 
-from pytest_gpumem.config import kinds, renamed
+from pytest_gpumem.config import kinds
 from pytest_gpumem.reports.formats import FORMATS
-from pytest_gpumem.values.option_words import UPDATE_MODES
+from pytest_gpumem.values.option_words import DEFAULT_DEVICE, UPDATE_MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pytest_gpumem.gate.verdict import Cell
 
 
 class Command(NamedTuple):
-    """A command that runs one item again: options are put between ``words`` and ``rest``."""
+    """A command that runs an item again. Options go between ``words`` (``gpumem run``) and ``rest`` (``train.py``)."""
 
     words: tuple[str, ...]
     rest: tuple[str, ...] = ()
 
 
 COMMAND: pytest.StashKey[Command] = pytest.StashKey()
-"""The command that runs an item again, where that is not pytest and its id."""
+"""The command that runs an item again, if pytest with the item's id does not."""
 ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
-"""The argument of pytest without which there is no such item: the option of a model that is not in the settings."""
+"""The argument of pytest that an item needs: ``--gpumem-model=NAME`` for a model that is not in the settings."""
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
-"""The cell of an item in its matrix, where no marker makes that."""
+"""The cell of an item in its matrix, if no marker makes the matrix."""
 PARSER: pytest.StashKey[pytest.Parser] = pytest.StashKey()
-"""pytest's parser of options, which knows the options of all plugins."""
+"""pytest's parser, with the options of all plugins."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 ExplainMode = Literal["on-failure", "always", "never"]
 EXPLAIN_MODES: tuple[ExplainMode, ...] = get_args(ExplainMode)
+DEFAULT_EXPLAIN: ExplainMode = "on-failure"
+DEFAULT_STORE = "gpumem-baselines"
+"""The folder of the baselines, in pytest's root directory."""
+DEFAULT_RANK_TIMEOUT = 600.0
+"""Seconds: the default timeout of NCCL's collectives."""
 
 
 class Option(NamedTuple):
@@ -47,148 +50,261 @@ class Option(NamedTuple):
     name: str
     kind: kinds.Kind
     help: str
+    """One or two sentences, for help and for the page of the options."""
     metavar: str | None = None
-    """The name of the value in help; flags and choices need none."""
+    """The name of the value in help. Flags and choices need no name."""
+    default: str | None = None
+    """The setting if neither the option nor the key is there, as help shows it."""
+    details: str = ""
+    """Markdown for the page of the options, which help leaves out."""
     is_key: bool = True
-    """True if it may stand in ``[tool.gpumem]``; others are for one session."""
+    """True if ``[tool.gpumem]`` may have the option as a key. Others are for a single session."""
     in_accept: bool = False
-    """True if the command that accepts a result repeats it as it was typed, since it decides what is measured.
+    """True if the option decides what is measured, so a command that accepts a result repeats it.
 
-    For options that take one value: neither flags nor those that may be repeated.
+    Only for options with a single value: no flags, and no options that may be repeated.
     """
     for_tests: bool = False
-    """True if it says which tests there are, and so is none of `gpumem run`."""
+    """True if the option selects tests. `gpumem run` does not have it."""
     wants_result: bool = False
-    """True if a session in which it is typed has to say something also where nothing is measured."""
+    """True if a session with this option has to report a result, even if nothing is measured."""
 
     @property
     def flag(self) -> str:
-        """The option as it is typed."""
+        """The option on the command line: ``--gpumem-rank-timeout``."""
         return f"--gpumem-{self.name.replace('_', '-')}"
 
     @property
+    def help_with_default(self) -> str:
+        """The help, with the default if there is one."""
+        return self.help if self.default is None else f"{self.help} Default: {self.default}."
+
+    @property
     def is_flag(self) -> bool:
-        """True if it is switched on and off, and takes no value."""
+        """True if the option takes no value, and ``--no-gpumem-NAME`` switches it off."""
         return self.kind is kinds.FLAG
 
     @property
     def negated(self) -> str:
-        """A flag as it is typed to switch it off."""
+        """The form that switches a flag off: ``--no-gpumem-strict``."""
         return f"--no-{self.flag[2:]}"
 
     @property
     def dest(self) -> str:
-        """The name of its value among pytest's."""
+        """The name of the value in pytest's configuration: ``gpumem_rank_timeout``."""
         return f"gpumem_{self.name}"
 
 
+_RELATIVE = (
+    "A relative path on the command line starts in the folder in which pytest was started. In `pyproject.toml` it "
+    "starts in pytest's root directory."
+)
+_EXPLAIN = """
+`on-failure`: a step is explained if its test fails because of bytes, runs out of memory, or is written into the store.
+With `--gpumem-baseline` and a JSON report, a step is also explained if [`gpumem accept`](command-accept.md) would write
+its baseline.
+
+`always`: every step is explained. The session ends with the largest rows of each peak, for ten tests, or with `-v` for
+all.
+
+`never`: no step is explained, and new baselines have no composition.
+
+With the first two modes, a step is also explained if its test reads the
+[composition](../concepts/composition.md) of its measurement.
+"""
+_STORE = f"""
+{_RELATIVE} `~` is the home folder.
+
+A [URL](../concepts/store.md) names a store in a bucket or on another host. `pyproject.toml` and `addopts` may name a
+bucket only (`s3://`, `gs://`, `az://`), because a pull request can change these files. Any other host has to be typed.
+"""
+_AGAINST = """
+Both `--gpumem-baseline` and an [emulated GPU](cards.md) are needed. The session writes no baselines: measure those of a
+real GPU on that GPU. [`gpumem compare`](command-compare.md) shows the figures of two sessions side by side.
+
+Each [metric](metrics.md) has a least tolerance for this comparison, because [published
+peaks](../trust.md#published-peaks) differ from those of an emulated GPU. `launches` is not judged, because a cuBLAS
+product can be two kernels on a real GPU.
+"""
+_MODES = """
+### Modes
+
+A verdict that the mode accepts does not fail its test in this session, even with `--gpumem-baseline` or
+`--gpumem-strict`.
+
+| [Verdict](verdicts.md) | ``new`` | ``improved`` | ``all`` |
+|---|---|---|---|
+| `new`, `foreign`: the test has no baseline on this device | adds it, unless the test may be a [renamed test](../concepts/verdicts.md) that grew | - | adds it |
+| `new` for a metric: the baseline lacks this metric | adds the metric, if no difference between the environments moves it | - | replaces the baseline |
+| `new` for a time: the baseline has no `step_times` | adds all times, if the baseline has the same `machine` (or none) and the runs were quiet | - | replaces the baseline |
+| `improved` | - | lowers each improved metric, and all times together, if [one environment fits all figures](#environment-of-a-lowered-baseline) | replaces the baseline |
+| `missing`: the test takes other measurements, but no longer this one | - | - | removes the baseline |
+| `missing`: the test is not measured any more | - | - | - |
+| `regressed`, `uncertain`, `stale` | - | - | replaces the baseline, but an `uncertain` time becomes one more run of it |
+| `ok` for times | - | - | adds this run, and drops the oldest of more than ten runs |
+| `ok` for all other metrics | - | - | replaces the baseline if a byte, a count, the workload or a relevant detail of the environment differs, or if only this session has a composition |
+| `over_budget`, and tests that failed by themselves or were skipped | - | - | - |
+
+A byte of `peak_reserved` alone replaces nothing. A detail of the environment is relevant if it moves one of the
+[metrics](metrics.md). If a test is not measured any more, the session names it, and [`gpumem prune`](command-prune.md)
+removes its baselines.
+
+### Times that `all` writes
+
+Each `--gpumem-update=all` writes all times of a baseline together. It begins with this run alone if the step became
+slower or faster, does other work, or runs on another `machine`, or if this is the first run whose clock can be read.
+The run is left out in three cases: something disturbed it, the machine was slower than in the stored runs, or its clock
+cannot be read although theirs could. The session's line about the store says how many runs were left out, and why the
+first one was.
+
+### Environment of a lowered baseline
+
+A baseline has one environment for all its figures. ``improved`` writes this session's environment if the figures that
+stay fit it: this session measured the same values, or no difference between the environments moves them. Otherwise the
+baseline keeps its environment and its times, if the lowered figures fit that environment. If neither environment fits,
+nothing is written.
+
+For example, a new release of torch needs fewer FLOPs and more operators. With the new release in the baseline,
+`operators` would be `regressed` instead of `uncertain`, although no code changed. So ``improved`` leaves this baseline
+alone. `--gpumem-update=all` accepts both figures.
+"""  # noqa: E501 - a row of a Markdown table is a line
 OPTIONS = (
-    Option("baseline", kinds.FLAG, "compare with the stored baselines and fail on regressions", wants_result=True),
+    Option(
+        "baseline",
+        kinds.FLAG,
+        "Compare every measured test with its stored baseline, and fail the tests that regressed.",
+        wants_result=True,
+    ),
     Option(
         "update",
         kinds.one_of(UPDATE_MODES),
-        "write measurements into the store: add what is missing (new), lower what got better (improved), or accept everything "
-        "(all)",
+        "Write measurements into the store when the session ends: new adds missing baselines, improved lowers those "
+        "whose figures got better, all accepts every change.",
+        details=_MODES,
         wants_result=True,
     ),
     Option(
         "reason",
         kinds.LINE,
-        "why the changes that --gpumem-update accepts are accepted; kept with each baseline that changes, and shown by "
-        "failures and `gpumem history`",
+        "Reason for the changes that --gpumem-update accepts, in one line. Each baseline that is added or changed "
+        "keeps it, and failures and `gpumem history` show it.",
         "TEXT",
         is_key=False,
+        details="The option needs `--gpumem-update`.",
     ),
     Option(
         "device",
         kinds.TEXT,
-        "where steps run: cuda (default), cpu, auto for CUDA where there is one and the CPU otherwise, a GPU that is "
-        "emulated (emulated:h100, emulated:24GB), or a device that a plugin adds",
+        "Device that runs the steps: cuda, cpu, auto (cuda if there is a GPU, otherwise cpu), an emulated GPU such as "
+        "emulated:h100 or emulated:24GB, or a device from another plugin.",
         "DEVICE",
+        default=DEFAULT_DEVICE,
+        details="[Cards](cards.md) lists the emulated GPUs. Another plugin adds a device by the hook `pytest_gpumem_devices`.",
         in_accept=True,
     ),
     Option(
         "against",
         kinds.TEXT,
-        "on an emulated GPU: compare with the baselines of a real one, by the name of their folder in the store",
+        "Compare the figures of an emulated GPU with the baselines of a real GPU. SLUG is the name of that GPU's "
+        "folder in the store, for example nvidia-h100-80gb-hbm3.",
         "SLUG",
         is_key=False,
+        details=_AGAINST,
     ),
     Option(
         "store",
         kinds.STORE,
-        "where the baselines lie (default: gpumem-baselines in the root directory)",
+        "Folder or URL of the stored baselines.",
         "PATH|URL",
+        default=DEFAULT_STORE,
+        details=_STORE,
         in_accept=True,
     ),
     Option(
         "strict",
         kinds.FLAG,
-        "fail every measured test whose verdict is not ok or improved, also what could not be measured",
+        "Fail every measured test whose verdict is not ok or improved, including tests that could not be measured.",
+        details="[Verdicts](verdicts.md) says for each verdict whether the option fails the test.",
         wants_result=True,
     ),
     Option(
         "explain",
         kinds.one_of(EXPLAIN_MODES),
-        "tell what a peak is made of, with one more step: when a test fails or a baseline is written (on-failure, "
-        "the default), for every test (always), or never",
+        "Record one more step, to explain which tensors its peak consists of: on-failure for a test that fails or "
+        "whose baseline is written, always for every test, never for none.",
+        default=DEFAULT_EXPLAIN,
+        details=_EXPLAIN,
         in_accept=True,
     ),
     Option(
         "artifacts",
         kinds.FOLDER,
-        "write the timeline of each step that is explained here (JSON), and on CUDA its snapshot for "
-        "pytorch.org/memory_viz",
+        "Write the timeline of each explained step into this folder (JSON), and on CUDA a snapshot for "
+        "pytorch.org/memory_viz.",
         "DIR",
+        details=f"{_RELATIVE} [Reports](reports.md) describes the timeline.",
     ),
     Option(
         "report",
         kinds.REPORTS,
-        "write a report, in the format that the suffix says: "
-        f"{', '.join(f'{one.suffix} {one.title}' for one in FORMATS)}; may be repeated",
+        "Write a report, in the format of the file's suffix: "
+        f"{', '.join(f'{one.suffix} {one.title}' for one in FORMATS)}. May be repeated.",
         "FILE",
+        details=f"{_RELATIVE} [Reports](reports.md) describes the formats.",
         wants_result=True,
     ),
     Option(
         "model",
         kinds.MODELS,
-        "measure a model of transformers, without a test file: hf:ORG/NAME, by its configuration and with random weights, or "
-        "hf-tiny:ORG/NAME, two layers of it; as [[tool.gpumem.models]] says, or else one sample in fp32; may be repeated",
+        "Measure a model by its name, without a test file: hf:ORG/NAME with random weights, hf-tiny:ORG/NAME with two"
+        " of its layers, or a model of timm, torchvision or diffusers. May be repeated.",
         "NAME",
         is_key=False,
+        details="See [Models by name](models-by-name.md#models-on-the-command-line).",
         for_tests=True,
     ),
     Option(
         "time",
         kinds.FLAG,
-        "time every step, or none (fewer runs of each); by default a gate leaves those out whose baselines have no times",
+        "Time every step, or with --no-gpumem-time none, which needs fewer runs. By default --gpumem-baseline times "
+        "only tests whose times are compared, recorded or shown.",
+        details="[Step time](../concepts/step-time.md) says which steps are timed.",
     ),
     Option(
         "rank_timeout",
         kinds.SECONDS,
-        "under torchrun: how long ranks may come no further while others wait for them, before the session ends and names "
-        "them (default: 600)",
+        "Under torchrun: end the session, and name the stuck ranks, if ranks make no progress for this long while "
+        "others wait for them.",
         "SECONDS",
+        default=f"{DEFAULT_RANK_TIMEOUT:g} s",
+        details="The value is a number of seconds, or a duration such as `5 min`. See [ranks](../concepts/processes.md).",
     ),
     Option(
         "pack",
         kinds.FLAG,
-        "with pytest-xdist: tests whose peaks are known, by a baseline or a budget, share a GPU as far as they fit, the "
-        "largest first; others, and those that are timed, have it alone",
+        "With pytest-xdist: tests share a GPU as far as their known peaks fit, the largest first. A peak is known "
+        "from a baseline or a budget. Other tests, and timed tests, have the GPU alone.",
+        details="With `--gpumem-device=cpu` the option is an error. The key only makes the session say that nothing is shared. "
+        "See [packing](../concepts/processes.md).",
     ),
 )
 """All options, in the order of help."""
 
 
 def is_measured(item: pytest.Item) -> bool:
-    """Return whether a test has the marker or the fixture."""
+    """Return whether a test has the marker or the fixture, so it is measured."""
     return FIXTURE in getattr(item, "fixturenames", ()) or item.get_closest_marker(MARKER) is not None
 
 
 def check_words(parser: pytest.Parser, words: list[str]) -> None:
-    """Raise ``pytest.UsageError`` for a word like an option of this plugin which no plugin has, with the one that is near.
+    """Check that options that begin like those of this plugin exist.
 
-    ``parser`` has the options of all plugins and of the first conftests. It is asked only where there is such a word.
+    Args:
+        parser: pytest's parser, with the options of all plugins and of the first conftests.
+        words: The command line.
+
+    Raises:
+        pytest.UsageError: No plugin has the option. The message names the nearest option.
     """
     flags = [
         flag for option in OPTIONS for flag in ((option.flag, option.negated) if option.is_flag else (option.flag,))
@@ -207,7 +323,7 @@ def check_words(parser: pytest.Parser, words: list[str]) -> None:
 
 
 def arguments_of(option: Option) -> dict[str, Any]:
-    """Return the arguments for `argparse` that say how an option is typed."""
+    """Return the arguments for `argparse.ArgumentParser.add_argument` by which an option is parsed."""
     if option.is_flag:
         return {"action": argparse.BooleanOptionalAction}
     if option.kind.choices is not None:
@@ -218,20 +334,5 @@ def arguments_of(option: Option) -> dict[str, Any]:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpumem", "GPU memory and throughput (pytest-gpumem)")
     for option in OPTIONS:
-        # Without a default, what [tool.gpumem] says can apply.
-        group.addoption(option.flag, default=None, help=option.help, **arguments_of(option))
-    for old, now in renamed.OPTIONS.items():
-        group.addoption(old, action=_Renamed, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS, metavar=now)
-
-
-class _Renamed(argparse.Action):
-    """An option that is called otherwise now: its metavar."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[object] | None,
-        option_string: str | None = None,
-    ) -> None:
-        raise argparse.ArgumentError(None, f"{option_string} is called {self.metavar} now")
+        # Without a default here, the key in [tool.gpumem] can apply.
+        group.addoption(option.flag, default=None, help=option.help_with_default, **arguments_of(option))

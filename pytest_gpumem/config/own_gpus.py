@@ -1,4 +1,4 @@
-"""``[tool.gpumem.gpus.NAME]``: GPUs of one's own, to be emulated beside those of the table."""
+"""``[tool.gpumem.gpus.NAME]``: the user's own GPUs for emulation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.config.errors import SettingsError
+from pytest_gpumem.config.keys import GPU_KEYS
 from pytest_gpumem.devices.cuda import cuda_slug
 from pytest_gpumem.emulation import gpus
 from pytest_gpumem.emulation.load import CONTEXT_BYTES
@@ -21,22 +22,21 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-.][a-z0-9]+)*")
 _MOST_MEMORY = 2**43
 _MOST = 2**31 - 1
-"""The largest C ``int``, in which CUDA has the size of the L2."""
+"""The largest C ``int``. CUDA has the size of the L2 in an ``int``."""
 _MOST_SMS = 4096
 _MOST_NAME = 200
-"""Bytes of a name, which CUDA keeps in 256 with what is added to it."""
-KEYS = ("like", "memory", "capability", "sms", "l2", "name")
+"""Bytes. CUDA has 256 bytes for a name, including "(emulated)"."""
 
 
 def own_gpus(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
     """Return the GPUs that a ``gpus`` table defines, by name.
 
     Args:
-        table: As it was parsed from TOML.
+        table: The table from TOML.
         where: The file and the table, for messages.
 
     Raises:
-        SettingsError: A mistake in it, in one sentence.
+        SettingsError: The table has a mistake.
     """
     found: dict[str, Gpu] = {}
     for name, entry in table.items():
@@ -65,8 +65,8 @@ def _check_name(name: str, found: Mapping[str, Gpu], of: str) -> None:
 
 def _gpu(name: str, entry: Mapping[str, Any], of: str) -> Gpu:
     for key in entry:
-        if key not in KEYS:
-            raise SettingsError(f"{of}: unknown key {key!r}; {nearest(key, list(KEYS))}")
+        if key not in GPU_KEYS:
+            raise SettingsError(f"{of}: unknown key {key!r}; {nearest(key, list(GPU_KEYS))}")
     base = _base(entry, of)
     figures: dict[str, Any] = {}
     if "memory" in entry:
@@ -79,7 +79,7 @@ def _gpu(name: str, entry: Mapping[str, Any], of: str) -> Gpu:
 
 
 def _base(entry: Mapping[str, Any], of: str) -> Gpu:
-    """Return the GPU that has what an entry does not give: the one that it is like, or the first of its compute capability."""
+    """Return the GPU for missing figures: the entry's ``like``, or the first card with the entry's compute capability."""
     if "like" not in entry:
         for key, example in (("memory", "48GB"), ("capability", "8.9")):
             if key not in entry:

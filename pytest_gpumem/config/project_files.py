@@ -18,6 +18,7 @@ from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.options import OPTIONS, arguments_of
 from pytest_gpumem.config.settings import check_readable, read_table, settings_from
 from pytest_gpumem.config.unread import unread_around
+from pytest_gpumem.variables import PYTEST_ADDOPTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,7 +80,7 @@ def project_files(folder: Path, environment: Mapping[str, str]) -> ProjectFiles:
     Raises:
         SettingsError: A file cannot be read, or pytest would refuse it.
     """
-    of_user = _options(_words(environment.get("PYTEST_ADDOPTS", "")), "PYTEST_ADDOPTS")
+    of_user = _options(_words(environment.get(PYTEST_ADDOPTS, "")), PYTEST_ADDOPTS)
     nearest = next((path for each in (folder, *folder.parents) if _is_there(path := each / "pyproject.toml")), None)
     if nearest is not None:
         check_readable(nearest)

@@ -10,12 +10,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from pytest_gpumem.config import renamed
 from pytest_gpumem.config.errors import BudgetError, SettingsError
-from pytest_gpumem.config.kinds import DURATION, PATTERNS, TABLE, TABLES, Kind, one_of
+from pytest_gpumem.config.keys import BUDGET_KEYS, OTHER_KEYS
+from pytest_gpumem.config.kinds import TABLE, Kind
 from pytest_gpumem.config.marker import budget_from_arguments
-from pytest_gpumem.config.options import OPTIONS, ExplainMode, Option
-from pytest_gpumem.config.renamed import hint
+from pytest_gpumem.config.options import (
+    DEFAULT_EXPLAIN,
+    DEFAULT_RANK_TIMEOUT,
+    DEFAULT_STORE,
+    OPTIONS,
+    ExplainMode,
+    Option,
+)
 from pytest_gpumem.gate.baseline import Budget
 from pytest_gpumem.metrics import METRICS, Tolerance
 from pytest_gpumem.timing.sampling import DEFAULT_SECONDS
@@ -25,10 +31,10 @@ from pytest_gpumem.values.option_words import (
     DEFAULT_DEVICE,
     EMULATED,
     EMULATED_SLUG,
-    ROUTINGS,
     Routing,
     UpdateMode,
 )
+from pytest_gpumem.variables import PYTEST_ADDOPTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -39,23 +45,19 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.models.name import ModelName
 
-DEFAULT_STORE = "gpumem-baselines"
-DEFAULT_RANK_TIMEOUT = 600.0
-"""The timeout in seconds of NCCL's collectives by default."""
-
 
 def matches_test(tests: str, nodeid: str) -> bool:
-    """Return whether a pattern of tests is the node id, matches it, or matches a file or class that it is in (fnmatch)."""
+    """Return whether a pattern matches a node id, or the file or a class of the test (fnmatch)."""
     parts = nodeid.split("::")
     prefixes = ("::".join(parts[:count]) for count in range(1, len(parts) + 1))
-    # Brackets in a node id are a parametrisation and not a set of characters.
+    # Brackets in a node id are parameters and not a set of characters.
     pattern = tests.replace("[", "[[]")
     return any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
 
 
 @dataclass(frozen=True, slots=True)
 class PatternBudget:
-    """A ``[[tool.gpumem.budget]]`` entry: a budget for the tests whose node id matches ``tests`` (fnmatch)."""
+    """An entry of ``[[tool.gpumem.budget]]``: the budget of all tests that match ``tests`` (fnmatch)."""
 
     tests: str
     budget: Budget
@@ -68,66 +70,66 @@ class Settings:
     baseline: bool = False
     update: UpdateMode | None = None
     reason: str | None = None
-    """The reason why what ``update`` writes is accepted, in one line."""
+    """The reason for the changes that ``update`` writes, in one line."""
     store: str = DEFAULT_STORE
     store_base: Path = field(default_factory=Path)
     device: str = DEFAULT_DEVICE
     against: str | None = None
-    """The slug of the real GPU whose baselines an emulated one's figures are compared with."""
+    """The slug of a real GPU. Figures of an emulated GPU are compared with its baselines."""
     strict: bool = False
     time: bool | None = None
-    """True if steps are always timed, False if never; ``None`` for where their times are compared, recorded or shown."""
+    """True to time all steps, False to time none. ``None`` times steps whose times are compared, recorded or shown."""
     pack: bool = False
     """True if tests share a GPU by their known peaks."""
-    explain: ExplainMode = "on-failure"
+    explain: ExplainMode = DEFAULT_EXPLAIN
     artifacts: str | None = None
-    """The folder for timelines and snapshots; a relative path counts from ``artifacts_base``."""
+    """The folder for timelines and snapshots. A relative path starts in ``artifacts_base``."""
     artifacts_base: Path = field(default_factory=Path)
     report: tuple[str, ...] = ()
-    """The files of reports; relative paths count from ``report_base``."""
+    """The files of reports. Relative paths start in ``report_base``."""
     report_base: Path = field(default_factory=Path)
     model: tuple[ModelName, ...] = ()
-    """The models that were typed; names that are relative paths count from ``model_base``."""
+    """The models from the command line. A name that is a relative path starts in ``model_base``."""
     model_base: Path = field(default_factory=Path)
     models: tuple[ModelStep, ...] = ()
-    """Steps of models by name that are tests of every run; relative paths count from the root directory."""
+    """Steps of named models in the settings. Relative paths start in the root directory."""
     rank_timeout: float = DEFAULT_RANK_TIMEOUT
-    """Seconds that ranks may come no further while others wait for them."""
+    """Seconds without progress in a rank, while others wait, after which the session ends."""
     routing: Routing | None = None
-    """The assumption on choices that an emulated GPU does not compute: which experts get tokens."""
+    """The assumption about the experts of each token on an emulated GPU."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
-    """Seconds that timing may add to a test."""
+    """Seconds for the first samples of a test's step time."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
-    """Patterns of the tests that are measured as if they had the marker."""
+    """Patterns of tests that are measured without the marker."""
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
-    """GPUs of one's own that can be emulated, by name."""
+    """The user's own GPUs for emulation, by name."""
     explicit: bool = False
     """True if anything was set: an option, or a ``[tool.gpumem]`` table."""
 
     def compared_slug(self, slug: str) -> str:
-        """Return the slug of the device with whose baselines the figures of the one called ``slug`` are compared."""
+        """Return the slug whose baselines are compared with the figures of the device ``slug``."""
         return self.against or slug
 
     @property
     def artifacts_folder(self) -> Path | None:
-        """The folder for timelines and snapshots; ``None`` where none are written."""
+        """The folder for timelines and snapshots. ``None`` if none are written."""
         return None if self.artifacts is None else self.artifacts_base / self.artifacts
 
     @property
     def gates(self) -> bool:
-        """True if the session was asked to end red unless all is well."""
+        """True if the session has a gate: it ends red unless all is well."""
         return self.baseline or self.strict
 
     @property
     def may_be_accepted_later(self) -> bool:
-        """True if the session's report has to have all that a baseline keeps, since `gpumem accept` takes it from there."""
+        """True if the session's report needs all data of a baseline, because `gpumem accept` can write it from the report."""
         return self.baseline and self.against is None and any(file.endswith(".json") for file in self.report)
 
     def budget_for(self, nodeid: str) -> Budget:
-        """Return what the ``[[tool.gpumem.budget]]`` entries say of a test; the first that sets a limit wins."""
+        """Return the limits of a test from ``[[tool.gpumem.budget]]``. For each limit the first entry wins."""
         budget = Budget()
         for entry in self.budgets:
             if matches_test(entry.tests, nodeid):
@@ -142,14 +144,7 @@ DEFAULT_TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
 KEYS: Mapping[str, Kind] = MappingProxyType(
     {
         **{option.name: option.kind for option in OPTIONS if option.is_key},
-        "routing": one_of(ROUTINGS),
-        "units": one_of(("si", "iec")),
-        "time_budget": DURATION,
-        "tolerance": TABLE,
-        "budget": TABLES,
-        "mark": PATTERNS,
-        "gpus": TABLE,
-        "models": TABLES,
+        **{name: key.kind for name, key in OTHER_KEYS.items()},
     }
 )
 """The keys of ``[tool.gpumem]``."""
@@ -206,17 +201,17 @@ def settings_from(
 
 
 def _only_in_file(config: pytest.Config) -> Collection[str]:
-    """Return the names of options that are neither typed nor in ``PYTEST_ADDOPTS``; none in a worker, which is told all."""
+    """Return the names of options that are neither typed nor in ``PYTEST_ADDOPTS``. Workers of pytest-xdist have none."""
     if hasattr(config, "workerinput"):
         return ()
-    words = [*os.environ.get("PYTEST_ADDOPTS", "").split(), *config.invocation_params.args]
+    words = [*os.environ.get(PYTEST_ADDOPTS, "").split(), *config.invocation_params.args]
     typed = {str(word).partition("=")[0].lstrip("'\"") for word in words}
     return [option.name for option in OPTIONS if option.flag not in typed]
 
 
 def _converted(option: Option, value: Any) -> Any:
     """Return the setting for the value of an option. Raises `SettingsError`."""
-    # `gpumem ab` switches updating off where the table asks for it, which no mode does.
+    # `gpumem ab` passes an empty mode, which switches the table's `update` off.
     return None if option.name == "update" and not value else option.kind.convert(value, option.flag)
 
 
@@ -263,13 +258,13 @@ def _check_pack(settings: Settings, *, typed: bool) -> None:
 
 
 def read_table(path: Path) -> dict[str, Any] | None:
-    """Return the ``[tool.gpumem]`` table of a pyproject.toml; ``None`` when there is none. Raises `SettingsError`."""
+    """Return the table ``[tool.gpumem]`` of a pyproject.toml, or ``None`` without it. Raises `SettingsError`."""
     text = _text(path, path.name)
     return _table(text, path.name) if text is not None and "gpumem" in text else None
 
 
 def check_readable(path: Path) -> None:
-    """Raise `SettingsError` for a pyproject.toml that nothing can be read from, of which pytest itself may end by any error."""
+    """Raise `SettingsError` for a pyproject.toml that cannot be read, because pytest itself can end with any error there."""
     text = _text(path, str(path))
     if text is not None:
         _table(text, str(path))
@@ -304,7 +299,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in KEYS:
-            raise SettingsError(f"{where}: unknown key {key!r}; {hint(key, renamed.KEYS, list(KEYS))}")
+            raise SettingsError(f"{where}: unknown key {key!r}; {nearest(key, list(KEYS))}")
         values[key] = KEYS[key].read(value, f"{where}: {key}")
     tolerances = values.pop("tolerance", {})
     budgets = values.pop("budget", [])
@@ -321,7 +316,7 @@ def settings_from_table(table: Mapping[str, Any], where: str) -> Settings:
 
 
 def own_gpus_in(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
-    """Return the GPUs of one's own that a ``[tool.gpumem]`` table defines, by name. Raises `SettingsError`."""
+    """Return the user's own GPUs in a table ``[tool.gpumem]``, by name. Raises `SettingsError`."""
     if "gpus" not in table:
         return {}
     from pytest_gpumem.config.own_gpus import own_gpus
@@ -332,7 +327,7 @@ def own_gpus_in(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
 def _models(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:
     if not entries:
         return ()
-    # Most projects have none, and need not read step configs at their start.
+    # Most projects have no models, so they do not import step configs.
     from pytest_gpumem.config.models import model_steps
 
     return model_steps(entries, where)
@@ -353,8 +348,8 @@ def _tolerances(table: Mapping[str, Any], where: str) -> dict[str, Tolerance]:
 def _budget(entry: object, where: str) -> PatternBudget:
     if not isinstance(entry, dict):
         raise SettingsError(f"{where} is {entry!r}, expected a table: [[tool.gpumem.budget]]")
-    arguments = dict(entry)
-    tests = arguments.pop("tests", None)
+    arguments = {name: value for name, value in entry.items() if name not in BUDGET_KEYS}
+    tests = entry.get("tests")
     if not isinstance(tests, str) or not tests:
         close = difflib.get_close_matches("tests", list(arguments), n=1)
         hint = f"; did you mean tests instead of {close[0]!r}?" if close else ', like tests = "tests/test_gpt.py::*"'
@@ -369,12 +364,12 @@ def _budget(entry: object, where: str) -> PatternBudget:
 
 
 def named_device(word: str, *, typed: bool) -> str:
-    """Return the device as an error names it: the option if it was ``typed``, otherwise the setting in pyproject.toml."""
+    """Return the name of a device for an error: the option if it was ``typed``, otherwise the setting in pyproject.toml."""
     return f"--gpumem-device={word}" if typed else f"pyproject.toml: [tool.gpumem]: device = {word!r}"
 
 
 def check_device(settings: Settings, valid: list[str], *, typed: bool = True) -> None:
-    """Raise `SettingsError` if the device, an option that was ``typed`` or a setting in the file, is not in ``valid``."""
+    """Raise `SettingsError` if the device is not in ``valid``. ``typed`` says if it comes from the command line."""
     if settings.device not in valid:
         from pytest_gpumem.emulation.gpus import nearest_device_or_emulated
 
@@ -383,9 +378,9 @@ def check_device(settings: Settings, valid: list[str], *, typed: bool = True) ->
 
 
 def options_given(config: pytest.Config) -> list[str]:
-    """Return the options that decide what is measured, as they were typed, for a command that accepts its results.
+    """Return the typed options that decide what is measured, for a command that accepts the results.
 
-    A real GPU's baselines (``--gpumem-against``) are written on that GPU.
+    With ``--gpumem-against`` the command names the default device, because the baselines of a real GPU are written there.
     """
     from pytest_gpumem.baselines.url_backend import without_credentials
 

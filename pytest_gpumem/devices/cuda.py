@@ -21,6 +21,7 @@ from pytest_gpumem.emulation.load import CONTEXT_BYTES
 from pytest_gpumem.measurement import Environment
 from pytest_gpumem.torch_support.private_api import tf32_allowed
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
+from pytest_gpumem.variables import ALLOC_CONF, CUDA_ALLOC_CONF
 from pytest_gpumem.whole_file import replacing
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ _PROBE_BYTES = 4096
 _REQUESTED, _ALLOCATED = "requested_bytes", "allocated_bytes"
 _AMPERE = (8, 0)
 _BFLOAT16 = frozenset({"amp-bf16", "bf16", "mp-bf16"})
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def cuda_slug(device: str) -> str:
@@ -90,7 +90,7 @@ class CudaDevice(Device):
         import torch
 
         properties = self.runtime.properties()
-        allocator = ",".join(value for name in _ALLOCATOR_VARIABLES if (value := os.environ.get(name)))
+        allocator = ",".join(value for name in (ALLOC_CONF, CUDA_ALLOC_CONF) if (value := os.environ.get(name)))
         details: dict[str, str | int] = {
             "total_memory": properties.total_memory,
             "torch": str(torch.__version__),

@@ -15,9 +15,9 @@ from pytest_gpumem.devices.cuda_runtime import TorchCuda, gpus_beside
 from pytest_gpumem.devices.memory_ledger import MemoryLedger
 from pytest_gpumem.devices.profiled import kernel_name
 from pytest_gpumem.emulated_process.usage import no_kernels
-from pytest_gpumem.emulation.load import CARD
 from pytest_gpumem.values.option_words import EMULATED_SLUG, LOWER_BOUND
 from pytest_gpumem.values.unknown_reads import NOTHING_READ
+from pytest_gpumem.variables import EMULATED_CARD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -103,7 +103,7 @@ class EmulatedDevice(CudaDevice):
 
 def _ledger(runtime: TorchCuda) -> MemoryLedger | None:
     """Return the ledger of the card that this process shares with others; ``None`` where it has one of its own."""
-    card = os.environ.get(CARD)
+    card = os.environ.get(EMULATED_CARD)
     if not card:
         return None
     digest = hashlib.sha256(os.path.realpath(card).encode()).hexdigest()[:16]

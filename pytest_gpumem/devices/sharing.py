@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.variables import CUDA_VISIBLE_DEVICES
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -19,7 +21,7 @@ def visible_gpus(environ: Mapping[str, str], installed: int) -> list[str]:
     ``installed`` is how many the machine has; an entry may be an index, a UUID or a MIG instance. As the driver does, the
     list ends before the first ``-1``.
     """
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = environ.get(CUDA_VISIBLE_DEVICES)
     if chosen is None:
         return [str(index) for index in range(installed)]
     visible: list[str] = []
@@ -50,4 +52,4 @@ def give_worker_its_gpu(worker_id: str) -> None:
     """Narrow ``CUDA_VISIBLE_DEVICES`` of this worker to its own GPU. Must come before CUDA is first used."""
     gpu = gpu_of_worker(visible_gpus(os.environ, installed_gpus()), worker_id)
     if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        os.environ[CUDA_VISIBLE_DEVICES] = gpu

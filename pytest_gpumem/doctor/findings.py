@@ -14,6 +14,7 @@ from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.timing.validity import disturbance
 from pytest_gpumem.units import counted, format_bytes
 from pytest_gpumem.values.option_words import EMULATED, EMULATED_SLUG
+from pytest_gpumem.variables import CPU_CAPABILITY, CUDA_ALLOC_CONF
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -411,9 +412,9 @@ def _mend_of(differing: Mapping[str, tuple[str | int, str | int]]) -> str:
         if {then, now} <= {*_INSTRUCTION_SETS} and _INSTRUCTION_SETS.index(str(then)) < _INSTRUCTION_SETS.index(
             str(now)
         ):
-            mends.append(f"set ATEN_CPU_CAPABILITY={str(then).lower()}")
+            mends.append(f"set {CPU_CAPABILITY}={str(then).lower()}")
     if "allocator" in differing:
-        mends.append(f"set PYTORCH_CUDA_ALLOC_CONF={differing['allocator'][0]}")
+        mends.append(f"set {CUDA_ALLOC_CONF}={differing['allocator'][0]}")
     said = ", ".join(f"{name} {now}" for name, (_, now) in differing.items() if name != _MACHINE)
     again = _RECORD_HERE.format(said or "another machine")
     return f"{', '.join(mends)}; or {again}" if mends else again

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.emulated_process.before_torch import DESCRIPTION
 from pytest_gpumem.emulation.gpus import described
 from pytest_gpumem.emulation.load import Emulation, load
+from pytest_gpumem.variables import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_gpumem.emulation.gpus import Gpu
 
-VARIABLE = "GPUMEM_EMULATED"
-"""Variable that names the GPU to emulate for the processes that this one starts."""
 STARTUP = Path(__file__).with_name("startup")
 """A folder for ``PYTHONPATH``, whose ``sitecustomize`` has torch preceded by the stand-ins."""
 
@@ -41,7 +40,7 @@ def environment_for(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in paths if path and path != str(STARTUP)]
     return {
-        VARIABLE: gpu.device,
+        EMULATED: gpu.device,
         DESCRIPTION: described(gpu),
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *others]),
     }

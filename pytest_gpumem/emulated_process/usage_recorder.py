@@ -27,6 +27,7 @@ from pytest_gpumem.torch_support.private_api import (
     observe_out_of_memory,
     when_cuda_begins,
 )
+from pytest_gpumem.variables import CUDA_VISIBLE_DEVICES
 
 _OF_TORCH_OR_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
@@ -119,7 +120,7 @@ class _Recorder:
 
 
 def _number(device: int) -> int:
-    return among_all(device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return among_all(device, os.environ.get(CUDA_VISIBLE_DEVICES))
 
 
 def _installed() -> list[str]:

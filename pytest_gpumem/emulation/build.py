@@ -17,7 +17,8 @@ from pytest_gpumem.emulation.errors import EmulationError, NotElf
 from pytest_gpumem.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs, version_script
 from pytest_gpumem.emulation.neighbours import Needs, needed_beside
 from pytest_gpumem.emulation.torch_build import needs_of_triton
-from pytest_gpumem.user_cache import VARIABLE, CacheRefused, cache_root, check_own, make_own
+from pytest_gpumem.user_cache import CacheRefused, cache_root, check_own, make_own
+from pytest_gpumem.variables import CACHE, COMPILER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -94,7 +95,7 @@ def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
     except OSError as error:
         raise EmulationError(
-            f"the emulated GPU's libraries cannot be kept in {folder.parent}: {error.strerror}. Set {VARIABLE} to a "
+            f"the emulated GPU's libraries cannot be kept in {folder.parent}: {error.strerror}. Set {CACHE} to a "
             "folder that can be written to"
         ) from None
     try:
@@ -116,7 +117,7 @@ def _compiler() -> tuple[str, ...]:
     Raises:
         EmulationError: ``CC`` has an open quote, or no compiler is installed.
     """
-    variable = os.environ.get("CC", "")
+    variable = os.environ.get(COMPILER, "")
     try:
         words = shlex.split(variable)
     except ValueError as error:

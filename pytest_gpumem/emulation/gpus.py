@@ -1,4 +1,16 @@
-"""The GPUs that can be emulated, and the words for them: ``h100``, ``h100x8``, ``24GB``, ``h100-80gb-mig-1g.10gb``."""
+"""The GPUs that can be emulated, and the words for them.
+
+``--gpumem-device=emulated:CARD`` measures on an emulated GPU. It needs an environment that
+[emulated GPU](../concepts/emulated-gpu.md) describes. ``CARD`` is one of these words:
+
+| Word | GPU |
+|---|---|
+| `h100` | a [card of the table](#cards) |
+| `h100x8`, `24GBx2` | several of a card in one process, at most 64 |
+| `24GB`, `80GiB` | an H100 with this size of memory |
+| `h100-80gb-mig-1g.10gb` | a [MIG slice](#mig-slices). A process sees one slice, so there is no `x2` |
+| `our-l40s` | a [card of your own](#cards-of-your-own) |
+"""
 
 from __future__ import annotations
 
@@ -94,6 +106,11 @@ def nearest_device_or_emulated(word: str, valid: Iterable[str], own: Mapping[str
 def known_gpus(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[Gpu, ...]:
     """Return all GPUs of the table, in its order, without slices; then one's own."""
     return (*_table().values(), *own.values())
+
+
+def known_slices() -> tuple[Gpu, ...]:
+    """Return all MIG slices of the cards of the table, in its order."""
+    return tuple(part for word in _table() for part in _slices_of(word))
 
 
 def known_words(own: Mapping[str, Gpu] = NONE_OF_ONES_OWN) -> tuple[str, ...]:

@@ -16,8 +16,6 @@ from pytest_gpumem.emulation.gpus import Gpu
 from pytest_gpumem.emulation.libraries import DRIVER
 from pytest_gpumem.emulation.torch_build import compiler_variables, installed_torch
 
-CARD = "GPUMEM_EMULATED_CARD"
-"""Variable that names the file by which processes share one emulated card; without it each has a card of its own."""
 CONTEXT_BYTES = 520 * 2**20
 """Bytes that a CUDA context takes from a GPU outside of any allocator: about what nvidia-smi shows for torch on an H100."""
 _SIGNS_OF_A_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.user_cache import CacheRefused, cache_root, make_own
+from pytest_gpumem.variables import COMPILER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -139,7 +140,7 @@ def what_compiling_lacks(environment: Mapping[str, str]) -> str | None:
             "torch.compile needs Triton on an emulated GPU, too, and there is none: "
             f"pip install --no-deps {requirement('triton') or 'triton'}"
         )
-    compiler = environment.get("CC", "")
+    compiler = environment.get(COMPILER, "")
     if len(compiler.split()) > 1 and not shutil.which(compiler):
         return (
             f"torch.compile needs a C compiler for Triton, which runs CC as the name of one program, and CC is {compiler!r}: "

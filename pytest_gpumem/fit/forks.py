@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.emulated_process.before_torch import DESCRIPTION
 from pytest_gpumem.emulated_process.fork_server import CODE, Fork, Program
-from pytest_gpumem.emulated_process.start import VARIABLE
 from pytest_gpumem.emulation.gpus import described
 from pytest_gpumem.emulation.load import CONTEXT_BYTES
 from pytest_gpumem.fit.outcome import found
 from pytest_gpumem.fit.run import emulating, run_folder, run_on
 from pytest_gpumem.processes import GRACE_SECONDS, POLL_SECONDS, end_group, end_with_parent
+from pytest_gpumem.variables import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -227,7 +227,7 @@ class ForkServer:
             # Each process begins with what imports say.
             for said, own in ((self._said.output, folder.output), (self._said.errors, folder.errors)):
                 shutil.copyfile(said, own)
-            variables = {**more, **folder.variables(steps), VARIABLE: gpu.device, DESCRIPTION: described(gpu)}
+            variables = {**more, **folder.variables(steps), EMULATED: gpu.device, DESCRIPTION: described(gpu)}
             connection = self._idle.get()
             try:
                 status = self._status_of(connection, Fork(gpu, variables, str(folder.output), str(folder.errors)))

@@ -14,6 +14,7 @@ from pytest_gpumem.emulated_process.start import environment_for
 from pytest_gpumem.emulated_process.usage import read_usages
 from pytest_gpumem.fit.outcome import ProgramRun
 from pytest_gpumem.processes import run
+from pytest_gpumem.variables import ALLOC_CONF, CUDA_ALLOC_CONF
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.gpus import Gpu
     from pytest_gpumem.processes import Stop
 
-SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+SETTINGS = (CUDA_ALLOC_CONF, ALLOC_CONF)
 """Variables with settings of PyTorch's allocator; the second in newer releases, beside the first."""
 _EXPANDABLE = "expandable_segments"
 _TAIL = 64 * 1024

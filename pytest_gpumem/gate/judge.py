@@ -12,7 +12,9 @@ from pytest_gpumem.gate.difference import difference_of_peaks
 from pytest_gpumem.gate.one_sided import not_measured, why_new
 from pytest_gpumem.gate.speed import judge_step_time, judge_throughput
 from pytest_gpumem.gate.verdict import (
+    ALWAYS_FAILING,
     FAILING,
+    PASSING,
     UNKNOWN_RELEASE,
     WORSE,
     MetricVerdict,
@@ -394,13 +396,13 @@ def failing_outcomes(
         # Nothing is written for a test that measured nothing, and nothing removed.
         accepts -= {Outcome.MISSING}
     if strict:
-        failing = seen - {Outcome.OK, Outcome.IMPROVED, Outcome.RECORDED}
+        failing = seen - PASSING
         if not verdict.gated and not failing:
             failing = {Outcome.RECORDED}
         if any(decided_a_branch(one.measurement.notes) for one in verdict.verdicts):
             failing |= {Outcome.UNCERTAIN}
     else:
-        failing = seen & (FAILING if compares else {Outcome.OVER_BUDGET})
+        failing = seen & (FAILING if compares else ALWAYS_FAILING)
     return frozenset(failing - accepts)
 
 

@@ -18,21 +18,62 @@ if TYPE_CHECKING:
 
 
 class Outcome(str, Enum):
-    """The outcomes of a metric, a measurement and a test, in ascending order of importance."""
+    """The verdicts, in ascending order of their weight.
+
+    Each metric gets a verdict. A measurement has the verdict with the most weight among its metrics, and a test the one with
+    the most weight among its measurements. A test that fails by itself is not judged.
+
+    With ``--gpumem-strict``, a test on an emulated GPU also fails if a value that was not computed decided a branch.
+    """
 
     RECORDED = "recorded"
-    """Measured and shown; there was nothing to judge it by."""
+    """Measured and shown, but nothing was compared: there is no budget, and the session compares with no baseline.
+    ``--gpumem-strict`` fails a test if none of its figures was compared with anything."""
     OK = "ok"
+    """Within the budget, and within the tolerance of the baseline. A test that measures nothing is ``ok`` if a relation that it
+    asserts holds (``gpumem.assert_same_gradients``, ``gpumem.assert_no_growth``)."""
     IMPROVED = "improved"
+    """Better than the baseline by more than the tolerance."""
     NEW = "new"
+    """The test has no baseline on any device.
+
+    A metric is ``new`` if the test has a baseline without this metric. The output names the option that adds it. The
+    opposite, a baseline with a metric in bytes or counts that was not measured, or that cannot be compared between an
+    emulated GPU and a real one, is a note and no verdict.
+
+    A time is ``new`` if the baseline has no times. Memory and counts were compared, so the measurement keeps their verdict, for
+    example ``ok``. A note and the last line of the output count such tests, and only ``--gpumem-strict`` fails them."""
     FOREIGN = "foreign"
+    """The test has baselines on other devices only, which the output names. A time with ``max_slowdown`` is ``foreign`` if the
+    baseline's time comes from another machine."""
     STALE = "stale"
+    """The baseline belongs to another workload, for example to another batch size, and no figure in bytes grew by more than its
+    tolerance. The output says what differs, and shows both figures."""
     UNMEASURED = "unmeasured"
+    """Nothing could be measured, for example without a GPU, or the device held no tensor at any time. The output says why.
+    ``--gpumem-strict`` does not fail a test that pytest skipped."""
     UNCERTAIN = "uncertain"
+    """Worse than the baseline, but possibly not because of the code:
+
+    - the peaks of the steps differ, and the increase may be chance
+    - a count differs from step to step, and its smallest value is within the tolerance
+    - a detail of the environment differs that moves this metric, for example the release of torch for a count. Each
+      [metric](metrics.md) names these details
+    - for a time: the samples do not show a slowdown
+
+    A difference between environments never explains more than 40 % of growth in bytes."""
     MISSING = "missing"
-    """A baseline whose measurement its test no longer takes."""
+    """The test came to its end, and has baselines on this device for measurements that it did not take.
+
+    A test is ``missing`` too if it was not measured at all although the device is there. For example, it lost its marker, its
+    fixture or its pattern in ``mark``. Another example: its marker or the settings now name a device that is not here, while
+    the device of its baseline is. This device is the session's, or the one that the marker named when the baseline was
+    recorded."""
     REGRESSED = "regressed"
+    """Worse than the baseline by more than the tolerance. A figure in bytes regresses even if the baseline belongs to another
+    workload."""
     OVER_BUDGET = "over_budget"
+    """More than the limit of a marker or of the settings, or less than ``min_throughput``."""
 
     @property
     def words(self) -> str:
@@ -44,7 +85,12 @@ class Outcome(str, Enum):
         return list(Outcome).index(self)
 
 
-FAILING = frozenset({Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET})
+ALWAYS_FAILING = frozenset({Outcome.OVER_BUDGET})
+"""The verdicts that fail a test in every session."""
+FAILING = ALWAYS_FAILING | {Outcome.MISSING, Outcome.REGRESSED}
+"""The verdicts that fail a test with ``--gpumem-baseline``."""
+PASSING = frozenset({Outcome.RECORDED, Outcome.OK, Outcome.IMPROVED})
+"""The verdicts that do not fail a test with ``--gpumem-strict``."""
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
 CHANGED = COMPARED - {Outcome.OK}
 WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)

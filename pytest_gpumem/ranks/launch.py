@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.ranks.errors import LaunchError
 from pytest_gpumem.units import agreeing
 from pytest_gpumem.values.rank import Rank
+from pytest_gpumem.variables import WORLD_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,9 +49,9 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
     Raises:
         LaunchError: ``WORLD_SIZE`` is more than 1 and another variable is missing, or is no number in its range.
     """
-    if not environ.get("WORLD_SIZE"):
+    if not environ.get(WORLD_SIZE):
         return None
-    world = _number(environ, "WORLD_SIZE", 1)
+    world = _number(environ, WORLD_SIZE, 1)
     if world == 1:
         return None
     missing = [name for name in _NEEDED if not environ.get(name)]

@@ -18,6 +18,7 @@ from pytest_gpumem.reports.told_causes import explained_by_causes
 from pytest_gpumem.reports.values import difference
 from pytest_gpumem.reports.view import rows_of
 from pytest_gpumem.values.source_lines import file_and_line, package_of
+from pytest_gpumem.variables import GITHUB_ACTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ MOST_OF_A_TITLE = 255
 
 def is_github(environment: Mapping[str, str]) -> bool:
     """Return whether this is a job of GitHub Actions."""
-    return environment.get("GITHUB_ACTIONS") == "true"
+    return environment.get(GITHUB_ACTIONS) == "true"
 
 
 def annotation_lines(

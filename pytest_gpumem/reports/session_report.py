@@ -130,7 +130,35 @@ class SessionReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The reasons why it is red, whatever became of its tests, each as a sentence."""
+        """The sentences on why the session is red, although no test need have failed.
+
+        With ``--gpumem-baseline``:
+
+        - measured tests ran, and none was compared with a baseline (``nothing was gated: ...``, or with budgets or relations
+          ``no baseline was compared: ...``). A test that skips counts as a measured test that is ``unmeasured``, even if it
+          lost its marker and only its baselines are left
+        - no measured test was selected, and a test that ran or skipped has baselines of other devices only. For example, the
+          markers are gone and so is the GPU
+        - the store is gone, and git has it. The sentence names the command that restores it
+        - a test that may be [renamed](../concepts/verdicts.md) has grown
+
+        With ``--gpumem-strict``:
+
+        - no measured test was selected, together with ``--gpumem-baseline``
+        - the settings leave out tests that have baselines on this device. See [verdicts](../concepts/verdicts.md)
+
+        With ``--gpumem-update`` and no gate:
+
+        - measured tests ran, and none was measured, for example without a GPU (``nothing was recorded: ...``). Tests that skip
+          themselves do not count
+
+        In any session:
+
+        - baselines or a report could not be written
+        - the gate failed a test, and a plugin or a ``conftest.py`` reported another result. With ``--gpumem-baseline`` or
+          ``--gpumem-strict`` also: a measured test failed by itself, and was reported as passed. An expected failure
+          (``xfail``) does not count
+        """
         found = list(self.errors)
         if self.ended_early is not None:
             found.append(f"the session ended early: {self.ended_early}")

@@ -14,8 +14,8 @@ from pytest_gpumem.emulated_process.before_torch import gpu_told, install
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import emulated_gpu
-from pytest_gpumem.emulation.load import CARD
 from pytest_gpumem.values.option_words import EMULATED
+from pytest_gpumem.variables import EMULATED_CARD
 
 
 def begin(config: pytest.Config) -> None:
@@ -49,13 +49,13 @@ def begin(config: pytest.Config) -> None:
 
 def _share_a_card(config: pytest.Config) -> None:
     """Give the workers that this process will start one card together, unless they have one already."""
-    if os.environ.get(CARD):
+    if os.environ.get(EMULATED_CARD):
         return
     folder = tempfile.TemporaryDirectory(prefix="gpumem-card-")
-    os.environ[CARD] = str(Path(folder.name, "card"))
+    os.environ[EMULATED_CARD] = str(Path(folder.name, "card"))
 
     def give_back() -> None:
-        os.environ.pop(CARD, None)
+        os.environ.pop(EMULATED_CARD, None)
         folder.cleanup()
 
     config.add_cleanup(give_back)

@@ -1,4 +1,18 @@
-"""The exit status of a session in which a gate was asked for: 0 only if its report passed."""
+"""The exit status of a session with ``--gpumem-baseline`` or ``--gpumem-strict``: 0 only if its report passed.
+
+A report passed if each measured test that was selected ran to its end, no test failed, and nothing else made the session red.
+If pytest would end with 0 although the report did not pass, the exit code is 1, and a line on standard error says why.
+Examples are ``pytest.exit(..., returncode=0)``, a plugin that resets the exit code or the number of failures,
+``--setup-only``, ``--setup-plan`` and a session in which no test was collected.
+
+``--collect-only``, ``--fixtures``, ``--fixtures-per-test`` and ``--cache-show`` end with 1 if ``--gpumem-baseline`` was
+typed. They end with 0 if only the settings or ``addopts`` ask for the gate, so an editor can list tests.
+
+``os._exit(0)`` before a report that passed ends the process with 1, with a red report. A test that calls ``os.exec*`` fails.
+The session cannot see an end below Python (C's ``exit``), nor a call of an ``os._exit`` that was taken from ``os`` before
+pytest was configured, for example by ``from os import _exit`` in a ``conftest.py``. A job that must not rely on the exit code
+can read the [report](reports.md), which is not green in these cases.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +21,13 @@ import os
 import sys
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import ModuleType
     from typing import NoReturn
 
@@ -20,6 +35,21 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 
+EXIT_CODES: Mapping[pytest.ExitCode, str] = MappingProxyType(
+    {
+        pytest.ExitCode.OK: "All tests passed.",
+        pytest.ExitCode.TESTS_FAILED: "A test failed, by itself or by its verdict, or [the session is red](#red-sessions).",
+        pytest.ExitCode.INTERRUPTED: (
+            "The session was interrupted. With `--gpumem-update`, the measurements of the tests that had passed are written."
+        ),
+        pytest.ExitCode.INTERNAL_ERROR: "pytest or a plugin raised an error outside of the tests.",
+        pytest.ExitCode.USAGE_ERROR: (
+            "An option, a setting or a marker is wrong, or the store cannot be read. No test ran."
+        ),
+        pytest.ExitCode.NO_TESTS_COLLECTED: "No test was collected.",
+    }
+)
+"""The meaning of each exit code of pytest in a session with this plugin, as Markdown."""
 _TYPED = "--gpumem-baseline"
 _TELLS_OF_PYTEST = ("help", "version", "markers")
 """Options under which pytest shows information about itself and runs no test."""
@@ -43,23 +73,23 @@ class Reporting(Protocol):
 
     @property
     def report(self) -> SessionReport | None:
-        """Return the report, once all tests have run."""
+        """Return the report, or ``None`` before all tests have run."""
 
     def ended_red(self, status: int) -> None:
-        """Write the report again, as the process ends with this status whatever its gate says."""
+        """Write the report again, because the process ends with this status although the gate passed."""
 
     def lost(self, why: str) -> None:
-        """End without a report, for a reason that is a clause."""
+        """End without a report. ``why`` is a clause."""
 
 
 def final_status(config: pytest.Config, session: Reporting | None, status: int) -> int:
     """Return the exit status of a pytest process that is about to end with ``status``.
 
-    It is not 0 where a gate was asked for and the session's report did not pass; standard error says why. A report that
-    passed is written again where another plugin makes the session red after it.
+    With a gate, the status is not 0 if the session's report did not pass, and standard error says why. If the report passed and
+    another plugin makes the session red later, the report is written again.
     """
     if session is not None and not session.reports:
-        # Every rank fails the tests that another one does, and rank 0 has the report.
+        # A test that fails on one rank fails on all of them, and rank 0 has the report.
         return status
     if status:
         if session is not None:
@@ -73,12 +103,12 @@ def final_status(config: pytest.Config, session: Reporting | None, status: int) 
 
 
 class EndOfProcess:
-    """Lets `os._exit` and `os.exec*` not end this process as if all were well; those of its forks may.
+    """Keeps `os._exit` and `os.exec*` from ending this process with 0 before its report passed. Forks are not affected.
 
-    A process that `os.exec*` would replace fails instead; where there is no such program, it raises the OSError.
+    `os._exit(0)` leaves with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
 
     Args:
-        is_lost: Whether an end with 0 would be a wrong one, which it reports; then `os._exit` leaves with 1.
+        is_lost: Returns whether an end with 0 would be wrong, and reports it.
     """
 
     def __init__(self, is_lost: Callable[[], bool]) -> None:
@@ -97,16 +127,16 @@ class EndOfProcess:
             setattr(module, name, self._ours[name])
 
     def has_come(self, *, passed: bool) -> None:
-        """Put the functions back, as the session is over, if it has ``passed``.
+        """Put the functions back if the session has ``passed``.
 
-        Else they stay, and the original `os._exit` is taken from what `atexit` is to call, also where it was given before.
+        Otherwise they stay, and the original `os._exit` is removed from the functions that `atexit` calls.
         """
         if passed:
             self._process = None
         for module, name, original in self._originals:
             if not passed:
                 atexit.unregister(original)
-            elif getattr(module, name) is self._ours[name]:  # and not what others have put around it
+            elif getattr(module, name) is self._ours[name]:  # another library may have wrapped it
                 setattr(module, name, original)
 
     def _exit(self, status: int) -> NoReturn:
@@ -130,7 +160,7 @@ class EndOfProcess:
 
 
 def is_lost(session: Reporting | None) -> bool:
-    """Return whether a session that ends now with 0 has no report that passed, and say so."""
+    """Return whether a session that ends with 0 has no report that passed. If so, print it."""
     report = None if session is None else session.report
     if report is not None and report.passed:
         return False
@@ -149,7 +179,7 @@ def is_lost(session: Reporting | None) -> bool:
 
 
 def _stat(program: Any) -> None:
-    # OSError where there is no such program: nothing would be replaced.
+    # OSError if the program does not exist, because nothing would be replaced.
     if not isinstance(program, int):  # a file descriptor
         Path(os.fsdecode(program)).stat()
 
@@ -161,7 +191,7 @@ def _why_red(config: pytest.Config, session: Reporting | None) -> str | None:
         return None
     shows = _given(config, _SHOWS)
     if shows is not None:
-        # Editors find tests so, in projects whose settings ask for a gate in every run.
+        # Editors list tests this way, also in projects with a gate in their settings.
         return f"{_TYPED} gates nothing under {_SHOWS[shows]}" if typed else None
     report = session.report if session is not None else None
     return "pytest ended before any test was run" if report is None else report.why_red

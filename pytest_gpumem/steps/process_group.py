@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.torch_support.private_api import FAKE, forget_meshes, forget_operators_of_meshes, store_of_nobody
 from pytest_gpumem.torch_support.reachability import is_host
+from pytest_gpumem.variables import WORLD_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,7 @@ def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterato
         forget_operators_of_meshes()
         yield _layout(config, dist.get_world_size(), dist.get_rank())
         return
-    real = int(os.environ.get("WORLD_SIZE", "1"))
+    real = int(os.environ.get(WORLD_SIZE, "1"))
     if real > 1 and "RANK" in os.environ:
         layout = _layout(config, real, int(os.environ["RANK"]))
         dist.init_process_group("gloo" if is_host(device) else "cpu:gloo,cuda:nccl")

@@ -11,6 +11,7 @@ from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from pytest_gpumem.values.events import AllocationEvent, Threads
+from pytest_gpumem.variables import KINETO_LOG_LEVEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -568,14 +569,14 @@ def _asked(setting: Callable[[], R]) -> R | None:
 @contextmanager
 def quiet_kineto() -> Iterator[None]:
     """Keep Kineto from writing to stderr at every start and stop, by the variable that it reads when first used."""
-    if "KINETO_LOG_LEVEL" in os.environ:
+    if KINETO_LOG_LEVEL in os.environ:
         yield
         return
-    os.environ["KINETO_LOG_LEVEL"] = "99"
+    os.environ[KINETO_LOG_LEVEL] = "99"
     try:
         yield
     finally:
-        del os.environ["KINETO_LOG_LEVEL"]
+        del os.environ[KINETO_LOG_LEVEL]
 
 
 @contextmanager

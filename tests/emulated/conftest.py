@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.emulated_process.before_torch import PEAKS
-from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
+from pytest_gpumem.emulated_process.start import STARTUP
 from pytest_gpumem.emulation.load import current_emulation
+from pytest_gpumem.variables import EMULATED
 from tests import preloaded
 from tests.emulated.processes import Processes
 
@@ -39,7 +40,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _without_the_gpu_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test starts processes with a GPU of their own; the suite has one, since torch cannot be imported without."""
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(EMULATED, raising=False)
     monkeypatch.delenv(PEAKS, raising=False)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path and path != str(STARTUP)))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpumem.emulated_process import before_torch
-from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
+from pytest_gpumem.emulated_process.start import STARTUP
 from pytest_gpumem.emulation.gpus import emulated_gpu
 from pytest_gpumem.emulation.load import become
+from pytest_gpumem.variables import EMULATED
 from tests import preloaded
 from tests.heap import hide_what_is_loaded
 
@@ -71,7 +72,7 @@ class Processes:
         if new or not preloaded.is_loaded_for(environment):
             own = {"args": [sys.executable, *words], "cwd": self.folder, "env": environment}
             return subprocess.run(**own, capture_output=True, text=True, check=False, timeout=timeout)
-        environment = {VARIABLE: f"emulated:{gpu}", **environment}
+        environment = {EMULATED: f"emulated:{gpu}", **environment}
         return preloaded.run(*words, cwd=self.folder, env=environment, before=emulate, timeout=timeout)
 
     def _environment(self, variables: dict[str, object], **more: str) -> dict[str, str]:
@@ -79,7 +80,7 @@ class Processes:
 
 
 def _emulating(gpu: str) -> dict[str, str]:
-    return {VARIABLE: f"emulated:{gpu}", "PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)])}
+    return {EMULATED: f"emulated:{gpu}", "PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)])}
 
 
 def emulate() -> None:
@@ -87,6 +88,6 @@ def emulate() -> None:
 
     What is loaded is hidden from collections: a measurement has several, each of which would go through all of it.
     """
-    become(emulated_gpu(os.environ[VARIABLE]))
+    become(emulated_gpu(os.environ[EMULATED]))
     before_torch.record_if_told_to()
     hide_what_is_loaded()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.emulation.load import CARD
+from pytest_gpumem.variables import EMULATED_CARD
 
 if TYPE_CHECKING:
     import subprocess
@@ -98,7 +98,7 @@ def test_tests_with_baselines_share_a_card_with_the_bytes_of_alone(session):
     recorded = session("--gpumem-update=new")
     assert recorded.returncode == 0, recorded.stdout
     alone = session.figures()
-    at_once = session("--gpumem-baseline", "-n3", **{CARD: session.card})
+    at_once = session("--gpumem-baseline", "-n3", **{EMULATED_CARD: session.card})
     assert at_once.returncode == 1
     assert " - torch.OutOfMemoryError: CUDA out of memory" in at_once.stdout
     assert most_at_once(session.log())[1] > CARD_BYTES

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.emulated_process.start import STARTUP, VARIABLE
+from pytest_gpumem.emulated_process.start import STARTUP
+from pytest_gpumem.variables import EMULATED
 from tests.emulated.processes import REPOSITORY, emulate
 from tests.jobs import Job, run_job
 
@@ -54,7 +55,7 @@ def job(tmp_path) -> Callable[..., Job]:
     def run(*arguments: str, gpu: str = "h100x8", torchrun: bool = False, **variables: str) -> Job:
         device = f"emulated:{gpu}"
         # torchrun loads torch, too, which here cannot be loaded without the stand-ins for CUDA's libraries.
-        environment = {"PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)]), VARIABLE: device, **variables}
+        environment = {"PYTHONPATH": os.pathsep.join([str(STARTUP), str(REPOSITORY)]), EMULATED: device, **variables}
         how = {"torchrun": torchrun, "device": device, "before": emulate}
         return run_job(tmp_path, RANKS, *arguments, **how, **environment)
 

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from pytest_gpumem.emulation.load import CARD, CONTEXT_BYTES
+from pytest_gpumem.emulation.load import CONTEXT_BYTES
+from pytest_gpumem.variables import EMULATED_CARD
 
 TOTAL = 16 * 10**9
 HOLDS = """
@@ -33,7 +34,7 @@ def holder(processes):
     started = []
 
     def start(card):
-        started.append(processes.start("import torch\n" + HOLDS, "16GB", **{CARD: card}))
+        started.append(processes.start("import torch\n" + HOLDS, "16GB", **{EMULATED_CARD: card}))
         while not (processes.folder / "holds").exists():
             assert started[-1].poll() is None
             time.sleep(0.01)
@@ -50,7 +51,7 @@ def test_what_one_process_holds_others_lack_until_it_ends(on_gpu, holder, tmp_pa
     card = str(tmp_path / "card")
     process = holder(card)
     taken = TOTAL - 2 * CONTEXT_BYTES - 10 * 10**9
-    free, said = on_gpu(ASKS, "16GB", **{CARD: card}).splitlines()
+    free, said = on_gpu(ASKS, "16GB", **{EMULATED_CARD: card}).splitlines()
     assert taken - 2 * 2**20 < int(free.strip("(").split(",")[0]) <= taken
     assert said == "CUDA out of memory. Tried to allocate 9.31 GiB"
     if ends == "killed":
@@ -58,15 +59,15 @@ def test_what_one_process_holds_others_lack_until_it_ends(on_gpu, holder, tmp_pa
     else:
         (tmp_path / "ends").touch()
     process.communicate(timeout=100)
-    assert on_gpu(ASKS, "16GB", **{CARD: card}) == FITS
+    assert on_gpu(ASKS, "16GB", **{EMULATED_CARD: card}) == FITS
 
 
 def test_processes_with_cards_of_their_own_take_nothing_from_each_other(on_gpu, holder, tmp_path):
     holder(str(tmp_path / "card"))
     assert on_gpu(ASKS, "16GB") == FITS
-    assert on_gpu(ASKS, "16GB", **{CARD: str(tmp_path / "another")}) == FITS
+    assert on_gpu(ASKS, "16GB", **{EMULATED_CARD: str(tmp_path / "another")}) == FITS
 
 
 def test_a_card_that_cannot_be_shared_is_told(on_gpu, tmp_path):
-    said = on_gpu(ASKS + "raise SystemExit(1)", "16GB", fails=True, **{CARD: str(tmp_path)})
+    said = on_gpu(ASKS + "raise SystemExit(1)", "16GB", fails=True, **{EMULATED_CARD: str(tmp_path)})
     assert f"GPUMEM_EMULATED_CARD={tmp_path} cannot be shared (Is a directory)" in said
