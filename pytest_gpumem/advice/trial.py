@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.advice.foretold_peak import LEAST_TOKENS, foretold_peak, is_long
 from pytest_gpumem.advice.run_warnings import warnings_kept
 from pytest_gpumem.advice.search_order import OUT_OF_MEMORY, Tried, is_start
 from pytest_gpumem.devices.contract import CannotRun
@@ -296,6 +297,8 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
         config: The config.
         over_time: Whether the explanation shows the whole step, too.
     """
+    if is_long(subject.task.new_tokens) and not device.tells_time:
+        return f"{NOT_EXPLAINED}: only a few of the tokens ran; --generate {LEAST_TOKENS - 1} runs and explains all"
     context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, peak_only=True)
     try:
         # A model that is there before would be no part of the step.
@@ -310,7 +313,7 @@ def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict
     # A model that is sharded is built without memory, and none that exists.
     whole_model = config.sharding is None or not config.sharding.in_place
     with _prepared(context, subject, config, keeps_model=whole_model) as (prepared, peak):
-        whole = _whole_peak(prepared, peak)
+        whole = _whole_peak(prepared, peak, subject.task.new_tokens, config)
         if whole and not device.tells_time:
             return whole
         return {**prepared.measure().metrics(), **whole}
@@ -353,23 +356,40 @@ def _prepared(
             raise
 
 
-def _whole_peak(prepared: PreparedStep, peak: Callable[[], Peak] | None) -> dict[str, float]:
+def _whole_peak(
+    prepared: PreparedStep, peak: Callable[[], Peak] | None, new_tokens: int | None, config: StepConfig
+) -> dict[str, float]:
     """Run the step as a program does, one after the other, until no more is reserved, and return the peaks since it was built.
 
     Measuring runs it in other ways besides, and gives back what the allocator keeps. Nothing on a device that does not reserve.
+    A generation of many tokens is foretold from a few of them if the device does not compute.
     """
     if peak is None:
         return {}
+    device = prepared.context.device
+    if new_tokens is None or device.tells_time or prepared.model is None:
+        return _figures(_peak_of_steps(prepared, peak))
+    foretold = foretold_peak(device, prepared.model, prepared.batch, new_tokens, config)
+    if foretold is not None:
+        return _figures(foretold)
+    with device.peak_from_now_on() as peak_of_all:
+        assert peak_of_all is not None, "it told a peak before"
+        return _figures(_peak_of_steps(prepared, peak_of_all))
+
+
+def _peak_of_steps(prepared: PreparedStep, peak: Callable[[], Peak]) -> Peak:
     before, now = None, peak()
     for _ in range(_MOST_STEPS):
         run_phases(prepared.phases)
         now = peak()
         if now == before:
-            break
+            return now
         before = now
-    else:
-        raise MeasuringError(f"it still takes more after {_MOST_STEPS} steps")
-    return {"peak_allocated": now.allocated, **({} if now.reserved is None else {"peak_reserved": now.reserved})}
+    raise MeasuringError(f"it still takes more after {_MOST_STEPS} steps")
+
+
+def _figures(peak: Peak) -> dict[str, float]:
+    return {"peak_allocated": peak.allocated, **({} if peak.reserved is None else {"peak_reserved": peak.reserved})}
 
 
 _MOST_STEPS = 8

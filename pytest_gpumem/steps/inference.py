@@ -172,15 +172,17 @@ def prepared_infer_step(
             model = quantized(model, config, given is not None)
         stack.enter_context(surroundings(model, config, context.device, training=False))
 
-        def phases_of(run: Callable[..., Any]) -> list[Phase]:
-            if new_tokens is not None:
-                return generation_phases(model, batch, new_tokens, config, device)
+        def phases_of(run: Callable[..., Any], tokens: int | None) -> list[Phase]:
+            if tokens is not None:
+                return generation_phases(model, batch, tokens, config, device)
             return infer_phases(model, run, batch, config, device)
 
-        notes = dry_run_inference(phases_of(model), config, context.device)
+        # The second token shows what all further ones do.
+        few_tokens = None if new_tokens is None else min(new_tokens, 2)
+        notes = dry_run_inference(phases_of(model, few_tokens), config, context.device)
         compiles = config.compile != "none"
         run = stack.enter_context(compiled(model, config.compile)) if compiles else model
-        phases = phases_of(run)
+        phases = phases_of(run, new_tokens)
         workload = workload_of("infer_step", model, batch, config, precision)
         if compiles:
             compile_now(phases, config.compile)

@@ -71,6 +71,23 @@ CASES = {
         {"num_beams": 1, "no_repeat_ngram_size": 0, "pad_token_id": None, "forced_eos_token_id": None},
     ),
 }
+LONG = Case("LlamaForCausalLM", "llama", CASES["grouped-query"].values | {"num_hidden_layers": 1}, "bf16", (32, 4), 90)
+FORETOLD = """
+from pathlib import Path
+
+from pytest_gpumem.advice import trial
+
+foretold_peak = trial.foretold_peak
+
+
+def noted(*arguments):
+    peak = foretold_peak(*arguments)
+    Path("foretold.txt").write_text(str(peak is not None))
+    return peak
+
+
+trial.foretold_peak = noted
+"""
 PROGRAM = """
 import transformers
 
@@ -122,6 +139,23 @@ def test_a_card_has_to_hold_what_a_program_that_generates_takes(on_gpu, tmp_path
     case = CASES[name]
     write(tmp_path, case)
     advised, program = (on_gpu(source.format(**vars(case))).split() for source in (ADVICE, PROGRAM))
+    assert advised == program
+
+
+def test_a_long_generation_that_is_foretold_from_few_tokens_takes_what_a_program_takes(on_gpu, tmp_path):
+    write(tmp_path, LONG)
+    advised, program = (on_gpu(source.format(**vars(LONG))).split() for source in (FORETOLD + ADVICE, PROGRAM))
+    assert (tmp_path / "foretold.txt").read_text() == "True"
+    assert advised == program
+
+
+@pytest.mark.thorough
+def test_a_window_that_is_reached_after_the_first_tokens_has_all_tokens_run(on_gpu, tmp_path):
+    values = CASES["sliding-window"].values | {"num_hidden_layers": 1, "sliding_window": 64}
+    case = Case("MistralForCausalLM", "mistral", values, "bf16", (16, 8), 90)
+    write(tmp_path, case)
+    advised, program = (on_gpu(source.format(**vars(case))).split() for source in (FORETOLD + ADVICE, PROGRAM))
+    assert (tmp_path / "foretold.txt").read_text() == "False"
     assert advised == program
 
 
