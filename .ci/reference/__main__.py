@@ -13,12 +13,19 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
-from reference import commands, markdown, settings  # noqa: E402 - from this checkout
+from reference import api, commands, formats, markdown, metrics, settings, step_configs  # noqa: E402 - from this checkout
 
 PAGES = {
     **commands.pages(),
     "options": settings.options_page,
     "settings": settings.settings_page,
+    "marker": api.marker_page,
+    "fixture": api.fixture_page,
+    "values": api.values_page,
+    "metrics": metrics.metrics_page,
+    "step-configs": step_configs.step_configs_page,
+    "reports": formats.reports_page,
+    "store-format": formats.store_page,
 }
 """Each page's function by the name of its file, in the order of the index."""
 

@@ -142,7 +142,7 @@ DEFAULT_TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
 KEYS: Mapping[str, Kind] = MappingProxyType(
     {
         **{option.name: option.kind for option in OPTIONS if option.is_key},
-        "routing": one_of(ROUTINGS),
+        "routing": one_of(tuple(ROUTINGS)),
         "units": one_of(("si", "iec")),
         "time_budget": DURATION,
         "tolerance": TABLE,

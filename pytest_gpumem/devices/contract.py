@@ -49,7 +49,7 @@ BlockIds = frozenset[tuple[int, int]]
 
 
 class DeviceUnavailable(Exception):
-    """Error of a device that cannot be used here; the message is a clause that says why ("no CUDA device: ...")."""
+    """Raised by a device that cannot be used here. The message is a clause with the reason: ``no CUDA device: ...``."""
 
 
 class CannotRun(Exception):
