@@ -34,13 +34,6 @@ from pytest_gpumem.gate.verdict import Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.explanation import change_table, part_lines
 from pytest_gpumem.step_config.config import (
-    CACHES,
-    CHECKPOINTS,
-    COMPILES,
-    OPTIMIZERS,
-    PRECISIONS,
-    WEIGHTS,
-    ZERO_GRADS,
     combinations,
 )
 from pytest_gpumem.values.composition import REST
@@ -61,11 +54,6 @@ def without_recipes(text: str) -> str:
 def section_of(page: str, heading: str) -> str:
     """The text under a second-level heading."""
     return re.split(rf"^## {re.escape(heading)}$", read(page), flags=re.MULTILINE)[1].split("\n## ")[0]
-
-
-def subsection_of(page: str, heading: str, name: str) -> str:
-    """The text under a third-level heading of a section."""
-    return re.split(rf"^### {re.escape(name)}$", section_of(page, heading), flags=re.MULTILINE)[1].split("\n### ")[0]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -282,12 +270,6 @@ def test_the_guide_has_every_column_of_what_grew():
     assert told[-1] == "the last"
 
 
-@pytest.mark.parametrize(
-    ("heading", "words"), [("Precision", PRECISIONS), ("Checkpointing", CHECKPOINTS), ("Optimizers", OPTIMIZERS)]
-)
-@pytest.mark.parametrize(
-    ("axis", "words"), [("zero_grad", ZERO_GRADS), ("compile", COMPILES), ("cache", CACHES), ("weights", WEIGHTS)]
-)
 def test_step_configs_in_the_pages_are_step_configs():
     for page in PAGES:
         for text in re.findall(r'config="(.+?)"', read(page)):

@@ -63,8 +63,8 @@ _ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
 """The step of a table that has the bytes of one GPU; no version of this package has a step called so."""
 FILE_KEYS = {
     "format": f"The number of the format: {FORMAT}.",
-    "tests": "The tables of measurements, by test and by name.",
     "environments": "The tables of environments, by name. They come last, so a truncated file is recognized.",
+    "tests": "The tables of measurements, by test and by name.",
 }
 """The keys of a file, and their meaning."""
 ENTRY_KEYS = {

@@ -195,9 +195,7 @@ KINDS = {
             on_blocks=True,
             recomputed=in_segments,
         ),
-        CheckpointKind(
-            "sqrt", "As `sequential:S`, with √n segments for n blocks.", on_blocks=True, recomputed=_in_root_segments
-        ),
+        CheckpointKind("sqrt", "As `sequential:S`, with √n segments.", on_blocks=True, recomputed=_in_root_segments),
         CheckpointKind(
             "modules",
             "Backward recomputes the modules whose path matches (`*` and `?`; `*` matches dots, too), except modules "
