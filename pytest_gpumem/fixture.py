@@ -85,8 +85,8 @@ class Gpumem:
 
     Every measurement has a name, which is a part of its baseline's key. The default name is the method's word
     (``train_step``, then ``train_step-2``; ``region`` for `Gpumem.track`). Give names if a test measures several things,
-    because numbers shift when a measurement is added in between. A name that is used twice in one test, an empty name, and a
-    name with more than 200 characters raise ``ValueError``.
+    because numbers shift when a measurement is added in between. A name that is used twice in one test, an empty name, a name
+    with more than 200 characters, and a name that no file can hold raise ``ValueError``.
 
     `Gpumem.train_step`, `Gpumem.infer_step` and `Gpumem.measure` bring memory to rest, then repeat the step until two steps
     in a row have the same peaks (2 to 6 steps), and four times more. Then they count one more step (`flops`), and time rounds

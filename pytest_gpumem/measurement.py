@@ -202,6 +202,9 @@ class Measurement(FrozenValue, MetricAttributes):
     each thread keeps one workspace for each stream, so a training step holds two all the time. From 2.15 on a product takes
     one (1,048,576 bytes with cuBLASLt) and returns it, so it is in the peak only if the peak is within a product. A region or
     call that keeps workspaces has those at its end. A note says so if more than half of a peak are workspaces.
+
+    Baselines keep it. Under another release of torch than the baseline's, a note says which part of a peak's change is the
+    release's own. The verdict does not change, so read the note before you accept.
     """
     unused_before: int = 0
     """Bytes that the allocator had reserved without use when the step began (CUDA only). `peak_reserved` can vary by this

@@ -157,8 +157,8 @@ def _linked(text: str, name: str, places: Mapping[str, str]) -> str:
             linked.add(line.strip("# \n").strip("`"))
         is_prose = not (is_code or is_fence or line.startswith(("#", "<!--")))
         # The name of a row or an item is no word of a text.
-        name = _NAME.match(line)
-        head = name[0] if name else ""
+        first = _NAME.match(line)
+        head = first[0] if first else ""
         written.append(head + _CODE.sub(link, line[len(head) :]) if is_prose else line)
     return "".join(written)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pytest_gpumem.gate.judge import MOST_BY_ENVIRONMENT
 from pytest_gpumem.metrics import METRICS, Metric, MetricAttributes, Tolerance
 from pytest_gpumem.units import format_bytes, format_ratio
 from reference.markdown import attribute_docstrings, page, paragraphs, table
@@ -42,8 +43,12 @@ def _facts(row: Metric) -> str:
         facts.append("More is better.")
     if row.depends_on:
         facts.append(
-            f"A change is `uncertain` if {_names(row.depends_on)} of the environment changed as well"
-            + (", up to a limit." if row.unit == "bytes" else ".")
+            f"A worse value is `uncertain` if {_names(row.depends_on)} of the environment changed as well"
+            + (
+                f", and it is at most {format_ratio(MOST_BY_ENVIRONMENT).lstrip('+')} worse."
+                if row.unit == "bytes"
+                else "."
+            )
         )
     if row.decided_by:
         facts.append(f"A change is always `uncertain` if {_names(row.decided_by)} changed as well.")

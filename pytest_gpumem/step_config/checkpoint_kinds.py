@@ -181,16 +181,16 @@ KINDS = {
         ),
         CheckpointKind(
             "every",
-            "Backward recomputes the last of every N blocks. There are N blocks in a row.",
+            "Backward recomputes the last of every N blocks. It needs N blocks in a row.",
             argument=Argument("N", whole_number),
             on_blocks=True,
             recomputed=_last_of_every,
         ),
         CheckpointKind(
             "sequential",
-            "Backward recomputes S segments, each of several blocks, in each list of blocks. There are S blocks in a "
-            "row. The model's loop must pass each block the output of the previous one, and the same other arguments "
-            "to all; each step checks this and raises `ConfigError` otherwise.",
+            "Backward recomputes the blocks of each list in S segments, each as a whole. It needs S blocks in a row. The "
+            "model's loop must pass each block the output of the previous block, and the same other arguments to all. "
+            "Each step checks this, and raises `ConfigError` otherwise.",
             argument=Argument("S", whole_number),
             on_blocks=True,
             recomputed=in_segments,

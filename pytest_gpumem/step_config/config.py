@@ -95,11 +95,11 @@ class StepConfig:
         ConfigError: A word is unknown, two settings contradict each other, or a setting does nothing in this kind of step.
 
     Example:
-        >>> config = StepConfig.parse("amp-bf16,checkpoint=every:2,optimizer=adamw-fused,clip=1,accumulate=4")
-        >>> config == StepConfig("amp-bf16", checkpoint="every:2", optimizer="adamw-fused", clip=1, accumulate=4)
+        >>> config = StepConfig.parse("amp-bf16,checkpoint=every:2,clip=1,accumulate=4")
+        >>> config == StepConfig("amp-bf16", checkpoint="every:2", clip=1, accumulate=4)
         True
         >>> config.id
-        'amp-bf16-ckpt-every2-adamw-fused-clip1-acc4'
+        'amp-bf16-ckpt-every2-clip1-acc4'
     """
 
     precision: str | None = None

@@ -62,10 +62,10 @@ class Slowed:
     """The factor of slowdowns that do not show in the pace, such as cold caches."""
 
     def by(self, lost: float) -> float:
-        """Return the factor where the pace is lower by ``lost``, a ratio of at least 1."""
+        """Return the factor for a pace that is lower by the ratio ``lost``, at least 1."""
         return max(self.shared, self.refilled * math.pow(lost, PACE))
 
     @property
     def alone(self) -> float:
-        """The factor where no pace can be compared."""
+        """The factor if no pace can be compared."""
         return max(self.shared, self.refilled) ** UNREAD_PACE
