@@ -127,13 +127,14 @@ def values_page() -> str:
     """Return the page of the public names, and of the values that they lead to."""
     public = [getattr(pytest_gpumem, name) for name in pytest_gpumem.__all__ if name not in ("Gpumem", "__version__")]
     errors = [one for one in public if issubclass(one, Exception)]
-    imported = ", ".join(sorted(one.__name__ for one in public))
+    imported = ", ".join(sorted([*(one.__name__ for one in public), "Gpumem"]))
     return page(
         "Values and errors",
         "Measurements, what they are made of, and the errors, as `pytest_gpumem` has them. All values are frozen.",
         f"`from pytest_gpumem import {imported}`",
         CONCEPTS,
         "## `__version__`\n\nThe version of pytest-gpumem, a text.",
+        "## `Gpumem`\n\nThe class of [the fixture `gpumem`](fixture.md), for annotations: `def test_it(gpumem: Gpumem)`.",
         *(_class(one) for one in (*public, *RETURNED) if one not in errors),
         "## Errors",
         *(f"### `{one.__name__}`\n\n`{one.__base__.__name__}`: {docstring(_text(one))}" for one in errors),

@@ -66,9 +66,15 @@ def paragraphs(text: str) -> str:
 
 
 def _code(block: str) -> str:
-    """Return a block of code: TOML if it begins with the head of a table, else Python."""
-    language = "toml" if block.lstrip().startswith("[") else "python"
-    return f"```{language}\n{dedent(block)}\n```"
+    """Return a block of code: Python if it is that, TOML if it begins with the head of a table, else commands."""
+    text = dedent(block)
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        language = "toml" if text.startswith("[") else "sh"
+    else:
+        language = "python"
+    return f"```{language}\n{text}\n```"
 
 
 def _with_code(block: str) -> tuple[str, str]:
