@@ -6,8 +6,6 @@ A Python block whose fence has a ``title`` is a whole file, and the titled block
 from __future__ import annotations
 
 import ast
-import inspect
-import json
 import math
 import re
 import shlex
@@ -18,35 +16,20 @@ import click
 import pytest
 
 import pytest_gpumem
-from pytest_gpumem import Composition, Explanation, Measurement, Row, StepConfig
+from pytest_gpumem import Composition, Row, StepConfig
 from pytest_gpumem.baselines import url_backend
-from pytest_gpumem.baselines.format import parse, render
 from pytest_gpumem.cli.main import main
-from pytest_gpumem.config.marker_arguments import MARKER_ARGUMENTS
 from pytest_gpumem.config.options import OPTIONS
 from pytest_gpumem.config.settings import Settings, read_table, settings_from_table
-from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.gate.difference import difference
 from pytest_gpumem.gate.graph_changes import GraphChange
 from pytest_gpumem.gate.verdict import Outcome
-from pytest_gpumem.metrics import METRICS, Tolerance
-from pytest_gpumem.relations.estimate import Estimate
-from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
+from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.explanation import change_table, part_lines
 from pytest_gpumem.step_config.config import (
-    _NOT_IN,
-    AXES,
-    CACHES,
-    CHECKPOINTS,
-    COMPILES,
-    OPTIMIZERS,
-    PRECISIONS,
-    WEIGHTS,
-    ZERO_GRADS,
     combinations,
 )
-from pytest_gpumem.units import parse_ratio, parse_size
-from pytest_gpumem.values.composition import CATEGORIES, REST, CompositionError, row_from_text
+from pytest_gpumem.values.composition import REST
 from pytest_gpumem.values.module_calls import Calls
 from tests.pages import FENCE, HEADING, PAGES, ROOT, SITE, blocks, read
 
@@ -63,11 +46,6 @@ def without_recipes(text: str) -> str:
 def section_of(page: str, heading: str) -> str:
     """The text under a second-level heading."""
     return re.split(rf"^## {re.escape(heading)}$", read(page), flags=re.MULTILINE)[1].split("\n## ")[0]
-
-
-def subsection_of(page: str, heading: str, name: str) -> str:
-    """The text under a third-level heading of a section."""
-    return re.split(rf"^### {re.escape(name)}$", section_of(page, heading), flags=re.MULTILINE)[1].split("\n### ")[0]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -161,102 +139,9 @@ def test_every_command_in_the_pages_is_one_that_the_program_takes(line, tmp_path
     command.make_context(command.name, words, parent=context)
 
 
-def test_the_reference_has_every_argument_of_the_marker_and_the_metric_it_holds():
-    table = named_rows(section_of("docs/reference.md", "Marker"))
-    holds = {name: cells[1].strip("`") for name, cells in table.items()}
-    limits = {name: target for name, (target, _) in MARKER_ARGUMENTS.items()}
-    limits["tolerance"], limits["max_slowdown"], limits["device"] = "peak_allocated", "step_time", ""
-    limits["min_throughput"] = "throughput"
-    assert holds == limits
-
-
-def test_the_reference_has_every_metric_with_its_unit_and_tolerance():
-    table = named_rows(section_of("docs/reference.md", "Metrics"))
-    assert list(table) == list(METRICS)
-    for name, cells in table.items():
-        assert cells[0] == METRICS[name].unit
-        assert tolerance(cells[-1]) == METRICS[name].tolerance
-
-
-def tolerance(text: str) -> Tolerance | None:
-    """What a cell such as ``"0.5 %, at least 1 MB"`` says."""
-    if text in ("not judged", "by `min_throughput` only"):
-        return None
-    if text == "none at all":
-        return Tolerance(0.0)
-    plain = text.replace("[up to 40 MiB](#what-reserved-bytes-may-vary-by)", "40 MiB")
-    relative, *absolute = plain.removesuffix(", [and more](#step-time)").split(", at least ")
-    return Tolerance(parse_ratio(relative), *map(parse_size, absolute))
-
-
 def test_the_guide_says_what_to_do_about_every_verdict():
     table = named_rows(section_of("docs/guide/verdicts.md", "What to do about each verdict"))
     assert list(table) == [outcome.words for outcome in Outcome]
-
-
-def test_the_reference_has_every_method_of_the_fixture_with_its_arguments():
-    said = re.findall(r"^### `gpumem\.(.+)`$", section_of("docs/reference.md", "Fixture"), flags=re.MULTILINE)
-    members = {name: member for name, member in vars(Gpumem).items() if not name.startswith("_")}
-    expected = {name if isinstance(member, property) else name + arguments(member) for name, member in members.items()}
-    assert set(said) == expected
-
-
-def arguments(method) -> str:
-    """The signature without ``self``, types, and what only takes wrong keyword arguments."""
-    signature = inspect.signature(method)
-    told = {name: value for name, value in signature.parameters.items() if name not in ("self", "unknown")}
-    bare = [value.replace(annotation=value.empty) for value in told.values()]
-    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
-
-
-@pytest.mark.parametrize(("value", "section"), [(Measurement, "Measurement"), (Estimate, "Fixture")])
-def test_the_reference_has_every_attribute_of_a_measurement_and_an_estimate(value, section):
-    text = section_of("docs/reference.md", section)
-    public = {name for name in dir(value) if not name.startswith("_")}
-    assert {name for name in public if f"`{name}`" not in text} == set()
-
-
-def test_the_reference_imports_every_public_name():
-    imported = re.findall(r"`from pytest_gpumem import (.+?)`", read("docs/reference.md"))
-    assert {name for names in imported for name in names.split(", ")} == set(pytest_gpumem.__all__) - {"__version__"}
-    assert all(hasattr(pytest_gpumem, name) for name in pytest_gpumem.__all__)
-
-
-@pytest.mark.parametrize("value", [Composition, Explanation, Row])
-def test_the_reference_has_every_attribute_of_what_explains_a_peak(value):
-    table = section_of("docs/reference.md", "Composition").partition(f"| attribute of `{value.__name__}` |")[2]
-    told = re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(table.partition("\n\n")[0])))
-    public = {name for name in dir(value) if not name.startswith("_")} - {"text"}
-    assert set(told) == public
-
-
-def test_the_reference_has_the_rule_of_every_category():
-    table = rows(section_of("docs/reference.md", "Composition").partition("The first that holds")[2])
-    assert set(re.findall(r"`(.+?)`", " ".join(cells[0] for cells in table))) == set(CATEGORIES)
-
-
-def test_the_reference_has_the_text_of_a_row_as_it_is_read():
-    with pytest.raises(CompositionError) as refused:
-        row_from_text("activation")
-    form = str(refused.value).partition("expected 7: ")[2]
-    assert f"`{form}`" in section_of("docs/reference.md", "Store")
-
-
-def test_the_reference_has_every_key_of_a_timeline(project):
-    project.write(
-        "def test_it(gpumem):\n    gpumem.train_step(torch.nn.Linear(8, 8), torch.ones(8, 8), loss=lambda y, _: y.sum())\n"
-    )
-    project.run("--gpumem-explain=always", "--gpumem-artifacts=kept", "--no-gpumem-time").assert_outcomes(passed=1)
-    (file,) = (project.path / "kept").iterdir()
-    timeline = json.loads(file.read_text(encoding="utf-8"))
-    table = named_rows(section_of("docs/reference.md", "Timeline"))
-    assert list(table) == list(timeline)
-    assert table["format"] == [str(timeline["format"])]
-    assert all(f"`{key}`" in table["phases"][0] for key in timeline["phases"][0])
-    assert set(timeline["categories"]) <= set(CATEGORIES)
-    moments = zip(*timeline["categories"].values(), strict=True)
-    assert [sum(moment) for moment in moments] == timeline["total"]
-    assert timeline["total"][timeline["peak"]] == max(timeline["total"])
 
 
 def activation(
@@ -326,51 +211,6 @@ def test_the_guide_has_every_column_of_what_grew():
     header = re.split("  +", part_lines(change_table(change, "si"))[0].strip())
     assert ", ".join(told[1:-1]) == ", ".join(header)
     assert told[-1] == "the last"
-
-
-def test_the_reference_has_the_tolerance_of_gradients_of_every_precision():
-    (header, *lines) = rows(section_of("docs/reference.md", "Fixture").partition("### `gpumem.assert_same")[2])
-    assert header == ["precision", "default `rtol`"]
-    told = {}
-    for words, rtol in lines:
-        told.update(dict.fromkeys(re.findall(r"`(.+?)`", words), float(rtol)))
-    assert told == DEFAULT_TOLERANCES
-
-
-def axes() -> dict[str, list[str]]:
-    """The other cells of each axis' row: values, default, steps, meaning."""
-    return named_rows(section_of("docs/reference.md", "Step configs").partition("\n### ")[0])
-
-
-def test_the_reference_has_every_axis_of_a_step_config_with_its_default_and_steps():
-    table = axes()
-    assert list(table) == list(AXES)
-    for name, (_, default, steps, _) in table.items():
-        usual = getattr(StepConfig(), name)
-        assert default == f"`{usual}`" if usual is not None else default in ("the model's own", "found", "none")
-        kinds = [kind for kind in ("train_step", "infer_step") if name not in _NOT_IN[kind]]
-        assert steps == (f"`{kinds[0]}`" if len(kinds) == 1 else "both")
-
-
-@pytest.mark.parametrize(
-    ("heading", "words"), [("Precision", PRECISIONS), ("Checkpointing", CHECKPOINTS), ("Optimizers", OPTIMIZERS)]
-)
-def test_the_reference_has_every_word_of_a_step_config(heading, words):
-    table = rows(subsection_of("docs/reference.md", "Step configs", heading))
-    assert re.findall(r"`(.+?)`", " ".join(cells[0] for cells in table)) == list(words)
-
-
-@pytest.mark.parametrize(
-    ("axis", "words"), [("zero_grad", ZERO_GRADS), ("compile", COMPILES), ("cache", CACHES), ("weights", WEIGHTS)]
-)
-def test_the_reference_has_every_value_of_a_step_config(axis, words):
-    assert re.findall(r"`(.+?)`", axes()[axis][0]) == list(words)
-
-
-def test_the_config_and_the_id_in_the_reference_belong_together():
-    text = section_of("docs/reference.md", "Step configs")
-    (written,) = re.findall(r'config="(.+?)"\n?\)', text)
-    assert f"`{StepConfig.parse(written).id}`" in text
 
 
 def test_step_configs_in_the_pages_are_step_configs():
@@ -691,11 +531,6 @@ def test_settings_in_the_pages_are_settings(tmp_path):
             table = read_table(path)
             assert table, block
             assert settings_from_table(table, str(block)) != Settings(), block
-
-
-def test_the_file_of_the_store_in_the_reference_is_one_that_would_be_written():
-    (block,) = (block for block in blocks("toml") if "tool.gpumem" not in block.text)
-    assert render(parse(block.text, "test_mlp.py")) == block.text
 
 
 def test_links_lead_somewhere():
