@@ -32,15 +32,16 @@ from pytest_gpumem.step_config.config import (
 from pytest_gpumem.values.composition import REST
 from pytest_gpumem.values.module_calls import Calls
 from tests.pages import FENCE, HEADING, PAGES, ROOT, SITE, blocks, read
+from tests.recipes.recipes import files_of
 
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|c|toml|json|yml|md))`")
 """A path with a folder, or the name of a file."""
 MADE_BY_MAKE = ("build/", "dist/")
 
 
-def without_recipes(text: str) -> str:
-    """A page without its recipes, whose files and options are made by whoever follows them: tests/recipes."""
-    return re.sub(r"^## Recipes$.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
+DEVELOPMENT = [page for page in SITE if page.startswith("docs/development/")]
+AS_IT_IS = [page for page in PAGES if not page.startswith("docs/development/add-")]
+"""All pages but recipes, which speak of the options, commands and files that their patches add."""
 
 
 def section_of(page: str, heading: str) -> str:
@@ -59,7 +60,7 @@ def named_rows(text: str) -> dict[str, list[str]]:
     return {cells[0].strip("`"): cells[1:] for cells in rows(text) if cells[0].startswith("`")}
 
 
-@pytest.mark.parametrize("page", ["docs/reference.md", "docs/ci.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/ci.md"])
 def test_the_contents_of_a_page_are_its_sections(page):
     text = FENCE.sub("", read(page))
     links = re.findall(r"\]\(#([^)]+)\)", text.partition("\n## ")[0])
@@ -77,15 +78,26 @@ def test_a_page_of_the_site_answers_one_question_in_at_most_300_lines(page):
     assert len(read(page).splitlines()) <= 300
 
 
+def contents_of(page: str) -> list[str]:
+    """The pages that the hidden lists of a page name, in their order, without their folder."""
+    toctrees = re.findall(r"^```\{toctree\}$(.*?)^```$", read(page), flags=re.MULTILINE | re.DOTALL)
+    return [line for toctree in toctrees for line in toctree.splitlines() if line and not line.startswith(":")]
+
+
 def test_every_page_is_in_the_contents_of_the_site_and_in_the_list_on_its_front():
-    front = read("docs/index.md")
-    toctrees = re.findall(r"^```\{toctree\}$(.*?)^```$", front, flags=re.MULTILINE | re.DOTALL)
-    contents = [line for toctree in toctrees for line in toctree.splitlines() if line and not line.startswith(":")]
+    front, contents = read("docs/index.md"), contents_of("docs/index.md")
     listed = re.findall(r"^- .*?\]\(([\w/-]+)\.md\)", front, flags=re.MULTILINE)
-    pages = sorted(page.removeprefix("docs/").removesuffix(".md") for page in SITE if page != "docs/index.md")
-    assert sorted(contents) == pages
+    pages = sorted(
+        page.removeprefix("docs/").removesuffix(".md") for page in SITE if page not in ("docs/index.md", *DEVELOPMENT)
+    )
+    assert sorted(contents) == sorted([*pages, "development/index"])
     assert [page for page in contents if page in listed] == listed
-    assert set(re.findall(r"\]\(([\w/-]+)\.md\)", front)) == {*pages}
+    assert set(re.findall(r"\]\(([\w/-]+)\.md\)", front)) == {*contents}
+
+
+def test_every_page_for_development_is_in_the_contents_of_its_folder():
+    contents = [f"docs/development/{name}.md" for name in ("index", *contents_of("docs/development/index.md"))]
+    assert sorted(contents) == DEVELOPMENT
 
 
 def test_tables_of_measurements_in_the_docs_have_columns_that_are_printed():
@@ -105,9 +117,7 @@ def test_tables_of_measurements_in_the_docs_have_columns_that_are_printed():
 
 
 def test_no_page_speaks_of_an_option_that_does_not_exist():
-    said = {
-        option for page in PAGES for option in re.findall(r"--gpumem-[a-z]+(?:-[a-z]+)*", without_recipes(read(page)))
-    }
+    said = {option for page in AS_IT_IS for option in re.findall(r"--gpumem-[a-z]+(?:-[a-z]+)*", read(page))}
     assert said <= {option.flag for option in OPTIONS}
 
 
@@ -115,8 +125,8 @@ COMMAND = re.compile(r"^(?:- run: |\$ |\s)*gpumem (?=[a-z]+ )(.+?)(?: {2,}#.*)?$
 GUIDE_COMMANDS = sorted(
     {
         line
-        for page in PAGES
-        for fence in FENCE.finditer(without_recipes(read(page)))
+        for page in AS_IT_IS
+        for fence in FENCE.finditer(read(page))
         if fence["language"] != "text"
         for line in COMMAND.findall(fence["text"])
     }
@@ -243,24 +253,27 @@ def test_the_architecture_places_every_module():
 
 def files_named_in(page: str) -> set[str]:
     """The files in backticks, and those that links within the repository lead to, as they are written."""
-    text = FENCE.sub("", without_recipes(read(page)))
+    text = FENCE.sub("", read(page))
     return {*FILE.findall(text), *re.findall(r"\]\((?!https://|#)([^)#]+)", text)}
 
 
-@pytest.mark.parametrize(
-    ("page", "least"), [("CONTRIBUTING.md", 50), ("docs/architecture.md", 50), ("docs/architecture-time.md", 5)]
-)
-def test_the_files_that_a_page_on_the_code_names_exist(page, least):
-    # The site is there where `make docs` has made it.
-    named = files_named_in(page) - {"build/site"}
+ON_THE_CODE = ["CONTRIBUTING.md", *DEVELOPMENT, "docs/architecture.md", "docs/architecture-time.md"]
+
+
+@pytest.mark.parametrize("page", ON_THE_CODE)
+def test_the_files_that_a_page_on_the_code_names_exist(page):
+    # Files that commands make, that the patch of a recipe adds, and those of the reader.
+    patches = (ROOT / "tests/recipes").glob("*.patch")
+    made = {"build/site", "out.json", "tests/test_NAME.py"}.union(*(files_of(patch.stem) for patch in patches))
     folders = [ROOT, (ROOT / page).parent, Path(pytest_gpumem.__file__).parent]
-    missing = {name for name in named if not any((folder / name).exists() for folder in folders)}
+    named = files_named_in(page)
+    missing = {name for name in named - made if not any((folder / name).exists() for folder in folders)}
     assert {name for name in missing if not name.startswith(MADE_BY_MAKE)} == set()
-    assert len(named) > least
+    assert named
 
 
-def test_contributing_names_targets_of_make_and_tests_that_there_are():
-    text = read("CONTRIBUTING.md")
+def test_pages_for_development_name_targets_of_make_and_tests_that_there_are():
+    text = "".join(map(read, ["CONTRIBUTING.md", *DEVELOPMENT]))
     targets = re.findall(r"^([\w-]+)(?: [\w-]+)*:(?!=)", read("Makefile"), flags=re.MULTILINE)
     assert set(re.findall(r"(?:`|^)make ([\w-]+)", text, flags=re.MULTILINE)) <= set(targets)
     tests = re.findall(r"(tests/[\w/]+\.py)::(\w+)", text)
@@ -268,29 +281,12 @@ def test_contributing_names_targets_of_make_and_tests_that_there_are():
     assert all(f"def {test}(" in read(file) for file, test in tests)
 
 
-def test_contributing_names_every_target_of_make_and_those_that_every_change_has_to_pass():
-    text = section_of("CONTRIBUTING.md", "Set up")
+def test_make_alone_lists_every_target():
     phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", read("Makefile"), flags=re.MULTILINE)
+    told = "\n".join(re.findall(r"^\t@echo (.*)", read("Makefile"), flags=re.MULTILINE))
     assert phony
-    targets = set(phony[1].replace("\\", " ").split())
-    of_others = {"help", "cuda", "gpu-tests", "truth"}
-    assert {name for name in targets - of_others if f"`make {name}`" not in text and f"`{name}`" not in text} == set()
-    passed = text.partition("what every change has to\npass")[2].partition(".\n")[0]
-    run = {
-        name
-        for names in re.findall(r"\bmake ([a-z -]+?)(?= &&| *$|;)", read(".ci/run"), flags=re.MULTILINE)
-        for name in names.split()
-    }
-    assert set(re.findall(r"`make ([\w-]+)`", passed)) == run
-
-
-def test_the_steps_of_the_tour_are_files_of_the_package_in_one_order():
-    tour = section_of("CONTRIBUTING.md", "A training step, file by file")
-    steps = re.findall(r"^(\d+)\. (.+?)(?=^\d+\. |^$)", tour, flags=re.MULTILINE | re.DOTALL)
-    assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
-    links = re.findall(r"\[([\w/.]+)\]\((.+?)\)", tour)
-    assert [target for _, target in links] == [f"pytest_gpumem/{name}" for name, _ in links]
-    assert len({name for name, _ in links}) == len(links)
+    targets = set(phony[1].replace("\\", " ").split()) - {"help", "cuda"}
+    assert {name for name in targets if not re.search(rf"\b{name}\b", told)} == set()
 
 
 def test_the_architecture_is_a_list_of_decisions_of_a_few_lines_each():
@@ -328,19 +324,16 @@ def test_the_changelog_begins_with_this_version():
 def test_pages_agree_on_what_ran_on_a_gpu_and_for_how_long():
     trust = read("docs/trust.md")
     (minutes,) = re.findall(r"has run this, for (\d+ minutes)", trust)
-    (row,) = [cells for cells in rows(section_of("CONTRIBUTING.md", "Set up")) if cells[0] == "`make gpu`"]
-    assert minutes in row[-1]
-    assert "not known" not in row[-1]
+    assert f"[{minutes}](../trust.md#what-is-not-shown) on an H100" in read("docs/development/tests.md")
     assert "[One H100](docs/trust.md#what-is-not-shown) has run the CUDA device" in read("CHANGELOG.md")
 
 
 def test_seconds_of_the_example_are_those_of_the_results():
     results = read("benchmarks/results/first-two-minutes.md")
-    (row,) = [cells for cells in rows(section_of("CONTRIBUTING.md", "Set up")) if cells[0] == "`make example`"]
-    for text in (row[-1], " ".join(read("Makefile").partition("make test ")[0].split())):
-        (seconds,) = re.findall(r"(\d+) seconds", text)
-        assert f"| gate | 2 min 17 s | {seconds} s, " in results
-        assert re.search(r"(?:two|2) minutes(?: on the CPU)?", text)
+    text = " ".join(read("Makefile").partition("make test ")[0].split())
+    (seconds,) = re.findall(r"(\d+) seconds", text)
+    assert f"| gate | 2 min 17 s | {seconds} s, " in results
+    assert "two minutes on the CPU" in text
 
 
 def test_the_changelog_says_what_the_first_release_is_in_at_most_15_points():

@@ -20,7 +20,8 @@ from tests.workflows import read_yaml
 
 for _name in ("reports.test_results", "test_docs_output", "test_example_project", "test_one_of_several"):
     importlib.import_module(f"tests.{_name}")  # they note what they run, and compare
-SHOWN_PAGES = ["README.md", *SITE]
+SHOWN_PAGES = ["README.md", *(page for page in SITE if not page.startswith("docs/development/"))]
+"""Pages for users. Those for development have tests of their own: tests/test_docs.py, tests/recipes."""
 BLOCKS = [one for page in SHOWN_PAGES for one in blocks_of(page)]
 FOLLOWED = ("docs/ci.md", "docs/github.md", "docs/runner.md", "docs/ci-elsewhere.md", "docs/migrate/")
 """Pages of which each command is run by a test of the page: tests/test_ci_docs.py, tests/test_migrate_docs.py."""
