@@ -63,4 +63,4 @@ def test_the_help_of_pytest_and_of_gpumem_run_has_it(package, tmp_path):
     write_tests(tmp_path, TESTS)
     for words in (("-m", "pytest", "--help"), ("-m", "pytest_gpumem.cli.main", "run", "--help")):
         said = " ".join(package.run(tmp_path, *words).stdout.split())
-        assert "how much the end of the run shows, whatever -v says" in said
+        assert "How much the end of the run shows, whatever -v says." in said
