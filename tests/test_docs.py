@@ -1,6 +1,6 @@
 """The documentation is true: it names what there is and nothing else, and its examples run.
 
-A Python block whose fence has a ``title`` is a whole file, and the titled blocks of one section are one project.
+A Python block below a line with the name of its file is a whole file. Such blocks of one section are one project.
 """
 
 from __future__ import annotations
@@ -591,7 +591,7 @@ TITLED = sorted(
         (block.page, block.section)
         for block in blocks("python")
         # The README's has a test of its own, and so do those of docs/migrate.
-        if block.title and not block.page.startswith(("docs/migrate/", "README.md"))
+        if block.file and not block.page.startswith(("docs/migrate/", "README.md"))
     }
 )
 
@@ -599,8 +599,8 @@ TITLED = sorted(
 @pytest.mark.parametrize(("page", "section"), TITLED, ids=[f"{page}-{section}" for page, section in TITLED])
 def test_the_examples_run_on_the_cpu_and_are_measured(project, page, section):
     for block in blocks("python"):
-        if (block.page, block.section) == (page, section) and block.title:
-            (project.path / block.title).write_text(block.text, encoding="utf-8")
+        if (block.page, block.section) == (page, section) and block.file:
+            (project.path / block.file).write_text(block.text, encoding="utf-8")
     if not list(project.path.glob("test_*.py")):
         project.write("@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1000)\n")
     result = project.run("--gpumem-update=new")

@@ -106,7 +106,7 @@ def is_shown(block: Block) -> bool:
     if block.language == "diff":
         return block in COMPARED
     if block.language == "json":
-        return block.page.startswith("docs/migrate/") and block.title is not None
+        return block.page.startswith("docs/migrate/") and block.file is not None
     # By tests/test_docs.py; the tests below; tests/test_ci_docs.py and the one below; tests/test_ci_docs.py; tests/test_docs.py.
     return block.language in ("toml", "python", "yaml", "groovy", "{toctree}")
 
@@ -225,7 +225,7 @@ def next_token_loss(output, _):
 
 
 """
-FRAGMENTS = [one for one in blocks("python") if one.page in SHOWN_PAGES and not one.title]
+FRAGMENTS = [one for one in blocks("python") if one.page in SHOWN_PAGES and not one.file]
 IN_A_TEST = "def test_it(gpumem):\n"
 
 

@@ -295,7 +295,7 @@ def test_estimate(gpumem):
 
 
 def test_relations_that_fail(project):
-    (relations,) = (one.text for one in blocks_of(RELATIONS) if one.title == "test_relations.py")
+    (relations,) = (one.text for one in blocks_of(RELATIONS) if one.file == "test_relations.py")
     (project.path / "test_relations.py").write_text(relations, encoding="utf-8")
     (project.path / "test_broken.py").write_text(BROKEN, encoding="utf-8")
     result = project.run("test_broken.py")
