@@ -6,6 +6,7 @@ import importlib
 import re
 import shlex
 from collections import Counter
+from dataclasses import replace
 
 import click
 import pytest
@@ -51,6 +52,7 @@ NOT_RUN = {
 EMULATED = "of an emulated GPU; tests/emulated"
 A_TIME = "a time of one machine; tests/test_time_gate.py"
 NOT_COMPARED = {
+    ("README.md", "test      "): "a model of the hub; tests/test_model_tests.py",
     ("docs/architecture.md", "options + [tool.gpumem]"): "a diagram",
     ("docs/guide/fits.md", "config                      H100"): EMULATED,
     ("docs/guide/fits.md", "needs 15.25 GB"): EMULATED,
@@ -96,8 +98,18 @@ def is_run(block: Block, said: str) -> bool:
     )
 
 
+def is_of_the_readme(block: Block) -> bool:
+    """Whether the site's front page shows a block of the README."""
+    same = replace(block, page="README.md")
+    return block.page == "docs/index.md" and any(
+        same == replace(one, section=block.section) for one in blocks_of("README.md")
+    )
+
+
 def is_shown(block: Block) -> bool:
     """Whether a block is executed or compared, or has its reason. What `blocks` gives to a test by language is."""
+    if is_of_the_readme(block):
+        return True
     if block.language in SHELL:
         compared = not block.printed or block.language == "sh" or block in COMPARED or in_table(block)
         return compared and all(is_run(block, said) for said in block.commands)
