@@ -572,8 +572,8 @@ TITLED = sorted(
     {
         (block.page, block.section)
         for block in blocks("python")
-        # The README's has a test of its own, and so do those of docs/migrate.
-        if block.file and not block.page.startswith(("docs/migrate/", "README.md"))
+        # The README's has a test of its own, which the front page repeats, and so do those of docs/migrate.
+        if block.file and not block.page.startswith(("docs/migrate/", "docs/index.md", "README.md"))
     }
 )
 
