@@ -53,6 +53,8 @@ html_theme_options = {
     "navigation_with_keys": False,
     "icon_links": [{"name": "GitHub", "url": REPOSITORY, "icon": "fa-brands fa-github"}],
     "navbar_center": [],
+    # The front page has wide output, and headings that need no list.
+    "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
     "navbar_end": ["theme-switcher", "navbar-icon-links"],
     "footer_start": ["copyright"],
     "footer_end": [],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.browser.conftest import Watched
-from tests.pages import ROOT
+from tests.pages import FENCE, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -187,5 +187,5 @@ def test_each_page_has_its_markdown_and_llms_txt_lists_all(address):
     for page in pages:
         text = (SITE / page).read_text(encoding="utf-8")
         assert "{toctree}" not in text
-        relative = re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", text)
+        relative = re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", FENCE.sub("", text))
         assert [one for one in relative if not (SITE / page).parent.joinpath(one).exists()] == [], page
