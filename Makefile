@@ -33,7 +33,7 @@ SUITE = -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help example example-cpu example-emulated test explore emulated gpu gpu-tests truth cuda size constraints lint docs \
-	release-check replays browser compiler screenshots clean
+	reference release-check replays browser compiler screenshots clean
 
 help:
 	@echo "make example   gate the example project against its committed baselines: on an emulated GPU where there can be one, else on the CPU"
@@ -47,6 +47,7 @@ help:
 	@echo "make replays   compare releases of packages in which one needs more memory, on the CPU and an emulated GPU, by gpumem ab:"
 	@echo "               needs the package index, and 11 GB for their environments; ARGS=llama_mask runs one"
 	@echo "make lint      check format, style, types, which room imports which, and workflows"
+	@echo "make reference make docs/reference/ from the code: docstrings, help texts and tables; lint fails when a page is stale"
 	@echo "make size      print lines by room, files of a training step, tests and seconds; THAN=folder: and the difference to another checkout"
 	@echo "make compiler  install a C compiler, which an emulated GPU needs, where there is none (Debian, as root)"
 	@echo "make docs      make the site of docs/ in build/site; a link that leads nowhere fails it"
@@ -129,9 +130,13 @@ lint: $(DEV_READY)
 	$(BIN)/mypy
 	MYPYPATH=benchmarks $(BIN)/mypy $(OF_BENCHMARKS) benchmarks/*.py
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/reference --check
 	$(BIN)/python .ci/docs_workflows.py build/workflows
 	$(BIN)/zizmor --offline --quiet --persona=pedantic --min-severity=medium --config=.ci/zizmor.yml \
 		.github action.yml comment/action.yml pytest_gpumem/init/workflows/*.yml build/workflows/*.yml
+
+reference: $(TEST_READY)
+	$(BIN)/python .ci/reference
 
 # The tests look for `chromium`, and are skipped without it. apt-get waits for another one to end.
 browser:

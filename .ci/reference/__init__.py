@@ -1,0 +1,1 @@
+"""The generator of `docs/reference/`: `python .ci/reference` writes the pages."""
