@@ -1,6 +1,6 @@
 """The documentation is true: it names what there is and nothing else, and its examples run.
 
-A Python block whose fence has a ``title`` is a whole file, and the titled blocks of one section are one project.
+A Python block below a line with the name of its file is a whole file. Such blocks of one section are one project.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pytest_gpumem.step_config.config import (
 )
 from pytest_gpumem.values.composition import REST
 from pytest_gpumem.values.module_calls import Calls
-from tests.pages import FENCE, HEADING, PAGES, ROOT, SITE, blocks, read
+from tests.pages import FENCE, HEADING, PAGES, ROOT, SITE, blocks, blocks_of, read
 from tests.recipes.recipes import files_of
 
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|c|toml|json|yml|md))`")
@@ -69,35 +69,6 @@ def test_the_contents_of_a_page_are_its_sections(page):
         for heading in re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
     ]
     assert [link for link in links if link in sections] == sections
-
-
-@pytest.mark.parametrize("page", [page for page in SITE if page != "docs/reference.md"])
-def test_a_page_of_the_site_answers_one_question_in_at_most_300_lines(page):
-    lines = FENCE.sub("", read(page)).splitlines()
-    assert [line for line in lines if line.startswith("# ")] == [lines[0]]
-    assert len(read(page).splitlines()) <= 300
-
-
-def contents_of(page: str) -> list[str]:
-    """The pages that the hidden lists of a page name, in their order, without their folder."""
-    toctrees = re.findall(r"^```\{toctree\}$(.*?)^```$", read(page), flags=re.MULTILINE | re.DOTALL)
-    return [line for toctree in toctrees for line in toctree.splitlines() if line and not line.startswith(":")]
-
-
-def test_every_page_is_in_the_contents_of_the_site_and_in_the_list_on_its_front():
-    front, contents = read("docs/index.md"), contents_of("docs/index.md")
-    listed = re.findall(r"^- .*?\]\(([\w/-]+)\.md\)", front, flags=re.MULTILINE)
-    pages = sorted(
-        page.removeprefix("docs/").removesuffix(".md") for page in SITE if page not in ("docs/index.md", *DEVELOPMENT)
-    )
-    assert sorted(contents) == sorted([*pages, "development/index"])
-    assert [page for page in contents if page in listed] == listed
-    assert set(re.findall(r"\]\(([\w/-]+)\.md\)", front)) == {*contents}
-
-
-def test_every_page_for_development_is_in_the_contents_of_its_folder():
-    contents = [f"docs/development/{name}.md" for name in ("index", *contents_of("docs/development/index.md"))]
-    assert sorted(contents) == DEVELOPMENT
 
 
 def test_tables_of_measurements_in_the_docs_have_columns_that_are_printed():
@@ -345,8 +316,8 @@ TITLED = sorted(
     {
         (block.page, block.section)
         for block in blocks("python")
-        # The README's has a test of its own, and so do those of docs/migrate.
-        if block.title and not block.page.startswith(("docs/migrate/", "README.md"))
+        # The README's has a test of its own, which the front page repeats, and so do those of docs/migrate.
+        if block.file and not block.page.startswith(("docs/migrate/", "docs/index.md", "README.md"))
     }
 )
 
@@ -354,8 +325,8 @@ TITLED = sorted(
 @pytest.mark.parametrize(("page", "section"), TITLED, ids=[f"{page}-{section}" for page, section in TITLED])
 def test_the_examples_run_on_the_cpu_and_are_measured(project, page, section):
     for block in blocks("python"):
-        if (block.page, block.section) == (page, section) and block.title:
-            (project.path / block.title).write_text(block.text, encoding="utf-8")
+        if (block.page, block.section) == (page, section) and block.file:
+            (project.path / block.file).write_text(block.text, encoding="utf-8")
     if not list(project.path.glob("test_*.py")):
         project.write("@pytest.mark.gpumem\ndef test_it():\n    torch.ones(1000)\n")
     result = project.run("--gpumem-update=new")
@@ -363,26 +334,6 @@ def test_the_examples_run_on_the_cpu_and_are_measured(project, page, section):
     result.assert_outcomes(passed=tests)
     *_, accounting = (line for line in result.outlines if line.startswith("gpumem: "))
     assert sum(map(int, re.findall(r"(\d+) (?:gated|recorded)", accounting))) == tests
-
-
-def test_the_readme_is_short_and_says_once_that_nothing_is_published():
-    assert len(read("README.md").splitlines()) <= 120
-    assert [page for page in PAGES for _ in re.findall("PyPI", read(page))] == ["README.md"]
-
-
-def test_the_first_screen_of_the_readme_installs_marks_and_shows_a_red_test():
-    screen = "\n".join(read("README.md").splitlines()[:50])
-    places = [
-        screen.index(one)
-        for one in (
-            "`pip install git+https://",
-            "@pytest.mark.gpumem",
-            "pytest --gpumem-update=new",
-            "Memory regressed:",
-        )
-    ]
-    assert places == sorted(places)
-    assert "| package |" not in screen
 
 
 def test_what_the_readme_and_the_policy_say_is_needed_is_what_is_declared():
@@ -462,7 +413,7 @@ def test_the_readme_leads_to_a_red_test(project):
         block
         for page, language in (("README.md", name) for name in ("python", "toml", "sh", "text"))
         for block in blocks(language)
-        if (block.page, block.section) == (page, "Start")
+        if (block.page, block.section) == (page, "Start with a test")
     ]
     source, settings, commands, failure = (block.text for block in start)
     project.settings(settings)
@@ -479,6 +430,28 @@ def test_the_readme_leads_to_a_red_test(project):
     assert any(
         re.match("  accept: +pytest test_mlp.py::test_forward --gpumem-update=all", line) for line in result.outlines
     )
+
+
+def test_start_here_has_every_test_of_the_start_and_gates_them(project):
+    source = (ROOT / "example_project" / "start_here.py").read_text(encoding="utf-8")
+    statements = {ast.dump(node) for node in ast.parse(source).body}
+    shown = [
+        block
+        for page in ("README.md", "docs/index.md", "docs/guide/start.md")
+        for block in blocks_of(page)
+        if (block.file or "").startswith("test_")
+    ]
+    assert len(shown) == 3
+    for block in shown:
+        missing = [node for node in ast.parse(block.text).body if ast.dump(node) not in statements]
+        assert [ast.unparse(node) for node in missing] == [], block
+    path = project.path / "start_here.py"
+    path.write_text(source, encoding="utf-8")
+    project.run("start_here.py", "--gpumem-update=new").assert_outcomes(passed=5)
+    path.write_text(
+        source.replace("(512, 2048)", "(512, 4096)").replace("(2048, 512)", "(4096, 512)"), encoding="utf-8"
+    )
+    project.run("start_here.py", "--gpumem-baseline").assert_outcomes(passed=3, failed=2)
 
 
 def test_the_failure_in_the_readme_is_a_part_of_that_in_the_guide():

@@ -6,6 +6,7 @@ import importlib
 import re
 import shlex
 from collections import Counter
+from dataclasses import replace
 
 import click
 import pytest
@@ -52,6 +53,7 @@ NOT_RUN = {
 EMULATED = "of an emulated GPU; tests/emulated"
 A_TIME = "a time of one machine; tests/test_time_gate.py"
 NOT_COMPARED = {
+    ("README.md", "test      "): "a model of the hub; tests/test_model_tests.py",
     ("docs/architecture.md", "options + [tool.gpumem]"): "a diagram",
     ("docs/guide/fits.md", "config                      H100"): EMULATED,
     ("docs/guide/fits.md", "needs 15.25 GB"): EMULATED,
@@ -97,8 +99,18 @@ def is_run(block: Block, said: str) -> bool:
     )
 
 
+def is_of_the_readme(block: Block) -> bool:
+    """Whether the site's front page shows a block of the README."""
+    same = replace(block, page="README.md")
+    return block.page == "docs/index.md" and any(
+        same == replace(one, section=block.section) for one in blocks_of("README.md")
+    )
+
+
 def is_shown(block: Block) -> bool:
     """Whether a block is executed or compared, or has its reason. What `blocks` gives to a test by language is."""
+    if is_of_the_readme(block):
+        return True
     if block.language in SHELL:
         compared = not block.printed or block.language == "sh" or block in COMPARED or in_table(block)
         return compared and all(is_run(block, said) for said in block.commands)
@@ -107,7 +119,7 @@ def is_shown(block: Block) -> bool:
     if block.language == "diff":
         return block in COMPARED
     if block.language == "json":
-        return block.page.startswith("docs/migrate/") and block.title is not None
+        return block.page.startswith("docs/migrate/") and block.file is not None
     # By tests/test_docs.py; the tests below; tests/test_reference.py; tests/test_ci_docs.py and the one below;
     # tests/test_ci_docs.py; tests/test_docs.py.
     return block.language in ("toml", "python", "pycon", "yaml", "groovy", "{toctree}")
@@ -227,7 +239,7 @@ def next_token_loss(output, _):
 
 
 """
-FRAGMENTS = [one for one in blocks("python") if one.page in SHOWN_PAGES and not one.title]
+FRAGMENTS = [one for one in blocks("python") if one.page in SHOWN_PAGES and not one.file]
 IN_A_TEST = "def test_it(gpumem):\n"
 
 

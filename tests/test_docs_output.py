@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.measurement import Environment, Workload
 from tests.git_store import Repository, entry
-from tests.pages import ROOT, blocks, blocks_of, command, follows, lasting, output, read
+from tests.pages import COMPARED, ROOT, blocks, blocks_of, command, follows, lasting, output, read
 from tests.test_example_project import HAS_AVX512
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def mlp(project):
         one.text
         for language in ("python", "toml")
         for one in blocks(language)
-        if (one.page, one.section) == ("README.md", "Start")
+        if (one.page, one.section) == ("README.md", "Start with a test")
     )
     project.settings(settings)
     (project.path / "test_mlp.py").write_text(source, encoding="utf-8")
@@ -296,7 +296,7 @@ def test_estimate(gpumem):
 
 
 def test_relations_that_fail(project):
-    (relations,) = (one.text for one in blocks_of(RELATIONS) if one.title == "test_relations.py")
+    (relations,) = (one.text for one in blocks_of(RELATIONS) if one.file == "test_relations.py")
     (project.path / "test_relations.py").write_text(relations, encoding="utf-8")
     (project.path / "test_broken.py").write_text(BROKEN, encoding="utf-8")
     result = project.run("test_broken.py")
@@ -430,6 +430,22 @@ def test_a_script_with_arguments_and_one_that_keeps_its_outputs(project):
     done = project.gpumem(run, "--gpumem-baseline", *small)
     assert done.returncode == 1
     assert follows(SCRIPT_FAILURE, done.stdout.splitlines())
+
+
+(CHANGED_COMMAND,) = (one for one in blocks_of("README.md") if one.language == "diff")
+COMPARED.add(CHANGED_COMMAND)
+
+
+def test_a_script_is_measured_by_the_command_that_the_readme_changes(project):
+    """The script is that of example_project/start_here.py."""
+    before, after = CHANGED_COMMAND.text.splitlines()
+    assert before == "-python train.py"
+    assert after.startswith("+gpumem run train.py ")
+    project.settings("[tool.gpumem]\ntime = false\n")
+    shutil.copy(ROOT / "example_project" / "start_here.py", project.path / "train.py")
+    for option in ("--gpumem-update=new", "--gpumem-baseline"):
+        done = project.gpumem(*shlex.split(after.replace("--gpumem-update=new", option))[1:])
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Figures elsewhere
