@@ -118,7 +118,8 @@ class Environment(FrozenValue):
     details: Mapping[str, str | int] = field(default_factory=dict)
     """Versions and settings by name.
 
-    ``torch`` and ``machine`` (the host's processor, and the cores that pytest may use); ``cpu_capability`` on the CPU;
+    ``torch`` and ``machine`` (the host's processor, and the cores that pytest may use); ``cpu_capability`` and
+    ``cpu_bfloat16`` (instructions for bfloat16: ``AMX``, ``AVX512_BF16`` or ``none``) on the CPU;
     ``total_memory`` (bytes), ``cuda``, ``driver`` and ``allocator`` on a GPU; the names that the hook
     ``pytest_gpumem_environment`` adds. On an emulated GPU ``emulated_cudnn`` is the release of cuDNN that planned
     convolutions, or ``none``, and ``emulated_rnn`` is ``lower bound`` if recurrent layers ran.

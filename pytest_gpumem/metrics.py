@@ -169,7 +169,7 @@ class MetricAttributes:
         weight=None,
         budget="max_memory",
         peak=True,
-        depends_on=("cpu_capability",),
+        depends_on=("cpu_capability", "cpu_bfloat16"),
         decided_by=("emulated_cudnn",),
         emulated=_EMULATED,
     )

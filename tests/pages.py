@@ -12,7 +12,7 @@ SITE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglo
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *SITE]
 FENCE = re.compile(
     r"^(?:\*\*`(?P<file>[^`\n]+)`\*\*:?\n\n?)?"
-    r'```(?P<language>[\w{}]*)(?: title="(?P<title>[^"\n]+)")?\n(?P<text>.*?)^```$',
+    r"```(?P<language>[\w{}]*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 """A fenced block of code, with the line above it that names its file: bold code, such as ``**`model.py`**``."""
@@ -52,17 +52,11 @@ def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def file_of(fence: re.Match[str]) -> str | None:
-    """The name of the file that a block is the text of: from the line above the block, or from ``title="..."`` on its fence."""
-    name: str | None = fence["file"] or fence["title"]
-    return name
-
-
 def blocks_of(page: str) -> list[Block]:
     text, found = read(page), []
     for match in FENCE.finditer(text):
         section = HEADING.findall(FENCE.sub("", text[: match.start()]))[-1]
-        found.append(Block(page, section, match["language"], file_of(match), match["text"]))
+        found.append(Block(page, section, match["language"], match["file"], match["text"]))
     return found
 
 

@@ -275,7 +275,7 @@ def store_page() -> str:
         f"## The folder\n\n{_rest(_text(Store))}",
         docstring(_text(Folder)),
         f"## A file\n\n{_rest(_text(baseline_format))}",
-        "This file comes from `pytest --gpumem-update=new` with the two tests of the [README](../../README.md#start):",
+        "This file comes from `pytest --gpumem-update=new` with two tests of the [README](../../README.md#start-with-a-test):",
         EXAMPLE,
         f"## Keys of a file\n\n{table(('key', 'meaning'), _rows(FILE_KEYS))}",
         "## Keys of a measurement",

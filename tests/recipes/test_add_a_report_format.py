@@ -52,7 +52,7 @@ def test_help_and_the_message_about_a_wrong_suffix_list_it(package, tmp_path):
     write_tests(tmp_path, TESTS)
     options = " ".join(package.pytest(tmp_path, "--help").stdout.split())
     assert (
-        ".json for programs and `gpumem merge`, .csv for spreadsheets, .sarif for code scanning; may be repeated"
+        ".json for programs and `gpumem merge`, .csv for spreadsheets, .sarif for code scanning. May be repeated"
         in options
     )
     merge = " ".join(package.run(tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "--help").stdout.split())
