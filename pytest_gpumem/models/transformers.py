@@ -116,7 +116,10 @@ def _fetched(transformers: Any, name: ModelName) -> Path:
     try:
         return Path(transformers.utils.cached_file(name.name, CONFIG))
     except Exception as error:  # noqa: BLE001, from the network, the hub or the cache
-        raise ModelError(f"{name}: {' '.join(str(error).split()) or type(error).__name__}") from None
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise ModelError(
+            f"{name}: {reason}. Without the network, write hf: and the path of a folder with {CONFIG}"
+        ) from None
 
 
 def _class_of(transformers: Any, name: ModelName, config: Any) -> Any:

@@ -79,7 +79,7 @@ class StoreAtEnd:
         changes = changes_of(self.store, mode, passed, source)
         unlocked = self.store.change(changes.entries, changes.gone) if changes.any else None
         not_passed = len(results) - len(passed) - len(held_back)
-        note = f"; {not_passed} not written, because the test did not pass" if not_passed else ""
+        note = f"; {not_passed} not written, because the test failed or was skipped" if not_passed else ""
         note += f"; {len(held_back)} not written, because the test may be a renamed one that grew" if held_back else ""
         left_out = changes.times_left_out
         if left_out:

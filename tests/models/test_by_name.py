@@ -455,5 +455,9 @@ def test_a_model_that_cannot_be_fetched_is_told_in_a_sentence(monkeypatch):
         raise OSError("We couldn't connect to 'https://huggingface.co'\nCheck your internet connection")
 
     monkeypatch.setattr(transformers.utils, "cached_file", offline)
-    with pytest.raises(ModelError, match=r"^hf:gone/model: We couldn't connect to 'https://huggingface.co' Check your"):
+    with pytest.raises(ModelError) as raised:
         named_model(ModelName("hf", "gone/model"), None, TRAINING)
+    assert str(raised.value) == (
+        "hf:gone/model: We couldn't connect to 'https://huggingface.co' Check your internet connection. "
+        "Without the network, write hf: and the path of a folder with config.json"
+    )
