@@ -33,14 +33,15 @@ PRECISIONS = {
 }
 """Words of ``precision`` and their meaning."""
 CHECKPOINTS = {kind.form: kind.help for kind in KINDS.values()}
-_OPTIMIZER_CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+OPTIMIZER_CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+"""Classes of ``torch.optim`` that have several implementations, by their words."""
 _IMPLEMENTATIONS = {"": "torch chooses the implementation", "-foreach": "`foreach=True`", "-fused": "`fused=True`"}
 _MOMENTUM = {"sgd": " without momentum"}
 OPTIMIZERS = {
     "none": "Forward and backward only.",
     **{
         f"{name}{form}": f"`torch.optim.{of}`{_MOMENTUM.get(name, '')}; {implementation}."
-        for name, of in _OPTIMIZER_CLASSES.items()
+        for name, of in OPTIMIZER_CLASSES.items()
         for form, implementation in _IMPLEMENTATIONS.items()
     },
     "adafactor": "`torch.optim.Adafactor`.",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measurement import Workload
+from pytest_gpumem.step_config.config import OPTIMIZER_CLASSES
 from pytest_gpumem.step_config.errors import ConfigError, NotAStep
 from pytest_gpumem.steps.batches import describe
 from pytest_gpumem.torch_support.private_api import load_compiler
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     Loss = Callable[[Any, Any], torch.Tensor]
 
 
-_CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "adafactor": "Adafactor"}
+_CLASSES = {**OPTIMIZER_CLASSES, "adafactor": "Adafactor"}
 _EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
 
 

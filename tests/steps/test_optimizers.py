@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytest_gpumem.relations.state import state_bytes
-from pytest_gpumem.step_config.config import StepConfig
+from pytest_gpumem.step_config.config import OPTIMIZERS, StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.model_step import eight_bit_module, optimizer_named
 from pytest_gpumem.steps.sharded_optimizer import adapted
@@ -59,11 +59,9 @@ def test_a_word_names_an_optimizer_with_torchs_defaults(word, kind, options):
 @pytest.mark.parametrize(
     ("word", "dtype"),
     [
-        ("sgd", torch.float32),
+        *((word, torch.float32) for word in OPTIMIZERS if word != "none" and not word.endswith("-8bit")),
         ("adam-foreach", torch.bfloat16),
-        ("adamw", torch.float32),
         ("adamw-fused", torch.bfloat16),
-        ("adafactor", torch.float32),
         ("adafactor", torch.bfloat16),
     ],
 )
