@@ -13,6 +13,8 @@ EMULATED = "GPUMEM_EMULATED"
 processes that it starts. A test can skip itself by it::
 
     import os
+
+
     @pytest.mark.skipif("GPUMEM_EMULATED" in os.environ, reason="needs cuSOLVER")
     def test_solve(gpumem):
         matrix = torch.eye(64, device=gpumem.device)

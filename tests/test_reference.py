@@ -59,7 +59,7 @@ def test_settings_of_the_page_are_read_as_it_says():
     assert '- Type: a string\n- Default: `"2 s"`' in text.partition("## `time_budget`")[2].partition("\n## ")[0]
     options = (FOLDER / "options.md").read_text(encoding="utf-8")
     device = options.partition("## `--gpumem-device`")[2].partition("\n## ")[0]
-    assert '- Key: ``device``, a string\n- Default: ``"cuda"``' in device
+    assert '- Key: ``device`` (a string)\n- Default: ``"cuda"``' in device
 
 
 def test_verdicts_are_entries_in_the_order_of_their_weight():

@@ -27,7 +27,7 @@ _OF_PYTEST = "--gpumem-"
 """Begins the options that a command shares with pytest: their entries are on the page of these."""
 _NOT_A_NAME = frozenset({"GPU", "ID", "JSON", "TEXT", "URL"})
 """Words in capitals that mean themselves, although an argument has the same name."""
-_WIDTH = 100
+_WIDTH = 80
 
 
 def pages() -> dict[str, Callable[[], str]]:

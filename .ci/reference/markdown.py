@@ -47,7 +47,8 @@ def _cell(text: str) -> str:
 def paragraphs(text: str) -> str:
     """Return the Markdown of a text with lines of any length: a line for each paragraph, examples after ``::`` as code."""
     text = _DOUBLE.sub("`", inspect.cleandoc(text))
-    blocks = re.split(r"\n\s*\n", text)
+    # Two blank lines stand within code.
+    blocks = re.split(r"(?<!\n)\n\n(?!\n)", text)
     written: list[str] = []
     for block in blocks:
         if block.startswith("    ") or (written and written[-1].endswith("::")):

@@ -38,7 +38,7 @@ def _option(option: Option) -> str:
         typed = f"`{option.flag}` or `{option.negated}`"
     else:
         typed = f"`{option.flag}={option.metavar or '|'.join(option.kind.choices or ())}`"
-    key = f"``{option.name}``, {_type(option.kind)}" if option.is_key else "none"
+    key = f"``{option.name}`` ({_type(option.kind)})" if option.is_key else "none"
     facts = f"- Typed: {typed}\n- Key: {key}\n- Default: {_default(option.name, option.kind)}"
     parts = [f"## `{option.flag}`", paragraphs(_FLAG.sub(r"`\g<0>`", option.help)), facts, option.details.strip()]
     return "\n\n".join(part for part in parts if part)
