@@ -115,6 +115,23 @@ class NamesInIndex(SphinxTransform):
             section.append(addnodes.index(entries=[entry]))
 
 
+class LongNames(SphinxTransform):
+    """Mark code with a long word, which may break on a telephone. All other code stays in one piece."""
+
+    default_priority = 799
+    longest = 28
+
+    def apply(self, **_: Any) -> None:
+        for literal in self.document.findall(nodes.literal):
+            if max(map(len, literal.astext().split()), default=0) > self.longest:
+                literal["classes"].append("long")
+
+
+def _reference(app: Any, *_: object) -> list[str]:
+    """Return the pages of the reference, to be written each time: Sphinx forgets their entries in the search otherwise."""
+    return [name for name in app.env.found_docs if name.startswith("reference/")]
+
+
 def _contents(env: Any) -> Iterator[tuple[str, list[str]]]:
     """Yield each part of the front page's contents: its caption, and its pages with those nested below them."""
     for toctree in env.get_doctree("index").findall(addnodes.toctree):
@@ -145,5 +162,7 @@ def _write_markdown(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> None:
     """Register what this project adds to Sphinx."""
     app.add_transform(NamesInIndex)
+    app.add_transform(LongNames)
+    app.connect("env-get-outdated", _reference)
     app.connect("source-read", _link_outside)
     app.connect("build-finished", _write_markdown)
