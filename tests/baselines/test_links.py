@@ -332,7 +332,9 @@ def test_no_report_is_kept_through_a_link_that_leaves_the_root(measured, outside
     link.symlink_to(theirs)
     result = measured.run("-p", "cacheprovider", "-W", "ignore::pytest.PytestCacheWarning")
     assert result.ret == 0
-    line = f"gpumem why: no report is kept, because {measured.path}/.pytest_cache leads out of the root directory by a *"
+    line = (
+        f"gpumem why: no report is kept, because {measured.path}/.pytest_cache leads out of the root directory by a *"
+    )
     result.stdout.fnmatch_lines([line])
     assert not [path for path in outside.rglob("*") if path.name in ("gpumem", "report.json")]
 
