@@ -6,8 +6,8 @@ every run but the first, and without cached bytecode of the plugin.
 
 Claims are about the median of the rounds' ratios: the CPU time with the plugin over the CPU time of the run next to it without.
 A busy neighbour slows both runs of a round alike, and medians ignore the rounds in which it did not. For one empty test on two
-cores with a load of 3, the interval for this median over 60 rounds was 1.017 to 1.048. The ratio of the mean times of the fastest
-quarter had 0.961 to 1.109.
+cores with a load of 3, the interval for this median over 60 rounds was 1.017 to 1.048. The ratio of the mean times in the
+fastest quarter had 0.961 to 1.109.
 
 "Without" is ``-p no:gpumem``: pytest imports nothing of the plugin then. It still reads which files the distribution has, as
 for every plugin that is installed, which a run without the plugin installed does not.
