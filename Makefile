@@ -54,6 +54,7 @@ help:
 	@echo "make release-check  build sdist and wheel into dist/, check them, and gate the example with the wheel, in new environments"
 	@echo "make browser   install Chromium, which the tests of the HTML report need, where it is missing (Debian, as root)"
 	@echo "make screenshots  take the pictures of the HTML report in the docs anew, and that of a failure (needs Chromium)"
+	@echo "make constraints  take the newest releases into constraints.txt, which pins what development installs (needs uv)"
 	@echo "make clean     remove the virtual environments, caches and builds"
 	@echo "PYTHON=python3.12 chooses the Python, VENV=folder where the virtual environment lies, ARGS='-k gpt' adds to pytest,"
 	@echo "TORCH=2.15.0 the release of torch, or nightly: test, emulated and example with another one than $(PINNED), in an environment of its own,"

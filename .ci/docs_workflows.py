@@ -15,5 +15,5 @@ folder = Path(sys.argv[1])
 shutil.rmtree(folder, ignore_errors=True)
 folder.mkdir(parents=True)
 for number, (block, text) in enumerate(workflows()):
-    name = re.sub(r"\W+", "-", f"{block.page} {block.title or block.section}").strip("-")
+    name = re.sub(r"\W+", "-", f"{block.page} {block.file or block.section}").strip("-")
     (folder / f"{number:02}-{name}.yml").write_text(text, encoding="utf-8")

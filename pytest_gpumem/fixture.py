@@ -1,4 +1,4 @@
-"""The ``gpumem`` fixture: steps and regions that a test measures itself."""
+"""The fixture ``gpumem``: a test measures its own steps and regions."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ _T = TypeVar("_T")
 
 
 class Region:
-    """A region of a test that `Gpumem.track` measures; ``measurement`` is there once the region has ended."""
+    """A region of a test that `Gpumem.track` measures."""
 
     def __init__(self) -> None:
         self.ended: Measurement | None = None
 
     @property
     def measurement(self) -> Measurement:
+        """The measurement, after the region has ended. Before, it raises `MeasuringError`."""
         if self.ended is None:
             raise MeasuringError("the region has not ended yet: read its measurement after the with block")
         return self.ended
 
 
 class WithBlock(AbstractContextManager[_T]):
-    """A context manager of ``gpumem.loop()`` and ``gpumem.track()``, for a ``with`` statement and nothing else."""
+    """A context manager of ``gpumem.loop()`` or ``gpumem.track()``, for a ``with`` statement and nothing else."""
 
     def __init__(self, method: str, within: AbstractContextManager[_T]) -> None:
         self._method = method
@@ -66,9 +67,7 @@ class WithBlock(AbstractContextManager[_T]):
 
     def __getattr__(self, name: str) -> NoReturn:
         call = f"gpumem.{self._method}()"
-        raise AttributeError(
-            f"{name} is of what {call} gives to a with block: `with {call} as it:`, and then it.{name}"
-        )
+        raise AttributeError(f"{call} returns a context manager: write `with {call} as it:`, and then it.{name}")
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
@@ -79,16 +78,29 @@ class WithBlock(AbstractContextManager[_T]):
 class Gpumem:
     """Measures steps of a model, or any code, on the device of this run (``--gpumem-device``).
 
-    What is measured is judged when the test has ended: against the budget of its marker and of the settings, and, with
-    ``--gpumem-baseline``, against its baselines. A test may measure more than once; ``name`` tells its measurements apart.
+    A test that has the fixture ``gpumem`` measures its own steps and regions, as often as it likes. Its call as a whole is
+    not measured. Each measurement is judged after the test: against the budget of the marker and the settings, and, with
+    ``--gpumem-baseline``, against its baseline. For annotations: ``from pytest_gpumem import Gpumem``.
+
+    Every measurement has a name, which is a part of its baseline's key. The default name is the method's word
+    (``train_step``, then ``train_step-2``; ``region`` for `Gpumem.track`). Give names if a test measures several things,
+    because numbers shift when a measurement is added in between. A name that is used twice in one test, an empty name, a name
+    with more than 200 characters, and a name that no file can hold raise ``ValueError``.
+
+    `Gpumem.train_step`, `Gpumem.infer_step` and `Gpumem.measure` bring memory to rest, then repeat the step until two steps
+    in a row have the same peaks (2 to 6 steps), and four times more. Then they count one more step (`flops`), and time rounds
+    of steps. With ``compile`` or a gradient scaler they repeat until nothing is compiled and the scale stays, at most 16
+    times.
+
+    Measurements do not nest, except for regions within regions: a measurement within another one raises `MeasuringError`.
     """
 
     def __init__(self, run: TestRun | None, refuse: Callable[[str | None], NoReturn]) -> None:
         """Make the fixture of one test.
 
         Args:
-            run: The test; ``None`` when the device cannot be used here. Then any use ends in ``refuse(None)``.
-            refuse: Ends the test, which cannot be measured for the reason that it is given, as a clause.
+            run: The test; ``None`` if the device cannot be used here. Then any use ends in ``refuse(None)``.
+            refuse: Ends the test, which cannot be measured for the given reason, a clause.
         """
         self._maybe_run = run
         self._refuse = refuse
@@ -104,11 +116,14 @@ class Gpumem:
 
     @property
     def device(self) -> torch.device:
-        """The torch device that is measured: put models and batches there::
+        """The ``torch.device`` that is measured. Put models and batches there.
 
-        model = make_model().to(gpumem.device)
-        with gpumem.track("forward"):
-            model(torch.ones(256, 512, device=gpumem.device))
+        Example::
+
+            def test_forward(gpumem):
+                model = GPT().to(gpumem.device)
+                with gpumem.track("forward"):
+                    model(torch.ones(16, 64, device=gpumem.device))
         """
         return self._run.device.torch_device
 
@@ -120,26 +135,63 @@ class Gpumem:
         *,
         explain: bool | None = None,
     ) -> Measurement:
-        """Measure ``fn()`` as a step that repeats: warmed up, then its memory, then its time.
+        """Measure ``fn()`` as a step that repeats: first its memory, then its time.
 
-        ``items`` is how many samples, tokens, ... one call works on; with it, throughput is measured. What ``fn`` holds
-        (its closure, arguments bound to it, its object) belongs to the step; everything else that is live does not.
+        The objects that ``fn`` holds (its closure, defaults, arguments bound to it, its object) belong to the step. Globals
+        that it uses do not, and neither does other live memory. Random numbers are restored: the test's next draw does not
+        depend on the number of runs. A step that counts its own calls sees every run.
+
+        Args:
+            fn: The function to run.
+            items: The number of samples, tokens or other items that one call works on. Only with it there is a `throughput`.
+            name: The name of the measurement; by default ``measure``.
+            explain: ``True`` records the composition of the peak (`Measurement.composition`), ``False`` does not. By default
+                ``--gpumem-explain`` decides, and the composition is recorded if the test reads it. With
+                ``--gpumem-explain=never`` it is never recorded.
+
+        Returns:
+            The measurement.
+
+        Raises:
+            MeasuringError: No figure can be believed, for example because ``fn`` holds nothing on the device.
+            ValueError: The name is in use, empty or too long.
+
+        Example::
+
+            def test_product(gpumem):
+                a, b = torch.ones(256, 512, device=gpumem.device), torch.ones(512, 64, device=gpumem.device)
+                measurement = gpumem.measure(lambda: a @ b, items=256)
+                assert measurement.flops == 2 * 256 * 512 * 64
         """
         run = self._run
         with run.alone("measure", name), prepared_function(run.context, fn, items) as prepared:
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
-        del prepared  # what it held is gone when others see the measurement
+        del prepared  # Free the step's tensors before the measurement is returned.
         return run.keep(judged)
 
     def track(self, name: str | None = None) -> AbstractContextManager[Region]:
-        """Measure the body of a ``with`` block, which runs once::
+        """Measure the body of a ``with`` block, which runs once, cold and untimed.
 
-            with gpumem.track("generate") as region:
-                model.generate(prompt)
-            assert region.measurement.peak_allocated < 2e9
+        Objects that the test and its fixtures hold at the beginning belong to the region. Everything that is still alive at
+        the end, including local variables of the body, is `retained`. Regions may be nested in regions. A region is not
+        explained, because its body runs once; `Gpumem.measure` with the same code is.
 
-        What the test and its fixtures hold when the region begins belongs to it. Runs cold: no time is taken. Regions may be
-        nested in regions, and in nothing else that is measured.
+        Args:
+            name: The name of the measurement; by default ``region``.
+
+        Returns:
+            A context manager that yields a region. Its ``measurement`` is there after the block.
+
+        Raises:
+            MeasuringError: Another measurement is under way, or ``measurement`` is read within the block.
+
+        Example::
+
+            def test_two_forwards(gpumem):
+                model = GPT().to(gpumem.device)
+                with gpumem.track("forward") as region:
+                    model(batch.to(gpumem.device))
+                assert region.measurement.peak_allocated < 200e3
         """
         return WithBlock("track", self._tracked(name))
 
@@ -151,15 +203,40 @@ class Gpumem:
         region.ended = measurement()
 
     def load(self, factory: Callable[[], _T], *, name: str | None = None, explain: bool | None = None) -> Loading[_T]:
-        """Measure ``factory()``, which loads a model onto the device, and give what it returns::
+        """Measure ``factory()``, which loads a model onto the device.
 
-            loading = gpumem.load(lambda: Model.from_pretrained(path, device_map="cuda"))
-            assert loading.measurement.peak_allocated < 1.1 * loading.measurement.loaded
-            gpumem.infer_step(loading.value, batch)
+        The factory runs once, with an empty allocator, as at the start of a program. It is not timed. Garbage is collected
+        and the allocator's cache is emptied before, so figures repeat. `peak_allocated` counts the loaded object and
+        everything held meanwhile, such as a second copy of the weights. `loaded` is the memory of the object, and `retained`
+        the memory that is left beyond it. On CUDA `peak_reserved` has the memory that the allocator took, including buffers
+        that are never filled.
 
-        It runs once, cold, with the allocator emptied before, as in a program; no time is taken. What ``factory`` holds belongs
-        to it; everything else that is live does not. ``explain``: whether it is run once more to tell what the peak is made of,
-        while the model of the first time is there; by default as ``--gpumem-explain`` says, and where the test reads it.
+        The objects that ``factory`` holds (its closure, arguments bound to it) count into the peak; all other live memory
+        does not. Random numbers are not restored.
+
+        To explain the peak, the factory runs once more while the first object is there. If the GPU has no room for both, a
+        note says so. Memory that the program's threads load, as transformers does with a ``device_map`` since 5.0, is in all
+        figures on a GPU, and in the composition without lines and operators.
+
+        Args:
+            factory: A function without arguments that loads and returns a model, a state dict, or any object that holds
+                tensors.
+            name: The name of the measurement; by default ``load``.
+            explain: As for `Gpumem.measure`.
+
+        Returns:
+            The loaded object as ``value``, and its ``measurement``.
+
+        Raises:
+            TypeError: ``factory`` cannot be called.
+            Exception: Any error of ``factory``.
+
+        Example::
+
+            def test_loading(gpumem):
+                loading = gpumem.load(lambda: GPT().to(gpumem.device))
+                assert loading.measurement.peak_allocated <= 1.1 * loading.measurement.loaded
+                gpumem.infer_step(loading.value, batch)
         """
         run = self._run
         with run.alone("load", name):
@@ -174,20 +251,52 @@ class Gpumem:
         name: str | None = None,
         explain: bool | None = None,
     ) -> AbstractContextManager[MeasuredLoop]:
-        """Measure the steps of a training loop that runs within, as it is, and end it when they have been measured::
+        """Measure the steps of a training loop, which runs as it is, and end it when they have been measured.
 
-            with gpumem.loop() as training:
-                trainer.train()
-            assert training.measurement.growth == 0
+        A step ends with ``optimizer.step()`` of a torch optimizer, whoever calls it. Several micro-batches before it are one
+        step. With several optimizers, the first optimizer that steps again ends the step. An optimizer that steps within
+        ``backward()`` ends the step before the next call of a module. Without such an optimizer, the loop calls
+        ``step_ended()`` at the end of each step.
 
-        A step ends with ``optimizer.step()``, whoever calls it; with several optimizers, where the first of them steps again.
-        Memory is read from the first ``steps`` steps but the first. A few more are counted, timed and explained; then
-        the ``with`` block ends by an exception, through the loop's own ``finally`` and ``with`` blocks.
+        Memory comes from the first ``steps`` steps. The first of them, in which a loop builds state, counts for budgets only.
+        `growth` comes from the last 12 steps; if some of these kept bytes, and too few to tell a leak from a cache, 12 more
+        steps are looked at. The next steps are counted, explained and timed. If steps differ, at least 6 and at most
+        ``steps`` steps are recorded until one of them has the highest peak again; otherwise the closest step is shown, and a
+        note says so.
 
-        ``items`` is how many samples, tokens, ... one step works on; with it, throughput is measured.
+        Then the block ends by an exception that is not an ``Exception``, through the loop's own ``finally`` and ``with``
+        blocks. Code after the block goes on. ``callback()`` returns a callback for the ``Trainer`` of transformers or
+        Lightning, which stops training in its own way. A loop that ends before is measured as far as it went, with a note.
+        Random numbers are not restored.
 
-        Raises `MeasuringError` where the loop ends before there are four steps, or no optimizer steps. ``TypeError`` or
-        ``ValueError`` if ``steps`` is not a whole number, 4 or more: the loop's batches are not an argument.
+        If memory runs out in the step that is counted, which takes more than an ordinary step, the loop ends as if it had
+        been measured, with the error as a note. Any other error of the loop is the test's.
+
+        Args:
+            steps: The number of steps, 4 or more, that memory is read from. The loop's batches are not an argument.
+            items: The number of samples, tokens or other items that one step works on. Only with it there is a `throughput`.
+            name: The name of the measurement; by default ``loop``.
+            explain: As for `Gpumem.measure`.
+
+        Returns:
+            A context manager that yields the measured loop. Its ``measurement`` is there after the block.
+
+        Raises:
+            MeasuringError: The loop ended before there were four steps, or no step was seen.
+            TypeError: ``steps`` is not a whole number.
+            ValueError: ``steps`` is less than 4.
+
+        Example::
+
+            def test_loop(gpumem):
+                model, data = GPT().to(gpumem.device), batch.to(gpumem.device)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                with gpumem.loop() as training:
+                    for _ in range(1000):
+                        optimizer.zero_grad()
+                        model(data).backward()
+                        optimizer.step()
+                assert training.measurement.growth == 0
         """
         return WithBlock("loop", self._measured(MeasuredLoop(self._run, steps, name, items, explain=explain), name))
 
@@ -196,7 +305,7 @@ class Gpumem:
         with self._run.alone("loop", name), loop.within():
             yield loop
 
-    def train_step(
+    def train_step(  # noqa: D417 - ``unknown`` takes wrong arguments only
         self,
         model_or_factory: ModelOrFactory,
         batch: Any,
@@ -209,21 +318,45 @@ class Gpumem:
         explain: bool | None = None,
         **unknown: NoReturn,
     ) -> Measurement:
-        """Measure forward + backward + optimizer of a model, in training mode.
+        """Measure forward, backward and optimizer of a model, in training mode.
 
-        ``model_or_factory``: a module on the device, which is trained; or a class or function that builds one there.
-        ``batch``: a tensor, a tuple of positional or a mapping of keyword arguments, moved to the device; or a function
-        that makes one.
-        ``config``: how the step is run, such as ``"amp-bf16,checkpoint=blocks,accumulate=4"`` or a `StepConfig`. Without one:
-        plainly, in the precision that the model is in.
-        ``loss(output, batch)`` returns a scalar; without it ``output.loss``, ``output["loss"]`` or a scalar output is taken.
-        ``optimizer``: a class or function of the parameters, or an optimizer of a given model, in place of the config's.
-        ``items``: what one step works on, for the throughput: a number, ``"samples"`` (the default) or ``"tokens"``.
-        ``explain``: whether one more step is run to tell what the peak is made of (`Measurement.composition`); by default
-        as ``--gpumem-explain`` says, and where the test reads it.
+        While the step runs, ``config.use_cache`` of the model and its modules is ``False``, as trainers set it. A model that
+        is given is really trained, and its gradients are cleared first.
 
-        Raises `ConfigError` for a config that cannot be read or has nothing to act on, ``ValueError`` or ``TypeError`` when
-        model, batch, loss and optimizer do not make a step. What the device cannot run (TF32 on a CPU) skips the test.
+        Args:
+            model_or_factory: A module on `gpumem.device`, or a class or function without arguments that builds one. It is
+                called with the device as torch's default device (and without, if that fails), and the module that it returns
+                is moved to the device. Lazy modules are initialized by a forward pass.
+            batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments, which are moved to
+                the device; or a function without arguments that makes one, which is called there.
+            config: The step config, such as ``"amp-bf16,checkpoint=blocks,accumulate=4"``, or a
+                `StepConfig`. Without it the step runs plainly in the model's own precision, with autocast off, whatever
+                surrounds the call.
+            loss: A function ``loss(output, batch)`` that returns a scalar. Without it the loss is ``output.loss``,
+                ``output["loss"]`` or a scalar output.
+            optimizer: A class or function of the trainable parameters, or an optimizer of a given model. Without it the
+                config's optimizer is used, which is ``torch.optim.AdamW`` by default.
+            items: The items that one step works on, for `throughput`: a finite number above 0, ``"samples"`` (the first
+                dimension of the batch's first tensor, the default) or ``"tokens"`` (the elements of the batch's first tensor
+                of integers).
+            name: The name of the measurement; by default ``train_step``.
+            explain: As for `Gpumem.measure`.
+
+        Returns:
+            The measurement.
+
+        Raises:
+            ConfigError: The config cannot be read, has nothing to act on, or names an optimizer beside ``optimizer``.
+            TypeError: The model, the batch, the loss or the optimizer has a wrong type.
+            ValueError: They do not make a step, for example because the model is on another device.
+
+        Example::
+
+            def test_checkpointing_recomputes(gpumem):
+                plain = gpumem.train_step(GPT, batch, config="fp32", name="plain")
+                blocks = gpumem.train_step(GPT, batch, config="fp32,checkpoint=blocks", name="blocks")
+                assert plain.peak_allocated < 310e3  # 303.41 kB on the CPU
+                assert blocks.recomputed > plain.recomputed == 0
         """
         _check_words("train_step", unknown)
         run, parsed = self._run, as_config(config)
@@ -235,10 +368,10 @@ class Gpumem:
             ) as prepared,
         ):
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
-        del prepared  # what it held is gone when others see the measurement
+        del prepared  # Free the step's tensors before the measurement is returned.
         return run.keep(judged)
 
-    def infer_step(
+    def infer_step(  # noqa: D417 - ``unknown`` takes wrong arguments only
         self,
         model_or_factory: ModelOrFactory,
         batch: Any,
@@ -250,11 +383,35 @@ class Gpumem:
         explain: bool | None = None,
         **unknown: NoReturn,
     ) -> Measurement:
-        """Measure one forward pass under ``torch.inference_mode``, in evaluation mode. Arguments as for `train_step`.
+        """Measure one forward pass under ``torch.inference_mode()``, in evaluation mode.
 
-        With ``new_tokens``: a call of the model's own ``generate``, as models of transformers have it, which adds that many
-        tokens to the batch as a prompt. With ``cache=on`` in the config: a prompt (the batch without its last token) and the
-        token after it, with a key/value cache; with ``weights=int8``: int8 weights.
+        With ``new_tokens`` the step is a call of the model's own ``generate()``, as models of transformers have it. It adds
+        tokens to the batch, which is the prompt. The model's ``generation_config`` decides the search and the token that ends
+        a text; a text that ends early is measured up to there. The number of new tokens is a part of the workload, and only
+        they count for ``tokens/s``.
+
+        Args:
+            model_or_factory: As for `Gpumem.train_step`.
+            batch: As for `Gpumem.train_step`.
+            config: As for `Gpumem.train_step`. ``cache=on`` keeps keys and values, ``cache=off`` does not; ``weights=int8``
+                quantizes the weights.
+            new_tokens: The number of tokens to generate.
+            items: As for `Gpumem.train_step`.
+            name: The name of the measurement; by default ``infer_step``.
+            explain: As for `Gpumem.measure`.
+
+        Returns:
+            The measurement.
+
+        Raises:
+            ConfigError: The config cannot be read, or has settings that do nothing in an infer step, such as ``checkpoint``.
+            TypeError: The model or the batch has a wrong type.
+            ValueError: They do not make a step.
+
+        Example::
+
+            def test_inference(gpumem):
+                assert gpumem.infer_step(GPT, batch).peak_allocated < 90e3  # 82.94 kB on the CPU
         """
         _check_words("infer_step", unknown)
         run, parsed = self._run, as_config(config)
@@ -266,10 +423,10 @@ class Gpumem:
             ) as prepared,
         ):
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
-        del prepared  # what it held is gone when others see the measurement
+        del prepared  # Free the step's tensors before the measurement is returned.
         return run.keep(judged)
 
-    def estimate(
+    def estimate(  # noqa: D417 - ``unknown`` takes wrong arguments only
         self,
         model_or_factory: ModelOrFactory,
         batch: Any,
@@ -280,11 +437,36 @@ class Gpumem:
         name: str | None = None,
         **unknown: NoReturn,
     ) -> Estimate:
-        """Measure a training step, and set what it holds beside what it must hold by formula.
+        """Measure a training step, and compare the memory of its state with the formulas.
 
-        Bytes of parameters, gradients, optimizer state and master weights follow from the config; activations are the rest
-        of what was measured. ``print()`` shows the table. A state that is more than 2 % off its formula is pointed out: in
-        ``findings``, and at the end of the run. Arguments as for `train_step`.
+        The bytes of parameters, gradients, optimizer state and master weights follow from the config. Activations are
+        measured. A state that is more than 2 % off its formula is a finding, and so is memory that something else holds at
+        rest. Findings are notes of the measurement, which the end of the run prints. They fail nothing: ``assert not
+        estimate.findings`` does.
+
+        Args:
+            model_or_factory: As for `Gpumem.train_step`.
+            batch: As for `Gpumem.train_step`.
+            config: As for `Gpumem.train_step`.
+            loss: As for `Gpumem.train_step`.
+            optimizer: As for `Gpumem.train_step`.
+            name: The name of the measurement; by default ``estimate``.
+
+        Returns:
+            The estimate. ``print(estimate)`` shows its table.
+
+        Raises:
+            ConfigError: As `Gpumem.train_step`.
+            TypeError: As `Gpumem.train_step`.
+            ValueError: As `Gpumem.train_step`.
+
+        Example::
+
+            def test_state(gpumem):
+                estimate = gpumem.estimate(GPT, batch, "fp32")
+                assert estimate.parameters == 16_640 * 4
+                assert estimate.optimizer_state == 2 * 16_640 * 4 + 8 * 4
+                assert not estimate.findings
         """
         _check_words("estimate", unknown)
         run, parsed = self._run, as_config(config)
@@ -313,13 +495,43 @@ class Gpumem:
         *,
         loss: Loss | None = None,
     ) -> None:
-        """Assert that a step gives every parameter the same gradient under both configs.
+        """Assert that one step gives every parameter the same gradient under two configs.
 
-        Both begin with the weights and buffers that ``model_factory`` gave first, and the same random numbers (dropout). A
-        parameter's gradients are the same when the root mean square of their difference is at most ``atol`` + ``rtol`` times
-        that of the gradient under ``config_b``; by default as much as the less precise of the two configs explains.
+        The model is built twice, and both start with the weights, buffers and random numbers of the first. Gradients are
+        taken before clipping and unscaling; optimizer, ``clip`` and ``zero_grad`` of the configs play no part. A parameter's
+        gradients are the same if the root mean square of their difference is at most ``atol`` + ``rtol`` x the root mean
+        square of the gradient under ``config_b``.
 
-        Raises ``AssertionError`` that names the first parameter that differs, with its error.
+        The default ``rtol`` is that of the less precise config: 1e-4 for ``fp32``, 1e-2 for ``tf32``, 5e-2 for ``amp-fp16``
+        and ``fp16``, 1e-1 for ``amp-bf16`` and ``bf16``. Without a precision in the config, the parameters decide. It holds
+        for a gradient as a whole, because rounding may decide single entries (on which side of a ReLU's corner a value
+        falls). A wrong gradient is off by about its own size.
+
+        ``accumulate`` and ``compile`` draw other random numbers than a plain step, so switch dropout off. Batch statistics,
+        and a mean over unequal numbers of tokens, differ with ``accumulate`` as well. Between precisions, values that cross a
+        ReLU's corner change gradients by 4 to 33 % (a random ResNet-18 in float16): give ``rtol``, or compare within one
+        precision.
+
+        Args:
+            model_factory: A class or function without arguments that builds the model.
+            batch: As for `Gpumem.train_step`.
+            config_a: One config.
+            config_b: The other config, whose gradients are the reference.
+            rtol: The relative tolerance, a ratio.
+            atol: The absolute tolerance. By default it is ``rtol`` / 100 x the root mean square of the largest gradient, for
+                gradients that are 0 except for rounding.
+            loss: As for `Gpumem.train_step`.
+
+        Raises:
+            AssertionError: A gradient differs; the message names the first parameter and its error. Also if all gradients are
+                0.
+            ConfigError: A config cannot be read, or does nothing to the model.
+            TypeError: ``model_factory`` is a model.
+
+        Example::
+
+            def test_checkpointing_keeps_gradients(gpumem):
+                gpumem.assert_same_gradients(GPT, batch, "fp32", "fp32,checkpoint=blocks")
         """
         config_a, config_b = _both(config_a), _both(config_b)
         with self._run.alone("assert_same_gradients"), self._or_refused():
@@ -329,12 +541,32 @@ class Gpumem:
         self._run.relations += 1
 
     def assert_no_growth(self, step: Callable[[], object], steps: int = 20) -> None:
-        """Assert that calling ``step()`` again and again keeps no more memory.
+        """Assert that ``step()``, called again and again, keeps no more memory.
 
-        Caches may fill in the first half of the ``steps``; from the second half on, nothing may stay.
+        Caches may fill in the first half of the calls. In the second half memory may not grow. If it grows, ``step()`` is
+        called once more (not by a rank of several), because tensors that this call replaces are not kept. Memory that is
+        reserved and unused is not looked at.
 
-        Raises ``AssertionError`` with the bytes that a step keeps, and the tensors that are kept. Give more ``steps`` where a
-        cache fills more slowly.
+        Args:
+            step: The function to call.
+            steps: The number of calls, 2 or more. Give more if a cache fills slowly.
+
+        Raises:
+            AssertionError: Memory grows. The message has the bytes that a step keeps, the kinds of tensors and their holders.
+            MeasuringError: The step held nothing on the device.
+            TypeError: ``steps`` is not a whole number.
+            ValueError: ``steps`` is less than 2.
+
+        Example::
+
+            def test_training_keeps_nothing(gpumem):
+                model, data = GPT().to(gpumem.device), batch.to(gpumem.device)
+
+                def step():
+                    model(data).backward()
+                    model.zero_grad(set_to_none=True)
+
+                gpumem.assert_no_growth(step)
         """
         with self._run.alone("assert_no_growth"):
             assert_no_growth(self._run.device, step, steps)
@@ -350,7 +582,9 @@ class Gpumem:
 
 
 def _check_words(method: str, unknown: Mapping[str, object]) -> None:
-    """Raise ``TypeError`` for keyword arguments that a method does not have; those that a step config has are told as one."""
+    """Raise ``TypeError`` for unknown keyword arguments. If a step config has the name, the message says how to write it
+    there.
+    """
     for name, value in unknown.items():
         if name in AXES:
             word = value if name == "precision" else f"{name}={value}"

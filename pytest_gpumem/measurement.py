@@ -1,4 +1,4 @@
-"""Frozen values that a measured step gives."""
+"""Frozen values that a measured step returns."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _EXPLAINED = ("measure", "train_step", "infer_step", "load", "loop")
 
 
 class MissingMetric(AttributeError):
-    """A measurement was asked for a metric that its step or device does not have."""
+    """Raised if a measurement does not have a metric. The message lists the metrics that it has."""
 
 
 class MeasuringError(RuntimeError):
-    """A step could not be measured, so that no figure of it may be believed."""
+    """Raised if no figure of a step can be believed, for example because the step held nothing on the device."""
 
 
 HELD_NOTHING = (
@@ -64,14 +64,19 @@ def check_name(name: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The step that was run. Two measurements with different workloads are not comparable."""
+    """The step that was run. Measurements with different workloads are not compared.
+
+    Example:
+        ``Workload("train_step", config="fp32", parameters=16640, batch="float32[16, 64]")``
+    """
 
     step: str
     """``call``, ``region``, ``measure``, ``train_step``, ``infer_step``, ``generate``, ``load`` or ``loop``."""
     config: str | None = None
-    """The step config's text, ``fp32`` for a plain step; ``None`` where the test runs its own code.
+    """The text of the step config. Without a precision in it, the parameters' precision is added: ``"fp32"``, ``"bf16+fp32"``.
+    ``None`` if the test runs its own code.
 
-    With the routing of the settings, if the host read what follows from that assumption: ``"fp32,routing=balanced"``.
+    If the host read values that follow from the setting ``routing``, the text has it: ``"fp32,routing=balanced"``.
     """
     parameters: int | None = None
     """The number of parameters of the model."""
@@ -79,7 +84,7 @@ class Workload:
     """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
 
     def differences(self, earlier: Workload) -> list[str]:
-        """Return a clause for each field in which ``earlier`` was something else."""
+        """Return a clause for each field that differs from ``earlier``."""
         mine, theirs = asdict(self), asdict(earlier)
         return [
             f"{name} {now}, {'were' if name == 'parameters' else 'was'} {was}"
@@ -100,14 +105,29 @@ def _told_apart(now: str | int | None, was: str | int | None) -> tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Environment(FrozenValue):
-    """The device and software of a step. ``slug`` names the device's folder in the store: only equal slugs are compared."""
+    """The device and the software of a step.
+
+    Example:
+        ``Environment("cpu-x86_64", "CPU (x86_64)", {"cpu_capability": "AVX512", "torch": "2.13.0+cpu"})``
+    """
 
     slug: str
+    """The name of the device's folder in the store. Only measurements with equal slugs are compared."""
     device: str
+    """The name of the device for people: ``CPU (x86_64)``."""
     details: Mapping[str, str | int] = field(default_factory=dict)
+    """Versions and settings by name.
+
+    ``torch`` and ``machine`` (the host's processor, and the cores that pytest may use); ``cpu_capability`` and
+    ``cpu_bfloat16`` (instructions for bfloat16: ``AMX``, ``AVX512_BF16`` or ``none``) on the CPU;
+    ``total_memory`` (bytes), ``cuda``, ``driver`` and ``allocator`` on a GPU; the names that the hook
+    ``pytest_gpumem_environment`` adds. On an emulated GPU ``emulated_cudnn`` is the release of cuDNN that planned
+    convolutions, or ``none``, and ``emulated_rnn`` is ``lower bound`` if recurrent layers ran.
+    """
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the installed packages whose code ran in the step, and of those that torch requires and whose release decides
-    memory, by name: ``{"transformers": "4.38.2"}``. Known where the step was explained."""
+    """Versions by name, if the step was explained: ``{"transformers": "4.38.2"}``. They are the installed packages whose code
+    ran in the step, and the packages that torch requires and whose release decides memory (cuDNN, cuBLAS, NCCL, Triton).
+    """
 
     def __post_init__(self) -> None:
         for name, value in self.details.items():
@@ -140,47 +160,66 @@ def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Measurement(FrozenValue, MetricAttributes):
-    """The figures of one run of one step.
+    """The figures of one measured step, a frozen value.
 
-    ``metrics`` maps names of ``pytest_gpumem.metrics.METRICS`` to bytes and counts (int), seconds or items a second (float).
-    Each is also an attribute (`MetricAttributes`); one that this step or device does not have raises `MissingMetric`.
+    Each [metric](metrics.md) is an attribute, for example ``measurement.peak_allocated``: bytes and counts are int, seconds
+    and items per second float. A metric that this step or device does not have raises `MissingMetric`.
     """
 
     name: str
+    """The name, a part of the baseline's key: ``train_step``."""
     workload: Workload
+    """The step that was run."""
     environment: Environment
+    """The device and the software."""
     metrics: Mapping[str, float]
+    """The metrics that this measurement has, by name."""
     settled: bool = True
-    """True if two steps in a row gave the same peak, and so did all that were looked at after them."""
+    """True if two steps in a row had the same peaks, and all steps after them as well."""
     notes: tuple[str, ...] = ()
+    """Clauses, for example about peaks that moved from step to step."""
     recomputed: int | None = None
-    """Module calls that were repeated in backward, of `train_step`; ``None`` of any other step, where nobody counts them."""
+    """The number of module calls that backward repeated, because of the config or of the model itself. Only a ``train_step``
+    has it; otherwise ``None``.
+    """
     explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
-    """The composition of the peak, and of what was retained, where that was recorded; the largest rows are written."""
+    """The result of the recorded run; ``None`` if nothing was recorded."""
     times: Times | None = None
-    """The rounds that `step_time` is the median of, where time was taken."""
+    """The timed rounds, whose median is `step_time`; ``None`` if the step was not timed."""
     work: Annotated[Mapping[str, float], Form(tuple[tuple[str, float], ...], lambda work: work.items(), dict)] = field(
         default_factory=dict
     )
-    """The number of ``samples``, ``tokens`` or ``items`` that a step works on. `throughput` is of the first."""
+    """The items that one step works on: ``{"samples": 8, "tokens": 8192}``. `throughput` counts the first entry."""
     step_peaks: StepPeaks = field(default_factory=StepPeaks)
-    """The peaks of all steps that were looked at; of several GPUs, in each step the largest."""
+    """The peaks of all steps that were looked at. With several GPUs it is the largest peak in each step."""
     by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
-    """The operators, at lines where those are known, that make up ``operators``, ``flops``, ``syncs`` and ``launches``."""
+    """The parts of `flops`, `operators`, `syncs` and `launches`, by metric. Places are empty unless lines were recorded."""
     workspaces: int = 0
-    """Bytes of `peak_allocated` that the backend's libraries take for themselves (cuBLAS, on CUDA), whatever the code's size
-    is: how much lower it would be without them. Those of one product count where the peak is in it."""
-    unused_before: int = 0
-    """Bytes that the allocator had reserved without use when the step began: by so much `peak_reserved` may vary by chance."""
-    by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """The metrics in bytes of each GPU of a process that sees several, if the step held any there, by ``"cuda:1"``.
+    """Bytes of `peak_allocated` that cuBLAS takes from torch's allocator for itself (CUDA only). Without workspaces the peak
+    would be lower by this number.
 
-    Of each metric, ``metrics`` has the largest value among them.
+    cuBLAS takes 33,554,432 bytes on an H100, or as many as ``CUBLAS_WORKSPACE_CONFIG`` or
+    ``torch.backends.cuda.cublas_workspace_size`` says. Up to torch 2.14 (and later with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``)
+    each thread keeps one workspace for each stream, so a training step holds two all the time. From 2.15 on a product takes
+    one (1,048,576 bytes with cuBLASLt) and returns it, so it is in the peak only if the peak is within a product. A region or
+    call that keeps workspaces has those at its end. A note says so if more than half of a peak are workspaces.
+
+    Baselines keep it. Under another release of torch than the baseline's, a note says which part of a peak's change is the
+    release's own. The verdict does not change, so read the note before you accept.
+    """
+    unused_before: int = 0
+    """Bytes that the allocator had reserved without use when the step began (CUDA only). `peak_reserved` can vary by this
+    amount between identical runs.
+    """
+    by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The metrics in bytes of each GPU on which the step held any, by name (``"cuda:1"``), if the process sees several GPUs.
+
+    `Measurement.metrics` has the largest value of each metric.
     """
     step_peaks_by_device: Mapping[str, StepPeaks] = field(default_factory=dict)
-    """The peaks of the steps on each of ``by_device``."""
+    """The peaks of the steps on each GPU in ``by_device``."""
     lowest_counts: Mapping[str, int] = field(default_factory=dict)
-    """The smallest value of each count that was not the same in each step that was counted; ``metrics`` has the largest."""
+    """The smallest value of each count that differed between the counted steps; `Measurement.metrics` has the largest."""
 
     def __post_init__(self) -> None:
         self._freeze(
@@ -203,9 +242,10 @@ class Measurement(FrozenValue, MetricAttributes):
 
     @property
     def composition(self) -> Composition:
-        """The composition of the peak: category x module x source line x dtype and shape.
+        """The composition of the peak: bytes by category, module, source line, dtype and shape.
 
-        Raises `MissingComposition` where it was not recorded.
+        It is recorded if the test reads it, with ``explain=True``, and with ``--gpumem-explain=always``. Otherwise it raises
+        `MissingComposition`.
         """
         if self.explanation is None:
             failed = next((note for note in self.notes if note.startswith(NOT_EXPLAINED)), None)
@@ -222,14 +262,20 @@ class Measurement(FrozenValue, MetricAttributes):
 
     @property
     def largest_device(self) -> str | None:
-        """The GPU whose peak is `peak_allocated`, such as ``"cuda:1"``; ``None`` where the process sees only one."""
+        """The GPU with the largest peak: ``"cuda:1"``; ``None`` if the process sees only one."""
         return largest(self.by_device)
 
     def saves(self, other: Measurement) -> Rate:
-        """Return the memory saving rate against ``other``: (other - this) / other, of `peak_allocated`. 0.3 is 30 % less.
+        """Return the memory saving rate: (other - this) / other, for `peak_allocated` without workspaces. 0.3 is 30 % less.
 
-        Workspaces are in neither peak. Raises ``ValueError`` for measurements of different devices, or where ``other`` has no
-        bytes to save.
+        Args:
+            other: A measurement on the same device.
+
+        Returns:
+            A float that shows both peaks in a failed assertion.
+
+        Raises:
+            ValueError: The measurements come from different devices, or ``other`` has no bytes to save.
         """
         self._check_comparable(other)
         before = other.peak_allocated - other.workspaces
@@ -242,16 +288,37 @@ class Measurement(FrozenValue, MetricAttributes):
         return Rate(rate, f"peak {mine} against {theirs}{_on_recomputation(self, other)}")
 
     def costs(self, other: Measurement) -> Rate:
-        """Return the time increase rate against ``other``: (this - other) / other, of `step_time`. Negative when faster.
+        """Return the time increase rate: (this - other) / other, for `step_time`. It is negative if this step is faster.
 
-        Raises ``ValueError`` for measurements of different devices, `MissingMetric` when no time was taken.
+        Args:
+            other: A measurement on the same device.
+
+        Returns:
+            A float that shows both times in a failed assertion.
+
+        Raises:
+            MissingMetric: A step was not timed, for example with ``--no-gpumem-time``.
+            ValueError: The measurements come from different devices.
         """
         self._check_comparable(other)
         rate = (self.step_time - other.step_time) / other.step_time
         return Rate(rate, f"step time {format_seconds(self.step_time)} against {format_seconds(other.step_time)}")
 
     def roi(self, other: Measurement) -> Rate:
-        """Return `saves` over `costs`; above 1.5 is recommended. Infinite when it costs nothing, 0 when it saves nothing."""
+        """Return the saving over the cost. It is infinite if this step costs no time, and 0 if it saves nothing.
+
+        A technique with more than 1.5 is recommended.
+
+        Args:
+            other: A measurement on the same device.
+
+        Returns:
+            A float that shows saving and cost in a failed assertion.
+
+        Raises:
+            MissingMetric: A step was not timed.
+            ValueError: The measurements come from different devices.
+        """
         saving, cost = self.saves(other), self.costs(other)
         return Rate(return_on(saving, cost), f"saves {format_ratio(saving)}, costs {format_ratio(cost)}")
 

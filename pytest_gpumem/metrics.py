@@ -18,16 +18,20 @@ WHOLE: tuple[Unit, ...] = ("bytes", "count")
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The most by which a metric may be worse than its baseline.
+    """The growth over the baseline that a metric is allowed. The larger of the two parts holds.
 
-    ``relative`` is a ratio of the baseline (0.005 is 0.5 %), ``absolute`` is in the metric's unit; the larger of the two holds.
+    Example:
+        >>> Tolerance(relative=0.005, absolute=64e3).allowed(40e6)
+        200000.0
     """
 
     relative: float
+    """A ratio of the baseline: 0.005 is 0.5 %."""
     absolute: float = 0.0
+    """A number in the metric's unit: bytes, seconds or calls."""
 
     def allowed(self, baseline: float) -> float:
-        """Return the largest change of ``baseline`` that is still no change, in the metric's unit."""
+        """Return the largest tolerated growth over the value ``baseline``, in the metric's unit."""
         return max(self.relative * abs(baseline), self.absolute)
 
 
@@ -165,20 +169,26 @@ class MetricAttributes:
         weight=None,
         budget="max_memory",
         peak=True,
-        depends_on=("cpu_capability",),
+        depends_on=("cpu_capability", "cpu_bfloat16"),
         decided_by=("emulated_cudnn",),
         emulated=_EMULATED,
     )
-    """The most bytes that tensors held at once, as they asked for them, less everybody else's."""
+    """The most bytes that tensors held at once, as they asked for them, before the allocator rounds up.
+
+    It counts the memory that the test allocates and that its fixtures hold, or the step's model, optimizer and batch. All
+    other live memory is subtracted. Of several steps it is the highest peak. On a GPU it has the workspaces of cuBLAS
+    (`Measurement.workspaces`), and the relative tolerance is a ratio of the peak without them.
+    """
 
     peak_forward = WholeMetric("peak forward", "bytes", shown="in details", peak=True)
-    """`peak_allocated` within the forward pass."""
+    """`peak_allocated` within the forward pass of a `gpumem.train_step`. With micro-batches it is the largest of
+    theirs. A pipeline stage has none."""
 
     peak_backward = WholeMetric("peak backward", "bytes", shown="in details", peak=True)
-    """`peak_allocated` within the backward pass."""
+    """`peak_allocated` within the backward pass of a `gpumem.train_step`. With micro-batches it is the largest of theirs."""
 
     peak_optimizer = WholeMetric("peak optimizer", "bytes", shown="in details", peak=True)
-    """`peak_allocated` within the optimizer's step."""
+    """`peak_allocated` within the optimizer's step of a `gpumem.train_step`."""
 
     peak_reserved = WholeMetric(
         "peak reserved",
@@ -193,22 +203,40 @@ class MetricAttributes:
         decided_by=("emulated_cudnn",),
         emulated=_EMULATED_SEGMENTS,
     )
-    """The most bytes that the allocator took from the GPU, less those held for others at the start (CUDA only)."""
+    """The growth of the memory that the CUDA caching allocator holds from the GPU, at its most, plus the test's own bytes at
+    the start (CUDA only). It is never less than `peak_allocated`. The CPU has no such metric, so `max_reserved` has no effect
+    there, and a note says so.
+
+    The allocator reserves segments of 2 MiB for blocks up to 1 MiB, segments of 20 MiB for blocks up to 10 MiB, and a segment
+    for each larger block. A step takes fewer segments if it finds room in a segment that other tests' bytes keep. The room at
+    its start is `Measurement.unused_before`. If it equals the baseline's, the same code reserves the same bytes, and the
+    absolute tolerance is 2 MiB. Otherwise it is 2 MiB plus the 20 MiB segments that the larger of the two is part of, at most
+    40 MiB. If the baseline does not have ``unused_before``, it is 40 MiB.
+    """
 
     # A step that keeps more each time has a higher peak because of that.
     growth = WholeMetric(
         "growth per step", "bytes", _SCALARS, shown="if nonzero", weight=5, precedence=-1, where_absent=0
     )
-    """Bytes that every further step keeps: a leak. 0 of a step that repeats."""
+    """Bytes that every further step keeps: a leak. It is 0 for a step that repeats, and a baseline without it stands for 0.
+
+    If one of a step's last five runs left bytes behind, 18 more runs follow, and 12 more if some of these kept bytes too
+    seldom to tell. Growth is the average that each of the last 12 (24) runs keeps, if both the lowest and the highest live
+    bytes after them rise from their first half to their second. If steps allocate different amounts, only steps with equal
+    amounts are compared. In a `gpumem.loop` it comes from the last 12 steps, or 24. A region, a call and a ``load`` have
+    none.
+    """
 
     retained = WholeMetric("retained", "bytes", _EXACT, shown="if nonzero", weight=4, budget="max_retained")
-    """Bytes that outlived the step, or the call, and that its fixtures do not hold."""
+    """Bytes that outlive the step, region, loading or call after garbage collection, and that neither the test's fixtures nor
+    the loaded object hold. In steps that differ it is the least that one of them leaves, or `growth` if that is more."""
 
     loaded = WholeMetric("loaded", "bytes", _EXACT, shown="if nonzero", weight=4)
-    """Bytes that what a `load` gives holds: the model."""
+    """Bytes held by the object that `gpumem.load` returned, usually the model. Only a ``load`` has it. Memory that is
+    mapped from a file on the CPU (``torch.load(mmap=True)``) is loaded, and is in no peak."""
 
     cyclic_garbage = WholeMetric("cyclic garbage", "bytes", _EXACT, shown="if nonzero", short="cycles", weight=3)
-    """Bytes that only Python's cyclic collector freed afterwards."""
+    """Bytes that only Python's cyclic collector freed afterwards. The collector is switched off during the measurement."""
 
     flops = WholeMetric(
         "FLOPs",
@@ -220,9 +248,26 @@ class MetricAttributes:
         made_of_operators=True,
         depends_on=("torch",),
     )
-    """Floating-point operations of a step: matrix products, convolutions and attention, a multiply-add being two.
+    """Floating-point operations of a step in matrix products, convolutions and attention, as ``torch.utils.flop_counter``
+    counts them. A multiply-add is two operations.
 
-    As ``torch.utils.flop_counter`` counts them. Not those of compiled steps.
+    Causal attention counts in full. Attention counts as two products forward and five backward, also on the CPU, whose kernel
+    torch's counter does not know. Elementwise operators, norms, matrix-vector products and operators that do everything at
+    once (an LSTM on the CPU) do not count.
+
+    `flops`, `operators`, `syncs` and `launches` are the counts. They come from one more step after the memory was measured
+    and before any time is taken; on CUDA a further step counts `launches`. If the peaks or the allocated bytes of the last
+    two measured steps differ, three more steps are counted. A count that differs among them is the largest, with a note, and
+    it is ``uncertain`` if the smallest (`Measurement.lowest_counts`) is not above the baseline. Work that only some steps do
+    and that allocates nothing is not seen, such as an ``.item()`` in every tenth step. A call, a region and a ``load`` have
+    no counts.
+
+    Counts do not see operators in code that ``torch.compile`` compiled. A step config with ``compile`` has `launches` only,
+    and a function that the test compiles itself counts as if it were not compiled. A step that raises only while it is
+    counted (``flex_attention`` and 8-bit optimizers do) is measured without counts, and a note says so.
+
+    A failure names the operators that are more, with their modules and lines. A further run of the step finds the lines. It
+    is made only if a test fails by its counts, if the counts become a baseline, and with ``--gpumem-explain=always``.
     """
 
     operators = WholeMetric(
@@ -235,7 +280,12 @@ class MetricAttributes:
         made_of_operators=True,
         depends_on=("torch",),
     )
-    """Calls of operators that compute or copy in a step: neither views nor allocations. Not those of compiled steps."""
+    """Calls of operators in a step, ATen's and custom ones, below autograd and with composite operators taken apart.
+
+    Operators that only make a view or allocate (``view``, ``t``, ``expand``, ``detach``, ``empty``) do not count: releases of
+    torch differ in their number. An operator of a tensor subclass (int8 weights) counts once. An operator in backward has the
+    line of the forward call that made its node, and a recomputed operator has the line where it was computed first.
+    """
 
     syncs = WholeMetric(
         "syncs",
@@ -247,9 +297,16 @@ class MetricAttributes:
         made_of_operators=True,
         depends_on=("torch",),
     )
-    """The number of times that a step makes the host wait for a GPU: values that are read, and copies that block.
+    """The number of times that a step makes the host wait for the device.
 
-    On the CPU, how often it would on a GPU. Not those of compiled steps.
+    The host waits for values (``.item()``, ``.tolist()``, ``nonzero``, ``x[mask]``, ``torch.equal``, ``if tensor:``,
+    printing) and for copies between host and device without ``non_blocking=True``, such as ``torch.tensor(2.0,
+    device="cuda")``. Waits within an operator, and waits without a value (``torch.cuda.synchronize()``), are not seen.
+
+    On the CPU it is the number of waits for a GPU in the CPU's place. Every tensor counts as a GPU tensor, except for an
+    optimizer's counters (``step``), tensors that the step makes without ``device=``, tensors copied with ``.cpu()`` or
+    ``.to("cpu")``, and results computed from such tensors alone. A tensor that a model keeps on the host on purpose, or makes
+    with ``torch.from_numpy``, cannot be recognized there.
     """
 
     launches = WholeMetric(
@@ -264,22 +321,35 @@ class MetricAttributes:
         depends_on=("torch", "cuda", "driver"),
         emulated=None,  # a product of cuBLAS is one launch there, and on a GPU sometimes two
     )
-    """CUDA kernels that a step launches (CUDA only)."""
+    """CUDA kernels that a step launches, without copies and fills, as CUPTI reports them (CUDA only). Absent if CUPTI reports
+    nothing. A failure names the kernels, and no line."""
 
     step_time = RealMetric("step time", "seconds", _SPEED, weight=6, precedence=5, repeats=False)
-    """Median seconds of a step; `Measurement.times` has the rounds and their percentiles."""
+    """Median seconds of a step. `Measurement.times` has the rounds and their percentiles. A call, a region and a ``load`` are
+    not timed.
+
+    A slowdown is judged by two samples and their 95 % confidence intervals, so it must be larger than the tolerance and
+    certain.
+    """
 
     forward_time = RealMetric("forward time", "seconds", shown="in details", repeats=False)
-    """Median seconds of the forward pass, from rounds of their own."""
+    """Median seconds of the forward pass of a `gpumem.train_step`, from up to three rounds of their own."""
 
     backward_time = RealMetric("backward time", "seconds", shown="in details", repeats=False)
-    """Median seconds of the backward pass."""
+    """Median seconds of the backward pass of a `gpumem.train_step`, from the same rounds as `forward_time`."""
 
     optimizer_time = RealMetric("optimizer time", "seconds", shown="in details", repeats=False)
-    """Median seconds of the optimizer's step, with clipping and ``zero_grad``."""
+    """Median seconds of the optimizer's step in a `gpumem.train_step`, with clipping and ``zero_grad``, from the same rounds as
+    `forward_time`."""
 
     throughput = RealMetric("throughput", "items/s", precedence=5, larger_is_better=True, repeats=False)
-    """Items per second at `step_time`."""
+    """Items per second at `step_time`: samples in a model's step, or the number or word given as ``items``.
+    `gpumem.measure` and `gpumem.loop` have it only with ``items``. It has no tolerance; the argument ``min_throughput``
+    limits it.
+
+    It is ``over_budget`` if the 95 % intervals of two valid samples lie below the budget, or an invalid sample would without
+    the largest possible effect of its disturbances. A throughput that is below and not certain is ``uncertain``.
+    """
 
 
 METRICS: dict[str, Metric] = {row.name: row for row in vars(MetricAttributes).values() if isinstance(row, Metric)}

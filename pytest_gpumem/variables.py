@@ -12,8 +12,11 @@ EMULATED = "GPUMEM_EMULATED"
 """The emulated GPU, for example ``emulated:h100``. A session with an emulated GPU sets it for itself and for all
 processes that it starts. A test can skip itself by it::
 
+    import os
     @pytest.mark.skipif("GPUMEM_EMULATED" in os.environ, reason="needs cuSOLVER")
-    def test_solve(): ...
+    def test_solve(gpumem):
+        matrix = torch.eye(64, device=gpumem.device)
+        gpumem.measure(lambda: torch.linalg.solve(matrix, matrix))
 """
 EMULATED_CARD = "GPUMEM_EMULATED_CARD"
 """Path of a file by which processes share the memory of one emulated card. A process then lacks the bytes of the others,
@@ -37,6 +40,9 @@ CUDA_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 CPU_CAPABILITY = "ATEN_CPU_CAPABILITY"
 """Instruction set of torch's kernels on the CPU, for example ``avx2``. A baseline keeps it in its environment as
 ``cpu_capability``, because it moves ``peak_allocated``."""
+ONEDNN_MAX_CPU_ISA = "ONEDNN_MAX_CPU_ISA"
+"""Limit for the instruction set of oneDNN's kernels on the CPU, for example ``AVX512_CORE_BF16``. A baseline keeps it in its
+environment as a part of ``cpu_bfloat16``, because it moves ``peak_allocated`` of steps in bfloat16."""
 KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 """Log level of torch's profiler. Unless it is set, it is 99 while a recording starts, so the profiler prints nothing."""
 TMPDIR = "TMPDIR"

@@ -24,6 +24,9 @@ from pytest_gpumem.torch_support import garbage_collector
 from tests import preloaded
 from tests.heap import are_out_of_sight, hide_what_is_loaded, own_objects_out_of_sight
 
+# Figures in the pages come from a CPU with AVX512_BF16. oneDNN takes other workspaces for AMX. It reads this at its first use.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Iterator

@@ -11,9 +11,11 @@ SITE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglo
 """The pages that the site is made of."""
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *SITE]
 FENCE = re.compile(
-    r'^```(?P<language>[\w{}]*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL
+    r"^(?:\*\*`(?P<file>[^`\n]+)`\*\*:?\n\n?)?"
+    r"```(?P<language>[\w{}]*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
-"""A fenced block of code."""
+"""A fenced block of code, with the line above it that names its file: bold code, such as ``**`model.py`**``."""
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SHELL = ("sh", "console")
 """Languages of blocks of commands; in ``console`` they have a prompt, and what they print stands below them."""
@@ -26,7 +28,7 @@ class Block:
     page: str
     section: str
     language: str
-    title: str | None
+    file: str | None
     text: str
 
     def __str__(self) -> str:
@@ -54,7 +56,7 @@ def blocks_of(page: str) -> list[Block]:
     text, found = read(page), []
     for match in FENCE.finditer(text):
         section = HEADING.findall(FENCE.sub("", text[: match.start()]))[-1]
-        found.append(Block(page, section, match["language"], match["title"], match["text"]))
+        found.append(Block(page, section, match["language"], match["file"], match["text"]))
     return found
 
 
@@ -66,7 +68,7 @@ def blocks(*languages: str) -> list[Block]:
 def workflows() -> list[tuple[Block, str]]:
     """The blocks with a workflow of GitHub, or a part of one, and the text of the whole workflow."""
     others = (".gitlab-ci.yml", ".buildkite/", "azure-pipelines.yml", ".circleci/", ".github/dependabot.yml")
-    return [(block, whole_workflow(block)) for block in blocks("yaml") if not (block.title or "").startswith(others)]
+    return [(block, whole_workflow(block)) for block in blocks("yaml") if not (block.file or "").startswith(others)]
 
 
 def whole_workflow(block: Block) -> str:

@@ -182,7 +182,7 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
         ("gpumem.track(5).__enter__()", "TypeError: name=5: the name of a measurement is a text"),
         (
             "gpumem.loop().callback()",
-            "callback is of what gpumem.loop() gives to a with block: `with gpumem.loop() as it:`*",
+            "gpumem.loop() returns a context manager: write `with gpumem.loop() as it:`, and then it.callback*",
         ),
         (
             "[step for step in gpumem.loop()]",
@@ -194,7 +194,10 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
         ),
         ("gpumem.loop().__enter__().step()", "gpumem.loop() gives no 'step'; did you mean 'step_ended'?"),
         ("for item in gpumem.track(): pass", "TypeError: gpumem.track() is for a `with` statement"),
-        ("gpumem.track('a').measurement", "measurement is of what gpumem.track() gives to a with block*"),
+        (
+            "gpumem.track('a').measurement",
+            "gpumem.track() returns a context manager: write `with gpumem.track() as it:`, and then it.measurement*",
+        ),
         (
             "gpumem.train_step(torch.nn.Linear, torch.ones(9), config='shard=fsdp,world=99999999999')",
             "shard=fsdp: 99999999999 ranks are more than the 131072 of which one can be measured",

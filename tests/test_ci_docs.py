@@ -33,15 +33,15 @@ PAGES = ("docs/ci.md", "docs/github.md", "docs/runner.md", "docs/ci-elsewhere.md
 BLOCKS = [one for page in PAGES for one in blocks_of(page)]
 START = [one for one in BLOCKS if one.section == "From nothing to a gate"]
 GATE, COMMENT = (one for one in START if one.language == "yaml")
-(TOMORROW,) = (one for one in BLOCKS if (one.title or "").endswith("tomorrow.yml"))
+(TOMORROW,) = (one for one in BLOCKS if (one.file or "").endswith("tomorrow.yml"))
 """That of tests/test_scheduled.py."""
-ACCEPT, HISTORY = (one for one in BLOCKS if one.title == "accept")
-(BY_COMMENT,) = (one for one in BLOCKS if (one.title or "").endswith("accept.yml"))
+ACCEPT, HISTORY = (one for one in BLOCKS if one.section == "Accept a regression" and one.language == "sh")
+(BY_COMMENT,) = (one for one in BLOCKS if (one.file or "").endswith("accept.yml"))
 ANOTHER_DEVICE = {
-    "on the GPU": "git rm -r --quiet gpumem-baselines && git commit --quiet --message 'Another device'",
+    "A real GPU confirms it": "git rm -r --quiet gpumem-baselines && git commit --quiet --message 'Another device'",
     ".github/workflows/record.yml": "rm -r gpumem-baselines",
 }
-"""What makes the CPU one that has no baselines yet, before a block."""
+"""Commands that remove the CPU's baselines before a block, by the block's file or section."""
 
 
 class Reader:
@@ -79,7 +79,7 @@ class Reader:
         """Do as a block says: write the file, or run the commands."""
         if one.language == "sh":
             return self.shell(on_the_cpu(one.text))
-        path = self.folder / one.title
+        path = self.folder / one.file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(on_the_cpu(one.text), encoding="utf-8")
         return ""
@@ -87,14 +87,14 @@ class Reader:
     def gates(self) -> bool:
         """Push, and tell whether the gate's job succeeds. The workflow of the comment runs after it."""
         self.runner.log = ""
-        passed = self.runner.run(job_of(self.folder / GATE.title)["steps"])
-        name = read_yaml((self.folder / GATE.title).read_text(encoding="utf-8"))["name"]
+        passed = self.runner.run(job_of(self.folder / GATE.file)["steps"])
+        name = read_yaml((self.folder / GATE.file).read_text(encoding="utf-8"))["name"]
         self.comments(name, passed=passed)
         return passed
 
     def comments(self, workflow: str, *, passed: bool) -> None:
         """Run the workflow of the comment, as GitHub does after a run of another one."""
-        comment = read_yaml((self.folder / COMMENT.title).read_text(encoding="utf-8"))
+        comment = read_yaml((self.folder / COMMENT.file).read_text(encoding="utf-8"))
         assert workflow in comment["on"]["workflow_run"]["workflows"]
         self.github.run(conclusion="success" if passed else "failure")
         event = {"github.event.workflow_run.id": "77", "github.event.workflow_run.name": workflow}
@@ -163,7 +163,7 @@ def red(started: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Reader
 def test_an_empty_repository_gets_a_gate(reader):
     assert reader.shell("git status --porcelain --untracked-files=no") == ""
     (baselines,) = (path.relative_to(reader.folder) for path in reader.folder.glob("gpumem-baselines/*/*.toml"))
-    files = {"model.py", "test_model.py", "requirements.txt", GATE.title, COMMENT.title, str(baselines)}
+    files = {"model.py", "test_model.py", "requirements.txt", GATE.file, COMMENT.file, str(baselines)}
     assert {*reader.shell("git ls-tree -r --name-only origin/main").split()} == files
 
 
@@ -245,7 +245,7 @@ def asked(measured: Path, tmp_path: Path) -> Iterator[Reader]:
 
 def accepts(reader: Reader) -> bool:
     """Return whether the job that accepts succeeds, after a look that it ran nothing of the pull request."""
-    succeeded = reader.runner.run(job_of(reader.folder / BY_COMMENT.title)["steps"])
+    succeeded = reader.runner.run(job_of(reader.folder / BY_COMMENT.file)["steps"])
     assert not (reader.folder / "evil").exists()
     return succeeded
 
@@ -319,17 +319,17 @@ def test_the_job_that_writes_runs_only_actions_and_the_one_that_reads_the_report
 def test_the_other_blocks_of_the_page_work_too(reader):
     reader.runner.values["inputs.reason"] = 'a "new" $(touch evil) batch'
     for one in BLOCKS:
-        if one in (*START, ACCEPT, HISTORY, TOMORROW, BY_COMMENT) or one.title == ".github/dependabot.yml":
+        if one in (*START, ACCEPT, HISTORY, TOMORROW, BY_COMMENT) or one.file == ".github/dependabot.yml":
             continue
-        if one.page == "docs/ci-elsewhere.md" and one.title is not None:
-            if one.title != "gate.sh":
+        if one.page == "docs/ci-elsewhere.md" and one.file is not None:
+            if one.file != "gate.sh":
                 elsewhere(reader, one)
             continue
-        reader.shell(ANOTHER_DEVICE.get(one.title, "true"))
+        reader.shell(ANOTHER_DEVICE.get(one.file or one.section, "true"))
         reader.follow(one)
         if one.language != "yaml":
             continue
-        assert reader.runner.run(job_of(reader.folder / one.title)["steps"]), reader.runner.log
+        assert reader.runner.run(job_of(reader.folder / one.file)["steps"]), reader.runner.log
         shutil.rmtree(reader.runner.temp / "artifacts", ignore_errors=True)
     (stored,) = reader.folder.glob("gpumem-baselines/*/test_model.py.toml")
     assert 'a \\"new\\" $(touch evil) batch' in stored.read_text(encoding="utf-8")
@@ -352,7 +352,7 @@ def elsewhere(reader: Reader, block: Block) -> None:
     """Run the job of another system than GitHub, and look for the files that it keeps. All but GitLab's run ``gate.sh``."""
     text = on_the_cpu(block.text)
     plain = read_yaml(text) if block.language == "yaml" else {}
-    if block.title == ".gitlab-ci.yml":
+    if block.file == ".gitlab-ci.yml":
         reader.shell("\n".join(plain["gpumem"]["script"] + plain["gpumem"]["after_script"]))
     else:
         command = {
@@ -360,10 +360,10 @@ def elsewhere(reader: Reader, block: Block) -> None:
             "azure-pipelines.yml": lambda: plain["steps"][1]["script"],
             ".circleci/config.yml": lambda: plain["jobs"]["gpumem"]["steps"][1]["run"],
             "Jenkinsfile": lambda: re.search(r"^ +sh '(.*)'$", text, flags=re.MULTILINE)[1],
-        }[block.title]()
+        }[block.file]()
         assert command == "sh gate.sh"
         if not (reader.folder / "gate.sh").exists():
-            (gate,) = (one for one in BLOCKS if one.title == "gate.sh")
+            (gate,) = (one for one in BLOCKS if one.file == "gate.sh")
             (reader.folder / "gate.sh").write_text(on_the_cpu(gate.text), encoding="utf-8")
             for name in ("junit.xml", "gpumem.html", "gpumem.json"):
                 (reader.folder / name).unlink(missing_ok=True)
@@ -388,11 +388,11 @@ def test_no_job_of_the_pages_runs_tests_with_a_token_that_can_write(tmp_path):
     """Wherever one can write, it takes what another job has uploaded."""
     able = set()
     for one in BLOCKS:
-        workflow = read_yaml(one.text) if (one.title or "").startswith(".github/workflows/") else {}
+        workflow = read_yaml(one.text) if (one.file or "").startswith(".github/workflows/") else {}
         for name, job in workflow.get("jobs", {}).items():
             permissions = {**workflow.get("permissions", {}), **job.get("permissions", {})}
             if "write" in permissions.values():
-                able.add((one.title.rpartition("/")[2], name))
+                able.add((one.file.rpartition("/")[2], name))
                 assert not any("install" in str(step.get("run", step.get("with", ""))) for step in job["steps"])
     assert able == {
         ("gpumem-comment.yml", "comment"),
@@ -407,7 +407,7 @@ def test_no_job_of_the_pages_runs_tests_with_a_token_that_can_write(tmp_path):
 def test_a_merge_queue_is_gated_by_every_workflow_that_gates_pull_requests():
     """A check that a queue waits for has to run there, and one that is skipped counts as passed."""
     for one in BLOCKS:
-        if (one.title or "").endswith(("/gpumem.yml", "/gpumem-cpu.yml", "/gpumem-gpu.yml")):
+        if (one.file or "").endswith(("/gpumem.yml", "/gpumem-cpu.yml", "/gpumem-gpu.yml")):
             workflow = read_yaml(one.text)
             assert workflow["on"].keys() >= {"pull_request", "merge_group"}
             condition = workflow["jobs"]["gpumem"].get("if", "github.event_name == 'merge_group' || ")
@@ -417,7 +417,7 @@ def test_a_merge_queue_is_gated_by_every_workflow_that_gates_pull_requests():
 def test_the_workflows_of_the_page_are_valid_safe_and_those_of_the_readme(tmp_path):
     files = {}
     for number, one in enumerate(one for one in BLOCKS if one.language == "yaml"):
-        file = files.setdefault(one.title, tmp_path / f"{number}.yml")
+        file = files.setdefault(one.file, tmp_path / f"{number}.yml")
         file.write_text(one.text, encoding="utf-8")
     for title, schema in SCHEMAS.items():
         valid(schema, files.pop(title))
@@ -428,7 +428,7 @@ def test_the_workflows_of_the_page_are_valid_safe_and_those_of_the_readme(tmp_pa
     assert start + rest in (ROOT / "README.md").read_text(encoding="utf-8")
     # That of tests/test_install.py.
     (edit,) = re.findall(r"^sed .*$", (ROOT / "docs" / "guide" / "no-gpu.md").read_text(encoding="utf-8"), re.MULTILINE)
-    (gate,) = (one for one in BLOCKS if one.title == "gate.sh")
-    gitlab = read_yaml(next(one.text for one in BLOCKS if one.title == ".gitlab-ci.yml"))["gpumem"]["script"]
+    (gate,) = (one for one in BLOCKS if one.file == "gate.sh")
+    gitlab = read_yaml(next(one.text for one in BLOCKS if one.file == ".gitlab-ci.yml"))["gpumem"]["script"]
     assert edit in gate.text.splitlines()
     assert edit in gitlab

@@ -71,7 +71,7 @@ def test_every_category_has_a_rule_on_the_page():
 
 @OF_THE_PAGES
 def test_the_peaks_of_steps_are_those_of_the_examples(project):
-    (example,) = (one.text for one in blocks_of(MEASURING) if one.title == "test_steps.py")
+    (example,) = (one.text for one in blocks_of(MEASURING) if one.file == "test_steps.py")
     (project.path / "test_steps.py").write_text(example, encoding="utf-8")
     project.run("--gpumem-update=new").assert_outcomes(passed=3)
     (text,) = project.stored().values()
@@ -111,7 +111,7 @@ CHANGES = {
 
 @OF_THE_PAGES
 def test_one_test_has_the_verdicts_of_the_page(project):
-    (source,) = (one.text for one in blocks("python") if (one.page, one.section) == ("README.md", "Start"))
+    (source,) = (one.text for one in blocks("python") if (one.page, one.section) == ("README.md", "Start with a test"))
     path = project.path / "test_mlp.py"
     path.write_text(source, encoding="utf-8")
 

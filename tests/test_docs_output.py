@@ -16,16 +16,15 @@ from click.testing import CliRunner
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.measurement import Environment, Workload
 from tests.git_store import Repository, entry
-from tests.pages import ROOT, blocks, blocks_of, command, follows, lasting, output, read
+from tests.pages import COMPARED, ROOT, blocks, blocks_of, command, follows, lasting, output, read
 from tests.test_example_project import HAS_AVX512
 
 if TYPE_CHECKING:
     from tests.conftest import Project
 
-BASELINES, ELSEWHERE, FAILURE, FITS, LEAKS, LOOPS, REFERENCE, RELATIONS, START, TIME, VERDICTS = (
+BASELINES, ELSEWHERE, FAILURE, FITS, LEAKS, LOOPS, RELATIONS, START, TIME, VERDICTS = (
     *(f"docs/guide/{name}.md" for name in ("baselines", "figures-elsewhere", "read-a-failure", "fits", "leaks")),
     "docs/guide/scripts-and-loops.md",
-    "docs/reference.md",
     *(f"docs/guide/{name}.md" for name in ("relations", "start", "time", "verdicts")),
 )
 pytestmark = pytest.mark.skipif(
@@ -54,7 +53,7 @@ FAILED = output(FAILURE, "_________________________________ test_forward")
 DIFFERENCE = output(BASELINES, "--- a/gpumem-baselines/cpu-x86_64/test_mlp.py.toml")
 REASON, ACCEPTED = output(BASELINES, "  baseline: "), "flash attention off until #12"
 README_FAILURE = output("README.md", "Memory regressed: peak 26.23 MB")
-STORES = [output(page, "gpumem-baselines/") for page in (REFERENCE, "docs/concepts/store.md")]
+STORE = output("docs/concepts/store.md", "gpumem-baselines/")
 NOT_TIMED = output(TIME, "note: test_mlp.py::test_train_step: it was not timed")
 EXPLAINED = output(VERDICTS, "test_mlp.py::test_train_step")
 command(BASELINES, "pytest --gpumem-update=new")
@@ -67,7 +66,7 @@ def mlp(project):
         one.text
         for language in ("python", "toml")
         for one in blocks(language)
-        if (one.page, one.section) == ("README.md", "Start")
+        if (one.page, one.section) == ("README.md", "Start with a test")
     )
     project.settings(settings)
     (project.path / "test_mlp.py").write_text(source, encoding="utf-8")
@@ -91,9 +90,8 @@ def test_output_in_the_guides_is_that_of_the_project_of_the_readme(mlp):
     recorded = lasting("\n".join(mlp.run(*shlex.split(RECORD)[1:], device=None, timed=True).outlines))
     assert [line for line in lasting(RECORDED.text) if line not in recorded] == []
     there = [path.relative_to(mlp.path).as_posix() for path in mlp.store.rglob("*") if path.is_file()]
-    for block in STORES:
-        listed = [line.split()[0] for line in block.text.splitlines()[1:] if "nvidia" not in line]
-        assert sorted(f"gpumem-baselines/{path}" for path in listed) == sorted(there)
+    listed = [line.split()[0] for line in STORE.text.splitlines()[1:] if "nvidia" not in line]
+    assert sorted(f"gpumem-baselines/{path}" for path in listed) == sorted(there)
     git("add", "--all")
     git("commit", "--message", "Record")
 
@@ -296,7 +294,7 @@ def test_estimate(gpumem):
 
 
 def test_relations_that_fail(project):
-    (relations,) = (one.text for one in blocks_of(RELATIONS) if one.title == "test_relations.py")
+    (relations,) = (one.text for one in blocks_of(RELATIONS) if one.file == "test_relations.py")
     (project.path / "test_relations.py").write_text(relations, encoding="utf-8")
     (project.path / "test_broken.py").write_text(BROKEN, encoding="utf-8")
     result = project.run("test_broken.py")
@@ -366,14 +364,11 @@ def test_more_work_is_told_by_line(project):
 
 
 UNUSED_BUDGET = output(START, "gpumem: the budget for tests = ")
-UNKNOWN = output(REFERENCE, "ERROR: test_y.py::test_y: unknown argument")
 
 
-def test_a_budget_without_effect_and_an_unknown_argument(project):
+def test_a_budget_without_effect(project):
     project.settings("[[tool.gpumem.budget]]\ntests = 'test_p*'\nmax_gb = 1\n")
     project.write("def test_it(): ...\n@pytest.mark.gpumem\ndef test_y():\n    torch.ones(9)\n", name="test_plain.py")
-    project.write("@pytest.mark.gpumem(max_bg=3)\ndef test_y(): ...\n", name="test_y.py")
-    assert follows(UNKNOWN, project.run("test_y.py").errlines)
     (project.path / "test_plain.py").write_text("def test_it(): ...\n", encoding="utf-8")
     project.write("@pytest.mark.gpumem\ndef test_y():\n    torch.ones(9)\n", name="test_y.py")
     assert follows(UNUSED_BUDGET, project.run().outlines)
@@ -430,6 +425,22 @@ def test_a_script_with_arguments_and_one_that_keeps_its_outputs(project):
     done = project.gpumem(run, "--gpumem-baseline", *small)
     assert done.returncode == 1
     assert follows(SCRIPT_FAILURE, done.stdout.splitlines())
+
+
+(CHANGED_COMMAND,) = (one for one in blocks_of("README.md") if one.language == "diff")
+COMPARED.add(CHANGED_COMMAND)
+
+
+def test_a_script_is_measured_by_the_command_that_the_readme_changes(project):
+    """The script is that of example_project/start_here.py."""
+    before, after = CHANGED_COMMAND.text.splitlines()
+    assert before == "-python train.py"
+    assert after.startswith("+gpumem run train.py ")
+    project.settings("[tool.gpumem]\ntime = false\n")
+    shutil.copy(ROOT / "example_project" / "start_here.py", project.path / "train.py")
+    for option in ("--gpumem-update=new", "--gpumem-baseline"):
+        done = project.gpumem(*shlex.split(after.replace("--gpumem-update=new", option))[1:])
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Figures elsewhere

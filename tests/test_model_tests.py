@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from pytest_gpumem.models.task import INFERENCE
 from tests import preloaded
 from tests.models.architectures import NEEDS_TRANSFORMERS
 from tests.models.test_by_name import CLASSES, written
+from tests.pages import blocks_of, follows
 
 pytestmark = NEEDS_TRANSFORMERS
 preloaded.load_as_well("tests.with_transformers")
@@ -115,6 +117,18 @@ def test_a_change_in_the_code_of_the_library_is_red_with_its_line(project, model
     assert "FAILED pyproject.toml::hf-tiny:GPT2LMHeadModel[fp32]" in text
     assert re.search(rf"transformers [\d.]+: models/gpt2/modeling_gpt2\.py:{number + 2}\b", text), text
     assert "pytest --gpumem-model=hf-tiny:GPT2LMHeadModel --gpumem-update=all" in text
+
+
+@pytest.mark.thorough
+def test_the_readme_shows_what_a_model_by_name_prints(project):
+    from transformers import GPT2Config
+
+    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(project.path / "openai-community" / "gpt2")
+    shown = [one for one in blocks_of("README.md") if one.section == "Start without a test"]
+    line, printed = shown[0].commands[0], shown[1]
+    result = project.run(*shlex.split(line)[1:], device=None)
+    result.assert_outcomes(passed=1)
+    assert follows(printed, result.outlines)
 
 
 ENTRIES = """

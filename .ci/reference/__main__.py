@@ -13,12 +13,31 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
-from reference import commands, emulation, environment, hooks, markdown, settings, verdicts  # noqa: E402 - from this checkout
+from reference import (  # noqa: E402 - from this checkout
+    api,
+    commands,
+    emulation,
+    environment,
+    formats,
+    hooks,
+    markdown,
+    metrics,
+    settings,
+    step_configs,
+    verdicts,
+)
 
 PAGES = {
     **commands.pages(),
     "options": settings.options_page,
     "settings": settings.settings_page,
+    "marker": api.marker_page,
+    "fixture": api.fixture_page,
+    "values": api.values_page,
+    "metrics": metrics.metrics_page,
+    "step-configs": step_configs.step_configs_page,
+    "reports": formats.reports_page,
+    "store-format": formats.store_page,
     "models-by-name": settings.models_page,
     "verdicts": verdicts.verdicts_page,
     "cards": emulation.cards_page,

@@ -17,4 +17,4 @@ def hooks_page() -> str:
 def _hook(name: str, hook: object) -> str:
     assert inspect.isfunction(hook)
     signature = f"{name}({', '.join(inspect.signature(hook).parameters)})"
-    return f"## `{name}`\n\n```python\n{signature}\n```\n\n{docstring(str(hook.__doc__))}"
+    return f"## `{name}`\n\n```text\n{signature}\n```\n\n{docstring(str(hook.__doc__))}"

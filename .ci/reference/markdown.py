@@ -20,6 +20,11 @@ _SECTION = re.compile(r"^((?:Args|Returns|Raises|Yields|Attributes|Note):|Exampl
 _ENTRY = re.compile(r"^    (\*{0,2}\w[\w.]*)(?: \([^)]*\))?:\s*(.*?)(?=^    \S|\Z)", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_DOUBLE = re.compile(r"(?<!`)``(?!`)")
+_MEMBER = re.compile(r"[A-Z]\w+\.\w+")
+"""An attribute or method of a class."""
+_NAME = re.compile(r"(?:\| |- )`[^`\n]+`")
+"""The code that a row of a table or an item of a list begins with."""
 _CODE = re.compile(r"(?<![\[`\\])`([^`\n]+)`(?![`\]])")
 
 
@@ -41,14 +46,14 @@ def _cell(text: str) -> str:
 
 def paragraphs(text: str) -> str:
     """Return the Markdown of a text with lines of any length: a line for each paragraph, examples after ``::`` as code."""
-    text = inspect.cleandoc(text).replace("``", "`")
+    text = _DOUBLE.sub("`", inspect.cleandoc(text))
     blocks = re.split(r"\n\s*\n", text)
     written: list[str] = []
     for block in blocks:
         if block.startswith("    ") or (written and written[-1].endswith("::")):
             if written and written[-1].endswith("::"):
                 written[-1] = written[-1].removesuffix("::").rstrip() + ":"
-            written.append(f"```python\n{dedent(block)}\n```")
+            written.append(_code(block))
         elif block.startswith(">>> "):
             written.append(f"```pycon\n{block}\n```")
         elif re.match(r"[-*|#]|\d+\. |```", block):
@@ -58,8 +63,20 @@ def paragraphs(text: str) -> str:
             written.append(" ".join(head.split()))
             if indented:
                 written[-1] = written[-1].removesuffix("::").rstrip() + ":"
-                written.append(f"```python\n{dedent(indented)}\n```")
+                written.append(_code(indented))
     return "\n\n".join(written)
+
+
+def _code(block: str) -> str:
+    """Return a block of code: Python if it is that, TOML if it begins with the head of a table, else commands."""
+    text = dedent(block)
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        language = "toml" if text.startswith("[") else "sh"
+    else:
+        language = "python"
+    return f"```{language}\n{text}\n```"
 
 
 def _with_code(block: str) -> tuple[str, str]:
@@ -135,10 +152,10 @@ def _linked(text: str, name: str, places: Mapping[str, str]) -> str:
 
     def link(match: re.Match[str]) -> str:
         word = match[1]
-        if word not in places or word in linked:
+        place = places.get(word) or (places.get(word.partition(".")[0]) if _MEMBER.fullmatch(word) else None)
+        if place is None or word in linked:
             return match[0]
         linked.add(word)
-        place = places[word]
         return f"[`{word}`]({place.removeprefix(name) if place.startswith(f'{name}#') else place})"
 
     is_code = False
@@ -149,7 +166,10 @@ def _linked(text: str, name: str, places: Mapping[str, str]) -> str:
             linked.clear()
             linked.add(line.strip("# \n").strip("`"))
         is_prose = not (is_code or is_fence or line.startswith(("#", "<!--")))
-        written.append(_CODE.sub(link, line) if is_prose else line)
+        # The name of a row or an item is no word of a text.
+        first = _NAME.match(line)
+        head = first[0] if first else ""
+        written.append(head + _CODE.sub(link, line[len(head) :]) if is_prose else line)
     return "".join(written)
 
 

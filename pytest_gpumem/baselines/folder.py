@@ -31,10 +31,16 @@ _LINK = "120000 "
 
 
 class Folder(Backend):
-    """A folder on this machine: files are replaced whole, under the system's lock.
+    """A folder on this machine. Files are replaced whole, under the system's lock.
 
-    The folder itself may be a link, for example to a disk that several machines share. A link in the folder is refused, because
-    a stranger's branch could lead out of the store by one.
+    ``.lock`` is the file of the lock. ``.gitignore`` ignores itself, the lock and drafts.
+
+    One process writes at the end of the session, and merges entry by entry with the entries that others wrote meanwhile. A
+    draft that a killed writer left (``.test_gpt.py.toml.x1y2z3.draft``) is not committed, and the next writer removes it.
+
+    The folder itself may be a symbolic link, for example to a disk that several machines share. A link in the folder is an
+    error that names it, also if it appears while a file is written, because a stranger's branch could lead out of the store
+    by a link.
     """
 
     def __init__(self, root: Path) -> None:

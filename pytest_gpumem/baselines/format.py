@@ -1,14 +1,24 @@
 """A file of the store: TOML text to entries and back. Pure; every mistake in a text names its key.
 
-One file holds the baselines of one test file on one device; its keys are described in docs/reference.md, "Store". A step
-that used several GPUs has a table for each of them besides, which is read as a part of its own::
+A file has the baselines of one test file on one device. It is sorted, and the same entries have the same text. The table of a
+measurement is ``tests.<node id without the file>.<name of the measurement>``, without pytest-xdist's ``@group``. Bytes and
+counts are integers. Times are seconds with four digits. A file has at most 34 MB, and a key at most 16 parts with dots in
+between.
+
+A step that used several GPUs has a further table for each of them, with the device in the name and in ``step``::
 
     [tests."TestTrain::test_step[amp-bf16]"."train_step on cuda:1"]
     environment = "torch-2.11.0-5d2c9f"
     recorded = "2026-11-02"
     step = "on cuda:1"
     peak_allocated = 4060000000
-    ...
+
+No moved line rewrites an entry. Compositions and the parts of counts are compared only if a test is explained, and they change
+together with bytes and counts. A count of 0 has no parts.
+
+A file that cannot be read is a usage error that names the file and the key, and is never overwritten: no regular file (a
+FIFO), a truncated file, another ``format``, an unknown key, a wrong type, a number with more than 64 bits, deep nesting,
+merge-conflict marks, or a ``slug`` that is not the name of its folder.
 """
 
 from __future__ import annotations
@@ -30,7 +40,7 @@ from pytest_gpumem.toml import read_toml
 from pytest_gpumem.units import nearest
 from pytest_gpumem.values.composition import Composition, CompositionError, Row, row_from_text
 from pytest_gpumem.values.module_calls import Calls, calls_from_text
-from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, Tally, from_texts, to_texts, total
+from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, MOST_PLACES, Tally, from_texts, to_texts, total
 
 FORMAT = 1
 
@@ -39,7 +49,6 @@ Entries = Mapping[tuple[str, str], Baseline]
 
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
 _OPTIONAL = ("commit", "reason", "named_device")
-_META = ("environment", "recorded", *_OPTIONAL)
 _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION_PEAK = "composition_peak"
 """The peak of the step that a composition is of, where that is not the one with the highest peak."""
@@ -52,6 +61,48 @@ _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
 _ON = "on "
 _ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
 """The step of a table that has the bytes of one GPU; no version of this package has a step called so."""
+FILE_KEYS = {
+    "format": f"The number of the format: {FORMAT}.",
+    "environments": "The tables of environments, by name. They come last, so a truncated file is recognized.",
+    "tests": "The tables of measurements, by test and by name.",
+}
+"""The keys of a file, and their meaning."""
+ENTRY_KEYS = {
+    "environment": "The name of a table of the same file.",
+    "recorded": "The date of the recording, in UTC.",
+    "commit": "The abbreviated hash of the commit that was checked out while recording: the commit before the change, "
+    "if change and baseline are committed together. Absent outside of git.",
+    "reason": "The reason why the entry was accepted (`--gpumem-reason`). It belongs to the last change of bytes, "
+    "counts, workload or speed: a further change without a reason removes it, and one more run of times keeps"
+    " it. It may be edited by hand.",
+    "named_device": "The device that the test's marker names. Absent if the session's device measured it. Sessions on"
+    " other devices know by it that the test would be measured on this one.",
+    "workspaces": "`Measurement.workspaces`. Only on CUDA, and absent in entries from older versions.",
+    "unused_before": "`Measurement.unused_before`. Only on CUDA, and absent in entries from older versions.",
+    _STEP_PEAKS: "The peaks of the steps in order, in bytes, if steps differ. `peak_allocated` is the highest.",
+    "step_times": "The median seconds of a step in the last accepted runs, the latest last. `step_time` is their "
+    "median. They are compared if `machine` is equal, and absent if other work disturbed the runs too much.",
+    "step_cycles": "The same in cycles of the clock.",
+    "composition": "The largest rows at the peak, as `Composition.kept` keeps them, one text for each row: `category | "
+    "module | operator | line | library's line | count x dtype[shape] | bytes`. Unknown parts are empty, and "
+    "`block` stands for memory that was not seen as a tensor. Absent if nothing was recorded.",
+    _COMPOSITION_PEAK: "The peak in bytes of the step with this composition, if steps differ and the step with the "
+    "highest peak did not come again while steps were recorded.",
+    "phase": "The phase of the peak.",
+    "other_phases": "The rows of other phases whose peaks are half of the peak or more, with the phase before each "
+    "row: `forward | activation | ...`. The peak may move there.",
+    "recomputed": 'The modules that ran once more in backward: `"4 x blocks.*"`.',
+    "no_grad": "The modules and functions whose calls ran with grad mode off, if they differ from the module around "
+    'them: `"1 of 1 x teacher"`. The first line is `(all)`, for all together.',
+    "no_backward": 'The modules and functions whose calls backward did not reach, in the same form: `"4 of 11 x '
+    'step()"`.',
+    **{
+        key: f"The parts of `{metric}`, which add up to it, one text for each place: `module | line | library's line | "
+        f"4 addmm, 8 mm`. The {MOST_PLACES} places with the largest numbers are kept; the others have their operators alone."
+        for key, metric in _AT.items()
+    },
+}
+"""The keys of a measurement's table beside the metrics and the fields of `Workload`, and their meaning."""
 _BEYOND = 2**63
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
@@ -100,7 +151,7 @@ def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
     if not entries:
         raise FormatError("has no baselines: the file is truncated; restore it from version control, or delete it")
     for unknown in document:
-        raise FormatError(f"unknown key {unknown!r}; {nearest(unknown, ['format', 'environments', 'tests'])}")
+        raise FormatError(f"unknown key {unknown!r}; {nearest(unknown, list(FILE_KEYS))}")
     return entries
 
 
@@ -221,7 +272,7 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
     metrics: dict[str, float] = {}
     for key, value in values.items():
         if key not in METRICS:
-            known = [*METRICS, *_META, *_WORKLOAD, *_BYTES, *_COMPOSITION, *_RUNS, *_AT, _STEP_PEAKS]
+            known = [*METRICS, *_WORKLOAD, *ENTRY_KEYS]
             raise FormatError(f"{where}.{key}: unknown key; {nearest(key, known)}")
         kinds: tuple[type, ...] = (int,) if METRICS[key].unit in WHOLE else (int, float)
         metrics[key] = _typed(value, kinds, f"{where}.{key}")

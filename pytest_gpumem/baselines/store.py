@@ -22,7 +22,13 @@ _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class Store:
-    """The baselines in a storage backend. Each file is read once, when first needed."""
+    """The baselines in a storage backend. Each file is read once, when first needed.
+
+    A baseline's file is ``<device's slug>/<path of the test file from the root directory>.toml``, for example
+    ``cpu-x86_64/tests/test_gpt.py.toml``. A slug is the name of one folder. In the path of a test file each leading ``..`` is
+    stored as a folder ``__up__``, so no path leads out of the store. Any other name from a device, a hook or a listing is
+    refused.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -76,7 +82,8 @@ class Store:
 
         Merged, entry by entry, with what others wrote meanwhile. A file without entries goes. Returns, as a clause, why
         others could not be kept from writing at the same time, if that is so. Raises `StoreError` or `BackendError`; a file
-        that cannot be understood is left as it was. Raises `IncompleteChangeError` if files before the failed one were written.
+        that cannot be understood is left as it was. Raises `IncompleteChangeError` if files before the failed one were
+        written.
         """
         written: dict[str, dict[Key, Baseline]] = {}
         removed: dict[str, set[Key]] = {}

@@ -244,11 +244,15 @@ def advise(
     - A growing cache (`DynamicCache` in transformers) ends with
       `2 x layers x key heads x head size x (prompt tokens + N - 1) x samples` numbers, because the last token is not fed back.
       While it grows, the keys or values of one layer exist twice.
-    - All N tokens are run, because the peak of a few tokens does not predict the peak of many. At first the prompt decides
-      the peak: a small GPT-2 with prompts of `4x64` reserves 48.23 MB for 32, 64 and 96 tokens, and 56.62 MB for 384. Later
-      the allocator reserves faster than tensors grow, because a longer block rarely fits into the place of a shorter one. A
-      two-layer Llama with prompts of `128x4` reserves 94 MB for 67 MB of tensors after 32 tokens, 170 MB for 109 MB after 96,
-      and 3.11 GB for 299 MB after 384.
+    - The peak of a few tokens does not predict the peak of many. At first the prompt decides the peak: a small GPT-2 with
+      prompts of `4x64` reserves 48.23 MB for 32, 64 and 96 tokens, and 56.62 MB for 384. Later the allocator reserves faster
+      than tensors grow, because a longer block rarely fits into the place of a shorter one. A two-layer Llama with prompts of
+      `128x4` reserves 94 MB for 67 MB of tensors after 32 tokens, 170 MB for 109 MB after 96, and 3.11 GB for 299 MB after 384.
+    - An emulated GPU runs 41 tokens if N is 84 or more: 28 after the prompt, and 13 after a prompt that is as long as the text
+      without its last 13 tokens. If the allocations repeat from token to token, PyTorch's own allocator then makes the
+      allocations of all N tokens. So the peak is the peak of all tokens to the byte, reserved memory included. The peak of so
+      many tokens is not explained. If the allocations do not repeat, for example because a sliding window is reached in
+      between, all N tokens run.
 
     ## `--lora`
 

@@ -236,26 +236,26 @@ def for_tensorboard(*, reports: tuple[str, ...], metrics: tuple[str, ...], outpu
     - `--step=commits` counts in the git repository around the current folder. A shallow clone is an error.
     """
     with input_errors(ExportError, OSError):
-        found = figures_of(_read(reports), metrics, over_time=True)
-        write_scalars(found.figures, output, seconds if step == "time" else commits(Path.cwd()))
-    _print(found)
+        exported = figures_of(_read(reports), metrics, over_time=True)
+        write_scalars(exported.figures, output, seconds if step == "time" else commits(Path.cwd()))
+    _print(exported)
 
 
 def _export(
     render: Callable[[Sequence[Figure]], str], reports: Sequence[str], metrics: Sequence[str], output: Path
 ) -> None:
     with input_errors(ExportError, OSError):
-        found = figures_of(_read(reports), metrics)
-        text = render(found.figures)
+        exported = figures_of(_read(reports), metrics)
+        text = render(exported.figures)
         write_file(output, text)
-    _print(found)
+    _print(exported)
 
 
 def _read(files: Sequence[str]) -> dict[str, SessionReport]:
     return {name_of(path): read_report(path) for path in files_of(files)}
 
 
-def _print(found: ExportedFigures) -> None:
-    # It may hold ids of tests.
+def _print(exported: ExportedFigures) -> None:
+    # The summary may contain ids of tests.
     screen = Screen(encoding=getattr(sys.stderr, "encoding", None) or "utf-8")
-    click.echo(screen.legible(found.summary), err=True)
+    click.echo(screen.legible(exported.summary), err=True)

@@ -197,19 +197,19 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
             interrupted = stopped.exit_status
             were = agreeing(len(by_gpu), "was", "were")
             click.echo(f"\ninterrupted: {len(by_gpu)} of {counted(len(gpus), 'GPU')} {were} tried", err=True)
-    found = [by_gpu[gpu] for gpu in gpus if gpu in by_gpu]
+    fits = [by_gpu[gpu] for gpu in gpus if gpu in by_gpu]
     if interrupted is not None:
-        if found:
-            _print(found, arguments, interrupted, as_json=form == "json")
+        if fits:
+            _print(fits, arguments, interrupted, as_json=form == "json")
         sys.exit(interrupted)
-    if found[0].plain.without_statistics:
+    if fits[0].plain.without_statistics:
         raise InputError(
             "the program's memory is unknown, because the program has an allocator of its own, which keeps no statistics"
         )
-    if found[0].plain.outcome is FitOutcome.UNUSED:
+    if fits[0].plain.outcome is FitOutcome.UNUSED:
         raise InputError("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
-    status = exit_status(found, every=bool(words))
-    _print(found, arguments, status, as_json=form == "json")
+    status = exit_status(fits, every=bool(words))
+    _print(fits, arguments, status, as_json=form == "json")
     sys.exit(status)
 
 
@@ -224,7 +224,7 @@ def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _gpus(words: Sequence[str]) -> list[Gpu]:
-    """Return the GPUs to emulate: those that were asked for, or all, the default one first."""
+    """Return the requested GPUs, or all GPUs with the default first."""
     own = own_gpus_around()
     with input_errors(EmulationError, ValueError):
         asked = [emulated_gpu(word, own) for word in words]
@@ -234,7 +234,7 @@ def _gpus(words: Sequence[str]) -> list[Gpu]:
 
 
 def _try_all(
-    found: dict[Gpu, Fit],
+    fits: dict[Gpu, Fit],
     gpus: Sequence[Gpu],
     runs: ProgramRuns,
     jobs: int,
@@ -243,7 +243,7 @@ def _try_all(
     *,
     every: bool,
 ) -> None:
-    """Add the result of the program on each GPU to ``found``: on the first one, then on ``jobs`` of the others at a time."""
+    """Add the result on each GPU to ``fits``: first on the first GPU, then on ``jobs`` others at a time."""
     expandable = with_expandable_segments(os.environ)
 
     def tried(gpu: Gpu, more: dict[str, str]) -> Found:
@@ -251,20 +251,20 @@ def _try_all(
         how = " with expandable segments" if more else ""
         begun = f"[{gpus.index(gpu) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){how} ... "
         line = WholeLines()
-        # Lines of several that run at the same time would be mixed.
+        # Simultaneous runs would mix their lines.
         if jobs == 1:
             line.write(begun)
         try:
             run = runs.on(gpu, more)
         except OSError as error:
             raise InputError(f"{program}: {error.strerror or error}") from None
-        one = found_of(run, gpu, CONTEXT_BYTES)
-        line.write(f"{'' if jobs == 1 else begun}{progress(one, str(Path.cwd()))}\n")
-        return one
+        result = found_of(run, gpu, CONTEXT_BYTES)
+        line.write(f"{'' if jobs == 1 else begun}{progress(result, str(Path.cwd()))}\n")
+        return result
 
     def complete(gpu: Gpu, plain: Found) -> None:
         again = plain.outcome in NOT_ENOUGH and not plain.expandable and expandable is not None
-        found[gpu] = Fit(gpu, plain, tried(gpu, expandable or {}) if again else None)
+        fits[gpu] = Fit(gpu, plain, tried(gpu, expandable or {}) if again else None)
 
     first, *others = gpus
     plain = tried(first, {})
@@ -274,23 +274,23 @@ def _try_all(
     runs.prepare(others)
     complete(first, plain)
     with ThreadPoolExecutor(jobs) as threads:
-        left = [threads.submit(lambda gpu: complete(gpu, tried(gpu, {})), gpu) for gpu in others]
+        futures = [threads.submit(lambda gpu: complete(gpu, tried(gpu, {})), gpu) for gpu in others]
         try:
-            for one in as_completed(left):
-                one.result()
+            for future in as_completed(futures):
+                future.result()
         except BaseException:
-            stop.note(signal.SIGTERM)  # the others end with it
+            stop.note(signal.SIGTERM)  # ends the other runs
             raise
         finally:
             threads.shutdown(cancel_futures=True)
 
 
-def _print(found: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:
+def _print(fits: Sequence[Fit], command: Sequence[str], status: int, *, as_json: bool) -> None:
     if as_json:
-        click.echo(to_json(found, command, status), nl=False)
+        click.echo(to_json(fits, command, status), nl=False)
         return
     click.echo(err=True)
-    write_lines([*laid_out(table(found, CONTEXT_BYTES), screen()), ""])
-    more = details(found, str(Path.cwd()))
+    write_lines([*laid_out(table(fits, CONTEXT_BYTES), screen()), ""])
+    more = details(fits, str(Path.cwd()))
     write_lines([*more, ""] if more else [])
-    write_lines([conclusion(found)])
+    write_lines([conclusion(fits)])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.stored import StoredBaseline
 
 _Entry = tuple[str, Key, Baseline | None]
-"""Slug, key and baseline, which is ``None`` where it was removed."""
+"""Slug, key and baseline. The baseline is ``None`` if it was removed."""
 _SHALLOW = (
     "this clone is shallow, so changes are missing: fetch them with `git fetch --unshallow`, "
     "or on GitHub Actions with fetch-depth: 0 for actions/checkout"
@@ -90,14 +90,14 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
     checkout, folder = checkout_of(backend)
     below = "" if folder == "." else f"{folder}/"
     with input_errors(GitError, BackendError):
-        found = _named(test, read_baselines(backend, slug)) or _removed(test, checkout.top, folder, below, slug)
-        if not found:
+        entries = _named(test, read_baselines(backend, slug)) or _removed(test, checkout.top, folder, below, slug)
+        if not entries:
             check_is_no_file(test)
-            keys = [one.key for one in read_baselines(backend, slug)]
-            lists = f"`{command_name()} show` lists what there is"
-            raise no_such_test(test, f"there is no baseline of {test!r}, and there never was", keys, lists)
+            keys = [baseline.key for baseline in read_baselines(backend, slug)]
+            hint = f"`{command_name()} show` lists the baselines"
+            raise no_such_test(test, f"there is no baseline of {test!r}, and there never was", keys, hint)
         at_head = committed("HEAD", backend)[1]
-        histories = [(on, key, _events(checkout.top, below, at_head, on, key, entry)) for on, key, entry in found]
+        histories = [(on, key, _events(checkout.top, below, at_head, on, key, entry)) for on, key, entry in entries]
         shallow = is_shallow(checkout.top)
     values = {
         state.metrics.get(metric)
@@ -116,27 +116,27 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
 
 
 def _named(name: str, baselines: Sequence[StoredBaseline]) -> Sequence[_Entry]:
-    """Return the baselines of the one test that ``name`` means, none if there is no such test. Raises `InputError`."""
-    keys = keys_of_one_test(name, (one.key for one in baselines))
-    return [one for one in baselines if one.key in keys]
+    """Return the baselines of the test that ``name`` selects; empty if no test matches. Raises `InputError` for several."""
+    keys = keys_of_one_test(name, (baseline.key for baseline in baselines))
+    return [baseline for baseline in baselines if baseline.key in keys]
 
 
-def _removed(name: str, top: Path, folder: str, below: str, wanted: str | None) -> Sequence[_Entry]:
-    """Return the baselines of the test with just this id which the store does not have any more. Raises `GitError`."""
+def _removed(name: str, top: Path, folder: str, below: str, device: str | None) -> Sequence[_Entry]:
+    """Return the baselines of the test with exactly this id that the store no longer has. Raises `GitError`."""
     file, _, test = name.partition("::")
     if not test:
         return []
-    found: list[_Entry] = []
+    removed: list[_Entry] = []
     for path in sorted(paths_ever(top, folder)):
         slug = path.removeprefix(below).partition("/")[0]
-        if path != below + path_of(slug, file) or wanted not in (None, slug):
+        if path != below + path_of(slug, file) or device not in (None, slug):
             continue
         texts = texts_of(top, file_changes(top, path))
-        # With the name of a measurement behind it, or without.
-        for one in {test, test.rpartition(" (")[0]} - {""}:
-            keys = [Key(file, one, name) for name in names_in(texts, one)]
-            found += [(slug, key, None) for key in keys if name in (str(key), f"{file}::{one}")]
-    return sorted(found, key=lambda entry: (entry[1], entry[0]))
+        # The id may end with the name of a measurement.
+        for test_name in {test, test.rpartition(" (")[0]} - {""}:
+            keys = [Key(file, test_name, measurement) for measurement in names_in(texts, test_name)]
+            removed += [(slug, key, None) for key in keys if name in (str(key), f"{file}::{test_name}")]
+    return sorted(removed, key=lambda entry: (entry[1], entry[0]))
 
 
 def _events(top: Path, below: str, at_head: Backend, slug: str, key: Key, entry: Baseline | None) -> list[Event]:

@@ -124,7 +124,7 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
         _check_shards(shards, paths, parts, whole)
     with text_beside(files):
         _print(whole, parts, verbose)
-        # Commands of the runner, which sanitizing would undo.
+        # These are commands for the CI runner, which sanitizing would break.
         write_lines((Span(screen().encodable(line)),) for line in report_to_github(whole, Path.cwd(), os.environ))
     for path in files:
         form = format_of(f"report{suffix_of(path)}")
@@ -137,10 +137,10 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
 
 
 def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], whole: SessionReport) -> None:
-    """Raise `InputError` unless there are so many shards, and they account for every baseline on their devices."""
+    """Raise `InputError` unless there are ``shards`` shards that account for every baseline on their devices."""
     if whole.shards != shards:
-        given = counted(whole.shards, "shard")
-        raise InputError(f"there are reports of {given}, expected {shards}: {', '.join(map(str, paths))}")
+        count = counted(whole.shards, "shard")
+        raise InputError(f"there are reports of {count}, expected {shards}: {', '.join(map(str, paths))}")
     idle, twice = in_no_shard(whole), run_twice(parts)
     if idle and twice is not None:
         earlier, later = twice
@@ -173,9 +173,9 @@ def _print(whole: SessionReport, parts: list[SessionReport], verbose: int) -> No
     text = terminal_text(replace(whole, said=tuple(lines)), screen(), verbose)
     write_lines(text.tables)
     write_lines(failure_lines(whole, screen()))
-    # terminal_text has the others, which pytest does not say by itself at the end of a session.
-    there = {*whole.errors, whole.nothing_done}
-    write_lines(f"gpumem: {problem}" for problem in whole.problems if problem not in there)
+    # terminal_text prints the others, because pytest does not print them at the end of a session.
+    printed = {*whole.errors, whole.nothing_done}
+    write_lines(f"gpumem: {problem}" for problem in whole.problems if problem not in printed)
     write_lines(text.lines)
 
 

@@ -60,7 +60,7 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
       and nothing is removed.
     """
     collected = _Collected()
-    # Nothing is gated here, which would make the collection red.
+    # A gate without a measured test would make the collection fail.
     arguments = [argument for argument in pytest_args if argument != "--gpumem-baseline"]
     status = run_pytest(["--collect-only", "-qq", "--no-header", *arguments], collected)
     if status == pytest.ExitCode.USAGE_ERROR:
@@ -87,24 +87,25 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         if collected.names_tests:
             own = [(slug, key) for slug, key in stored if f"{key.file}::{key.test}" in collected.selected]
             idle = collected.not_measured | (session.measured_elsewhere() if own else frozenset())
-            found = [(slug, key) for slug, key in own if f"{key.file}::{key.test}" in idle]
+            candidates = [(slug, key) for slug, key in own if f"{key.file}::{key.test}" in idle]
         else:
-            found = unused(stored, measured=session.living(collected.items), whole_files=selection.files, exists=exists)
-        # Which devices there are is known by loading torch, and only asked where it decides.
-        present = session.present_devices() if any(exists(key.file) for _, key in found) else frozenset[str]()
-        # Suites are parametrised over the devices that a machine has: those of others may have a test elsewhere.
-        left = [(slug, key) for slug, key in found if slug not in present and exists(key.file)]
-        gone = [entry for entry in found if entry not in left]
-        unlocked = store.change({}, gone) if gone and not dry_run else None
+            measured = session.living(collected.items)
+            candidates = unused(stored, measured=measured, whole_files=selection.files, exists=exists)
+        # Listing the devices loads torch, so it is only done if the answer matters.
+        present = session.present_devices() if any(exists(key.file) for _, key in candidates) else frozenset[str]()
+        # Suites are parametrised over a machine's devices, so a test for another device may exist on another machine.
+        kept = [(slug, key) for slug, key in candidates if slug not in present and exists(key.file)]
+        removable = [entry for entry in candidates if entry not in kept]
+        unlocked = store.change({}, removable) if removable and not dry_run else None
     except (StoreError, BackendError) as error:
         raise click.ClickException(str(error)) from None
-    for slug, key in gone:
+    for slug, key in removable:
         write_lines([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])
-    verb = agreeing(len(gone), "is", "are") if dry_run else agreeing(len(gone), "was", "were")
-    click.echo(f"{len(gone)} of {counted(len(stored), 'baseline')} {verb} unused")
-    if left:
-        devices = ", ".join(sorted({slug for slug, _ in left}))
-        have = counted(len(left), "baseline has no test here and was", "baselines have no test here and were")
+    verb = agreeing(len(removable), "is", "are") if dry_run else agreeing(len(removable), "was", "were")
+    click.echo(f"{len(removable)} of {counted(len(stored), 'baseline')} {verb} unused")
+    if kept:
+        devices = ", ".join(sorted({slug for slug, _ in kept}))
+        have = counted(len(kept), "baseline has no test here and was", "baselines have no test here and were")
         click.echo(
             f"{have} kept: this machine does not have the device ({devices}), and a machine that has it may collect the "
             f"tests; run {command_name()} prune there"
@@ -114,12 +115,12 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
 
 
 class _Collected:
-    """A plugin that keeps the session, which has the measured tests, and the others."""
+    """A plugin that keeps the session and the collected tests."""
 
     def __init__(self) -> None:
         self.session: GpumemSession | None = None
         self.names_tests = False
-        """True if the arguments name tests, and not only files and folders."""
+        """True if the arguments name single tests, not only files and folders."""
         self.items: list[pytest.Item] = []
         """The selected tests."""
 
@@ -135,14 +136,14 @@ class _Collected:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        # A session makes itself known only when it has something to measure, and here that is in question.
+        # A session registers itself only if it measures a test. Here it is needed in any case.
         collecting = config.pluginmanager.get_plugin("gpumem-collecting")
         assert collecting is not None, "the plugin registers it when pytest is configured"
         collecting.session()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        # On an emulated GPU those that are not measured are deselected after this.
+        # On an emulated GPU, tests that are not measured are deselected later.
         self.items = list(items)
         self.names_tests = any("::" in argument for argument in config.args)
 

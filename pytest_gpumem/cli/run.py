@@ -26,7 +26,7 @@ _STATUS: dict[int, int] = {
     pytest.ExitCode.INTERNAL_ERROR: 1,
     pytest.ExitCode.NO_TESTS_COLLECTED: 1,
 }
-"""Exit statuses of this command, by those of pytest that it does not share."""
+"""This command's exit status for each exit code of pytest that it replaces."""
 _NAME = re.compile(r"[\w.=+-]+")
 
 
@@ -131,7 +131,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     again = Command(("gpumem", "run", os.path.relpath(path), *chosen), ("--", *arguments) if arguments else ())
     session = ScriptSession(Script(path, arguments, steps, name, again))
     status = run_pytest([str(path), "-s", "-rs", "-p", "no:warnings", *given], session)
-    # A test may be skipped; who runs a script wants it measured.
+    # A test may be skipped, but a script is run to be measured.
     status = 1 if session.skipped and status == 0 else _STATUS.get(status, status)
     session.has_ended(passed=status == 0)
     sys.exit(status)
@@ -141,12 +141,12 @@ run.params += [_as_click_option(option) for option in OPTIONS if not option.for_
 
 
 def _as_typed(options: dict[str, Any]) -> list[str]:
-    """Return the plugin's options as pytest takes them."""
+    """Return the plugin's options as arguments for pytest."""
     words = []
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             words.append(option if value else f"--no-{option[2:]}")
         elif value:
-            words += [f"{option}={one}" for one in (value if isinstance(value, tuple) else (value,))]
+            words += [f"{option}={text}" for text in (value if isinstance(value, tuple) else (value,))]
     return words

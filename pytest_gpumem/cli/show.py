@@ -60,14 +60,20 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
     where = without_credentials(settings.store)
     baselines = read_baselines(store_backend(settings), slug)
     for pattern in patterns:
-        if not any(matches(one.key, pattern) for one in baselines):
+        if not any(matches(baseline.key, pattern) for baseline in baselines):
             check_is_no_file(pattern)
-            lists = f"`{command_name()} show` lists them all"
-            raise no_such_test(pattern, f"no baseline matches {pattern}", [one.key for one in baselines], lists)
-    kept = [one for one in baselines if not patterns or any(matches(one.key, pattern) for pattern in patterns)]
+            hint = f"`{command_name()} show` lists them all"
+            raise no_such_test(
+                pattern, f"no baseline matches {pattern}", [baseline.key for baseline in baselines], hint
+            )
+    selected = [
+        baseline
+        for baseline in baselines
+        if not patterns or any(matches(baseline.key, pattern) for pattern in patterns)
+    ]
     if form == "json":
-        click.echo(to_json(kept, where), nl=False)
+        click.echo(to_json(selected, where), nl=False)
         return
-    found = table(kept, settings.units, everything=verbose)
-    write_lines([*laid_out(found, screen()), ""] if found is not None else [])
-    write_lines([f"gpumem: {accounting(kept, len(baselines), where)}"])
+    rows = table(selected, settings.units, everything=verbose)
+    write_lines([*laid_out(rows, screen()), ""] if rows is not None else [])
+    write_lines([f"gpumem: {accounting(selected, len(baselines), where)}"])

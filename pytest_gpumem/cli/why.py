@@ -71,30 +71,30 @@ def why(*, test: str, file: Path | None) -> None:
     check_is_no_file(test)
     path = _kept(test) if file is None else file
     report = read_report(path)
-    # A test without a measurement has a key, too.
+    # A test without a measurement gets a key as well.
     tests = tests_of(report)
-    keys = [Key(*one, name) for one, names in tests.items() for name in names or ("",)]
-    found = keys_of_one_test(test, keys)
-    if not found:
+    keys = [Key(*test_id, name) for test_id, names in tests.items() for name in names or ("",)]
+    selected = keys_of_one_test(test, keys)
+    if not selected:
         where = "the last session" if file is None else name_of(path)
         raise no_such_test(
             test, f"none of the {counted(len(tests), 'measured test')} in {where} matches {test!r}", keys
         )
-    write_lines(why_lines(report, found[0].file, found[0].test, screen()))
+    write_lines(why_lines(report, selected[0].file, selected[0].test, screen()))
 
 
 def _kept(test: str) -> Path:
-    """Return the file that keeps the report of the last session here. Raises `InputError` where there is none."""
+    """Return the file with the report of the last session here. Raises `InputError` if it does not exist."""
     cache = files_around().cache
-    else_written = f"`pytest --gpumem-report=FILE.json` writes one for `{command_name()} why {test} --report FILE.json`"
+    alternative = f"`pytest --gpumem-report=FILE.json` writes one for `{command_name()} why {test} --report FILE.json`"
     if cache is None:
         raise InputError(
-            f"no report is kept, because pytest's cache is switched off (-p no:cacheprovider): {else_written}"
+            f"no report is kept, because pytest's cache is switched off (-p no:cacheprovider): {alternative}"
         )
     path = kept_in(cache)
     if not path.is_file():
         raise InputError(
             f"no report is kept: there is no file {path}. `pytest --gpumem-baseline` keeps one, as does any other run with a "
-            f"measured test, unless pytest's cache is switched off or cannot be written; {else_written}"
+            f"measured test, unless pytest's cache is switched off or cannot be written; {alternative}"
         )
     return path

@@ -210,7 +210,7 @@ network. With `HF_HUB_OFFLINE=1` a model in the hub's cache needs no network.
 OTHER_KEYS: Mapping[str, Key] = MappingProxyType(
     {
         "routing": Key(
-            kinds.one_of(ROUTINGS),
+            kinds.one_of(tuple(ROUTINGS)),
             "Assumption about the experts of each token on an emulated GPU, which does not compute the router's "
             "choice: `balanced` gives all experts the same share, `worst` gives all tokens to the same few experts.",
             details=_ROUTING,

@@ -28,12 +28,12 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
             raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(MARKER_ARGUMENTS))}")
         if value is None:
             raise BudgetError(f"{name} is None, which is no limit; leave it out where there is none")
-        target, read = MARKER_ARGUMENTS[name]
-        values = limits if target in METRICS else others
-        if target in values:
+        argument = MARKER_ARGUMENTS[name]
+        values = limits if argument.target in METRICS else others
+        if argument.target in values:
             raise BudgetError("max_gb and max_memory say the same thing; give one of them")
         try:
-            values[target] = read(value)
+            values[argument.target] = argument.read(value)
         except ValueError as error:
             raise BudgetError(f"{name}: {error}") from None
     return Budget(limits, **others)

@@ -1,8 +1,8 @@
-"""The arguments of the marker: the limit that each sets, the function that reads it, and the help."""
+"""The arguments of the markers: the limit that each sets, the function that reads it, and the help."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.config.options import MARKER
 from pytest_gpumem.metrics import METRICS
@@ -33,15 +33,102 @@ def _device(value: object) -> str:
     return value
 
 
-MARKER_ARGUMENTS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "max_gb": ("peak_allocated", parse_gigabytes),
-    **{metric.budget: (name, _size) for name, metric in METRICS.items() if metric.budget is not None},
-    "tolerance": ("tolerance", parse_ratio),
-    "max_slowdown": ("max_slowdown", parse_ratio),
-    "min_throughput": ("min_throughput", parse_rate),
-    "device": ("device", _device),
+class MarkerArgument(NamedTuple):
+    """An argument of the marker ``gpumem``."""
+
+    target: str
+    """The metric that it limits, or the field of `Budget` that it sets."""
+    read: Callable[[Any], object]
+    """Return the limit from a value. It raises ``ValueError`` for a wrong value."""
+    example: str
+    """A value as Python code."""
+    help: str
+
+
+MARKER_ARGUMENTS = {
+    "max_gb": MarkerArgument(
+        "peak_allocated", parse_gigabytes, "6.5", "A limit as a number of GB (10⁹ bytes). Give this or `max_memory`."
+    ),
+    **{
+        metric.budget: MarkerArgument(name, _size, '"8 GB"', "A limit as a size with a unit.")
+        for name, metric in METRICS.items()
+        if metric.budget is not None
+    },
+    "tolerance": MarkerArgument(
+        "tolerance",
+        parse_ratio,
+        '"2 %"',
+        "The growth of `peak_allocated` over its baseline that is allowed. It replaces both parts of the metric's tolerance.",
+    ),
+    "max_slowdown": MarkerArgument(
+        "max_slowdown",
+        parse_ratio,
+        '"10 %"',
+        "The growth of `step_time` over its baseline that is allowed. It replaces the metric's tolerance. With "
+        "`--gpumem-baseline` a test fails if its own marker has this argument and the test times no step.",
+    ),
+    "min_throughput": MarkerArgument(
+        "min_throughput",
+        parse_rate,
+        '"1200 samples/s"',
+        "The least `throughput`, in `samples/s`, `tokens/s`, `steps/s` or `items/s`. If the test gives `items=` as a number, "
+        "this number counts for every unit. A test fails if none of its steps has the unit.",
+    ),
+    "device": MarkerArgument(
+        "device", _device, '"cpu"', "The device that measures this test, whatever `--gpumem-device` says."
+    ),
 }
-"""The metric that each argument limits, or the field of `Budget` that it sets, and the function that reads it."""
+"""The arguments of the marker by name."""
+MARKER_DETAILS = """
+`@pytest.mark.gpumem(...)` stands on a test, a class or a module (`pytestmark`). It measures the test's call. If the test has
+the fixture `gpumem`, the budget holds for the fixture's measurements, and the call as a whole is not measured.
+
+All arguments are keywords and optional. `None` is an error, because it sets no limit. With several markers, the closest marker
+that gives an argument decides it. A `conftest.py` may add the marker in `pytest_itemcollected` or
+`pytest_collection_modifyitems`; a marker that is added later has no effect, and fails the test if the session gates.
+
+A size is a number and a unit: `B`, `kB`, `MB`, `GB`, `TB` (powers of 1000) or `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), in
+upper or lower case. `0` needs no unit. A limit is met if the value is not larger, and `min_throughput` if the value is not
+smaller.
+
+`max_slowdown` and `min_throughput` limit the steps that the fixture times. They are a usage error in the own marker of a test
+without the fixture, because its call runs once and is not timed. An unknown argument or an unreadable value is a usage error
+at collection, also for a deselected test: `unknown argument 'max_bg'; did you mean 'max_gb'?`
+
+```python
+@pytest.mark.gpumem(max_gb=6.5, max_retained="1 MB")
+def test_forward():
+    output = GPT()(batch)
+```
+"""
+"""The rules of the marker ``gpumem``, as Markdown for its page."""
+CONFIG_MARKER_DETAILS = """
+`@pytest.mark.gpumem_configs(...)` stands on a test, a class or a module. A test with the argument `gpumem_config` runs once for
+every combination, and gets a `StepConfig`. The closest marker decides alone.
+
+The keywords are the [axes of a step config](step-configs.md), each with a value or a list of values. The last axis moves
+fastest. The id of each test ends with the config's id (`test_matrix[fp32-ckpt-ops]`), so each has a baseline of its own. If
+the test has other parameters, each of their values has its own matrix.
+
+```python
+@pytest.mark.gpumem_configs(
+    precision=["fp32", "fp16"], checkpoint=["none", "ops"], skip=["fp16,checkpoint=ops"]
+)
+def test_matrix(gpumem, gpumem_config):
+    gpumem.train_step(GPT, batch, config=gpumem_config)
+```
+
+An unknown axis, an unknown value, and a marker on a test without `gpumem_config` are usage errors. A run without
+`--gpumem-baseline`, or with `-v`, ends with [a table of each matrix](../guide/matrix.md): its saving, cost and ROI are those
+of `Measurement.saves`, `Measurement.costs` and `Measurement.roi` against the first row that was measured, and `*` marks rows
+that no other row beats in memory or time without being worse in the other.
+"""
+"""The rules of the marker ``gpumem_configs``, as Markdown for its page."""
+SKIP_HELP = (
+    "A config text, or a list of them. A combination that has all settings of one text is left out. A text that leaves nothing "
+    "out is a usage error."
+)
+"""The argument ``skip`` of the marker ``gpumem_configs``."""
 MARKER_HELP = (
     f"{MARKER}({', '.join(f'{name}=...' for name in MARKER_ARGUMENTS)}): measure the GPU memory of the test, and the speed of "
     "its steps, and fail when it is over budget or regresses"

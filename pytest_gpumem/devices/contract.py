@@ -49,7 +49,7 @@ BlockIds = frozenset[tuple[int, int]]
 
 
 class DeviceUnavailable(Exception):
-    """Error of a device that cannot be used here; the message is a clause that says why ("no CUDA device: ...")."""
+    """Raised by a device that cannot be used here. The message is a clause with the reason: ``no CUDA device: ...``."""
 
 
 class CannotRun(Exception):
@@ -113,34 +113,34 @@ class Window:
 
 
 class Device(ABC):
-    """Base class of devices. A new one needs `name` and the abstract members, and overrides defaults that it knows better.
+    """Base class of devices. A new device defines `name` and the abstract members, and overrides the defaults that do not fit.
 
-    Readings (`live`, `pop_peak`) count bytes from a zero of the device's own choosing, so only differences between
-    readings of one `open` ... `close` region are meaningful.
+    Readings (`live`, `pop_peak`) count bytes from a zero that the device chooses, so only differences between readings of one
+    `open` ... `close` region mean anything.
 
-    The defaults are those of an accelerator whose allocator keeps statistics: they cost nothing, so nothing is paused while
-    times are taken, and torch's profiler records the allocations where a peak is explained.
+    The defaults fit an accelerator whose allocator keeps statistics. They cost nothing, so nothing is paused while times are
+    taken, and torch's profiler records the allocations when a peak is explained.
     """
 
     name: str
     """The word of ``--gpumem-device``."""
     memory_title = "Memory"
-    """The name of what is counted, for failures: ``"GPU memory"`` regressed."""
+    """The name of the counted memory in failures: ``"GPU memory"`` regressed."""
     tells_time = False
-    """True if seconds on this device mean something: `laps` waits for it, by `synchronize` if not by itself."""
+    """True if seconds on this device mean something. `laps` waits for the device, by default with `synchronize`."""
     seconds_between_readings = 0.0
-    """Seconds between readings of pace and conditions, where a reading would show in the steps that come next."""
+    """Seconds between readings of pace and conditions, if a reading slows the next steps."""
     lock: DeviceLock | None = None
-    """Keeps measured tests of other processes off while times are taken; without one, none are kept off."""
+    """The lock that keeps measured tests of other processes away while times are taken; ``None`` keeps none away."""
     shared_memory: SharedMemory | None = None
-    """The memory that this process shares with others, where ``--gpumem-pack`` can have tests share it."""
+    """The memory that this process shares with others under ``--gpumem-pack``; ``None`` if tests cannot share the device."""
     consensus: Alone = ALONE
-    """Decides how often a step runs, and until when: this process by itself, or all ranks of its job. The session sets it."""
+    """Decides how often a step runs: this process alone, or all ranks of its job. The session sets it."""
     others: Sequence[Device] = ()
-    """Further GPUs that a step of this process may use. They are opened and closed, and their peaks taken, with this one."""
+    """Further GPUs that a step may use. They are opened, read and closed together with this device."""
 
     routing: Routing | None = None
-    """The assumption that the settings name, as `routed` takes it: from `open` to `close`."""
+    """The setting ``routing``, which `routed` applies from `open` to `close`."""
     _undo: ExitStack | None = None
     """Ends what `open` began; ``None`` while closed."""
     _kept: Peak | None = None
@@ -155,11 +155,11 @@ class Device(ABC):
 
     @abstractmethod
     def environment(self) -> Environment:
-        """Return what this device is, with the versions that its figures depend on."""
+        """Return the device's environment, with the versions that its figures depend on."""
 
     @abstractmethod
     def live(self) -> int:
-        """Return the bytes that are live now."""
+        """Return the live bytes."""
 
     @abstractmethod
     def peak(self) -> Peak:
@@ -167,22 +167,22 @@ class Device(ABC):
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Let the next peak start from what is live now."""
+        """Start the next peak from the live bytes."""
 
     # What it is
 
     @property
     def everywhere(self) -> tuple[Device, ...]:
-        """This device and its `others`, in the order of all readings that are taken of each."""
+        """This device and its `others`, in the order of their readings."""
         return (self, *self.others)
 
     @property
     def is_used(self) -> bool:
-        """Return whether this process has ever allocated on it; one that it has not is not read."""
+        """True if this process has ever allocated on the device. Otherwise it is not read."""
         return True
 
     def lacks(self, feature: str) -> str | None:
-        """Return why no step can use ``feature`` here, as a clause; ``None`` when it can.
+        """Return a clause with the reason why no step can use ``feature`` here; ``None`` if steps can.
 
         A precision (``"tf32"``), a kind of checkpointing (``"offload"``), a mode of torch.compile (``"max-autotune"``), a way
         to shard (``"cp"``, ``"fully_shard"``), or ``"values"``: that tensors are computed at all.
@@ -190,44 +190,44 @@ class Device(ABC):
         return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
 
     def emulates(self, feature: str) -> str | None:
-        """Return a clause where a precision is computed in another one here, which is slow; ``None`` where it is not.
+        """Return a clause if the device computes a precision in another, slower one; otherwise ``None``.
 
         Its bytes are as of anywhere, so that it is measured, but a fast one is recommended before it.
         """
         return None
 
     def why_cannot_run(self, error: BaseException) -> str | None:
-        """Return the error's words as a clause, where they say that this device lacks something; ``None`` for other errors."""
+        """Return the error's words as a clause if they say that the device lacks something; ``None`` for other errors."""
         return None
 
     def tf32(self, allowed: bool) -> AbstractContextManager[object]:
-        """Return a context in which float32 products and convolutions may run in TF32, or not; by default an empty one."""
+        """Return a context that switches TF32 for float32 products and convolutions on or off; by default an empty context."""
         return nullcontext()
 
     def libraries(self) -> Mapping[str, str]:
-        """Return the releases of libraries on which the figures of what ran since `forget_libraries` (or `open`) depend.
+        """Return the releases of libraries that decide the figures since `forget_libraries` (or `open`).
 
         Details of its environment, beside those of `environment`, which are the same whatever runs.
         """
         return {}
 
     def forget_libraries(self) -> None:
-        """Begin anew to collect what `libraries` returns: something else is measured from here on."""
+        """Forget the libraries so far, because another measurement begins."""
 
     # Random numbers
 
     def random_devices(self) -> Sequence[int]:
-        """Return the indices of the accelerators that have random numbers of their own, beside the host's."""
+        """Return the indices of the accelerators with random numbers of their own, beside the host's."""
         return ()
 
     def random_state(self, index: int) -> torch.Tensor:
-        """Return the state of the random numbers of one of `random_devices`, as bytes on the host."""
+        """Return the state of an accelerator's random numbers, as bytes on the host."""
         import torch
 
         return cast("torch.Tensor", torch.get_device_module(self.torch_device).get_rng_state(index))
 
     def set_random_state(self, state: torch.Tensor, index: int) -> None:
-        """Set the random numbers of one of `random_devices` to a state that `random_state` returned."""
+        """Set an accelerator's random numbers to a state from `random_state`."""
         import torch
 
         torch.get_device_module(self.torch_device).set_rng_state(state, index)
@@ -235,7 +235,7 @@ class Device(ABC):
     # Counting
 
     def open(self) -> None:
-        """Begin to count. Raises `DeviceUnavailable` when the device turns out not to count what is allocated.
+        """Begin to count. Raises `DeviceUnavailable` if the device does not count allocations.
 
         Until `close` the device is shared with the measured tests of other processes by way of `lock`.
         """
@@ -259,14 +259,14 @@ class Device(ABC):
         self._windows = ()
 
     def start(self, undo: ExitStack) -> None:
-        """Start to count, once the device is shared; what is pushed on ``undo`` is done at `close`.
+        """Start to count, once the device is shared. Callbacks on ``undo`` run at `close`.
 
         By default measured code may reset the peak itself (``torch.cuda.reset_peak_memory_stats()``).
         """
         undo.enter_context(before_each_reset(self.keep_peak, self.torch_device.type))
 
     def close(self) -> None:
-        """Stop counting and give back what `open` took. Closing twice does nothing."""
+        """Stop counting and undo `open`. A second call does nothing."""
         for other in self.others:
             other.close()
         undo, self._undo = self._undo, None
@@ -274,11 +274,11 @@ class Device(ABC):
             undo.close()
 
     def one_moment(self) -> AbstractContextManager[object]:
-        """Return a context whose readings may all be those of its beginning: nothing is allocated or freed within."""
+        """Return a context without allocations and frees, so all its readings may be those of its beginning."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Wait until the device has done its work."""
+        """Wait until the device has finished its work."""
 
     def quiesce(self) -> None:
         """Bring memory to rest: collect garbage, drop the backend's caches and workspaces, wait for the device."""
@@ -286,23 +286,23 @@ class Device(ABC):
         self.release_workspaces()
 
     def settle(self) -> None:
-        """Bring memory to rest between steps, as `quiesce` does, but for workspaces, which stay as the program has them."""
+        """Bring memory to rest between steps, as `quiesce`, but keep the program's workspaces."""
         gc.collect()
         self.empty_cache()
 
     def empty_cache(self) -> None:
-        """Wait for the device, and give back what its allocator keeps although no tensor is in it."""
+        """Wait for the device, and return the memory that its allocator caches."""
         self.synchronize()
 
     def release_workspaces(self) -> None:
-        """Wait for the device, and drop what the backend keeps for itself between operations, which is no leak."""
+        """Wait for the device, and drop the memory that the backend keeps between operations, which is no leak."""
         self.empty_cache()
 
     def restore_workspaces(self) -> None:
-        """Make again what the last `release_workspaces` dropped, as far as that can be done."""
+        """Make the workspaces again that the last `release_workspaces` dropped, as far as possible."""
 
     def workspaces(self) -> tuple[int, ...]:
-        """Return the bytes that the backend keeps for itself now, on each of `everywhere`; it keeps as many afterwards.
+        """Return the bytes of the backend's workspaces on each of `everywhere`. It keeps as many afterwards.
 
         A device that overrides `release_workspaces` overrides this, too.
         """
@@ -310,26 +310,26 @@ class Device(ABC):
 
     @contextmanager
     def transient_workspaces(self) -> Iterator[list[int]]:
-        """Yield a list that has, at the end of the block, the bytes of its peak that were workspaces of an operation.
+        """Yield a list. At the end of the block it has the bytes of the peak that were an operation's workspaces.
 
         On each of `everywhere`; of those that were dropped with the operation that they were made for.
         """
         yield [0] * len(self.everywhere)
 
     def reserved(self) -> int | None:
-        """Return the bytes that the allocator has reserved on the device; ``None`` where it reserves none."""
+        """Return the bytes that the allocator has reserved on the device; ``None`` if it does not reserve."""
         return None
 
     def unused(self) -> int:
-        """Return the bytes that the allocator has reserved, and that nobody uses: room that the next step may find."""
+        """Return the reserved bytes without use, in which the next step may find room."""
         return 0
 
     def turnover(self) -> int:
-        """Return the bytes allocated so far, freed or not; only differences mean anything. 0 where they are not counted."""
+        """Return the bytes allocated so far, freed or not. Only differences mean anything. 0 if they are not counted."""
         return 0
 
     def pop_peak(self) -> Peak:
-        """Return the peak since the last call of this (or `open`), and start the next one from what is live now.
+        """Return the peak since the last call (or `open`), and start the next peak from the live bytes.
 
         Every open window has seen the peak that is returned.
         """
@@ -342,7 +342,7 @@ class Device(ABC):
         return peak
 
     def keep_peak(self) -> None:
-        """Remember the peak so far for `pop_peak`, because the measured code is about to reset the device's own.
+        """Keep the peak so far for `pop_peak`, because the measured code is about to reset the device's own.
 
         Those of `others`, too: whose peak the code resets is an argument of it.
         """
@@ -353,7 +353,7 @@ class Device(ABC):
                 other.keep_peak()
 
     def open_window(self) -> Window:
-        """Return a window that sees every peak from now on until `close_window`. Windows may overlap."""
+        """Return a window that sees every peak until `close_window`. Windows may overlap."""
         self.pop_peak()
         if not self._windows:
             self.forget_libraries()
@@ -380,7 +380,7 @@ class Device(ABC):
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Yield a window that sees the peaks of the block. An error within is raised, also if no peak can be read."""
+        """Yield a window that sees the peaks of the block. An error in the block is raised, even if no peak can be read."""
         window = self.open_window()
         try:
             yield window
@@ -392,7 +392,7 @@ class Device(ABC):
 
     @contextmanager
     def peak_ignored(self) -> Iterator[None]:
-        """Hide the peak of what runs within from every window."""
+        """Hide the peak of the block from every window."""
         self.keep_peak()
         kept = self._kept
         try:
@@ -411,22 +411,22 @@ class Device(ABC):
             self._kept = kept
 
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Learn of storages that were allocated before `open`, so that their being freed is noticed."""
+        """Register storages from before `open`, so their deallocation is noticed."""
 
     def hold_known(self) -> None:
-        """Let no reading from here on change because a free was missed before: one of another thread, as of gloo's."""
+        """Account for frees that were missed, for example by gloo's threads, so later readings are not affected."""
 
     def known(self) -> BlockIds:
-        """Return the identities of the live blocks that the device knows one by one; empty where it only knows sums."""
+        """Return the identities of the live blocks; empty if the device knows sums only."""
         return frozenset()
 
     def blocks(self) -> Blocks:
-        """Return the live blocks that the device knows one by one; empty where it only knows sums."""
+        """Return the live blocks; empty if the device knows sums only."""
         return {}
 
     @contextmanager
     def recorded(self, tokens: list[Token], *, operands: bool = True) -> Iterator[list[Profile]]:
-        """Record allocations with the spans in which they happen: ``tokens`` is filled at the end.
+        """Record allocations and the spans in which they happen. ``tokens`` is filled at the end.
 
         Readings are not possible within.
 
@@ -452,24 +452,24 @@ class Device(ABC):
         tokens.extend(found)
 
     def keep_snapshot(self, path: Path) -> None:
-        """Write the allocator's own record of the latest `recorded` region to a file, whole. Raises ``OSError``.
+        """Write the allocator's own record of the latest `recorded` region to a whole file. Raises ``OSError``.
 
         A device whose allocator records nothing writes no file.
         """
 
     def unrecorded(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing is recorded or slowed down, for taking times. No window sees its peak.
+        """Return a context for taking times, in which nothing is recorded or slowed down. No window sees its peak.
 
         Allocations and frees may go unnoticed in it; `reconcile` sets that right.
         """
         return self.peak_ignored()
 
     def reconcile(self, since: BlockIds, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Forget the blocks that are neither in ``since`` (what was `known` at some moment) nor in ``storages``."""
+        """Forget the blocks that are neither in ``since`` (an earlier `known`) nor in ``storages``."""
 
     @contextmanager
     def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:
-        """Give a function that returns the peak since the context began, whoever resets it meanwhile, with all that is live.
+        """Yield a function that returns the peak of all live memory since the context began, whoever resets it meanwhile.
 
         ``None`` on a device that reserves nothing.
         """
@@ -478,22 +478,22 @@ class Device(ABC):
     # Taking times
 
     def lost(self) -> str | None:
-        """Return why readings since the last call of this (or `open`) are not valid, as a clause; ``None`` where they are."""
+        """Return a clause if readings since the last call (or `open`) are not valid; ``None`` if they are."""
         return None
 
     def take_reads(self) -> UnknownReads:
-        """Return the reads since the last call of this (or `open`) of values that the device does not compute."""
+        """Return the reads of values that the device does not compute, since the last call (or `open`)."""
         return NOTHING_READ
 
     def routed(self, routing: Routing | None) -> AbstractContextManager[None]:
-        """Return a context in which choices among values that the device does not compute are made by an assumption.
+        """Return a context with an assumption about choices among values that the device does not compute.
 
         ``None`` leaves it as it is, and so does a device that computes values.
         """
         return nullcontext()
 
     def choices_assumed(self) -> int:
-        """Return the number of choices so far that were made by an assumption."""
+        """Return the number of choices made by an assumption so far."""
         return 0
 
     def time(self, run: Callable[[], object]) -> float:
@@ -514,18 +514,18 @@ class Device(ABC):
         return [end - start for start, end in itertools.pairwise(borders)]
 
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
-        """Run it and count the kernels that the host launched, by name; ``None``, and not run, where there are none."""
+        """Run a function and return its kernel launches by name. Return ``None`` without running it if there are no kernels."""
         return None
 
     def conditions(self) -> Conditions:
-        """Return the interference counters as they are now; cheap enough to be read between two rounds.
+        """Return the interference counters. The reading is cheap enough for the time between two rounds.
 
         For the calling thread: the two readings of a region must be its own.
         """
         return Conditions(time.perf_counter(), graphs=compiled_graphs(), waited=proc.waited_seconds())
 
     def pace(self) -> float | None:
-        """Return the rate of the clock that steps run by, so that seconds times rate is a step's time in its cycles.
+        """Return the rate of the clock that steps run by: seconds times rate is a step's time in cycles.
 
         On CUDA the SM clock in Hz: to be read right after a round's end, before the GPU has come to rest. On the CPU runs
         per second of a fixed piece of work, which is run for it, within `unrecorded`. ``None`` where it is not known.
@@ -534,7 +534,7 @@ class Device(ABC):
 
     @contextmanager
     def exclusive(self) -> Iterator[str | None]:
-        """Keep measured tests of this user's other processes off this device, for taking times.
+        """Keep measured tests in this user's other processes away from the device while times are taken.
 
         Yields ``None``, or a clause that says why they could not be kept off. Between `open` and `close` the device is shared
         with others, and never while one of them has it for itself. May be nested.

@@ -6,6 +6,7 @@ Not the process's RSS: that counts pages, the interpreter and everybody's caches
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,10 +24,12 @@ from pytest_gpumem.torch_support.private_api import (
     allocation_events,
     around_collectives,
     beneath_modes,
+    bfloat16_instructions,
     quiet_kineto,
     recording_no_operators,
 )
 from pytest_gpumem.values.events import AllocationEvent
+from pytest_gpumem.variables import ONEDNN_MAX_CPU_ISA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,12 +104,16 @@ class CpuDevice(Device):
         import torch
 
         machine = platform.machine() or "unknown"
+        instructions = bfloat16_instructions()
+        limit = os.environ.get(ONEDNN_MAX_CPU_ISA)
+        bfloat16 = instructions if instructions is None or not limit else f"{instructions}, at most {limit}"
         return Environment(
             slug=f"cpu-{machine.lower()}",
             device=f"CPU ({machine})",
             details={
                 "torch": str(torch.__version__),
                 "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+                **({} if bfloat16 is None else {"cpu_bfloat16": bfloat16}),
                 "machine": proc.machine(),
             },
         )

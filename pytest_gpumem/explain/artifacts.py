@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.recording import Recorded
 
 TIMELINE_FORMAT = 1
+TIMELINE_KEYS = {"format": f"The number of the format: {TIMELINE_FORMAT}.", "test": "The test's node id."}
+"""The keys of a timeline beside the fields of `OverTime`, and their meaning."""
 _LONGEST_NAME = 120
 
 
@@ -28,7 +30,11 @@ def artifact_name(nodeid: str, number: int) -> str:
 
 
 class Artifacts:
-    """Writer of the recordings of one test into a folder, if there is one."""
+    """Writer of a test's recordings into the folder of ``--gpumem-artifacts``.
+
+    Each recorded step has a file ``<test>-<hash>-<number>.timeline.json``, which is written whole or not at all. On CUDA
+    ``<test>-<hash>-<number>.snapshot.pickle`` is the file that ``torch.cuda.memory._dump_snapshot`` writes.
+    """
 
     def __init__(self, folder: Path | None, nodeid: str, device: Device) -> None:
         self._folder = folder
@@ -55,9 +61,5 @@ class Artifacts:
 
 
 def timeline_to_plain(nodeid: str, recorded: Recorded) -> dict[str, Any]:
-    """Return the step's bytes over time, by category, for JSON.
-
-    ``time_ns`` counts from the first event; the categories of each moment add up to ``total``, which is what the step held
-    then, in bytes. ``phases`` have a name, a beginning and an end; ``peak`` is an index into ``time_ns``.
-    """
+    """Return a timeline for JSON: ``format``, the test's node id, and the fields of `OverTime`."""
     return {"format": TIMELINE_FORMAT, "test": nodeid, **to_plain(over_time_of(recorded))}

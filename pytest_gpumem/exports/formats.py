@@ -27,11 +27,12 @@ _UNITS: dict[Unit, str] = {"bytes": "_bytes", "count": "", "seconds": "_seconds"
 
 
 def bencher(figures: Sequence[Figure]) -> str:
-    """Return the figures as Bencher Metric Format, for ``bencher run --adapter json``.
+    """Return the figures in the [Bencher Metric Format](https://bencher.dev/docs/reference/bencher-metric-format/).
 
-    An object of benchmarks, each an object of measures with ``value`` and, where it is known, ``lower_value`` and
-    ``upper_value``: seconds in nanoseconds, all else in the metric's unit. See
-    https://bencher.dev/docs/reference/bencher-metric-format/.
+    It has a benchmark for each ``<test> (<measurement>) @ <device>``, with a measure for each metric: ``latency``
+    (`step_time`) and ``throughput``, which every project there has, ``peak-allocated`` and so on. Times are in nanoseconds.
+    ``lower_value`` and ``upper_value`` are the ends of the 95 % interval of a time or throughput. A name with more than 1,024
+    bytes, which Bencher refuses, ends in a digest of the whole name.
     """
     benchmarks: dict[str, dict[str, dict[str, float]]] = {}
     for figure in figures:
@@ -59,11 +60,12 @@ def metrics_of(better: Better, among: Collection[str] = ()) -> list[str]:
 
 
 def github_action_benchmark(figures: Sequence[Figure]) -> str:
-    """Return the figures for github-action-benchmark's tools ``customSmallerIsBetter`` and ``customBiggerIsBetter``.
+    """Return the figures for the tools ``customSmallerIsBetter`` and ``customBiggerIsBetter`` of
+    [github-action-benchmark](https://github.com/benchmark-action/github-action-benchmark).
 
-    An array of objects with ``name``, ``unit`` and ``value``, and ``range`` and ``extra`` as texts, in their metrics' units
-    and all of one direction (`metrics_of`). See https://github.com/benchmark-action/github-action-benchmark, "Custom
-    benchmarks".
+    It is an array of objects with ``name`` (``<test> (<measurement>) @ <device>: <metric>``), ``unit``, ``value``, ``range``
+    (for times and throughputs, the reach of the 95 % interval) and ``extra`` (device, config, commit and environment). A file
+    has metrics of one direction.
     """
     return json.dumps([_benchmark(figure) for figure in figures], indent=1) + "\n"
 
@@ -83,10 +85,12 @@ def _benchmark(figure: Figure) -> dict[str, Any]:
 
 
 def openmetrics(figures: Sequence[Figure]) -> str:
-    """Return the figures as OpenMetrics text: a family of gauges a metric, labelled with test, measurement, device and config.
+    """Return the figures as [OpenMetrics](https://prometheus.io/docs/specs/om/open_metrics_spec/) 1.0 in UTF-8.
 
-    Version 1.0 of https://prometheus.io/docs/specs/om/open_metrics_spec/, and read by parsers of Prometheus' older text
-    format, too: no timestamps, which a node exporter's text files must not have.
+    It has a family of gauges for each metric: ``gpumem_peak_allocated_bytes``, ``gpumem_step_time_seconds``,
+    ``gpumem_throughput_items_per_second``, ``gpumem_flops``. The labels are ``test``, ``measurement``, ``device``,
+    ``config``, and ``of`` for a throughput (``samples``). There are no timestamps, because a node exporter's text files must
+    not have any.
     """
     lines = []
     for metric in METRICS.values():

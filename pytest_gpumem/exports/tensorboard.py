@@ -55,7 +55,15 @@ def commits(folder: Path) -> Callable[[Figure], int]:
 
 
 def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Figure], int]) -> None:
-    """Add an event file to the run of each device, a subfolder of ``folder``. Raises `ExportError` and ``OSError``."""
+    """Add an event file to the subfolder of each device, which TensorBoard shows as a run.
+
+    It has a scalar ``<metric>/<test> (<measurement>)`` in double precision for each figure, at the end of its session. It
+    needs TensorBoard (``pip install tensorboard``).
+
+    Raises:
+        ExportError: A figure cannot be written, or TensorBoard is missing.
+        OSError: The folder cannot be written.
+    """
     steps = [(figure, step_of(figure), seconds(figure)) for figure in figures]
     for figure in figures:
         if _SAFE_FOLDER.fullmatch(figure.environment.slug) is None:

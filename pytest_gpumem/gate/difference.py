@@ -114,31 +114,35 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A peak that is in another phase of the step than it was."""
+    """A peak that moved to another phase of the step."""
 
     before: str
-    """The phase that it was in: ``backward``."""
+    """The phase of the baseline's peak: ``backward``."""
     after: str
+    """The phase of this peak."""
     compared: str
-    """The phase of which both peaks are compared: the later one, if the baseline keeps what was live there."""
+    """The phase in which the two peaks are compared: ``after``, if the baseline recorded the live tensors of that phase."""
     peak_before: int | None = None
-    """Bytes at the peak of the phase that it was in, as they are now."""
+    """Bytes of this step's peak in the phase ``before``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The changes from ``before`` to ``after`` bytes, the largest increase first; they add up to the change exactly.
-
-    Where both versions of the code are known, those at lines that have changed are before the others.
-    """
+    """The changes of a peak's composition."""
 
     before: int
+    """The baseline's peak in bytes; if the peak moved, the peak in the compared phase."""
     after: int
+    """This peak in bytes; if the peak moved, the peak in the compared phase."""
     changes: tuple[Change, ...]
+    """Each change as ``[row before, row after, reason, alternatives]``, the largest growth first. They add up to the change.
+    If both versions of the code are known, changes at changed lines come before the others. The alternatives are the rows
+    behind a sum of smaller rows that grew, if nothing proves which of them grew.
+    """
     moved: Moved | None = None
-    """The phases of the peak, if it moved. The difference is then of one of the two, before and now."""
+    """The phases of the peak, if it moved; otherwise ``None``."""
     graph: tuple[GraphChange, ...] = ()
-    """Modules that autograd records now and did not in the baseline, if rows grew by it."""
+    """Modules that autograd records now and did not record in the baseline, if rows grew because of it."""
 
     def __post_init__(self) -> None:
         if any(one.before is None and one.after is None for one in self.changes):

@@ -33,14 +33,18 @@ class GraphChange:
     kind: Kind
     """``no_grad`` if grad mode was off, ``no_backward`` if it was on and backward did not reach the module."""
     module: str
-    """The folded path of the outermost module: ``teacher``. Outside of modules and their ``forward`` a function: ``step()``."""
+    """The folded path of the outermost module: ``teacher``. Outside of modules and their ``forward``, a function: ``step()``.
+    """
     lines: tuple[str, ...]
-    """The lines that call it: ``models.py:41``. Of several it need not be each."""
+    """The lines that call it: ``models.py:41``. Not every one of them need be a cause."""
     before: Calls
-    """Such calls in the baseline; if all were, they may be those of all modules together."""
+    """Such calls in the baseline, as ``[calls, all calls]``. If all calls were such, they may be those of all modules
+    together.
+    """
     now: Calls
+    """Such calls in this step, as ``[calls, all calls]``."""
     within: tuple[str, ...] = ()
-    """The modules whose tensors grew by it, itself or within it: ``teacher.blocks.*``. Of a function the lines in it."""
+    """The modules whose tensors grew because of it: ``teacher.blocks.*``. For a function, its lines."""
 
     @property
     def sentence(self) -> str:

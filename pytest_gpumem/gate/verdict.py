@@ -104,21 +104,28 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class MetricVerdict:
-    """One metric's verdict. Values are in the metric's unit; ``allowed`` is the change that was tolerated."""
+    """The verdict on one metric. Values are in the metric's unit."""
 
     metric: str
+    """The name of the metric."""
     outcome: Outcome
+    """The [verdict](verdicts.md) as a word: ``regressed``."""
     value: float
+    """The value that was measured."""
     baseline: float | None = None
+    """The value in the baseline; ``None`` without one."""
     allowed: float | None = None
+    """The tolerated change; ``None`` if nothing was compared."""
     budget: float | None = None
+    """The limit; ``None`` without one."""
     reason: str | None = None
+    """The reason why it was not compared, or is uncertain."""
     interval: tuple[float, float] | None = None
-    """The ends of the confidence interval of the ratio to the baseline, of a time."""
+    """The ends of the 95 % confidence interval of a time's ratio to the baseline."""
     of: str | None = None
-    """The unit of a throughput: ``samples``, ``tokens``, ``steps``, ``items``."""
+    """The unit of a throughput: ``samples``, ``tokens``, ``steps`` or ``items``."""
     gpu: str | None = None
-    """The GPU whose bytes decided, of several that the step used."""
+    """The GPU whose bytes decided, ``cuda:1``, if the step used several."""
 
     @property
     def gated(self) -> bool:
@@ -140,13 +147,17 @@ class Origin:
     """The origin of a baseline."""
 
     recorded: str
+    """The date of the recording, in UTC: ``2026-11-21``."""
     device: str
+    """The name of the device for people."""
     torch: str
+    """The version of torch."""
     commit: str | None = None
+    """The abbreviated hash of the commit that was checked out; ``None`` outside of a git repository."""
     reason: str | None = None
-    """The reason why it was accepted, in one line; ``None`` where no reason was given."""
+    """The reason why it was accepted, in one line; ``None`` without one."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """`Environment.packages` of the baseline."""
+    """Versions by name, as `Environment.packages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +165,15 @@ class FormerTest:
     """A deleted test with an unused baseline: a new test may be this test under another name."""
 
     file: str
+    """The file of the former test, from the root directory."""
     test: str
+    """The id of the former test without its file."""
     metrics: tuple[MetricVerdict, ...] = ()
-    """The verdicts on bytes and counts against this baseline that are not `Outcome.OK`, the most important first."""
+    """The verdicts on bytes and counts against this baseline that are not ``ok``, the most important first."""
     accept: str = ""
     """The command that accepts the figures of the new test."""
     prune: str = ""
-    """The command that removes the baseline, if it is that of a different test."""
+    """The command that removes the baseline, if it belongs to a different test."""
 
     @property
     def fits(self) -> bool:
@@ -170,20 +183,26 @@ class FormerTest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on one measurement. ``reason`` is a sentence where it could not be compared."""
+    """The verdict on one measurement."""
 
     measurement: Measurement
+    """The measurement."""
     metrics: tuple[MetricVerdict, ...]
+    """The verdict on each metric."""
     origin: Origin | None = None
+    """The origin of the baseline; ``None`` without a baseline."""
     reason: str | None = None
+    """A sentence with the reason why it could not be compared; ``None`` if it was compared."""
     elsewhere: tuple[str, ...] = ()
-    """The devices for which there are baselines, where there is none for this one."""
+    """The devices that have baselines, if this device has none."""
     difference: Difference | None = field(default=None, metadata={KEY: "growth"})
-    """The changes of the peak's composition, where both sides have one."""
+    """The changes in the composition of the peak, if both sides have one."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
-    """The operators of which each count that grew has more, where both sides know its operators."""
+    """The operators that changed, by each count that grew, if both sides know its operators. Operators that are fewer have
+    negative numbers."""
     candidates: tuple[FormerTest, ...] = ()
-    """The unused baselines of the same step, batch and device, if it has no baseline: its test may have been renamed."""
+    """The unused baselines with the same step, batch and device, if the measurement has no baseline: its test may have been
+    renamed."""
 
     @property
     def outcome(self) -> Outcome:
@@ -214,8 +233,8 @@ class Verdict:
     def deciding(self) -> MetricVerdict | None:
         """The metric with the measurement's outcome, or ``None`` if no metric changed.
 
-        If several have it, this is the metric in a failure's headline. Example: ``retained`` if a test keeps more bytes and has
-        the same peak.
+        If several have it, this is the metric in a failure's headline. Example: ``retained`` if a test keeps more bytes and
+        has the same peak.
         """
         changed = (metric for metric in self.metrics if metric.outcome in CHANGED and metric.outcome is self.outcome)
         return min(changed, key=lambda metric: METRICS[metric.metric].precedence, default=None)
@@ -232,16 +251,19 @@ class Cell:
     matrix: str
     """The tests' common id: ``"tests/test_gpt.py::test_matrix"``."""
     config: str
+    """The text of the step config."""
     index: int
-    """The number of its row: the others are compared with the lowest, which is 0 where there are no other parameters."""
+    """The number of the row. The other rows are compared with the lowest, which is 0 without other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The location of a test's function: the file from the root directory, and the line, the first being 1."""
+    """The location of a test's function."""
 
     file: str
+    """The file, from the root directory."""
     line: int
+    """The line, from 1."""
 
 
 SKIPPED = "it was skipped"
@@ -266,35 +288,38 @@ WHY_FAILED: Mapping[FailedIn | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TestVerdict:
-    """The verdict on a test: those on its measurements, or why there are none."""
+    """The verdict on a test."""
 
     __test__ = False
 
     file: str
+    """The test file, from the root directory. The test's id is ``file::test``."""
     test: str
+    """The test's id without its file: ``TestTrain::test_step[fp32]``."""
     verdicts: tuple[Verdict, ...] = ()
+    """The verdict on each measurement."""
     unmeasured: str | None = None
-    """The reason why nothing was measured, as a clause; ``None`` when something was."""
+    """The reason why nothing was measured, as a clause; ``None`` if something was."""
     failed_by_itself: bool = False
-    """True if the test failed for a reason that is not the gate's."""
+    """True if the test failed for another reason than the gate."""
     relations: int = 0
     """The number of relations that it asserted with the fixture, and that held."""
     cell: Cell | None = None
-    """Its cell in a matrix of step configs."""
+    """Its place in a matrix of step configs; ``None`` outside of a matrix."""
     location: Location | None = None
-    """The location of its function; ``None`` where pytest does not know."""
+    """The location of its function; ``None`` if pytest does not know it."""
     failure: str | None = None
-    """The text with which the gate failed it; ``None`` when it passed the gate."""
+    """The whole text of the gate's failure; ``None`` if it passed the gate."""
     missing: tuple[str, ...] = ()
-    """The names of the measurements that it has baselines of on this device, and did not take."""
+    """The names of its measurements that have baselines on this device, and that it did not take."""
     missing_on: tuple[str, ...] = ()
-    """The devices of these baselines, by slug, if the test was to be measured on another device, which is not here."""
+    """The devices of these baselines, by slug, if the test was to be measured on another device, which this machine lacks."""
     accept: str | None = None
-    """The command that accepts the change for which the gate failed it; ``None`` where there is none."""
+    """The command that accepts the change for which the gate failed it; ``None`` without one."""
     bisect: str | None = None
-    """The command that finds which package did it; ``None`` where none differs from those of the baseline."""
+    """The command that finds the package behind a regression; ``None`` if the packages are those of the baseline."""
     named_device: str | None = None
-    """The device that its marker names; ``None`` where it is measured on that of the session."""
+    """The device that its marker names; ``None`` if it is measured on the session's device."""
 
     @property
     def nodeid(self) -> str:

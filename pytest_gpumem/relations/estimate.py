@@ -21,44 +21,55 @@ _KINDS = ("parameters", "gradients", "gradient_buckets", "optimizer_state", "mas
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The state of a training step by formula and as measured.
-
-    The bytes of each kind are attributes: by formula where there is one, ``activations`` as measured. ``state`` has both.
-    """
+    """The state of a training step by formula and as measured. ``print()`` shows its table."""
 
     measurement: Measurement
+    """The measurement of the step."""
     state: StateBytes
+    """Both sides of each state, the formula and the measurement."""
     findings: tuple[str, ...]
-    """Parts that are more than 2 % off their formula, each as a sentence."""
+    """Sentences: each state that is more than 2 % off its formula, and memory that something else holds at rest."""
 
     @property
     def parameters(self) -> int:
+        """Bytes by formula: elements x bytes of the precision's dtype. Under sharding they are the elements of this rank,
+        with rows rounded up for ``fully_shard``. 0 with ``offload=params``.
+        """
         return _formula(self.state.parameters)
 
     @property
     def gradients(self) -> int:
+        """Bytes by formula, as for ``parameters``."""
         return _formula(self.state.gradients)
 
     @property
     def gradient_buckets(self) -> int:
+        """Bytes by formula: those of the gradients under ``ddp`` and ``zero1``, otherwise 0."""
         return _formula(self.state.gradient_buckets)
 
     @property
     def optimizer_state(self) -> int:
-        """State of the optimizer, as measured if there is no formula for it."""
+        """Bytes by formula: two averages for Adam and AdamW, one with momentum for SGD, a row and a column for each matrix for
+        Adafactor, a byte per value and scales for torchao's 8-bit Adam. For other optimizers, as measured.
+        """
         return _formula(self.state.optimizer_state)
 
     @property
     def master_weights(self) -> int:
+        """Bytes by formula: 0. Under AMP the float32 parameters are the master weights."""
         return _formula(self.state.master_weights)
 
     @property
     def activations(self) -> int:
-        """Bytes that forward adds at its peak: saved tensors and temporaries. Measured."""
+        """Bytes as measured: the tensors that forward adds at its peak, saved tensors and temporaries."""
         return self.state.activations
 
     def table(self, units: UnitSystem = "si") -> list[str]:
-        """Return lines: a row for each kind, by formula and as measured, then the findings."""
+        """Return the table's lines: a row for each state, by formula and as measured, then the findings.
+
+        Args:
+            units: ``"si"`` for kB, MB and GB, ``"iec"`` for KiB, MiB and GiB.
+        """
         state = self.state
         shares = {name.replace("_", " "): getattr(state, name) for name in _KINDS}
         # Only DDP has them.

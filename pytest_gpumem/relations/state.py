@@ -32,31 +32,38 @@ BLOCK_IN_8_BITS = 256
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Bytes of one kind. ``formula`` is ``None`` where there is none."""
+    """The bytes of one state."""
 
     formula: int | None
+    """Bytes by formula; ``None`` if there is no formula."""
     measured: int
+    """Bytes as measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """State of a training step, in bytes. `gradients` are there from backward to ``zero_grad``, the others always."""
+    """The states of a training step, in bytes."""
 
     parameters: Share
+    """Parameters."""
     gradients: Share
+    """Gradients, which live from backward to ``zero_grad``."""
     optimizer_state: Share
+    """State of the optimizer."""
     master_weights: Share
-    """Full-precision copies of half-precision parameters, kept by an optimizer. None of torch's keeps one; under AMP the
-    float32 parameters themselves are the masters."""
+    """Full-precision copies of half-precision parameters in an optimizer. torch's optimizers keep none."""
     buffers: int
+    """Buffers of the model."""
     batch: int
+    """The batch."""
     other: int
-    """The bytes that something else holds at rest."""
+    """Memory that something else holds at rest."""
     activations: int
-    """The rest: what forward adds at its peak, saved tensors and temporaries."""
+    """Memory that forward adds at its peak: saved tensors and temporaries."""
     peak: int
+    """The peak of the step."""
     gradient_buckets: Share = Share(0, 0)
-    """The copies of gradients that ``DistributedDataParallel`` keeps to send them."""
+    """Copies of gradients that ``DistributedDataParallel`` keeps to send them."""
 
 
 def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:

@@ -17,10 +17,16 @@ if TYPE_CHECKING:
 
 
 class ReportFiles:
-    """Files that are removed when the session begins to measure, and written when it ends.
+    """The files of ``--gpumem-report``: a session removes earlier ones when it begins to measure, and writes them at its end.
 
-    A session that is killed has then no report, and not its predecessor's. One that measures nothing, and was not asked for
-    these files on its command line, leaves them alone: settings hold for every run of a project.
+    Each file is replaced whole, and its folder is made. A session that is killed leaves no report, so an earlier one is not
+    taken for its own. A session that measures nothing leaves the files alone, unless its command line asked for them. A
+    report that cannot be written makes the session red; the others are written and say so. If pytest ends before any test
+    runs (a usage error), the reports say that.
+
+    A report never says ``passed`` if pytest's tests did not pass: failures of tests that are not measured are counted, and a
+    session that another plugin made red is reported as red. `gpumem merge` makes one JSON report from those of several
+    shards.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

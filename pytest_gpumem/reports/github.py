@@ -1,4 +1,20 @@
-"""Output for GitHub Actions, without a token or an action: annotations on tests, and the step's summary."""
+"""Output for GitHub Actions, without a token or an action: annotations on tests, and the step's summary.
+
+A session that measured something writes it if ``GITHUB_ACTIONS`` is ``true``. ``--no-summary`` leaves it out.
+
+- ``::error`` at a test's function: the test failed, with the whole text of the failure, or it did not finish.
+- ``::error`` at a line of the project: the line in the first row of the explanation, if it is a file of the checkout, and in a
+  pull request a file in its diff. No line has one if one of several rows may have grown, or if the first row is a package's.
+- ``::error`` at the line of a cause: for tests that fail by causes alone, in place of their own annotations.
+- ``::error`` without a file: other reasons for a red session, for example that nothing was gated.
+- ``::warning``: a test that is ``uncertain``, or a budget without an effect.
+- The step's summary: the report in Markdown, added to the file that ``GITHUB_STEP_SUMMARY`` names, as far as there is room.
+  A file that cannot be written is reported and fails nothing.
+
+Files are named from the repository's root (``GITHUB_WORKSPACE``). The diff is git's, from ``origin/$GITHUB_BASE_REF`` or the
+merge's first parent. A clone of depth 1 has neither, so any file of the checkout may have an annotation; ``fetch-depth: 2``
+is enough. GitHub shows ten annotations of a kind for a step: the most serious come first, and the tenth counts the others.
+"""
 
 from __future__ import annotations
 

@@ -40,11 +40,16 @@ _LONGEST = 200
 
 
 def to_json(report: SessionReport) -> str:
-    """Return the whole report as JSON, the same bytes for the same report.
+    r"""Return the whole report as JSON in format 1. The same report has the same bytes.
 
-    ``accounting``, ``passed``, ``problems``, ``ranks``, ``causes`` and ``not_explained`` follow from the rest, for those who
-    only read. A line each key, and each test: so is a large report written in little time, and read by line-wise tools. All is
-    ASCII; a number that JSON does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``.
+    The text is ASCII, with a line for each key and each test. Bytes and counts are whole numbers, times are seconds. A number
+    that JSON does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``. A lone surrogate, which only a file name
+    can have, is written as ``\udcff``.
+
+    No key is missing, and there is no key without a row in these tables: a new key gets a new format number. The schema
+    ``pytest_gpumem/reports/report.schema.json`` (JSON Schema 2020-12) allows any name of a metric, because a newer version
+    may have more. ``accounting``, ``passed``, ``problems``, ``ranks``, ``causes`` and ``not_explained`` follow from the other
+    keys.
     """
     plain = {
         "format": FORMAT,

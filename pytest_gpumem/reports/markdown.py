@@ -85,14 +85,24 @@ _VERDICTS = {"passed": "✅ gpumem passed", "failed": "❌ gpumem failed", "idle
 
 
 def markdown(report: SessionReport, *, most: int | None = None) -> str:
-    """Return the report, with a last line that names the parts for which there was no room.
+    r"""Return GitHub's Markdown.
+
+    Its parts are: the verdict and the accounting line; other reasons for a red session; the causes; each test that failed,
+    with the first row of its explanation, and with its metrics, the growth and the accepting command folded away; changes
+    that fail nothing; reasons why something was not compared; the store; and, folded away, all measured tests, the matrices
+    and the environment.
+
+    A comment holds 65,536 characters and a step's summary 1 MiB. If there is no room, whole parts are left out, the table of
+    all tests first, and the last line names them. The verdict is never left out. Texts of tests are shown character by
+    character: invisible characters, and characters that change others, are written as in Python: ``\n``, ``\x1b``,
+    ``\u202e``.
 
     Args:
-        report: What to show.
-        most: Bytes of UTF-8 that there is room for (`MOST_OF_A_SUMMARY`, `MOST_OF_A_COMMENT`); no limit by default.
+        report: The report.
+        most: The room in bytes of UTF-8; no limit by default.
 
     Raises:
-        ValueError: ``most`` is less than `FEWEST`, which the verdict needs.
+        ValueError: ``most`` is too little for the verdict.
     """
     if most is not None and most < FEWEST:
         raise ValueError(f"most is {most}, and a verdict needs {FEWEST} bytes")

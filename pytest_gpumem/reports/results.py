@@ -42,13 +42,15 @@ class Renaming:
     """The likely former name of a new test. Its unused baseline has the same step, batch and device."""
 
     file: str
+    """The file of the former test, from the root directory."""
     test: str
+    """The id of the former test without its file."""
     grown: MetricVerdict | None = None
     """The metric that is worse than its baseline by more than the tolerance; ``None`` if none is."""
     accept: str = ""
     """The command that accepts the figures of the new test."""
     prune: str = ""
-    """The command that removes the baseline, if it is that of a different test."""
+    """The command that removes the baseline, if it belongs to a different test."""
 
     @property
     def nodeid(self) -> str:
@@ -57,22 +59,24 @@ class Renaming:
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """A measured test after it has run. ``passed`` tells whether all its phases did, ``failed`` whether any of them failed.
-
-    Neither is true of a test that was skipped, or failed as expected.
-    """
+    """A measured test after it has run."""
 
     __test__ = False
 
     verdict: TestVerdict
+    """The verdict on the test."""
     passed: bool
+    """True if all its phases passed. A test that was skipped, or failed as expected, has neither ``passed`` nor ``failed``."""
     failed: bool = False
+    """True if any of its phases failed."""
     failed_in: FailedIn | None = None
-    """The part of its run in which it failed first; ``None`` where it did not."""
+    """The part of its run in which it failed first: ``setup``, ``call``, ``subtest``, ``teardown``, or ``worker`` if the
+    process that ran it crashed. ``None`` if it did not fail.
+    """
     failed_by_gate: bool = False
-    """True if the gate failed it, and nothing else did: all of its phases would have passed otherwise."""
+    """True if the gate failed it, and nothing else did."""
     unwritten: bool = False
-    """True if the store could not be written, for example on a full disk, and lacks what the update accepts of this test."""
+    """True if the store could not be written, for example on a full disk, and lacks the accepted figures of this test."""
 
     renamed: Renaming | None = None
     """Its likely former name; ``None`` if it has a baseline, or no unused baseline is like it."""

@@ -28,7 +28,20 @@ _ACTIVE = re.compile(r"[\\\[\]]")
 
 
 def sarif(report: SessionReport) -> str:
-    """Return a run of one tool with its rules, results, and the reasons of a red session beside its tests."""
+    """Return [SARIF 2.1.0](https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html) for code scanning.
+
+    It has a result for each test that failed (level ``error``) or is ``uncertain`` (``warning``), with the text of the
+    failure.
+
+    - ``locations``: the project's line that grew most in bytes, or the first line with more operators, or the test.
+    - ``relatedLocations``: up to 20 other lines that grew, and the test.
+    - ``ruleId``: the verdict, such as ``gpumem/regressed`` or ``gpumem/over-budget``.
+    - ``partialFingerprints``: the test and its verdict. They stay one alert if lines move.
+    - ``toolExecutionNotifications``: other reasons for a red session.
+
+    Files are named from pytest's root directory (``%SRCROOT%``). Lines of libraries are left out, because no repository has
+    them.
+    """
     rows = [row for row in rows_of(report) if row.status.fails or row.status.words == Outcome.UNCERTAIN.words]
     problems = [{"level": "error", "message": _message(visible(one))} for one in report.problems]
     run = {

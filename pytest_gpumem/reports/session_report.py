@@ -42,14 +42,19 @@ def _renamed_and_grown(result: TestResult, units: UnitSystem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The options of the session. ``units`` are those that people are shown."""
+    """The options of the session."""
 
     baseline: bool = False
+    """``--gpumem-baseline``."""
     strict: bool = False
+    """``--gpumem-strict``."""
     update: UpdateMode | None = None
+    """``--gpumem-update``."""
     units: UnitSystem = "si"
+    """The units of the texts for people: ``si`` or ``iec``."""
     against: str | None = None
-    """The slug of the device with whose baselines an emulated GPU's figures were compared; ``None`` for its own."""
+    """The slug of the device whose baselines an emulated GPU was compared with (``--gpumem-against``); ``None`` for its own.
+    """
 
     @property
     def asked_for(self) -> str:
@@ -74,44 +79,55 @@ _StoredKey = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The store's entries at the end, as (slug, key), of the devices that the session measured on."""
+    """The store at the end of the session, for the devices that the session measured on."""
 
     baselines: tuple[_StoredKey, ...] = ()
+    """The baselines, each as ``[device's slug, file, test, measurement]``."""
     gone: frozenset[str] = frozenset()
     """Their test files that do not exist any more."""
     functions: tuple[str, ...] = ("test",)
-    """pytest's ``python_functions``: a loop with another name is a script's."""
+    """pytest's ``python_functions``. A loop with another name belongs to a script."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionReport:
-    """``results`` and ``not_run``, the tests that were selected and gave none as (file, test), are sorted."""
+    """The report of a session, or of all its shards."""
 
     ended: str
-    """The time of the report, in UTC: ``2026-11-21T16:20:05Z``."""
+    """The end of the session in UTC: ``2026-11-21T16:20:05Z``."""
     version: str
     """The version of pytest-gpumem."""
     commit: str | None = None
+    """The abbreviated hash of the commit; ``None`` outside of a git repository."""
     terms: Terms = Terms()
+    """The options of the session."""
     results: tuple[TestResult, ...] = ()
+    """The measured tests that ran, sorted by file and test."""
     not_run: tuple[tuple[str, str], ...] = ()
+    """The tests that were selected and had no result, each as ``[file, test]``, sorted."""
     selection: Selection = field(default_factory=Selection)
+    """The tests that were collected and selected. ``gpumem merge`` finds unused baselines by it."""
     stored: Stored = Stored()
+    """The store at the end of the session."""
     said: tuple[str, ...] = ()
-    """Lines on what became of the store, which begin with its word, and notes on measuring."""
+    """Lines about the store, which begin with ``store: ``, and notes on several measurements at once."""
     errors: tuple[str, ...] = ()
-    """Reasons for a red session beside its tests, what the fields below tell, and that nothing was gated."""
+    """The problems of the session, except for those in the following keys, those in the results, and that nothing was gated.
+    """
     ended_early: str | None = None
-    """The reason why not every selected test was to run, as a clause: Ctrl-C, ``--maxfail``."""
+    """The reason why not every selected test was run, as a clause: Ctrl-C, ``--maxfail``."""
     not_collected: tuple[str, ...] = ()
     """The files that could not be collected, sorted."""
     shards: int = 1
+    """The number of reports that were merged into this one."""
     others_failed: int = 0
-    """The number of tests that failed and are not measured, also in set-up or tear-down."""
+    """The number of tests that failed and are not measured, also in set-up or tear-down. If a plugin reruns a test, its last
+    run counts.
+    """
     merged: bool = False
-    """True if shards were merged into it: it stands for all that was asked to be gated, and not for a part."""
+    """True if ``gpumem merge`` made the report. Then no test is left to another shard."""
     unmeasured_shards: tuple[tuple[tuple[str, str], ...], ...] = ()
-    """The tests, as (file, test), of each shard that measured none of them; sorted."""
+    """The tests of each shard that measured none of them, each as ``[file, test]``, sorted."""
 
     @property
     def accounting(self) -> str:

@@ -126,7 +126,18 @@ def _forget_properties(item: pytest.Item) -> None:
 
 
 def record_verdict(item: pytest.Item, verdict: TestVerdict) -> None:
-    """Put a verdict into the test's properties: whole for this plugin's controller, and each metric for other readers."""
+    """Put a verdict into the test's ``user_properties``.
+
+    - ``gpumem``: the verdict on the test as JSON, with the keys of ``verdict`` in the JSON report. Its explanations have their
+      largest rows only.
+    - ``gpumem.<measurement>.<metric>``: the value alone: bytes, a count, seconds or items/s. Invisible characters in the
+      measurement's name are written as in Python.
+
+    A failing verdict is the test's own failure, so ``xfail``, ``--last-failed``, ``--maxfail`` and reruns treat it like any
+    other. A test that a plugin reruns has the result of its last run. A test that runs several times otherwise
+    (``--keep-duplicates``, ``--dist each``) has its worst result. A test that fails by itself has its measurements so far in
+    the report section ``gpumem``, and the memory at an out-of-memory error in ``gpumem out of memory``.
+    """
     _forget_properties(item)
     item.user_properties.append((PROPERTY, json.dumps(to_plain(verdict), sort_keys=True)))
     for one in verdict.verdicts:
@@ -296,8 +307,8 @@ class Judging:
     def should_time_again(self, judged: Judged, *, decides_only: bool = False) -> bool:
         """Return whether to time a step once more: its speed has changed, or its times cannot become a baseline.
 
-        A third time where one of two samples shows a slowdown and the other is uncertain. ``decides_only``: only where the test
-        fails otherwise.
+        A third time where one of two samples shows a slowdown and the other is uncertain. ``decides_only``: only where the
+        test fails otherwise.
         """
         times = judged.measurement.times
         assert times is not None, "only asked for what was timed"

@@ -27,11 +27,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Loading(Generic[T]):
-    """Result of `Gpumem.load`."""
+    """The result of `Gpumem.load`."""
 
     value: T
-    """The object that was loaded."""
+    """The object that the factory returned."""
     measurement: Measurement
+    """The measurement of the loading."""
 
 
 def load(run: TestRun, factory: Callable[[], T], name: str | None, *, explain: bool | None) -> tuple[T, Judged]:

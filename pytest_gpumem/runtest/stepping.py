@@ -36,7 +36,7 @@ NOT_ITERABLE = (
 
 
 class MeasuredLoop:
-    """Steps of a loop that `Gpumem.loop` measures; ``measurement`` is there once they have been."""
+    """The steps of a loop that `Gpumem.loop` measures."""
 
     def __init__(
         self, run: TestRun, steps: int, name: str | None, items: float | None, *, explain: bool | None
@@ -57,24 +57,28 @@ class MeasuredLoop:
 
     @property
     def measurement(self) -> Measurement:
+        """The measurement, after the ``with`` block. Before, it raises `MeasuringError`."""
         if self._measurement is None:
             raise MeasuringError("the steps have not been measured yet: read their measurement after the with block")
         return self._measurement
 
     def step_ended(self) -> bool:
-        """End a step, where no optimizer of torch does; from then on optimizers end none.
+        """End a step, if no torch optimizer does. From the first call on, optimizers end no step. It never ends the loop.
 
         Returns:
-            Whether the loop has been measured, and may end.
+            True if the loop has been measured and may end.
         """
         self._is_told = True
         self._loop.boundary()
         return self._loop.is_measured
 
     def callback(self) -> Any:
-        """Return a callback for the ``Trainer`` of transformers or Lightning, which stops in its own way when it is measured.
+        """Return a callback for the ``Trainer`` of transformers or Lightning, which stops training when it has been measured.
 
-        Without one, `Gpumem.loop` ends training by an exception. Raises ``RuntimeError`` where neither is imported.
+        Without a callback, `Gpumem.loop` ends training by an exception.
+
+        Raises:
+            RuntimeError: Neither transformers nor Lightning is imported.
         """
         self._is_told = True
         return callback_of(self.step_ended)

@@ -53,6 +53,8 @@ class CheckpointKind:
     """
 
     name: str
+    help: str
+    """The modules that backward recomputes, and the conditions."""
     _: KW_ONLY
     argument: Argument | None = None
     on_blocks: bool = False
@@ -165,9 +167,10 @@ _SELECTIVE = "CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 KINDS = {
     kind.name: kind
     for kind in (
-        CheckpointKind("none"),
+        CheckpointKind("none", "Backward recomputes nothing."),
         CheckpointKind(
             "blocks",
+            "Backward recomputes every repeated block.",
             on_blocks=True,
             recomputed=each_alone,
             search_order=2,
@@ -176,12 +179,34 @@ KINDS = {
                 each_block="block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)",
             ),
         ),
-        CheckpointKind("every", argument=Argument("N", whole_number), on_blocks=True, recomputed=_last_of_every),
-        CheckpointKind("sequential", argument=Argument("S", whole_number), on_blocks=True, recomputed=in_segments),
-        CheckpointKind("sqrt", on_blocks=True, recomputed=_in_root_segments),
-        CheckpointKind("modules", argument=Argument("PATTERN", str, separator_in_ids="-"), recomputed=each_alone),
+        CheckpointKind(
+            "every",
+            "Backward recomputes the last of every N blocks. It needs N blocks in a row.",
+            argument=Argument("N", whole_number),
+            on_blocks=True,
+            recomputed=_last_of_every,
+        ),
+        CheckpointKind(
+            "sequential",
+            "Backward recomputes the blocks of each list in S segments, each as a whole. It needs S blocks in a row. The "
+            "model's loop must pass each block the output of the previous block, and the same other arguments to all. "
+            "Each step checks this, and raises `ConfigError` otherwise.",
+            argument=Argument("S", whole_number),
+            on_blocks=True,
+            recomputed=in_segments,
+        ),
+        CheckpointKind("sqrt", "As `sequential:S`, with √n segments.", on_blocks=True, recomputed=_in_root_segments),
+        CheckpointKind(
+            "modules",
+            "Backward recomputes the modules whose path matches (`*` and `?`; `*` matches dots, too), except modules "
+            "within another match.",
+            argument=Argument("PATTERN", str, separator_in_ids="-"),
+            recomputed=each_alone,
+        ),
         CheckpointKind(
             "ops",
+            "Backward recomputes every repeated block. The outputs of matrix products, convolutions and attention are"
+            " saved.",
             on_blocks=True,
             recomputed=each_alone,
             saved_ops=EXPENSIVE_OPS,
@@ -197,12 +222,15 @@ KINDS = {
         ),
         CheckpointKind(
             "offload",
+            "Backward recomputes nothing: saved tensors move to pinned host memory. It needs a GPU.",
             around_forward=_on_host,
             search_order=3,
             snippet=Snippet(around_forward="torch.autograd.graph.save_on_cpu(pin_memory=True)"),
         ),
         CheckpointKind(
             "budget",
+            "The compiler chooses what to keep within the fraction F (0 to 1) of the plain activations. It needs a "
+            "mode in `compile=`.",
             argument=Argument("F", _fraction),
             setting=activation_memory_budget,
             part_of_compiler="the activation memory budget of torch.compile",

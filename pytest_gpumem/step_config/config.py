@@ -11,76 +11,176 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_gpumem.step_config.checkpoint_kinds import KINDS, Checkpointing
 from pytest_gpumem.step_config.errors import ConfigError
-from pytest_gpumem.step_config.shard_kinds import NONE, Sharding, read_offload
+from pytest_gpumem.step_config.shard_kinds import NONE, OFFLOADS, SHARD_KINDS, Sharding, read_offload
 from pytest_gpumem.units import nearest, number, whole_number
 from pytest_gpumem.values.option_words import ROUTINGS, Routing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
-PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "bf16", "fp16", "mp-bf16", "mp-fp16")
-CHECKPOINTS = tuple(kind.form for kind in KINDS.values())
-OPTIMIZERS = (
-    "none",
-    *(f"{name}{form}" for name in ("sgd", "adam", "adamw") for form in ("", "-foreach", "-fused")),
-    "adafactor",
-    "adam-8bit",
-    "adamw-8bit",
-)
-ZERO_GRADS = ("set_to_none", "zero")
-COMPILES = ("none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "eager", "aot_eager")
-"""``torch.compile``'s modes, and two of its backends that need no compiler."""
-CACHES = ("on", "off")
-WEIGHTS = ("int8",)
-REDUCES = ("fp32", "bf16", "fp16")
+PRECISIONS = {
+    "fp32": "float32 weights. Float32 products and convolutions run in full precision.",
+    "tf32": "float32 weights. Float32 products and convolutions run in TF32, on CUDA with compute capability 8.0 or more.",
+    "amp-fp16": "float32 weights, autocast to float16, and `torch.amp.GradScaler`.",
+    "amp-bf16": "float32 weights and autocast to bfloat16. GPUs before Ampere (a T4) compute bfloat16 in float32, which is "
+    "slow and may take more memory, because flash attention and cuDNN have no kernels for it there. A note says so.",
+    "bf16": "bfloat16 weights, without autocast. The limits of `amp-bf16` hold.",
+    "fp16": "float16 weights, without autocast and without a gradient scaler.",
+    "mp-bf16": "float32 weights. `fully_shard` gathers parameters in bfloat16 (`MixedPrecisionPolicy`), so it needs `shard=`. "
+    "With `reduce=fp32` it reduces gradients in float32, as torch 2.15 does without `reduce=`.",
+    "mp-fp16": "As `mp-bf16`, in float16 and with `torch.amp.GradScaler`.",
+}
+"""Words of ``precision`` and their meaning."""
+CHECKPOINTS = {kind.form: kind.help for kind in KINDS.values()}
+_OPTIMIZER_CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+_IMPLEMENTATIONS = {"": "torch chooses the implementation", "-foreach": "`foreach=True`", "-fused": "`fused=True`"}
+_MOMENTUM = {"sgd": " without momentum"}
+OPTIMIZERS = {
+    "none": "Forward and backward only.",
+    **{
+        f"{name}{form}": f"`torch.optim.{of}`{_MOMENTUM.get(name, '')}; {implementation}."
+        for name, of in _OPTIMIZER_CLASSES.items()
+        for form, implementation in _IMPLEMENTATIONS.items()
+    },
+    "adafactor": "`torch.optim.Adafactor`.",
+    "adam-8bit": "`Adam8bit` from torchao (the extra `torchao`), or from bitsandbytes if torchao is missing.",
+    "adamw-8bit": "`AdamW8bit` from torchao (the extra `torchao`), or from bitsandbytes if torchao is missing.",
+}
+"""Words of ``optimizer`` and their meaning."""
+ZERO_GRADS = {
+    "set_to_none": "`zero_grad()` frees the gradients.",
+    "zero": "`zero_grad(set_to_none=False)` keeps the gradients and fills them with zeros.",
+}
+COMPILER_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMPILES = {
+    "none": "Eager execution.",
+    **{mode: f'`torch.compile(model, mode="{mode}")`.' for mode in COMPILER_MODES},
+    **{
+        backend: f'`torch.compile(model, backend="{backend}")`, which needs no compiler.'
+        for backend in ("eager", "aot_eager")
+    },
+}
+CACHES = {
+    "on": "The step runs the prompt (the batch without its last token), then the last token with the prompt's keys and values. "
+    "The model's forward takes `use_cache`, and `cache` or `past_key_values`. With `new_tokens`, `generate()` keeps a cache.",
+    "off": "The step keeps no keys and values.",
+}
+WEIGHTS = {
+    "int8": "int8 weights in the linear layers, with activations as they are. It needs the extra `torchao`, and a class or "
+    "function that builds the model. It does not go with `tf32` and `amp-*`."
+}
+REDUCES = {word: f"`{dtype}`." for word, dtype in (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"))}
 PLAIN = "plain"
 """The text of a config that asks for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """Configuration of a step. ``StepConfig.parse("amp-bf16,checkpoint=every:2,optimizer=adamw,accumulate=4")``.
+    """Settings of a step: precision, checkpointing, optimizer and more, as ``config=`` of a fixture method takes them.
 
-    Raises `ConfigError` when a word is unknown, or two of them contradict one another. ``str()`` gives the text, without
-    what is as by default; ``id`` a short name for test ids.
+    A config is a text or this frozen value. The text has a precision and ``name=value`` pairs in any order, with commas in
+    between. A config without any setting is ``plain``. The workload of a measurement has the text, so a baseline is compared
+    only with a measurement under the same config. Otherwise it is ``stale``, or ``regressed`` if memory grew.
+
+    A training step with a config is rehearsed: it runs once before, eagerly and unmeasured. With a gradient scaler it is
+    rehearsed until the scale is found. The rehearsal raises `ConfigError` if the config has nothing to act on, for example if
+    no block is recomputed in backward or autocast casts nothing. Otherwise a plain step would be measured under another name.
+    A model that was given is trained by the rehearsal, as by every step.
+
+    A step that the device cannot run skips its test with the reason, and the test is ``unmeasured``; with ``--gpumem-strict``
+    it fails. The CPU cannot run ``tf32``, ``offload``, ``cp:N`` and, with torch 2.6, ``fully_shard``.
+
+    Raises:
+        ConfigError: A word is unknown, two settings contradict each other, or a setting does nothing in this kind of step.
+
+    Example:
+        >>> config = StepConfig.parse("amp-bf16,checkpoint=every:2,clip=1,accumulate=4")
+        >>> config == StepConfig("amp-bf16", checkpoint="every:2", clip=1, accumulate=4)
+        True
+        >>> config.id
+        'amp-bf16-ckpt-every2-clip1-acc4'
     """
 
     precision: str | None = None
-    """One of `PRECISIONS`; ``None`` is whatever the model is in."""
+    """The dtype of the weights, autocast and the gradient scaler. It is written without its name: ``"amp-bf16,clip=1"``.
+
+    By default the step runs in the model's own precision with autocast off, whatever surrounds the call. An autocast around
+    the test, ``torch.backends`` settings for float32 and random numbers are restored after the step. A model that was given
+    is never converted: its parameters must have the dtype already. A model that a function builds is converted. Under
+    ``bf16`` and ``fp16`` floating-point tensors of the batch are converted, too.
+    """
     checkpoint: str = "none"
-    """One of `CHECKPOINTS`."""
+    """The activations that forward does not save and backward computes again.
+
+    The model is not changed. While the step is measured, ``forward`` of each block is replaced on the instance by
+    ``torch.utils.checkpoint.checkpoint`` with ``use_reentrant=False``. Dropout draws the same numbers in forward and in
+    recomputation. BatchNorm updates its running statistics twice in a recomputed block, as with ``torch.utils.checkpoint``.
+    """
     blocks: str | None = None
-    """Pattern of the modules that hold the repeated blocks (``transformer.h``); ``None`` lets them be found."""
+    """A pattern for the repeated blocks: the path of their list (``transformer.h``), or of the blocks
+    (``attn_layers.layers.*.1``).
+
+    By default the blocks are the members of the ``ModuleList`` or ``Sequential`` with the most parameters whose members have
+    one type, and of every other list with that type (stages, encoder and decoder). If forward calls none of these blocks, the
+    error names the lists and the pattern that fits the modules which it calls.
+    """
     optimizer: str = "adamw"
-    """One of `OPTIMIZERS`."""
+    """The optimizer over the trainable parameters, with torch's default arguments. For other arguments pass ``optimizer=`` to
+    the fixture method."""
     clip: float | None = None
-    """The norm that gradients are clipped to (``torch.nn.utils.clip_grad_norm_``)."""
+    """The norm, above 0, that ``torch.nn.utils.clip_grad_norm_`` clips gradients to, after unscaling. By default gradients are
+    not clipped."""
     zero_grad: str = "set_to_none"
-    """``zero`` keeps the gradients and fills them with zeros (``zero_grad(set_to_none=False)``)."""
+    """The way that the step clears gradients at its end."""
     accumulate: int = 1
-    """The number of micro-batches whose gradients are added up."""
+    """The number of micro-batches: the batch is cut into equal parts, and their gradients are added up.
+
+    Every tensor whose first dimension is that of the batch's first tensor is cut. All other tensors are the same in each
+    part. A mask of ``[T, T]`` is cut as well if T is the number of samples. `peak_forward` and `peak_backward` are the
+    largest of the micro-batches.
+    """
     compile: str = "none"
-    """One of `COMPILES`."""
+    """A mode of ``torch.compile``, or a backend. torch's compile caches are reset before and after the step."""
     cache: str | None = None
-    """Infer steps: with (``on``) or without (``off``) a key/value cache; ``None`` is what the model does by itself."""
+    """The cache of keys and values in an infer step. By default the model decides."""
     weights: str | None = None
-    """Infer steps: ``int8`` weights (weight-only quantisation, torchao)."""
+    """Weight-only quantization for an infer step. By default weights are not quantized."""
     shard: str = NONE
-    """Words of `SHARD_KINDS`, several with a plus: ``"fsdp+tp:2"``."""
+    """The sharding among the ranks of a job: at most one kind that shares the batch, and any parts, with a plus in between.
+
+    Examples: ``shard=fsdp,world=8``, ``shard=fsdp+tp:8,world=64``. ``ddp`` and ``zero1`` do not go with parts, nor ``pp:N``
+    with ``tp:N`` or ``cp:N``. ``checkpoint=sqrt`` and ``sequential:S`` run several blocks as one and do not go with
+    ``fully_shard``. A gradient scaler does not go with ``pp:N``.
+
+    The process group is the test's own, or consists of the ranks that ``torchrun`` started. Otherwise the rank is alone:
+    torch's ``fake`` backend returns the rank's own parts in place of the others', so sizes are right and values are wrong. A
+    rank alone does not show the memory that NCCL allocates, memory that asynchronous collectives hold a little longer,
+    differences between ranks (experts, sequence lengths), and time.
+
+    The batch is the rank's own under data parallelism. ``fully_shard``, ``tp:N`` and ``pp:N`` replace parameters, so a
+    function builds the model (``lambda: copy.deepcopy(model)``). Parameters get memory when they are sharded, so a model may
+    be larger than the device. They get new values: normal with a standard deviation of 0.02, biases 0, one-dimensional
+    weights 1. Buffers keep their values. A model that reads its parameters while it is built is built whole.
+    ``peak_backward`` of a pipeline stage is the peak of its schedule, in which forward and backward alternate; a stage has no
+    ``peak_forward``.
+    """
     world: int | None = None
-    """The number of ranks that share the job; ``None`` is that of the process group, or what ``shard`` needs at least."""
+    """The number of ranks in the job. By default it is that of the process group, or as many as the parts in ``shard`` make.
+    """
     rank: int = 0
-    """The rank whose step is run where nobody else is there."""
+    """The rank that runs if this process is alone, a whole number below ``world``."""
     reduce: str | None = None
-    """One of `REDUCES`: the dtype in which ``fully_shard`` reduces gradients; ``None`` is that of the parameters."""
+    """The dtype in which ``fully_shard`` reduces gradients (``reduce_dtype``). By default it is that of the parameters."""
     routing: Routing | None = None
-    """One of `ROUTINGS`: what is assumed of choices that an emulated GPU does not compute, such as those of experts."""
+    """The assumption about choices that an emulated GPU does not compute, such as the experts of a token. The default is the
+    setting ``routing``."""
     offload: str = NONE
-    """Words of `OFFLOADS`, several with a plus: what is kept in the host's memory."""
+    """The parts that a step keeps in the host's memory, with a plus in between: ``offload=params+activations``. It needs a
+    GPU."""
 
     def __post_init__(self) -> None:
-        for name, words in _WORDS.items():
+        for name, words in WORDS.items():
             value = getattr(self, name)
             if value is not None and value not in words:
                 raise ConfigError(_unknown(name, value, words))
@@ -95,7 +195,7 @@ class StepConfig:
             object.__setattr__(self, "clip", _read("clip=", number, self.clip))
             if not (self.clip > 0 and math.isfinite(self.clip)):
                 raise ConfigError(f"clip={self.clip}: the norm to clip to is a number above 0")
-        if kind.part_of_compiler and self.compile not in COMPILES[1:5]:
+        if kind.part_of_compiler and self.compile not in COMPILER_MODES:
             raise ConfigError(f"checkpoint={self.checkpoint} is {kind.part_of_compiler}; add compile=default")
         self._check_sharding()
         if self.weights is not None and self.precision in ("amp-fp16", "amp-bf16", "tf32"):
@@ -118,7 +218,11 @@ class StepConfig:
 
     @classmethod
     def parse(cls, text: str) -> StepConfig:
-        """Return the config of a text: a precision and ``name=value`` pairs, in any order, separated by commas."""
+        """Return the config that a text describes: a precision and ``name=value`` pairs in any order, with commas in between.
+
+        Raises:
+            ConfigError: The text cannot be read; the message has the nearest word.
+        """
         if not isinstance(text, str):
             raise ConfigError(f"{text!r} is no step config; write a text like 'amp-bf16,checkpoint=blocks'")
         values: dict[str, Any] = {}
@@ -145,23 +249,27 @@ class StepConfig:
 
     @property
     def sharding(self) -> Sharding | None:
-        """The kinds of sharding that ``shard`` names; ``None`` where nothing is sharded."""
+        """The kinds of sharding that ``shard`` names; ``None`` without sharding."""
         return None if self.shard == NONE else Sharding.parse(self.shard)
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The parts of a step that are kept in the host's memory."""
+        """The parts that the step keeps in the host's memory."""
         return frozenset() if self.offload == NONE else read_offload(self.offload)
 
     def given(self) -> dict[str, str]:
-        """Return the settings that differ from the defaults, as texts, by name."""
+        """Return the settings that differ from their defaults, as texts by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {field.name: str(values[field.name]) for field in fields(self) if values[field.name] != field.default}
         # 1, as people write it, and not 1.0.
         return {name: text.removesuffix(".0") if name == "clip" else text for name, text in given.items()}
 
     def text(self, own_precision: str | None = None) -> str:
-        """Return the config as `parse` reads it. ``own_precision`` stands for a precision that is not given."""
+        """Return the config as `parse` reads it, without settings that have their defaults.
+
+        Args:
+            own_precision: The precision to write if the config has none.
+        """
         given = self.given()
         precision = given.pop("precision", own_precision)
         parts = [precision] if precision else []
@@ -173,12 +281,12 @@ class StepConfig:
 
     @property
     def id(self) -> str:
-        """A short name: ``"amp-bf16-ckpt-every2-adamw-fused-acc4"``."""
+        """A short name for test ids: ``"amp-bf16-ckpt-every2-adamw-fused-acc4"``."""
         return "-".join(_SHORT[name](value) for name, value in self.given().items()) or PLAIN
 
     def only_for(self, kind: str) -> None:
-        """Raise `ConfigError` if a setting has no effect in a step of ``kind`` (train_step, infer_step)."""
-        idle = sorted(self.given().keys() & _NOT_IN[kind])
+        """Raise `ConfigError` if a setting does nothing in a step of this ``kind`` (``train_step``, ``infer_step``)."""
+        idle = sorted(self.given().keys() & NOT_IN[kind])
         plain = ""
         if self.casts_shards and "shard" in idle:
             # Without shard= it is refused, too.
@@ -257,7 +365,7 @@ def _against(config: StepConfig, sharding: Sharding | None) -> Iterator[tuple[bo
 
 
 AXES = tuple(field.name for field in fields(StepConfig))
-_WORDS: dict[str, tuple[str, ...]] = {
+WORDS: dict[str, Mapping[str, str]] = {
     "precision": PRECISIONS,
     "optimizer": OPTIMIZERS,
     "zero_grad": ZERO_GRADS,
@@ -267,7 +375,15 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "reduce": REDUCES,
     "routing": ROUTINGS,
 }
-_NOT_IN = {
+"""The words of each axis that takes a single word, with their meaning."""
+FORMS: dict[str, Mapping[str, str]] = {
+    **WORDS,
+    "checkpoint": CHECKPOINTS,
+    "shard": {kind.form: kind.help for kind in SHARD_KINDS.values()},
+    "offload": OFFLOADS,
+}
+"""The words of each axis as they are written (``every:N``), with their meaning."""
+NOT_IN = {
     "train_step": {"cache", "weights"},
     "infer_step": {
         *("checkpoint", "blocks", "optimizer", "clip", "zero_grad", "accumulate"),
@@ -359,7 +475,7 @@ def _bare(word: str) -> str:
     raise ConfigError(_unknown("precision", word, PRECISIONS))
 
 
-def _unknown(what: str, value: object, words: Sequence[str]) -> str:
+def _unknown(what: str, value: object, words: Collection[str]) -> str:
     hint = nearest(str(value), list(words))
     valid = f" Valid: {', '.join(words)}" if hint.endswith("?") else ""
     return f"unknown {what} {value!r}; {hint}{valid}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A step config that cannot be read, or that has nothing to act on; the message says what would be right."""
+    """Raised for a step config that cannot be read or has nothing to act on. The message says what would be right."""
 
 
 class NotAStep(ValueError):

@@ -15,8 +15,12 @@ REPLICAS = 2
 """Copies of the model that ``hsdp`` keeps where it says no number."""
 MOST_RANKS = 131_072
 """Ranks whose mesh and shards torch makes within seconds; no job has as many."""
-OFFLOADS = ("params", "optimizer", "activations")
-"""Parts that a step may keep in the host's memory: ``offload=params+activations``."""
+OFFLOADS = {
+    "params": "FSDP2's `CPUOffloadPolicy`. It has the optimizer's state in the host's memory as well.",
+    "optimizer": "torchao's `CPUOffloadOptimizer`.",
+    "activations": "`torch.autograd.graph.save_on_cpu`, as `checkpoint=offload`.",
+}
+"""The parts that a step may keep in the host's memory (``offload=params+activations``), with their meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class ShardKind:
     """
 
     name: str
+    help: str
+    """torch's part in it, and the conditions."""
     _: KW_ONLY
     wrapped: bool = False
     """True if the model is called through ``DistributedDataParallel``."""
@@ -52,15 +58,64 @@ NONE = "none"
 SHARD_KINDS = {
     kind.name: kind
     for kind in (
-        ShardKind("ddp", wrapped=True),
-        ShardKind("zero1", wrapped=True, shards_optimizer=True),
-        ShardKind("zero2", fully=True, reshard_after_forward=False),
-        ShardKind("zero3", fully=True, reshard_after_forward=True),
-        ShardKind("fsdp", fully=True),
-        ShardKind("hsdp", fully=True, replicas=True),
-        ShardKind("pp", degree=True),
-        ShardKind("cp", degree=True),
-        ShardKind("tp", degree=True),
+        ShardKind(
+            "ddp",
+            "`DistributedDataParallel`, with `no_sync` in all micro-batches but the last. It needs `world=`, and "
+            "a gradient for each parameter that is not frozen.",
+            wrapped=True,
+        ),
+        ShardKind(
+            "zero1",
+            "As `ddp`, with the optimizer within a `ZeroRedundancyOptimizer`. It needs `world=`.",
+            wrapped=True,
+            shards_optimizer=True,
+        ),
+        ShardKind(
+            "zero2",
+            "`fully_shard` on each repeated block and on the model, with parameters kept whole from forward to "
+            "backward (`reshard_after_forward=False`). It needs `world=`.",
+            fully=True,
+            reshard_after_forward=False,
+        ),
+        ShardKind(
+            "zero3",
+            "As `zero2`, with parameters sharded again after forward (`reshard_after_forward=True`).",
+            fully=True,
+            reshard_after_forward=True,
+        ),
+        ShardKind(
+            "fsdp",
+            "As `zero2`, with torch's default: all parameters but the root module's own are sharded again after "
+            "forward.",
+            fully=True,
+        ),
+        ShardKind(
+            "hsdp",
+            "`fsdp` within each of 2 copies of the model; `hsdp:R` has R copies. `world=` is a multiple of the copies.",
+            fully=True,
+            replicas=True,
+        ),
+        ShardKind(
+            "pp",
+            "A stage of a pipeline with N stages, split between repeated blocks, under `Schedule1F1B` with "
+            "`accumulate` micro-batches. It needs `accumulate=N` or more, and a model that `torch.export` traces "
+            "and whose inputs only the first stage takes.",
+            degree=True,
+        ),
+        ShardKind(
+            "cp",
+            "`context_parallel`: the rank has a part of the batch's second dimension, the first part in size and "
+            "place, and attention runs in a ring. It needs CUDA, and a model that calls "
+            "`scaled_dot_product_attention`.",
+            degree=True,
+        ),
+        ShardKind(
+            "tp",
+            "`parallelize_module` by the model's own plan. The model's `tp_plan` maps patterns of modules to "
+            '`"colwise"`, `"rowwise"`, `"colwise_gather_output"`, `"embedding_rowwise"`, `"sequence_parallel"` or'
+            " a `ParallelStyle`.",
+            degree=True,
+        ),
     )
 }
 """All kinds by name, in the order in which messages list them."""

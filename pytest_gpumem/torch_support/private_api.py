@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import sys
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
@@ -80,6 +81,21 @@ def _allocations(tree: list[Any]) -> Iterator[AllocationEvent]:
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 yield AllocationEvent(event.start_time_ns, fields.ptr, fields.alloc_size)
+
+
+def bfloat16_instructions() -> str | None:
+    """Return the instructions for bfloat16 that oneDNN finds on an x86 CPU, or ``None`` if torch cannot tell.
+
+    oneDNN picks its kernels by them, and they take different workspaces: a training step of the example's GPT in bfloat16 with
+    checkpointing allocates 27.74 MB with ``AMX``, 27.80 MB with ``AVX512_BF16`` and 29.29 MB with ``none`` beside AVX-512.
+    """
+    import torch
+
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    if has_amx is None or has_bf16 is None or platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    return "AMX" if has_amx() else "AVX512_BF16" if has_bf16() else "none"
 
 
 def clear_cublas_workspaces() -> None:

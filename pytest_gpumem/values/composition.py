@@ -18,24 +18,29 @@ from pytest_gpumem.values.timeline import OverTime
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-CATEGORIES = (
-    "parameter",
-    "buffer",
-    "gradient",
-    "optimizer state",
-    "input",
-    "activation",
-    "temporary",
-    "workspace",
-    "other",
-    "unattributed",
-)
-"""Uses of a block.
+CATEGORIES = {
+    "parameter": "Found on a module that ran, or that the test's fixtures or the function passed to `measure` lead to.",
+    "buffer": "Found there as a buffer.",
+    "gradient": "Found there as a gradient. With `DistributedDataParallel` in a rank that runs alone, a bucket in "
+    "which it sends gradients is a gradient as well.",
+    "optimizer state": "Found on an optimizer that ran, or that the test's fixtures lead to.",
+    "input": "Allocated before the recording, and found on the batch, on the function passed to `measure`, or on a"
+    " fixture's value.",
+    "activation": "Made by Python code in forward, or in a part that is recomputed, and still alive when the innermost "
+    "module that made it returned: passed on, saved for backward, or kept. Outside of all modules: still "
+    "alive when backward begins its next node.",
+    "temporary": "Made there and freed before; or allocated by a node of the autograd graph in backward; or allocated "
+    "and freed in an optimizer's step.",
+    "workspace": "Freed before the operator that allocated it, or the call of it, returned. Also the backend's own "
+    "memory from earlier steps, without module and line.",
+    "other": "Allocated before the recording without any of these; or made outside of modules without a backward "
+    "after it; or made by an optimizer and kept.",
+    "unattributed": "Bytes of the step that were never seen one by one, in one row.",
+}
+"""The uses of a block, and the rule of each.
 
-``parameter``, ``buffer``, ``gradient``, ``optimizer state``, ``input``: found on the model, its optimizer and its batch.
-``activation``: made in forward (or recomputed) and still there when the module that made it has returned: passed on, saved
-for backward, or kept. ``temporary``: made in forward and freed before that, or made in backward. ``workspace``: given back
-before the operator that took it returned. ``unattributed``: of the step, but never seen one by one.
+Parameters, buffers, gradients and optimizer state are looked for when the recording begins and ends, at the boundaries of
+phases, after ``backward()`` and around an optimizer's step. The category holds for the whole life of the block.
 """
 
 KEPT_SHARE = 0.95
@@ -56,7 +61,7 @@ NOT_EXPLAINED = "it could not be run again to tell what its peak is made of"
 
 
 class MissingComposition(AttributeError):
-    """A measurement was asked for a composition that was not recorded."""
+    """Raised if the composition of a measurement was not recorded. The message says how to record it."""
 
 
 class CompositionError(ValueError):
@@ -65,31 +70,45 @@ class CompositionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Blocks that are alike in category, module, line, operator, dtype and shape."""
+    """Memory blocks with the same category, module, line, operator, dtype and shape.
+
+    In backward, module and line are those of the forward operator that made the node. Code that backward calls (a checkpointed
+    part, the ``backward`` of a ``torch.autograd.Function``) has its own module and line.
+
+    Example:
+        ``Row("parameter", 65536, "blocks.*.0", "model.py:9", tensor="float32[64, 64]", count=4)``
+    """
 
     category: str
+    """The use of the blocks, such as ``activation``; see [the categories](#categories)."""
     nbytes: int
+    """Bytes of all blocks together, as they were asked for."""
     module: str = ""
-    """The path of the module with layer numbers folded (``blocks.*.attn``), the model's class for itself; empty for none.
-
-    It may be given with those of its layers: ``blocks.{0,2}.attn``.
+    """The path of the innermost module that made the blocks, with layer numbers folded: ``blocks.*.attn``. The model itself
+    has the name of its class. If several models ran, the path begins with the class of a further model: ``Discriminator.fc``.
+    Empty outside of modules.
     """
     site: str = ""
-    """File and line of the innermost frame that is the user's own code (``model.py:88``); empty where there is none."""
+    """File and line of the innermost frame in your own code, from pytest's root directory: ``model.py:88``. Empty for none."""
     library: str = ""
-    """Package, file and line of the model library's frame beneath it, if there is one:
-    ``transformers 4.38.2: models/gpt2/modeling_gpt2.py:123``."""
+    """Package with release, file and line of the library's frame beneath it:
+    ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch itself."""
     operator: str = ""
-    """The operator that allocated (``_softmax``), or the node of the autograd graph in backward (``MulBackward0``)."""
+    """The operator that allocated (``_softmax``), or the node of the autograd graph in backward (``MulBackward0``). It is
+    ``autocast's cached cast`` for the copy of a weight that an operator such as ``linear`` makes at its first use."""
     tensor: str = ""
-    """Dtype and shape: ``float32[8, 12, 1024, 1024]``; empty where no tensor was seen in it."""
+    """Dtype and shape: ``float32[8, 12, 1024, 1024]``. Empty if no tensor was seen in the blocks."""
     count: int = 1
+    """The number of blocks."""
     layers: Layers = ()
-    """The layers of the module that it is of, ``((0, 2),)``, where it is not the same in all of them."""
+    """The numbers of the layers that the row comes from, if layers differ: ``((0, 2),)``. There is one tuple for each ``*`` in
+    ``module``; an empty tuple stands for all layers."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The lines that led to its line, innermost first. They do not tell rows apart, and no baseline keeps them."""
+    """The lines that led to the line, innermost first, one tuple for each way:
+    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 ways. Rows with different callers are
+    equal, and baselines do not keep callers."""
     named: str = field(default="", compare=False)
-    """The caller that is named before its line, for example because the caller has changed."""
+    """The caller that is named before the line, for example because it has changed. Empty for none."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -99,31 +118,34 @@ class Row:
 
     @property
     def path(self) -> str:
-        """The path of the module with the layers that it is of: ``blocks.{0,2}.attn``, or ``blocks.*.attn`` for all."""
+        """``module`` with ``layers``: ``blocks.{0,2}.attn``, or ``blocks.*.attn`` for all layers."""
         return named(self.module, self.layers)
 
     @property
     def dtype(self) -> str:
-        """``float32``; empty where it is not known."""
+        """The dtype in ``tensor``: ``float32``. Empty if unknown."""
         return self.tensor.partition("[")[0]
 
     @property
     def shape(self) -> str:
-        """``[8, 12, 1024, 1024]``; empty where it is not known."""
+        """The shape in ``tensor``: ``[8, 12, 1024, 1024]``. Empty if unknown."""
         return self.tensor[len(self.dtype) :]
 
     @property
     def where(self) -> str:
-        """The line as a person reads it: the library's own, and from which of the user's lines it was reached."""
+        """``named``, ``library`` and ``site`` in one text."""
         return line_of(self.site, self.library, self.named)
 
     @property
     def what(self) -> str:
-        """``24 x float32[8, 12, 1024, 1024]``, or what is known of it."""
+        """``count`` and ``tensor`` in one text: ``24 x float32[8, 12, 1024, 1024]``."""
         return f"{self.count} x {self.tensor or 'block'}"
 
     def text(self) -> str:
-        """Return one line, for the store; `row_from_text` is the inverse."""
+        """Return the row as a line in the store.
+
+        Its form is ``category | module | operator | line | library's line | count x dtype[shape] | bytes``.
+        """
         parts = (self.category, self.path, self.operator, self.site, self.library, self.what, str(self.nbytes))
         return _SEPARATOR.join(part.replace("|", "/") for part in parts)
 
@@ -175,19 +197,40 @@ RowText = Annotated[Row, Form(str, text_with_callers, row_from_text)]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composition(FrozenValue):
-    """Composition of the bytes live at one moment. ``rows``, largest first, and ``rest`` add up to ``total`` exactly."""
+    """The bytes that are live at one moment, a frozen value. ``rows`` and ``rest`` add up to ``total`` exactly.
+
+    A pattern of modules matches the folded path of a module, or of a module around it: ``blocks.*.attn`` includes
+    ``blocks.*.attn.qkv``. ``*`` matches dots as well. The ``path`` of a row that names its layers may match, too.
+
+    Memory that earlier steps left behind (a list of losses) counts as kept by this step. On CUDA, memory from before the
+    recording is known only if the step or the test holds it.
+
+    Example::
+
+        def test_parameters(gpumem):
+            composition = gpumem.train_step(GPT, batch, config="fp32", explain=True).composition
+            assert composition.of("parameter") == 16_640 * 4
+            assert composition.of("optimizer state", "blocks.*") > 2 * 16_640 * 4
+            assert "float32" in composition.dtypes()
+    """
 
     total: int
+    """Bytes of all blocks."""
     rows: tuple[RowText, ...]
+    """The rows, the largest first."""
     recomputed: Mapping[str, int] = field(default_factory=dict)
-    """Modules that ran once more in backward (activation checkpointing), by folded path: how many calls."""
+    """The number of calls that backward repeated, by the folded path of their module."""
     notes: tuple[str, ...] = ()
+    """Clauses, for example if the recorded run had another peak than the measured run."""
     no_grad: Mapping[str, Calls] = field(default_factory=dict)
-    """The calls of each module, by folded path: how many of them ran with grad mode off."""
+    """The calls with grad mode off (``no_grad``, ``inference_mode``), by module: ``(1, 1)`` is 1 of 1 call. For a function
+    (``step()``) they are the torch functions that it calls itself."""
     no_backward: Mapping[str, Calls] = field(default_factory=dict)
-    """The calls in forward with grad mode on: how many of them backward did not reach."""
+    """The calls in forward with grad mode on that backward did not reach (``detach``, parameters without gradients), by
+    module. Calls that neither made a part of the graph nor allocated are left out.
+    """
     phase: str = ""
-    """The step's phase that the moment is in: ``backward``; empty where it is not known."""
+    """The phase of the moment: forward, backward or optimizer, also in code without phases. Empty if unknown."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_order)))
@@ -201,29 +244,40 @@ class Composition(FrozenValue):
 
     @property
     def rest(self) -> int:
-        """Bytes that are in no row: none, unless only the largest were kept."""
+        """Bytes that are in no row: 0, unless only the largest rows were kept."""
         return self.total - sum(row.nbytes for row in self.rows)
 
     def of(self, category: str, module: str = "*") -> int:
-        """Return the bytes of a category, of the modules that match a pattern (``"blocks.*.attn"``) and what is within them.
+        """Return the bytes of a category in the modules that match a pattern.
 
-        Raises ``ValueError`` for a category that there is not.
+        Args:
+            category: One of [the categories](#categories).
+            module: A pattern: ``"blocks.*.attn"``.
+
+        Raises:
+            ValueError: The category is unknown.
         """
         if category not in CATEGORIES:
             raise ValueError(f"{category!r} is no category; {nearest(category, list(CATEGORIES))}")
         return sum(row.nbytes for row in self.rows if row.category == category and _within(row, module))
 
     def dtypes(self, module: str = "*", category: str | None = None) -> frozenset[str]:
-        """Return the dtypes of the tensors in modules that match a pattern (``"*.attn"``) and in what is within them."""
+        """Return the dtypes of the tensors in the modules that match a pattern: ``{"bfloat16", "float32"}``.
+
+        Args:
+            module: A pattern: ``"*.attn"``.
+            category: One of [the categories](#categories); ``None`` for all.
+        """
         return frozenset(
             row.dtype for row in self.rows if row.dtype and category in (None, row.category) and _within(row, module)
         )
 
     def kept(self) -> Composition:
-        """Return what a baseline keeps: the largest rows, at most 100, and modules that are unlike those around them.
+        """Return the composition as a baseline keeps it: the largest rows, at most 100.
 
-        The rows make up 95 % of all bytes, and 95 % of those beside workspaces, which on a GPU are more than a small model.
-        Those that are not kept are joined to one of each category (`REST`).
+        The rows make up 95 % of all bytes, and 95 % of the bytes beside workspaces. The other rows are joined to one row for
+        each category, with the operator ``smaller rows``. In ``no_grad`` and ``no_backward`` the modules that differ from the
+        module around them are kept, with ``(all)`` for the sum.
 
         If up to 50 further rows have the size of the last row, they are kept, too. Example: ``to_q``, ``to_k`` and ``to_v``
         have equal sizes. Without ``to_v`` a new row with this size would look like ``to_v``. A larger tie is split.
@@ -328,7 +382,7 @@ FIRST_USE = "filled by the first use"
 
 @dataclass(frozen=True, slots=True)
 class Holder(FrozenValue):
-    """An attribute, variable or autograd graph that keeps tensors alive, and the tensors.
+    """An attribute, variable or autograd graph that keeps tensors alive, with the tensors.
 
     Example:
         ``Holder("Net.seen[...]", Composition(4096, (Row("activation", 4096, site="net.py:12"),)))``
@@ -340,9 +394,9 @@ class Holder(FrozenValue):
     ``"Net.seen[...] or Net.last"`` and ``"perhaps Net.seen[...]"`` name `alternatives`.
     """
     kept: Composition
-    """The tensors."""
+    """The composition of the tensors."""
     first_use: bool = False
-    """True for a cache: the next run finds it full (`FIRST_USE`)."""
+    """True for a cache: the measured run filled it, and the next run finds it full."""
     alternatives: tuple[str, ...] = ()
     """The paths to several possible holders, if nothing proves which of them keeps the tensors; else empty.
 
@@ -375,38 +429,41 @@ def ranked(holders: Iterable[Holder]) -> tuple[Holder, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Result of a recorded run of a step."""
+    """The result of one recorded run of a step, a frozen value."""
 
     peak: Composition
-    """Composition of the peak; where the run ended with an out-of-memory error, of that moment."""
+    """The composition of the peak, as `Measurement.composition`. If memory ran out, that of the moment before."""
     retained: Composition = field(default_factory=lambda: Composition(0, ()))
-    """Composition of the bytes that the step left behind, after garbage was collected."""
+    """The composition of the memory that the step left behind, after garbage was collected."""
     garbage: Composition = field(default_factory=lambda: Composition(0, ()))
-    """Composition of the bytes that only Python's cyclic collector freed."""
+    """The composition of the memory that only Python's cyclic collector freed."""
     cycles: tuple[str, ...] = ()
-    """The types in the reference cycles that held it: ``"Trainer -> dict -> function"``."""
+    """The types in the reference cycles that held the garbage, at most 5: ``"Trainer -> dict -> method -> Trainer"``."""
     asked: int | None = None
-    """The bytes that were asked for when memory ran out; ``None`` where it did not."""
+    """The bytes that were asked for when memory ran out; ``None`` if it did not."""
     over_time: OverTime | None = None
-    """The step's bytes from its beginning to its end, where a report shows them."""
+    """The step's bytes over time, if a report is written (``--gpumem-report``). ``None`` otherwise, and if a step is
+    explained only to be accepted later.
+    """
     holders: tuple[Holder, ...] = ()
-    """The holders of the tensors of ``retained``, `ranked`. Their rows add up to those of ``retained``."""
+    """The holders of the tensors in ``retained``, the most bytes first. Their rows add up to the rows of ``retained``."""
     holders_of_inputs: tuple[Holder, ...] = ()
-    """The holders of inputs that each step frees and makes anew, such as ``self.last_output``."""
+    """The holders of inputs that each step frees and makes anew, such as ``self.last_output``. A failure names them under
+    ``what grew`` with the line that makes the inputs, unless several lines make tensors of this size."""
     gpu: str | None = None
-    """The GPU that it is of, ``"cuda:1"``, in a process that sees several."""
+    """The GPU of the run, ``"cuda:1"``, if the process sees several."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """Compositions of the peaks of the other phases."""
+    """The composition at the peak of each other phase in which anything was allocated."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """Callers of each module and function that was called with grad mode on, by folded path. No baseline keeps them."""
+    """Callers of each module and function (``step()``, ``Net.target()``) that was called with grad mode on, by folded path."""
     function_at: Mapping[str, str] = field(default_factory=dict)
-    """The function of each line that ran with grad mode on, but in a module's ``forward``: ``Net.target()``, ``step()``."""
+    """The function of each line that ran with grad mode on, except lines in a module's ``forward``: ``step()``."""
 
     def kept(self) -> Explanation:
-        """Return it with the largest rows only, and of other phases those whose peaks are half of the step's or more.
+        """Return the explanation with the largest rows of each composition only, as `Composition.kept`.
 
-        For the way out of this process, and for a baseline: the step's peak may move to such a phase. The peak keeps all calls
-        of modules, of which a baseline keeps fewer.
+        Other phases are kept if their peak is half of the step's or more, because the peak may move there. The composition of
+        the peak keeps all calls of modules.
         """
         near = {phase: one.kept() for phase, one in self.other_phases.items() if 2 * one.total >= self.peak.total}
         return replace(

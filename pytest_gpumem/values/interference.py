@@ -54,16 +54,18 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """The largest factors by which a sample was slowed: ``shared`` shows in the pace, too, and ``refilled`` does not."""
+    """The largest factors by which other work can have slowed a sample."""
 
     shared: float = 1.0
+    """The factor of slowdowns that show in the pace."""
     refilled: float = 1.0
+    """The factor of slowdowns that do not show in the pace, such as cold caches."""
 
     def by(self, lost: float) -> float:
-        """Return the factor where the pace is lower by ``lost``, a ratio of at least 1."""
+        """Return the factor for a pace that is lower by the ratio ``lost``, at least 1."""
         return max(self.shared, self.refilled * math.pow(lost, PACE))
 
     @property
     def alone(self) -> float:
-        """The factor where no pace can be compared."""
+        """The factor if no pace can be compared."""
         return max(self.shared, self.refilled) ** UNREAD_PACE

@@ -16,14 +16,16 @@ _TEXT = re.compile(r"(\d{1,18}) of (\d{1,18}) x (.*)", re.DOTALL)
 
 
 class Calls(NamedTuple):
-    """Calls of a module: those for which something holds, and all."""
+    """The calls of a module that have a property, and all its calls, as a named tuple."""
 
     these: int
+    """The calls with the property."""
     total: int
+    """All calls."""
 
     @property
     def others(self) -> int:
-        """Number of calls for which it does not hold."""
+        """The calls without the property."""
         return self.total - self.these
 
     def text(self, path: str) -> str:
@@ -32,13 +34,12 @@ class Calls(NamedTuple):
 
 
 class Caller(NamedTuple):
-    """A caller of a module: the folded path of the module around the call, and its line (``models.py:41``).
-
-    Each is empty if there is none.
-    """
+    """A caller of a module, as a named tuple."""
 
     module: str
+    """The folded path of the module around the call; empty for none."""
     line: str
+    """The line of the call: ``models.py:41``; empty for none."""
 
 
 ModuleCalls = dict[str, Calls]

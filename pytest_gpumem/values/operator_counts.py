@@ -31,24 +31,24 @@ _SEPARATOR = " | "
 
 @dataclass(frozen=True, slots=True)
 class OperatorSite:
-    """Place of an operator's call; in backward that of the forward call that made its node; empty where unknown."""
+    """The place of an operator's call. In backward it is the forward call that made the node. Empty if unknown."""
 
     module: str = ""
-    """The path of the innermost module, with those of its layers that it is of (``blocks.3.attn``) or ``*`` for all."""
+    """The path of the innermost module, with a layer (``blocks.3.attn``) or ``*`` for all layers."""
     site: str = ""
-    """File and line of the innermost frame that is the user's own code."""
+    """File and line of the innermost frame in your own code."""
     library: str = ""
-    """Package, file and line of the model library's frame beneath it, if there is one."""
+    """Package, file and line of the library's frame beneath it. Empty for none."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The lines that led to its line, as in `Row`."""
+    """The lines that led to the line, as in `Row`."""
     named: str = field(default="", compare=False)
-    """The caller that is named before its line, as in `Row`."""
+    """The caller that is named before the line, as in `Row`."""
     reason: str = field(default="", compare=False)
-    """A clause that says what is known of its line: ``"changed line"``."""
+    """A clause about the line: ``"changed line"``."""
 
     @property
     def where(self) -> str:
-        """The line as a person reads it."""
+        """The place in one text."""
         return line_of(self.site, self.library, self.named)
 
 
@@ -57,12 +57,14 @@ NOWHERE = OperatorSite()
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The part of a count that an operator makes up at one place: calls, FLOPs, syncs, or launches of a kernel."""
+    """The part of a count that comes from one operator at one place."""
 
     operator: str
-    """``addmm`` for ATen's, ``library::name`` for others; the function's or the kernel's name where that is counted."""
+    """``addmm`` for an ATen operator, ``library::name`` for another; for syncs and launches also a function or a kernel."""
     amount: int
+    """Calls, FLOPs, syncs or launches."""
     place: OperatorSite = NOWHERE
+    """The place; empty unless lines were recorded."""
 
 
 def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:

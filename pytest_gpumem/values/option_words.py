@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEFAULT_DEVICE = "cuda"
 """The word of the device that is used where nobody names one."""
@@ -29,5 +32,9 @@ def nearest_device(word: str, valid: list[str]) -> str:
 UpdateMode = Literal["new", "improved", "all"]
 UPDATE_MODES: tuple[UpdateMode, ...] = ("new", "improved", "all")
 Routing = Literal["balanced", "worst"]
-ROUTINGS: tuple[Routing, ...] = ("balanced", "worst")
-"""Assumptions on which experts get tokens, where the values that choose them are not computed."""
+ROUTINGS: Mapping[str, str] = {
+    "balanced": "The experts get tokens in turn, so all have the same share. If a router masks groups of experts, the turn is "
+    "among the experts that are left to tokens with the same mask.",
+    "worst": "The first experts that are not masked get all tokens.",
+}
+"""Assumptions about the experts that get tokens, for devices that do not compute the values which choose them."""

@@ -10,27 +10,33 @@ Test = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selected tests, as a process that collects them passes them to the one that reports.
-
-    ``measured`` are the (file, test) that were selected to run, ``files`` the test files of which all tests were.
-    ``idle_budgets`` are patterns of ``[tool.gpumem]`` that hold or mark nothing, and a table that is not read, each as a
-    sentence. ``error`` is a usage error that stopped the collection.
-    """
+    """The tests that were collected and selected, each as ``[file, test]``."""
 
     measured: frozenset[tuple[str, str]] = frozenset()
+    """The measured tests that were selected to run."""
     files: frozenset[str] = frozenset()
+    """The test files whose tests were all selected."""
     idle_budgets: tuple[str, ...] = ()
+    """Sentences on settings without an effect: patterns (``budget``, ``mark``) that match nothing, and a table
+    ``[tool.gpumem]`` above pytest's root directory, which is not read.
+    """
     error: str | None = None
+    """The usage error that stopped the collection."""
     collected: frozenset[tuple[str, str]] = frozenset()
-    """The measured tests, also those that were deselected: another shard of the session may run them."""
+    """The measured tests, including deselected tests, which another shard may run."""
     collected_files: frozenset[str] = frozenset()
-    """The test files that were collected whole, whatever was deselected of them."""
+    """The test files that were collected whole, even if tests were deselected."""
     skipped: frozenset[tuple[str, str]] = frozenset()
-    """The tests with baselines in files that skipped themselves, as by ``pytest.importorskip``; among ``measured``."""
+    """The tests with baselines in files that skipped themselves (``pytest.importorskip``). They are in ``measured`` as well.
+    In strict mode each file is one of the report's ``errors``.
+    """
     uncollected: frozenset[tuple[str, str]] = frozenset()
-    """The tests with baselines in collected files, whose names are not those of pytest's settings. They are not gone."""
+    """The tests with baselines in collected files, left out by ``python_functions`` or ``python_classes``. They are not gone.
+    """
     omitted: tuple[str, ...] = ()
-    """Sentences on tests with baselines, left out by settings alone: ``"tests/test_a.py was not collected ..."``."""
+    """Sentences on tests with baselines that only settings leave out: ``"tests/test_a.py was not collected ..."``. In strict
+    mode they are ``errors``.
+    """
 
     @property
     def warnings(self) -> tuple[str, ...]:

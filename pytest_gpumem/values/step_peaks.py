@@ -14,26 +14,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """The peaks of all steps that were looked at, in order, in bytes."""
+    """The peaks of all steps that were looked at, in order, in bytes.
+
+    Example:
+        >>> StepPeaks((900, 700, 700), left_out=1).repeated
+        (700, 700)
+    """
 
     allocated: tuple[int, ...] = ()
+    """The allocated bytes at the peak of each step."""
     reserved: tuple[int, ...] = ()
-    """Empty where the device does not reserve."""
+    """The reserved bytes at the peak of each step. Empty if the device does not reserve."""
     left_out: int = 0
-    """The number of first ones, which build state. Budgets count them; the metrics, which baselines keep, are of the others."""
+    """The number of first steps, which build state. Budgets count them; the metrics, which baselines keep, do not."""
 
     @property
     def repeated(self) -> tuple[int, ...]:
-        """The peaks of the steps after those that build state; ``peak_allocated`` is the highest of them."""
+        """``allocated`` without the first steps, which build state. `peak_allocated` is the highest."""
         return self.allocated[self.left_out :]
 
     @property
     def differ(self) -> bool:
-        """True if `repeated` are not all the same."""
+        """True if the peaks in ``repeated`` are not all equal."""
         return len({*self.repeated}) > 1
 
     def of(self, metric: str) -> tuple[int, ...]:
-        """Return the peaks of all steps that a metric is of; none for another metric."""
+        """Return the peaks for ``peak_allocated`` or ``peak_reserved``, and nothing for another metric."""
         return {"peak_allocated": self.allocated, "peak_reserved": self.reserved}.get(metric, ())
 
 
@@ -46,9 +52,9 @@ def spread(peaks: Sequence[int]) -> str:
 def differ_by_chance(higher: Sequence[int], lower: Sequence[int], allowed: float) -> bool:
     """Return whether the highest of some steps may be above that of others by chance, as steps differ.
 
-    Not where ``lower`` are all alike: then ``higher`` have something new. Nor where each step needs at least what the same step
-    of ``lower`` needed, which a loop with a fixed seed shows and chance does not; where even the lowest is above the highest of
-    ``lower``; or where the highest is further above it than all of ``lower`` are apart.
+    Not where ``lower`` are all alike: then ``higher`` have something new. Nor where each step needs at least what the same
+    step of ``lower`` needed, which a loop with a fixed seed shows and chance does not; where even the lowest is above the
+    highest of ``lower``; or where the highest is further above it than all of ``lower`` are apart.
 
     Args:
         higher: Peaks in order, in bytes, of which the highest is more than ``allowed`` above that of ``lower``.

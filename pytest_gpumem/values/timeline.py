@@ -14,25 +14,33 @@ MOST_MOMENTS = 300
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """A phase of the step, in nanoseconds since its first event."""
+    """A phase of the step."""
 
     name: str
+    """forward, backward or optimizer."""
     begin: int
+    """Nanoseconds from the step's first event."""
     end: int
+    """Nanoseconds from the step's first event."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverTime(FrozenValue):
-    """Bytes that a step held at each moment: the categories' bytes add up to ``total``.
+    """The bytes that a step held at each moment, from its beginning to its end. All series have the same length.
 
-    ``time_ns`` counts from the first event; each value holds until the next moment. ``peak`` is an index.
+    Recording takes time, so the distances are longer than those of the step itself.
     """
 
     time_ns: tuple[int, ...]
+    """Nanoseconds from the first event: the beginning, then one moment for each allocation and free."""
     total: tuple[int, ...]
+    """Bytes that the step held from each moment to the next."""
     categories: Mapping[str, tuple[int, ...]]
+    """Bytes by category. At each moment they add up to ``total``."""
     peak: int
+    """The index of the peak's moment."""
     phases: tuple[PhaseSpan, ...] = ()
+    """The phases in order."""
 
     def __post_init__(self) -> None:
         self._freeze(categories=self.categories)
@@ -43,7 +51,7 @@ class OverTime(FrozenValue):
             raise ValueError(f"over_time.peak is {self.peak}, expected the number of one of the {moments} moments")
 
     def thinned(self, most: int = MOST_MOMENTS) -> OverTime:
-        """Return it with about ``most`` moments: the first, the last, the peak, and the highest and lowest in between."""
+        """Return the series with about ``most`` moments: the first, the last, the peak, and highest and lowest in between."""
         count = len(self.time_ns)
         if count <= most:
             return self

@@ -24,41 +24,42 @@ is not known as well as waiting took more (`pytest_gpumem.timing.validity`)."""
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Several steps that were timed as one.
-
-    ``seconds`` a step; ``pace`` is the rate of the clock that steps run by (the GPU's SM clock in Hz; on the CPU the runs
-    per second of a fixed piece of work), so that ``seconds * pace`` is a step's time in that clock's cycles.
-    ``disturbed`` is a clause that says what else was at work meanwhile, and ``taken`` by what factor, at most, the round is
-    longer for the time that this took.
-    """
+    """Several steps that were timed as one, about 20 ms in all."""
 
     seconds: float
+    """Seconds per step."""
     pace: float | None = None
+    """The rate of the clock that steps run by: the GPU's SM clock in Hz; on the CPU the runs per second of a fixed piece of
+    work. ``seconds * pace`` is a step's time in cycles.
+    """
     disturbed: str | None = None
+    """A clause that names other work on the machine; ``None`` if the round was quiet."""
     taken: float = 1.0
+    """The largest factor by which the other work can have made the round longer."""
 
     @property
     def own(self) -> float:
-        """Seconds a step, at the least, without what took time from it."""
+        """The least seconds per step without the time that other work took."""
         return self.seconds / self.taken
 
     @property
     def cycles(self) -> float | None:
+        """Cycles per step; ``None`` without a pace."""
         return None if self.pace is None else self.seconds * self.pace
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rounds of ``steps`` steps each, one after another.
-
-    ``invalid`` says, as a clause, why no verdict may rest on them as they are, and ``slowed`` by what factors, at most, that
-    can have slowed all of them: a sample has both or neither.
-    """
+    """Rounds one after another. A sample has ``invalid`` and ``slowed``, or neither."""
 
     rounds: tuple[Round, ...]
+    """The rounds in order."""
     steps: int = 1
+    """The number of steps in a round."""
     invalid: str | None = None
+    """A clause: the reason why no verdict may rest on the sample as it is."""
     slowed: Slowed | None = None
+    """The largest factors by which an invalid sample can have been slowed."""
 
     def __post_init__(self) -> None:
         if (self.invalid is None) != (self.slowed is None):
@@ -68,34 +69,34 @@ class Sample:
 
     @property
     def counted(self) -> tuple[Round, ...]:
-        """Rounds that count: those that nothing disturbed, if there are enough of them, or else all."""
+        """The rounds that count: the quiet rounds if there are at least 6, otherwise all."""
         quiet = tuple(one for one in self.rounds if one.disturbed is None)
         return quiet if len(quiet) >= FEWEST_ROUNDS else self.rounds
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds a step of the rounds that count."""
+        """Seconds per step of the rounds that count."""
         return tuple(one.seconds for one in self.counted)
 
     @property
     def median(self) -> float:
-        """Median seconds a step."""
+        """Median seconds per step."""
         return statistics.median(self.seconds)
 
     @property
     def at_least(self) -> float:
-        """Fewest seconds a step takes with nothing else at work, from this sample alone."""
+        """The least seconds per step on a quiet machine, as far as this sample shows."""
         return self.own / (self.slowed or Slowed()).alone
 
     @property
     def is_a_measure(self) -> bool:
-        """Return whether later runs may be held against this one: undisturbed, or little by what is not known exactly."""
+        """True if later runs may be compared with this sample, because it was disturbed little or not at all."""
         taken = statistics.median(one.taken for one in self.counted)
         return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWED_RUN and taken <= MOST_TAKEN_RUN)
 
     @property
     def own(self) -> float:
-        """Median seconds a step without what took time from it, such as waiting for a core."""
+        """Median seconds per step without the time that other work took, such as waiting for a core."""
         return statistics.median(one.own for one in self.counted)
 
     @property
@@ -105,41 +106,48 @@ class Sample:
 
     @property
     def cycles(self) -> float | None:
-        """Median cycles a step; ``None`` where the clock could not be read in every round that counts."""
+        """Median cycles per step; ``None`` if the clock was not read in every round that counts."""
         cycles = [one.cycles for one in self.counted]
         return None if None in cycles else statistics.median(value for value in cycles if value is not None)
 
     def percentile(self, percent: float) -> float:
-        """Return the seconds a step that ``percent`` of all rounds do not exceed (nearest rank), disturbed ones included."""
+        """Return the seconds per step that ``percent`` of all rounds do not exceed (nearest rank)."""
         ordered = sorted(one.seconds for one in self.rounds)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return a confidence interval of the median, in seconds; see `interval_of_median`."""
+        """Return a confidence interval of the median, in seconds. ``level`` is its confidence: 0.95 is 95 %."""
         return interval_of_median(self.seconds, level)
 
     @property
     def most_disturbed_by(self) -> str | None:
-        """Return the interference that disturbed most of the rounds."""
+        """The other work that disturbed most rounds; ``None`` if no round was disturbed."""
         counts = Counter(one.disturbed for one in self.rounds if one.disturbed is not None)
         return counts.most_common(1)[0][0] if counts else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
-    """A sample as it is written: a series of each thing, and by the number of its round what only some have."""
+class SampleColumns:
+    """A sample as it is written: series over its rounds, and values of single rounds by their numbers."""
 
     seconds: tuple[float, ...]
+    """`Round.seconds` of each round."""
     pace: tuple[float | None, ...]
+    """`Round.pace` of each round."""
     disturbed: Mapping[str, str]
+    """`Round.disturbed` by the number of the round, for disturbed rounds."""
     taken: Mapping[str, float]
+    """`Round.taken` by the number of the round, if it is not 1."""
     steps: int
+    """`Sample.steps`."""
     invalid: str | None
+    """`Sample.invalid`."""
     slowed: Slowed | None
+    """`Sample.slowed`."""
 
 
-def _columns(sample: Sample) -> _Columns:
-    return _Columns(
+def _columns(sample: Sample) -> SampleColumns:
+    return SampleColumns(
         tuple(one.seconds for one in sample.rounds),
         tuple(one.pace for one in sample.rounds),
         {str(number): one.disturbed for number, one in enumerate(sample.rounds) if one.disturbed},
@@ -150,7 +158,7 @@ def _columns(sample: Sample) -> _Columns:
     )
 
 
-def _sample(columns: _Columns) -> Sample:
+def _sample(columns: SampleColumns) -> Sample:
     rounds = tuple(
         Round(seconds, pace, columns.disturbed.get(str(number)), columns.taken.get(str(number), 1.0))
         for number, (seconds, pace) in enumerate(zip(columns.seconds, columns.pace, strict=True))
@@ -166,35 +174,33 @@ def _sample(columns: _Columns) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class Times(FrozenValue):
-    """The samples of a step, a second one where the first was not enough, and the median seconds of each phase."""
+    """The times of a step."""
 
-    samples: tuple[Annotated[Sample, Form(_Columns, _columns, _sample)], ...]
+    samples: tuple[Annotated[Sample, Form(SampleColumns, _columns, _sample)], ...]
+    """One sample, or several if the first was in doubt."""
     phases: Mapping[str, float] = field(default_factory=dict)
+    """Median seconds of each phase."""
 
     def __post_init__(self) -> None:
         self._freeze(phases=self.phases)
 
     @property
     def best(self) -> Sample:
-        """The fastest sample, which counts, since interference only adds time.
-
-        Also one that is not valid: what it took is no less true, and it is what a comparison believes. Whoever keeps it for
-        later runs has to ask whether it `is_a_measure`.
-        """
+        """The fastest sample, which counts because other work only adds time. It may be invalid."""
         return min(self.samples, key=lambda sample: sample.median)
 
     @property
     def median(self) -> float:
-        """Median seconds a step."""
+        """Median seconds per step of the best sample."""
         return self.best.median
 
     @property
     def rounds(self) -> tuple[float, ...]:
-        """Seconds a step, round by round, disturbed ones included."""
+        """Seconds per step of each round of the best sample, disturbed rounds included."""
         return tuple(one.seconds for one in self.best.rounds)
 
     def percentile(self, percent: float) -> float:
-        """Return the seconds a step that ``percent`` of the rounds do not exceed."""
+        """Return the seconds per step that ``percent`` of the best sample's rounds do not exceed."""
         return self.best.percentile(percent)
 
 

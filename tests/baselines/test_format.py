@@ -117,7 +117,7 @@ METRIC_VALUES = st.fixed_dictionaries(
 NAMES = TEXTS.map(lambda text: text.replace("|", "/"))
 ROWS = st.builds(
     Row,
-    st.sampled_from(CATEGORIES),
+    st.sampled_from([*CATEGORIES]),
     SIZES,
     NAMES,
     NAMES,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.browser.conftest import Watched
-from tests.pages import ROOT
+from tests.pages import FENCE, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,13 +150,42 @@ def test_a_word_is_found_and_its_page_opens(visit):
     assert page.locator("h1").first.inner_text().startswith("Which of my tests leak?")
 
 
-def test_the_sections_and_options_of_the_reference_can_be_read_on_a_wide_screen(visit):
-    page = visit("reference.html")
-    assert page.evaluate("document.querySelectorAll('.bd-sidebar-secondary li').length") > 40
+NAMES = {
+    "--gpumem-update": "reference/options.html#gpumem-update",
+    "--gpumem-baseline": "reference/options.html#gpumem-baseline",
+    "time_budget": "reference/settings.html#time-budget",
+    "peak_allocated": "reference/metrics.html#peak-allocated",
+    "--max-slowdown": "reference/command-ab.html#max-slowdown",
+}
+"""Names as they are typed into the search, and the section of the reference that each is."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_search_for_a_name_finds_its_section_of_the_reference_first(visit, name):
+    page = visit(f"search.html?q={name}")
+    assert page.locator("#search-results li a").first.get_attribute("href") == NAMES[name]
+
+
+def test_options_of_the_reference_can_be_read_on_a_wide_screen(visit):
+    page = visit("reference/options.html")
+    assert page.evaluate("document.querySelectorAll('.bd-sidebar-secondary li').length") > 10
     assert page.evaluate(IN_THE_LIST) == 0
-    # In one line, which is about 20 pixels high, but at spaces.
-    heights = page.evaluate(
-        "[...document.querySelectorAll('#options td:first-child code .pre')].map((one) => one.getBoundingClientRect().height)"
-    )
-    assert len(heights) > 10
-    assert max(heights) < 30
+
+
+def test_the_name_of_a_file_stands_on_its_block(visit):
+    page = visit("ci.html")
+    name = page.get_by_text(".github/workflows/gpumem.yml", exact=True).first
+    block = page.locator("p:has-text('.github/workflows/gpumem.yml') + div.highlight-yaml").first
+    gap = block.bounding_box()["y"] - name.bounding_box()["y"] - name.bounding_box()["height"]
+    assert 0 <= gap < 12
+
+
+def test_each_page_has_its_markdown_and_llms_txt_lists_all(address):
+    listed = re.findall(r"\]\(([\w/-]+\.md)\)", (SITE / "llms.txt").read_text(encoding="utf-8"))
+    pages = sorted(path.with_suffix(".md").as_posix() for path in PAGES)
+    assert sorted([*listed, "index.md"]) == pages
+    for page in pages:
+        text = (SITE / page).read_text(encoding="utf-8")
+        assert "{toctree}" not in text
+        relative = re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", FENCE.sub("", text))
+        assert [one for one in relative if not (SITE / page).parent.joinpath(one).exists()] == [], page

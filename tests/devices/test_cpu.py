@@ -17,6 +17,7 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
 from pytest_gpumem.measurement import MeasuringError
 from pytest_gpumem.step_config.config import CHECKPOINTS, PRECISIONS
+from pytest_gpumem.torch_support.private_api import bfloat16_instructions
 from pytest_gpumem.torch_support.reachability import storages_of
 from pytest_gpumem.values.events import AllocationEvent, Token
 from tests.locking import state_of
@@ -454,13 +455,19 @@ def test_time_is_that_of_the_monotonic_clock(device, monkeypatch):
 
 def test_the_environment_names_what_moves_the_figures(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "AMD64")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     environment = CpuDevice().environment()
     assert (environment.slug, environment.device) == ("cpu-amd64", "CPU (AMD64)")
     assert dict(environment.details) == {
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_bfloat16": bfloat16_instructions(),
         "machine": proc.machine(),
     }
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert CpuDevice().environment().details["cpu_bfloat16"] == f"{bfloat16_instructions()}, at most AVX2"
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "cpu_bfloat16" not in CpuDevice().environment().details
 
 
 def test_conditions_are_this_threads_waiting_and_what_others_used(device, monkeypatch):

@@ -49,7 +49,7 @@ train()
 def commands(page: str) -> list[str]:
     """The commands of a page that name a device, each once, as they are written but for comments."""
     text = (REPOSITORY / page).read_text(encoding="utf-8")
-    lines = [line for fence in FENCE.finditer(text) if not fence["title"] for line in COMMAND.findall(fence["text"])]
+    lines = [line for fence in FENCE.finditer(text) if not fence["file"] for line in COMMAND.findall(fence["text"])]
     lines = [re.sub(r"\s+#.*", "", line) for line in lines]
     return [
         *dict.fromkeys(
@@ -64,8 +64,9 @@ def project(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     (folder / "train.py").write_text(TRAIN, encoding="utf-8")
     for fence in FENCE.finditer((REPOSITORY / "docs" / "ci.md").read_text(encoding="utf-8")):
-        if fence["title"] in ("model.py", "test_model.py"):
-            (folder / fence["title"]).write_text(fence["text"], encoding="utf-8")
+        name = fence["file"]
+        if name in ("model.py", "test_model.py"):
+            (folder / name).write_text(fence["text"], encoding="utf-8")
     shutil.copytree(REPOSITORY / "example_project" / "tiny_models", folder / "tiny_models")
     run(folder, RECORD)
     return folder

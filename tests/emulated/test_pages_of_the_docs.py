@@ -29,12 +29,12 @@ def files(tmp_path):
     for page in PAGES:
         stem = PurePosixPath(page).stem
         for block in blocks_of(page):
-            if block.language != "python" and not (block.title or "").endswith(".json"):
+            if block.language != "python" and not (block.file or "").endswith(".json"):
                 continue
-            if not block.title or block.title == RULE or block.title == OTHERS_TOOL.get(stem):
+            if not block.file or block.file == RULE or block.file == OTHERS_TOOL.get(stem):
                 continue
-            name = block.title.replace("test_", f"test_{stem.replace('-', '_')}_", 1)
-            assert name == block.title or not (tmp_path / name).exists()
+            name = block.file.replace("test_", f"test_{stem.replace('-', '_')}_", 1)
+            assert name == block.file or not (tmp_path / name).exists()
             (tmp_path / name).write_text(block.text, encoding="utf-8")
     return tmp_path
 

@@ -266,7 +266,7 @@ def stream_of(actions: list[tuple[str, int, int]], before: dict[int, int]) -> St
         elif action == "free":
             stream.free(number)
         elif action == "snapshot":
-            stream.snapshot(Label(number, CATEGORIES[nbytes % 5], f"h.{number}"))
+            stream.snapshot(Label(number, [*CATEGORIES][nbytes % 5], f"h.{number}"))
         elif action == "close":
             if opened:
                 opened.pop().__exit__(None, None, None)

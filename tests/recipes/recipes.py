@@ -1,36 +1,19 @@
-"""Recipes of CONTRIBUTING.md: their code blocks, applied as written to a copy of the package.
-
-A recipe is a section of a Markdown file. Each of its blocks of code is introduced by a line that says where it goes::
-
-    In `pytest_gpumem/metrics.py`, after `Metric("retained",`:      below the line that has this text
-    In `pytest_gpumem/metrics.py`, before `Metric("retained",`:     above it
-    In `pytest_gpumem/metrics.py`, instead of `old = 1`:            in place of it
-    In `pytest_gpumem/metrics.py`, at the end:
-    In `pytest_gpumem/devices/mine.py`, a new file:
-
-The line may be within a numbered step ("2. The device counts it. In `...`, after `...`:") and ends its paragraph. The text must
-be in one line of the file and no other. The block is indented as that line is, whatever its indentation in the recipe
-(`ruff format` takes it away). Blocks marked ``text`` or ``console`` are for the reader only; any other must be introduced.
-"""
+"""Recipes of docs/development: each has a patch here, which its test applies to a copy of the package."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import dedent, indent
-from typing import TYPE_CHECKING
+from textwrap import dedent
 
 from tests import preloaded
 from tests.heap import hide_what_is_loaded
 
-if TYPE_CHECKING:
-    import subprocess
-
 ROOT = Path(__file__).parents[2]
-_FOR_THE_READER = ("text", "console")
 _RUN = """
 import runpy, sys
 for name in [name for name in sys.modules if name.partition(".")[0] == "pytest_gpumem"]:
@@ -42,81 +25,48 @@ else:
     exec(what, {"__name__": "__main__"})
 """
 """As `python` runs ``-m module`` or ``-c code``, in a process that has loaded torch, and the package from elsewhere."""
-_BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
-_INTRODUCTION = re.compile(
-    r"In\s+`(?P<path>[^`]+)`,\s+(?:(?P<where>after|before|instead\s+of)\s+`(?P<anchor>[^`]+)`|(?P<whole>at\s+the\s+end|a\s+new\s+file)):\s*\Z"
-)
+REDO = """
+To redo the patch {name}.patch in a clone without other changes:
+
+    git apply --3way --index tests/recipes/{name}.patch     # or make the edits by hand, as docs/development/{name}.md says
+    git diff HEAD -U1 -- pytest_gpumem > /tmp/{name}.patch  # once conflicts are resolved and new files are staged
+    git restore --source=HEAD --staged --worktree pytest_gpumem
+    mv /tmp/{name}.patch tests/recipes/{name}.patch
+"""
 
 
-@dataclass(frozen=True)
-class Edit:
-    """A block of code, and where it goes: ``after``, ``before`` or ``instead of`` a line, ``at the end``, ``a new file``."""
-
-    path: str
-    where: str
-    anchor: str | None
-    code: str
-
-    def apply(self, root: Path) -> None:
-        """Make the edit in the files below ``root``. Raises ``ValueError`` where its place is not there, or not the only one."""
-        file = root / self.path
-        if self.where == "a new file":
-            if file.exists():
-                raise ValueError(f"{self.path} is there already")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(self.code)
-            return
-        lines = file.read_text().splitlines(keepends=True)
-        if self.anchor is None:
-            file.write_text("".join([*lines, self.code]))
-            return
-        places = [number for number, line in enumerate(lines) if self.anchor in line]
-        if len(places) != 1:
-            raise ValueError(f"{self.path} has {len(places)} lines with {self.anchor!r}, expected one")
-        line = lines[places[0]]
-        start = places[0] + (self.where == "after")
-        lines[start : places[0] + (self.where != "before")] = [indent(self.code, line[: -len(line.lstrip())])]
-        file.write_text("".join(lines))
+def patch_of(name: str) -> Path:
+    """Return the patch of a recipe. ``name`` is that of its page, for example ``"add-a-metric"``."""
+    return Path(__file__).with_name(f"{name}.patch")
 
 
-def recipe(heading: str, file: Path = ROOT / "CONTRIBUTING.md") -> list[Edit]:
-    """The edits of the section with this heading. Raises ``ValueError`` for a block of code that nothing introduces."""
-    edits = []
-    section = _section(file.read_text(), heading)
-    for block in _BLOCK.finditer(section):
-        if block["language"] in _FOR_THE_READER:
-            continue
-        found = _INTRODUCTION.search(section[: block.start()])
-        if found is None:
-            raise ValueError(f"{file.name}, {heading}: nothing says where this goes:\n{block['code']}")
-        where = " ".join((found["where"] or found["whole"]).split())
-        edits.append(Edit(found["path"], where, found["anchor"], dedent(block["code"])))
-    return edits
+def files_of(name: str) -> set[str]:
+    """Return the files that the patch of a recipe changes or adds."""
+    return set(re.findall(r"^\+\+\+ b/(.+)$", patch_of(name).read_text(encoding="utf-8"), flags=re.MULTILINE))
 
 
-def _section(text: str, heading: str) -> str:
-    """What is below a heading, up to the next of its level or above."""
-    start = re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)
-    if start is None:
-        raise ValueError(f"no section {heading!r}")
-    end = re.compile(rf"^#{{1,{len(start[1])}}} ", re.MULTILINE).search(_without_code(text), start.end())
-    return text[start.end() : end.start() if end else len(text)]
+def copy_of_the_package(folder: Path, name: str) -> Package:
+    """Copy the package into ``folder``, and apply the patch of the recipe ``name`` to the copy.
 
+    The copy has the compiled files, too: Python ignores those of a file that the patch changes.
 
-def _without_code(text: str) -> str:
-    """The text with its blocks blanked, in which a comment is no heading."""
-    return _BLOCK.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), text)
-
-
-def copy_of_the_package(folder: Path, edits: list[Edit]) -> Package:
-    """A copy of the package in ``folder`` with these edits made.
-
-    It has the compiled files, too: those of a file that was edited, or that is newer, are not used.
+    Raises:
+        ValueError: The patch does not apply. The message has what git says, and how to redo the patch.
     """
     shutil.copytree(ROOT / "pytest_gpumem", folder / "pytest_gpumem")
-    for edit in edits:
-        edit.apply(folder)
+    apply_patch(folder, name)
     return Package(folder)
+
+
+def apply_patch(folder: Path, name: str) -> None:
+    """Apply the patch of the recipe ``name`` to the files in ``folder``, by `git apply`, which needs no repository."""
+    # Within a repository, git would count paths from its root, and skip those outside of ``folder``.
+    outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    done = subprocess.run(
+        ["git", "apply", patch_of(name)], cwd=folder, env=outside, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ValueError(f"{name}.patch no longer applies to the package:\n{done.stderr}{REDO.format(name=name)}")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""The recipe "Add a checkpointing kind": what it adds checkpoints a model, and is known wherever kinds are."""
+"""The recipe docs/development/add-a-checkpointing-kind.md: the new kind checkpoints a model, and is known wherever kinds are."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
+from tests.recipes.recipes import copy_of_the_package, files_of, write_tests
 
 MODEL = """
     import pytest
@@ -32,9 +32,8 @@ MODEL = """
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    edits = recipe("Add a checkpointing kind", ROOT / "CONTRIBUTING.md")
-    assert len({edit.path for edit in edits}) <= 2
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
+    assert len(files_of("add-a-checkpointing-kind")) == 1
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), "add-a-checkpointing-kind")
 
 
 @pytest.mark.thorough

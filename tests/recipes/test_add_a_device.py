@@ -1,13 +1,12 @@
-"""The recipe "Add a device" makes a device: followed to the letter, but that the XPU's tensors are the host's."""
+"""The recipe docs/development/add-a-device.md: its device gates tests. Here the tensors of the XPU are the host's."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
+from tests.recipes.recipes import ROOT, copy_of_the_package, write_tests
 
 THERE, HERE = 'torch.device("xpu", torch.xpu.current_device())', 'torch.device("cpu")'
 NO_XPU = "import sys; from pytest_gpumem.devices.registry import BUILT_IN; BUILT_IN['xpu']()"
@@ -42,11 +41,12 @@ def test_step(gpumem):
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """The package with the recipe's edits."""
-    edits = recipe("Add a device", ROOT / "CONTRIBUTING.md")
-    assert sum(edit.code.count(THERE) for edit in edits) == 1
-    on_the_host = [replace(edit, code=edit.code.replace(THERE, HERE)) for edit in edits]
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), on_the_host)
+    package = copy_of_the_package(tmp_path_factory.mktemp("package"), "add-a-device")
+    device = package.folder / "pytest_gpumem/devices/xpu.py"
+    code = device.read_text()
+    assert code.count(THERE) == 1
+    device.write_text(code.replace(THERE, HERE))
+    return package
 
 
 def test_a_device_that_was_added_by_the_recipe_gates(package, tmp_path):

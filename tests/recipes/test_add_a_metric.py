@@ -1,4 +1,4 @@
-"""The recipe "Add a metric", as written: the metric is measured, shown, reported, stored and gated."""
+"""The recipe docs/development/add-a-metric.md: the metric is measured, shown, reported, stored and gated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import jsonschema
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
+from tests.recipes.recipes import copy_of_the_package, files_of, write_tests
 
-EDITS = recipe("Add a metric", ROOT / "CONTRIBUTING.md")
 IN_PARTS = """
 import pytest
 import torch
@@ -34,7 +33,7 @@ print(json.dumps(report_schema()))
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), EDITS)
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), "add-a-metric")
 
 
 def run(package, project, code, *arguments):
@@ -55,7 +54,7 @@ def recorded(package, tmp_path_factory):
 
 
 def test_the_recipe_touches_four_files():
-    assert len({edit.path for edit in EDITS}) == 4
+    assert len(files_of("add-a-metric")) == 4
 
 
 def test_the_metric_is_measured_and_shown(recorded):

@@ -1,4 +1,4 @@
-"""The recipe "Add a report format": a session writes the new format, help lists it, and it is loaded where it is written."""
+"""The recipe docs/development/add-a-report-format.md: a session writes the new format, and help lists it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
+from tests.recipes.recipes import copy_of_the_package, files_of, write_tests
 
 TESTS = """
     import sys
@@ -25,9 +25,8 @@ TESTS = """
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    edits = recipe("Add a report format", ROOT / "CONTRIBUTING.md")
-    assert len({edit.path for edit in edits}) <= 2
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
+    assert len(files_of("add-a-report-format")) == 2
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), "add-a-report-format")
 
 
 def test_a_session_writes_the_new_format(package, tmp_path):
@@ -53,7 +52,7 @@ def test_help_and_the_message_about_a_wrong_suffix_list_it(package, tmp_path):
     write_tests(tmp_path, TESTS)
     options = " ".join(package.pytest(tmp_path, "--help").stdout.split())
     assert (
-        ".json for programs and `gpumem merge`, .csv for spreadsheets, .sarif for code scanning; may be repeated"
+        ".json for programs and `gpumem merge`, .csv for spreadsheets, .sarif for code scanning. May be repeated"
         in options
     )
     merge = " ".join(package.run(tmp_path, "-m", "pytest_gpumem.cli.main", "merge", "--help").stdout.split())

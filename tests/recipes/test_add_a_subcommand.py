@@ -1,10 +1,10 @@
-"""The recipe "Add a subcommand", as written: the command runs, is in the help of all, and gives its exit statuses."""
+"""The recipe docs/development/add-a-subcommand.md: the command runs, is in the help, and has its exit statuses."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
+from tests.recipes.recipes import copy_of_the_package, files_of, write_tests
 
 TESTS = """
     import pytest
@@ -20,9 +20,8 @@ TESTS = """
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    edits = recipe("Add a subcommand", ROOT / "CONTRIBUTING.md")
-    assert len({edit.path for edit in edits}) == 2
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
+    assert len(files_of("add-a-subcommand")) == 2
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), "add-a-subcommand")
 
 
 def gpumem(package, folder, *words):

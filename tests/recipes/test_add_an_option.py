@@ -1,10 +1,10 @@
-"""The recipe "Add an option with its setting", as written: typed, as a key, in help, and with wrong values."""
+"""The recipe docs/development/add-an-option.md: typed, as a key, in help, and with wrong values."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.recipes.recipes import ROOT, copy_of_the_package, recipe, write_tests
+from tests.recipes.recipes import copy_of_the_package, files_of, write_tests
 
 TESTS = """
     import pytest
@@ -20,9 +20,8 @@ SHOWN = "test_steps.py::test_ones"
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    edits = recipe("Add an option with its setting", ROOT / "CONTRIBUTING.md")
-    assert len({edit.path for edit in edits}) == 4
-    return copy_of_the_package(tmp_path_factory.mktemp("package"), edits)
+    assert len(files_of("add-an-option")) == 4
+    return copy_of_the_package(tmp_path_factory.mktemp("package"), "add-an-option")
 
 
 @pytest.mark.thorough
@@ -64,4 +63,4 @@ def test_the_help_of_pytest_and_of_gpumem_run_has_it(package, tmp_path):
     write_tests(tmp_path, TESTS)
     for words in (("-m", "pytest", "--help"), ("-m", "pytest_gpumem.cli.main", "run", "--help")):
         said = " ".join(package.run(tmp_path, *words).stdout.split())
-        assert "how much the end of the run shows, whatever -v says" in said
+        assert "How much the end of the run shows, whatever -v says." in said

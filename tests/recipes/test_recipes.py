@@ -1,33 +1,58 @@
-"""Blocks of recipes that have no place of their own are refused. That the others find theirs, each recipe shows."""
+"""Each recipe has its patch, each patch its page, and a patch that does not apply says how to redo it."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import pytest
 
-from tests.recipes.recipes import Edit, recipe
+from tests.pages import blocks_of, read
+from tests.recipes.recipes import ROOT, apply_patch, files_of, patch_of
 
-FILE = "one = 1\ntwo = 2\n"
-
-
-def test_a_new_file_is_written_and_none_is_replaced(tmp_path):
-    edit = Edit("folder/new.py", "a new file", None, "new\n")
-    edit.apply(tmp_path)
-    assert (tmp_path / "folder/new.py").read_text() == "new\n"
-    with pytest.raises(ValueError, match="there already"):
-        edit.apply(tmp_path)
+RECIPES = sorted(path.stem for path in (ROOT / "docs/development").glob("add-*.md"))
 
 
-@pytest.mark.parametrize(("anchor", "lines"), [("three", 0), ("=", 2)])
-def test_an_anchor_that_is_not_in_just_one_line_is_refused(tmp_path, anchor, lines):
-    (tmp_path / "numbers.py").write_text(FILE)
-    with pytest.raises(ValueError, match=f"{lines} lines with"):
-        Edit("numbers.py", "after", anchor, "new\n").apply(tmp_path)
-    assert (tmp_path / "numbers.py").read_text() == FILE
+def test_every_recipe_has_a_patch_and_every_patch_a_recipe():
+    assert sorted(path.stem for path in patch_of("").parent.glob("*.patch")) == RECIPES
+    assert len(RECIPES) == 6
 
 
-def test_an_unknown_heading_and_a_block_that_nothing_introduces_are_refused(tmp_path):
-    file = tmp_path / "recipes.md"
-    file.write_text("# Add\n\nSomewhere:\n\n```python\nx = 1\n```\n")
-    for heading, said in (("Remove", "no section"), ("Add", "nothing says where")):
-        with pytest.raises(ValueError, match=said):
-            recipe(heading, file)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_links_its_patch_and_shows_code_from_it(name):
+    page = f"docs/development/{name}.md"
+    assert f"](../../tests/recipes/{name}.patch)" in read(page)
+    added = re.findall(r"^\+(?!\+\+ )(.*)", patch_of(name).read_text(), flags=re.MULTILINE)
+    shown = [line for block in blocks_of(page) if block.language == "python" for line in block.text.splitlines()]
+    assert shown
+    assert [line for line in shown if _code(line) not in _code("".join(added))] == []
+
+
+def _code(text: str) -> str:
+    """Return a text without spaces and commas, which depend on the length of a line and on its place in a table."""
+    return re.sub(r"[\s,]", "", text)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_names_every_file_that_its_patch_changes(name):
+    page = read(f"docs/development/{name}.md")
+    assert {file for file in files_of(name) if file not in page} == set()
+
+
+def test_a_patch_that_does_not_apply_is_named_with_the_file_and_the_way_to_redo_it(tmp_path):
+    (tmp_path / "pytest_gpumem/step_config").mkdir(parents=True)
+    (tmp_path / "pytest_gpumem/step_config/checkpoint_kinds.py").write_text("changed = 1\n")
+    with pytest.raises(ValueError, match=r"add-a-checkpointing-kind\.patch no longer applies") as error:
+        apply_patch(tmp_path, "add-a-checkpointing-kind")
+    assert "error: patch failed: pytest_gpumem/step_config/checkpoint_kinds.py:" in str(error.value)
+    assert "git apply --3way --index tests/recipes/add-a-checkpointing-kind.patch" in str(error.value)
+
+
+def test_a_patch_applies_in_a_folder_of_a_repository_too(tmp_path):
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    folder = tmp_path / "copy"
+    file = folder / "pytest_gpumem/reports/formats.py"
+    file.parent.mkdir(parents=True)
+    file.write_text((ROOT / "pytest_gpumem/reports/formats.py").read_text())
+    apply_patch(folder, "add-a-report-format")
+    assert re.search(r"^    Format\(\"\.csv\",", file.read_text(), flags=re.MULTILINE)

@@ -15,6 +15,7 @@ from pytest_gpumem.step_config.config import (
     AXES,
     CACHES,
     CHECKPOINTS,
+    COMPILER_MODES,
     COMPILES,
     OPTIMIZERS,
     PRECISIONS,
@@ -126,11 +127,11 @@ VALUES = {
     "precision": st.sampled_from([None, *PRECISIONS]),
     "checkpoint": CHECKPOINT_TEXTS,
     "blocks": st.none() | st.from_regex(r"[a-z0-9_.*]{1,12}", fullmatch=True),
-    "optimizer": st.sampled_from(OPTIMIZERS),
+    "optimizer": st.sampled_from([*OPTIMIZERS]),
     "clip": st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False),
-    "zero_grad": st.sampled_from(ZERO_GRADS),
+    "zero_grad": st.sampled_from([*ZERO_GRADS]),
     "accumulate": st.integers(1, 10**6),
-    "compile": st.sampled_from(COMPILES),
+    "compile": st.sampled_from([*COMPILES]),
     "cache": st.sampled_from([None, *CACHES]),
     "weights": st.sampled_from([None, *WEIGHTS]),
     "shard": st.sampled_from(
@@ -188,7 +189,7 @@ def configs(draw) -> StepConfig:
     if not kind.on_blocks:
         values["blocks"] = None
     if kind.part_of_compiler:
-        values["compile"] = draw(st.sampled_from([word for word in COMPILES[1:] if "eager" not in word]))
+        values["compile"] = draw(st.sampled_from(COMPILER_MODES))
     if values["precision"] in ("amp-fp16", "amp-bf16", "tf32"):
         values["weights"] = None
     _made_consistent(values, kind)

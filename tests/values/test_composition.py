@@ -50,7 +50,7 @@ NAMES = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="|"
 TENSORS = st.sampled_from(["", "float32[8, 12, 64]", "bool[]", "int64[3]"]) | NAMES.filter(lambda text: text != "block")
 ROWS = st.builds(
     Row,
-    category=st.sampled_from(CATEGORIES),
+    category=st.sampled_from([*CATEGORIES]),
     nbytes=st.integers(0, 2**60),
     module=NAMES,
     site=NAMES,

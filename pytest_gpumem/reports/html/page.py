@@ -138,7 +138,26 @@ class Page:
 
 
 def html(report: SessionReport) -> str:
-    """Return the page. Raises ``ImportError`` where plotly or jinja2 is not installed (extra ``report``)."""
+    """Return an HTML page in one file of about 5 MB, mostly plotly.js, that fetches nothing.
+
+    It needs the extra ``report`` (plotly and jinja2). Without the extra, asking for the file is a usage error before any test
+    runs. The Content-Security-Policy forbids every request, and every script but the page's own. Without JavaScript the page
+    has everything but the charts.
+
+    - The headline is the gate's: it passed, it failed, or nothing was gated. The accounting line and the reasons follow.
+    - The table has a line for each test, failing tests first. If a test has several measurements, the figures come from the
+      measurement with the worst verdict. If a metric without a column decided the verdict, its change stands in place of the
+      peak's, with its name. A test that is the only one to fail is open at first.
+    - A test that is opened shows for each measurement the explanation of the metrics that changed; memory over the step by
+      category; each metric as a bar from 0 to twice the baseline (or the budget), beside baseline, tolerance and budget; the
+      composition of the peak; and the rounds of the step's time, with disturbed rounds marked, the median, its 95 % interval
+      and the baseline's median. Tables have up to 30 rows. The failure follows as pytest printed it.
+    - A matrix of configs has its table and, with times, a chart of saving against cost.
+    - The anchor of a test has its name and a digest of its id, and is the same in every report.
+
+    Raises:
+        ImportError: plotly or jinja2 is not installed.
+    """
     return document("page.html.jinja", page=page_of(report), report=report)
 
 

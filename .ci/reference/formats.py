@@ -1,0 +1,286 @@
+"""The pages of the formats: reports, made from their renderers and the schema, and the files of the store."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.baselines.folder import Folder
+from pytest_gpumem.baselines.format import ENTRY_KEYS, FILE_KEYS
+from pytest_gpumem.baselines.store import Store
+from pytest_gpumem.explain.artifacts import TIMELINE_KEYS, Artifacts
+from pytest_gpumem.exports.formats import bencher, github_action_benchmark, openmetrics
+from pytest_gpumem.exports.tensorboard import write_scalars
+from pytest_gpumem.gate.difference import Difference, Moved
+from pytest_gpumem.gate.graph_changes import GraphChange
+from pytest_gpumem.gate.verdict import Cell, FormerTest, Location, MetricVerdict, Origin, TestVerdict, Verdict
+from pytest_gpumem.measurement import Environment, Measurement, Workload
+from pytest_gpumem.reports.files import ReportFiles
+from pytest_gpumem.reports.formats import FORMATS, Format
+from pytest_gpumem.reports.json_report import report_schema
+from pytest_gpumem.reports.results import Renaming, TestResult
+from pytest_gpumem.reports.session_report import SessionReport, Stored, Terms
+from pytest_gpumem.runtest.judging import record_verdict
+from pytest_gpumem.values.composition import Composition, Explanation, Holder
+from pytest_gpumem.values.interference import Slowed
+from pytest_gpumem.values.plain import KEY
+from pytest_gpumem.values.selection import Selection
+from pytest_gpumem.values.step_peaks import StepPeaks
+from pytest_gpumem.values.timeline import OverTime, PhaseSpan
+from pytest_gpumem.values.times import SampleColumns, Times
+from reference.markdown import attribute_docstrings, docstring, page, paragraphs, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+Schema = dict[str, Any]
+EXPORTS: dict[str, Callable[..., object]] = {
+    "github-action-benchmark": github_action_benchmark,
+    "bencher": bencher,
+    "openmetrics": openmetrics,
+    "tensorboard": write_scalars,
+}
+CLASSES: dict[str, type] = {
+    "report": SessionReport,
+    "terms": Terms,
+    "selection": Selection,
+    "stored": Stored,
+    "result": TestResult,
+    "renaming": Renaming,
+    "candidate": FormerTest,
+    "test_verdict": TestVerdict,
+    "cell": Cell,
+    "location": Location,
+    "verdict": Verdict,
+    "metric": MetricVerdict,
+    "origin": Origin,
+    "difference": Difference,
+    "moved": Moved,
+    "graph_change": GraphChange,
+    "measurement": Measurement,
+    "workload": Workload,
+    "environment": Environment,
+    "step_peaks": StepPeaks,
+    "explanation": Explanation,
+    "holder": Holder,
+    "composition": Composition,
+    "over_time": OverTime,
+    "phases": PhaseSpan,
+    "times": Times,
+    "sample": SampleColumns,
+    "slowed": Slowed,
+}
+"""The classes whose fields the objects of a report are, by the object's name in the schema."""
+EXAMPLE = """```toml
+format = 1
+
+[tests.test_forward.call]
+environment = "torch-2.13.0+cpu-b67355"
+recorded = "2026-11-21"
+step = "call"
+peak_allocated = 13641728
+retained = 0
+cyclic_garbage = 0
+composition = [
+    "parameter | Sequential.* |  |  |  | 1 x float32[2048, 512] | 4194304",
+    "parameter | Sequential.* |  |  |  | 1 x float32[512, 2048] | 4194304",
+    "activation | Sequential.* | addmm | test_mlp.py:14 |  | 1 x float32[256, 2048] | 2097152",
+    "activation | Sequential.* | gelu | test_mlp.py:14 |  | 1 x float32[256, 2048] | 2097152",
+    "activation | Sequential.* | addmm | test_mlp.py:14 |  | 1 x float32[256, 512] | 524288",
+]
+
+[tests.test_train_step.train_step]
+environment = "torch-2.13.0+cpu-b67355"
+recorded = "2026-11-21"
+step = "train_step"
+config = "fp32"
+parameters = 2099712
+batch = "float32[256, 512]"
+peak_allocated = 42516512
+peak_forward = 30963744
+peak_backward = 36732952
+peak_optimizer = 42516512
+retained = 0
+cyclic_garbage = 0
+flops = 2684354560
+operators = 56
+syncs = 0
+step_time = 0.03431
+throughput = 7460.0
+composition = [
+    "optimizer state | Sequential.* |  | test_mlp.py:18 |  | 2 x float32[2048, 512] | 8388608",
+    "optimizer state | Sequential.* |  | test_mlp.py:18 |  | 2 x float32[512, 2048] | 8388608",
+    "gradient | Sequential.* | AddmmBackward0 | test_mlp.py:18 |  | 1 x float32[2048, 512] | 4194304",
+    "gradient | Sequential.* | AddmmBackward0 | test_mlp.py:18 |  | 1 x float32[512, 2048] | 4194304",
+    "parameter | Sequential.* |  |  |  | 1 x float32[2048, 512] | 4194304",
+    "parameter | Sequential.* |  |  |  | 1 x float32[512, 2048] | 4194304",
+    "temporary |  | div | test_mlp.py:18 |  | 1 x float32[512, 2048] | 4194304",
+    "temporary |  | sqrt | test_mlp.py:18 |  | 1 x float32[512, 2048] | 4194304",
+]
+
+[environments."torch-2.13.0+cpu-b67355"]
+device = "CPU (x86_64)"
+slug = "cpu-x86_64"
+cpu_capability = "AVX512"
+machine = "AMD EPYC 9575F, 8 cores"
+torch = "2.13.0+cpu"
+```"""
+"""A file of the store, as a run wrote it."""
+
+
+def reports_page() -> str:
+    """Return the page of the formats of reports, of the timeline and of exports."""
+    from pytest_gpumem.reports import github
+
+    return page(
+        "Report formats",
+        "`--gpumem-report=FILE` writes a report in the format that the file's suffix names.",
+        _rest(_text(ReportFiles)),
+        *(_format(one) for one in FORMATS),
+        "## Keys of the JSON report",
+        *json_tables(),
+        f"## GitHub Actions\n\n{paragraphs(github.__doc__ or '')}",
+        "## JUnit XML\n\nA test's verdict is in its `user_properties`, which `--junitxml` writes as `<property>` elements.",
+        _rest(_text(record_verdict)),
+        "## Timeline\n\n`--gpumem-artifacts=DIR` keeps the recording of each step that is explained.",
+        _rest(_text(Artifacts)),
+        table(("key", "meaning"), _rows(TIMELINE_KEYS | attribute_docstrings(OverTime))),
+        table(("key of a phase", "meaning"), _rows(attribute_docstrings(PhaseSpan))),
+        "## Exports\n\n`gpumem export` gives the figures of JSON reports to another tool.",
+        *(f"### `{name}`\n\n{_summary(writer)}" for name, writer in EXPORTS.items()),
+    )
+
+
+def _text(member: object) -> str:
+    return inspect.getdoc(member) or ""
+
+
+def _format(form: Format) -> str:
+    module, _, function = form.renderer.partition(":")
+    renderer = getattr(__import__(module, fromlist=[function]), function)
+    return f"## `{form.suffix}`\n\nPurpose: {form.title}.\n\n{_summary(renderer)}"
+
+
+def _summary(function: Callable[..., object]) -> str:
+    """Return the text of a docstring without its arguments and errors, for who reads the file."""
+    text = docstring(re.split(r"^(?:Args|Raises):$", _text(function), flags=re.MULTILINE)[0]).removeprefix("Return ")
+    return text[0].upper() + text[1:]
+
+
+def _rest(text: str) -> str:
+    """Return a docstring without its first paragraph, which is for who reads the code."""
+    return docstring(text.partition("\n\n")[2])
+
+
+def _rows(texts: Mapping[str, str], none: str = "`null`") -> list[tuple[str, str]]:
+    return [(f"`{name}`", _flat(text, none)) for name, text in texts.items()]
+
+
+def _flat(text: str, none: str = "`null`") -> str:
+    return paragraphs(text).replace("`None`", none).replace("\n", " ")
+
+
+def json_tables() -> Iterator[str]:
+    """Yield a table of keys for each object of a JSON report, the report first."""
+    for name, node in objects().items():
+        rows = [(f"`{key}`", _kind(value, key), meaning(name, key, value)) for key, value in node["properties"].items()]
+        yield f"### The object `{name}`\n\n{table(('key', 'type', 'meaning'), rows)}"
+
+
+def objects() -> dict[str, Schema]:
+    """Return the objects of a report by name, in the order in which they are reached."""
+    found: dict[str, Schema] = {}
+
+    def visit(name: str, node: Schema) -> None:
+        if name in found:
+            return
+        found[name] = node
+        for key, value in node["properties"].items():
+            for inner_name, inner in _objects_in(value, key):
+                visit(inner_name, inner)
+
+    visit("report", report_schema())
+    return found
+
+
+def _objects_in(node: Schema, name: str) -> Iterator[tuple[str, Schema]]:
+    if "$ref" in node:
+        name, node = _target(node)
+    if "properties" in node:
+        yield name, node
+        return
+    for inner in [*node.get("anyOf", ()), node.get("items"), node.get("additionalProperties")]:
+        if isinstance(inner, dict):
+            yield from _objects_in(inner, name)
+
+
+def _target(node: Schema) -> tuple[str, Schema]:
+    name = node["$ref"].rpartition("/")[2]
+    return name, report_schema()["$defs"][name]
+
+
+def meaning(owner: str, key: str, node: Schema) -> str:
+    """Return the meaning of a key: the docstring of the class's field, or the schema's description if no class has the key."""
+    own = CLASSES.get(owner)
+    texts = {} if own is None else {_key(own, name): text for name, text in attribute_docstrings(own).items()}
+    return _flat(texts[key]) if key in texts else node.get("description", "")
+
+
+def _key(owner: type, name: str) -> str:
+    found = {field.name: field.metadata.get(KEY, field.name) for field in fields(owner)}  # type: ignore[arg-type]
+    return found.get(name, name)
+
+
+_NAMED = {"metric_name": "name of a metric", "whole_metric": "name of a metric", "number": "number"}
+"""Types that have a name in the schema and another one for people."""
+
+
+def _kind(node: Schema, name: str) -> str:
+    """Return the type of a value in words, with a link to the table of an object."""
+    if "$ref" in node:
+        name, node = _target(node)
+    kinds = [_kind(one, name) for one in node.get("anyOf", ())] or [node.get("type", "string")]
+    if "properties" in node:
+        kinds = [f"[{name}](#the-object-{name})"]
+    elif "const" in node:
+        kinds = ["integer"]
+    elif kinds == ["array"]:
+        kinds = [_kind_of_array(node, name)]
+    elif kinds == ["object"]:
+        inner = [*node.get("patternProperties", {}).values(), node["additionalProperties"]]
+        kinds = [f"object of {' or '.join(_kind(one, name) for one in inner)}"]
+    elif isinstance(kinds[0], list):
+        kinds = kinds[0]
+    return _NAMED.get(name) or " or ".join([*kinds, *(["null"] if None in node.get("enum", ()) else [])])
+
+
+def _kind_of_array(node: Schema, name: str) -> str:
+    if "prefixItems" in node:
+        return f"[{', '.join(_kind(one, name) for one in node['prefixItems'])}]"
+    return f"array of {_kind(node['items'], name)}"
+
+
+def store_page() -> str:
+    """Return the page of the files of the store."""
+    from pytest_gpumem.baselines import format as baseline_format
+
+    workload, environment = attribute_docstrings(Workload), attribute_docstrings(Environment)
+    details = environment.pop("details")
+    return page(
+        "Format of the store",
+        "The store is a folder of TOML files with the baselines of each device and test file.",
+        "The page on the concept: [the store](../concepts/store.md).",
+        f"## The folder\n\n{_rest(_text(Store))}",
+        docstring(_text(Folder)),
+        f"## A file\n\n{_rest(_text(baseline_format))}",
+        "This file comes from `pytest --gpumem-update=new` with two tests of the [README](../../README.md#start-with-a-test):",
+        EXAMPLE,
+        f"## Keys of a file\n\n{table(('key', 'meaning'), _rows(FILE_KEYS))}",
+        "## Keys of a measurement",
+        "Each [metric](metrics.md) that the measurement has is a key as well.",
+        table(("key", "meaning"), _rows(workload | ENTRY_KEYS, "Absent")),
+        f"## Keys of an environment\n\n{table(('key', 'meaning'), _rows(environment))}",
+        f"The other keys are the environment's details. {_flat(details)}",
+    )
