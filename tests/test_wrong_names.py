@@ -163,6 +163,8 @@ WRONG = {
     "no model": "gpumem.train_step(3, BATCH)",
     "name": "gpumem.measure(make, name=3)",
     "items": 'gpumem.measure(make, items="x")',
+    "no function": "gpumem.measure(BATCH.sum())",
+    "no step to repeat": "gpumem.assert_no_growth(BATCH)",
     "load": "gpumem.load(3)",
     "steps": "gpumem.loop([1, 2])",
     "growth": "gpumem.assert_no_growth(make, steps=0)",
