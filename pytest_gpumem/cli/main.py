@@ -56,6 +56,17 @@ class _LazyGroup(click.Group):
         commands = [CompletionItem(name, help=line) for name, line in COMMANDS.items() if name.startswith(incomplete)]
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ImportError as error:
+            from pytest_gpumem.emulation.load import emulation_hint
+
+            hint = emulation_hint(str(error), "--device=emulated:h100")
+            if hint is None:
+                raise
+            raise click.UsageError(hint) from None
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import Cell
 
 
-class Command(NamedTuple):
-    """A command that runs an item again. Options go between ``words`` (``gpumem run``) and ``rest`` (``train.py``)."""
-
-    words: tuple[str, ...]
-    rest: tuple[str, ...] = ()
-
-
-COMMAND: pytest.StashKey[Command] = pytest.StashKey()
-"""The command that runs an item again, if pytest with the item's id does not."""
 ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
 """The argument of pytest that an item needs: ``--gpumem-model=NAME`` for a model that is not in the settings."""
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
