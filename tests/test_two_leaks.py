@@ -17,13 +17,13 @@ FIRST, SECOND, TABLE = [], [], {}
 
 def one(x):
     y = x @ x
-    {first}
+    FIRST_KEEPS
     return y
 
 
 def other(x):
     z = x.exp()
-    {second}
+    SECOND_KEEPS
     return z
 """
 STEP = """
@@ -48,7 +48,7 @@ REPORTS = [f"--gpumem-report=r.{suffix}" for suffix in ("json", "html", "md")]
 
 
 def write(project, first: str, second: str) -> None:
-    project.write(STORES.format(first=first, second=second), "stores.py")
+    project.write(STORES.replace("FIRST_KEEPS", first).replace("SECOND_KEEPS", second), "stores.py")
 
 
 def red(project, before: tuple[str, str], test: str) -> tuple[list[str], dict[str, object], list[str]]:

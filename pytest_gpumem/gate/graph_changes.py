@@ -90,13 +90,35 @@ class GraphChanges:
     function_at: Mapping[str, str]
 
     def of_rows(self, rows: Iterable[Row]) -> tuple[GraphChange, ...]:
-        """Return the changes that rows with more bytes follow from, the outermost modules only."""
+        """Return the changes that rows with more bytes follow from, the outermost modules and functions only."""
         found: dict[GraphChange, set[str]] = {}
         for row in rows:
             for change in self._around(row):
                 found.setdefault(change, set()).add(_line(row) if is_function(change.module) else row.module)
-        changes = (replace(change, within=tuple(sorted(within))) for change, within in found.items())
+        changes = self._joined(replace(change, within=tuple(sorted(within))) for change, within in found.items())
         return tuple(sorted(changes, key=lambda change: (change.module, change.kind)))
+
+    def _joined(self, changes: Iterable[GraphChange]) -> Iterator[GraphChange]:
+        """Yield changes with those joined that follow from one part of a function.
+
+        Example:
+            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. The call of ``teacher`` is named, because its line
+            says more than a part of ``step()``. If the block calls several modules and functions, ``step()`` is named.
+        """
+        groups: dict[tuple[Kind, str], list[GraphChange]] = {}
+        for change in changes:
+            groups.setdefault((change.kind, self._partly_changed_around(change) or change.module), []).append(change)
+        for (kind, function), group in groups.items():
+            called = [change for change in group if change.module != function]
+            named = called if len(called) == 1 else [*self._change(kind, function)] if called else group
+            within = {place for change in group for place in change.within}
+            yield from (replace(change, within=tuple(sorted(within))) for change in named)
+
+    def _partly_changed_around(self, change: GraphChange) -> str:
+        """Return the function in which autograd now records the operators of a part, if it has all calls; else empty."""
+        functions = {self.function_at.get(line, "") for line in change.lines}
+        function = functions.pop() if len(functions) == 1 else ""
+        return function if function and self._was(change.kind, function) is not None else ""
 
     def explain(self, row: Row) -> bool:
         """Return whether a row with more bytes follows from such a change."""
@@ -117,7 +139,10 @@ class GraphChanges:
             for module in sorted(self._outermost(kind, row.module, frozenset())):
                 yield from self._change(kind, module)
             return
-        yield from self._change("no_grad", self.function_at.get(_line(row), ""))
+        function = self.function_at.get(_line(row), "")
+        if self._was("no_grad", function) is not None:
+            for outer in sorted(self._outermost("no_grad", function, frozenset())):
+                yield from self._change("no_grad", outer)
 
     def _change(self, kind: Kind, module: str) -> Iterator[GraphChange]:
         was = self._was(kind, module)
@@ -126,9 +151,18 @@ class GraphChanges:
             yield GraphChange(kind, module, tuple(lines), was, self._calls(kind)[module])
 
     def _outermost(self, kind: Kind, module: str, seen: frozenset[str]) -> set[str]:
-        """Return the outermost changed modules that a changed module was called in, or itself."""
-        around = {caller.module for caller in self.callers.get(module, ())} - seen - {module, ""}
-        changed = [outer for outer in around if self._was(kind, outer) is not None]
+        """Return the outermost changed modules and functions that a changed one was called in, or itself.
+
+        A function of which only a part changed may have other calls outside of this part.
+        """
+        callers = self.callers.get(module, ())
+        around = {caller.module for caller in callers} | {self.function_at.get(caller.line, "") for caller in callers}
+        around -= seen | {module, ""}
+        changed = [
+            outer
+            for outer in around
+            if (was := self._was(kind, outer)) is not None and not (is_function(outer) and was.others)
+        ]
         if not changed:
             return {module}
         return {found for outer in changed for found in self._outermost(kind, outer, seen | {module})}
