@@ -185,6 +185,21 @@ def difference_of_peaks(
         function_at: The function of each line now.
     """
     graph = GraphChanges(before, after, callers or {}, function_at or {})
+    found = _difference_of_peaks(before, after, phases_before, phases, graph)
+    # If a part of the step has a backward now, the peak may move there although nothing grew in the phase that is compared.
+    is_open = found.moved is not None and not found.graph
+    recorded = [row for row in after.rows if graph.explain_for_certain(row)] if is_open else []
+    is_cause = sum(row.nbytes for row in recorded) >= LEAST_SHARE * (after.total - before.total)
+    return replace(found, graph=graph.of_rows(recorded)) if recorded and is_cause else found
+
+
+def _difference_of_peaks(
+    before: Composition,
+    after: Composition,
+    phases_before: Mapping[str, Composition],
+    phases: Mapping[str, Composition],
+    graph: GraphChanges,
+) -> Difference:
     there = phases.get(before.phase)
     if not before.phase or not after.phase or before.phase == after.phase:
         return difference(before, after, graph)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.gate.difference import Change, Difference
+    from pytest_gpumem.gate.graph_changes import GraphChange
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
     from pytest_gpumem.values.composition import Holder, Row
     from pytest_gpumem.values.operator_counts import Tally
@@ -367,6 +368,10 @@ def _parts_of_peak(verdict: Verdict, held: Mapping[Place, Sequence[_Held]]) -> d
     if difference is None:
         return {}
     parts = _summed(part for change in difference.changes for part in _of_change(change, difference, held))
+    if explanation is not None and difference.moved is not None and not any(part.amount > 0 for part in parts.values()):
+        # The peak moved to the backward of what autograd records now.
+        kept = ((cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row))
+        parts |= _summed(_of_graph(cause, row, row.nbytes) for cause, row in kept)
     if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
         retained = explanation.retained.rows
         parts = {**_summed(part for row in retained for part in _at_holders(row, row.nbytes, held)), **parts}
@@ -468,13 +473,19 @@ def _of_change(
     The place is the caller's if the change follows from a change of the graph, else the holder's if there is one in ``held``.
     """
     cause = next((one for one in difference.graph if change.nbytes > 0 and one.explains(change.row)), None)
-    of_row = _of_row(change.row, change.nbytes, change.reason)
-    if cause is None or of_row is None:
-        return _at_holders(change.row, change.nbytes, held, change.reason)
-    lines = cause.lines if len(cause.lines) == 1 else ()
-    part = replace(of_row[1], lines=lines, module=cause.module, reason=cause.sentence)
+    of_graph = None if cause is None else _of_graph(cause, change.row, change.nbytes)
+    return _at_holders(change.row, change.nbytes, held, change.reason) if of_graph is None else [of_graph]
+
+
+def _of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Part] | None:
+    """Return the place and the part of a row that follows from a change of the graph."""
+    of_row = _of_row(row, nbytes)
+    if of_row is None:
+        return None
+    lines = cause.lines if len(cause.lines) == 1 or cause.is_of_a_part else ()
     # Of several possible callers all are the place: calls elsewhere are another cause.
-    return [(Place(" or ".join(map(without_release, cause.lines)), cause.module), part)]
+    place = Place(" or ".join(map(without_release, cause.lines)), cause.module)
+    return place, replace(of_row[1], lines=lines, module=cause.module, reason=cause.sentence)
 
 
 def _of_tally(tally: Tally) -> tuple[Place, Part]:

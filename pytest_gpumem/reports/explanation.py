@@ -179,8 +179,12 @@ def change_table(
         tuple(parts),
         counted(others, "other change") if others else "",
         format_bytes_change(rest, units) if others else "",
-        first=tuple(one.sentence for one in difference.graph),
+        first=_sentences(difference),
     )
+
+
+def _sentences(difference: Difference) -> tuple[str, ...]:
+    return tuple(change.sentence for change in difference.graph)
 
 
 def _parts_of(change: Change, units: UnitSystem, largest: int) -> Iterator[Part]:
@@ -401,9 +405,8 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
     is_all = bool(tables) and (moved is None or moved.compared == moved.after)
     if not is_all and moved is not None and explanation is not None and moved.before in explanation.other_phases:
         only_here = _not_in(explanation.other_phases[moved.before], explanation.peak)
-        tables.append(
-            composition_table(f"in {moved.after}, not in {moved.before}{explained_on(verdict)}", only_here, units)
-        )
+        table = composition_table(f"in {moved.after}, not in {moved.before}{explained_on(verdict)}", only_here, units)
+        tables.append(table if tables or difference is None else replace(table, first=_sentences(difference)))
     if tables:
         return [*map(Explained, tables[:-1]), Explained(tables[-1], lines, notes)]
     if explanation is None:
