@@ -13,6 +13,7 @@ STORES = """
 import torch
 
 FIRST, SECOND, TABLE = [], [], {}
+X = torch.ones(256, 256)
 
 
 def one(x):
@@ -95,8 +96,10 @@ def test_two_leaks_that_cannot_be_told_apart_are_one_of_two(project):
 
 def test_leaks_in_a_closure_and_in_a_module_have_their_lines_at_the_peak(project):
     closure = STEP.replace("    gpumem", "    seen = []\n\n    def step():\n        PLANT\n\n    gpumem")
-    closure = closure.replace("lambda: (stores.one(x) + stores.other(x)).sum()", "step")
-    step = "y = stores.one(x)\n        {keep}\n        return (y + stores.other(x)).sum()"
+    closure = closure.replace("    x = torch.ones(256, 256)\n", "").replace(
+        "lambda: (stores.one(x) + stores.other(x)).sum()", "step"
+    )
+    step = "y = stores.one(stores.X)\n        {keep}\n        return (y + stores.other(stores.X)).sum()"
     write(project, "pass", "pass")
     project.write(closure.replace("PLANT", step.format(keep="len(seen)")))
     project.run(*RECORD)
