@@ -164,7 +164,9 @@ def _class(owner: type) -> str:
         rows = [(f"`{category}`", rule) for category, rule in CATEGORIES.items()]
         parts += [
             "### Categories",
-            "The first rule that holds decides the category of a block.",
+            "The first rule that holds decides the category of a block. Parameters, buffers, gradients and optimizer state are "
+            "looked for when the recording begins and ends, at the boundaries of phases, after `backward()` and around an "
+            "optimizer's step. The category holds for the whole life of the block.",
             table(("category", "rule"), rows),
         ]
     return "\n\n".join(parts)

@@ -29,7 +29,7 @@ CATEGORIES = {
     "activation": "Made by Python code in forward, or in a part that is recomputed, and still alive when the innermost "
     "module that made it returned: passed on, saved for backward, or kept. Outside of all modules: still "
     "alive when backward begins its next node.",
-    "temporary": "Made there and freed before; or allocated by a node of the autograd graph in backward; or allocated "
+    "temporary": "Made there and freed before, but after its operator returned; or allocated by a node of the autograd graph in backward; or allocated "
     "and freed in an optimizer's step.",
     "workspace": "Freed before the operator that allocated it, or the call of it, returned. Also the backend's own "
     "memory from earlier steps, without module and line.",
