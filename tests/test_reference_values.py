@@ -22,7 +22,9 @@ from pytest_gpumem.relations.gradients import DEFAULT_TOLERANCES
 from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.reports.json_report import report_schema
 from pytest_gpumem.step_config.config import AXES, FORMS
-from pytest_gpumem.values.composition import CATEGORIES, CompositionError, row_from_text
+from pytest_gpumem.values.composition import CATEGORIES, CompositionError, Holder, row_from_text
+from pytest_gpumem.values.step_peaks import StepPeaks
+from pytest_gpumem.values.times import Times
 from tests.pages import FENCE, blocks_of, read
 
 
@@ -89,7 +91,7 @@ def test_api_every_member_of_the_fixture_has_one_entry_with_its_signature():
 
 @pytest.mark.parametrize(
     "owner",
-    [Composition, Environment, Estimate, Explanation, Measurement, Row, Tolerance],
+    [Composition, Environment, Estimate, Explanation, Measurement, Row, Tolerance, Workload, StepPeaks, Times, Holder],
     ids=lambda one: one.__name__,
 )
 def test_api_every_attribute_and_method_of_a_value_is_told_once(owner):
@@ -98,6 +100,19 @@ def test_api_every_attribute_and_method_of_a_value_is_told_once(owner):
     methods = Counter(heading.partition(".")[2] for heading in entries(entry))
     public = {name for name in dir(owner) if not name.startswith("_")}
     assert attributes + methods == Counter(public - (METRICS.keys() if owner is Measurement else set()))
+
+
+def test_api_every_class_that_a_value_or_method_leads_to_has_an_entry():
+    text = page("values")
+    types = re.findall(r"^- `\w+` \(\[?`([^`]+)`", text, flags=re.MULTILINE)
+    methods = [member for member in vars(Gpumem).values() if inspect.isfunction(member)]
+    types += [str(inspect.signature(method).return_annotation) for method in methods]
+    named = set(re.findall(r"\b(?<!torch\.)[A-Z]\w+", " ".join(types)))
+    # The session gives these to a device; the steps read these from a config.
+    internal = {"Alone", "DeviceLock", "Routing", "SharedMemory", "Checkpointing", "Sharding"}
+    of_python = {"AbstractContextManager", "Generator", "Iterator", "Mapping", "NoReturn", "None", "Sequence"}
+    assert {"Tally", "OverTime", "Loading", "Estimate"} <= named
+    assert named - internal - of_python - set(entries(text)) == set()
 
 
 def test_api_every_item_of_the_values_has_a_meaning():
@@ -152,8 +167,6 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("block", EXAMPLES, ids=lambda block: block.text.splitlines()[0][4:34])
 def test_api_a_session_in_a_page_prints_what_it_shows(block):
-    from pytest_gpumem.values.step_peaks import StepPeaks
-
     names = {"StepConfig": StepConfig, "StepPeaks": StepPeaks, "Tolerance": Tolerance}
     test = doctest.DocTestParser().get_doctest(block.text, names, block.section, None, None)
     assert doctest.DocTestRunner().run(test).failed == 0
