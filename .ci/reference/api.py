@@ -39,6 +39,15 @@ CONCEPTS = (
     "Pages on the concepts: [measuring a peak](../concepts/measuring.md), [composition](../concepts/composition.md), "
     "[step time](../concepts/step-time.md)."
 )
+OVERVIEW = (
+    "Measurements, their parts, devices and errors. The first names are imported from `pytest_gpumem`. The other classes are "
+    "attributes and results of these."
+)
+OF_CATEGORIES = (
+    "The first rule that holds decides the category of a block. Parameters, buffers, gradients and optimizer state are looked "
+    "for when the recording begins and ends, at the boundaries of phases, after `backward()` and around an optimizer's step. The "
+    "category holds for the whole life of the block."
+)
 MODEL = """The examples use this model and batch:
 
 ```python
@@ -130,8 +139,7 @@ def values_page() -> str:
     imported = ", ".join(sorted([*(one.__name__ for one in public), "Gpumem"]))
     return page(
         "Values and errors",
-        "Measurements, their parts, devices and errors. A name that is imported comes from `pytest_gpumem`; the other classes are "
-        "attributes or results of these.",
+        OVERVIEW,
         f"`from pytest_gpumem import {imported}`",
         CONCEPTS,
         "## `__version__`\n\nThe version of pytest-gpumem, a text.",
@@ -164,9 +172,7 @@ def _class(owner: type) -> str:
         rows = [(f"`{category}`", rule) for category, rule in CATEGORIES.items()]
         parts += [
             "### Categories",
-            "The first rule that holds decides the category of a block. Parameters, buffers, gradients and optimizer state are "
-            "looked for when the recording begins and ends, at the boundaries of phases, after `backward()` and around an "
-            "optimizer's step. The category holds for the whole life of the block.",
+            OF_CATEGORIES,
             table(("category", "rule"), rows),
         ]
     return "\n\n".join(parts)
