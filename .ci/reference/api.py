@@ -45,8 +45,8 @@ OVERVIEW = (
 )
 OF_CATEGORIES = (
     "The first rule that holds decides the category of a block. Parameters, buffers, gradients and optimizer state are looked "
-    "for when the recording begins and ends, at the boundaries of phases, after `backward()` and around an optimizer's step. The "
-    "category holds for the whole life of the block."
+    "for when the recording begins and ends, at the boundaries of phases, after `backward()` and around an optimizer's step. "
+    "The category holds for the whole life of the block."
 )
 MODEL = """The examples use this model and batch:
 
