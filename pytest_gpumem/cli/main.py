@@ -129,9 +129,7 @@ def main(context: click.Context) -> None:
 
     ## Colours
 
-    Output has colours on a terminal, unless `TERM` is `dumb`. Three [variables](environment.md) override this, as they do for
-    pytest. The first that is set decides: `PY_COLORS` (`1` or `0`), a `NO_COLOR` that is not empty, a `FORCE_COLOR` that is not
-    empty. On a `dumb` terminal, progress lines are not redrawn.
+    Output has colours as pytest's has: on a terminal, and by the variables `PY_COLORS`, `NO_COLOR`, `FORCE_COLOR` and `TERM`.
 
     ## Completion
 

@@ -146,7 +146,7 @@ class SessionReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The sentences on why the session is red, although no test need have failed.
+        """The sentences on why the session is red, also if no test failed.
 
         With ``--gpumem-baseline``:
 
