@@ -375,6 +375,7 @@ def _write(folder: Path, header: tuple[str, ...], rows: list[Row]) -> None:
     releases = {name: version(name) for name in ("torch", "transformers", "diffusers")}
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(), **releases}
     values = {"environment": machine, "rows": [asdict(one) for one in rows]}
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "by-name.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     said = ", ".join(f"{key} {value}" for key, value in machine.items())
     lines = ["# Public architectures by name, on an emulated H100", "", f"By `benchmarks/by_name.py`; {said}.", ""]

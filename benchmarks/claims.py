@@ -56,11 +56,11 @@ def difference_of_medians(ours: Sequence[float], theirs: Sequence[float]) -> flo
 
 def claim_of(
     text: str,
-    statistic: Callable[[Sequence[float], Sequence[float]], float],
-    rounds: tuple[Sequence[float], Sequence[float]],
+    statistic: Callable[..., float],
+    rounds: Sequence[Sequence[float]],
     limit: float,
 ) -> Claim:
-    """A claim on a statistic of our rounds and theirs, with its interval: a bootstrap over the rounds (Efron, 1979)."""
+    """A claim on a statistic of rounds, such as ours and theirs, with its interval: a bootstrap over them (Efron, 1979)."""
     chance = random.Random(0)  # noqa: S311 - resampling
     resampled = sorted(statistic(*(chance.choices(taken, k=len(taken)) for taken in rounds)) for _ in range(RESAMPLES))
     low, high = resampled[round(0.025 * RESAMPLES)], resampled[round(0.975 * RESAMPLES) - 1]

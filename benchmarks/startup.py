@@ -1,8 +1,13 @@
 """Cost of the plugin in a run that measures nothing: 2,000 trivial tests, and one empty test, with and without the plugin.
 
-Runs of both kinds take turns, each in a process of its own. CPU time (user + system) decides, since wall-clock time is
-everybody's on a busy machine; both are shown. One empty test is run with cached bytecode, as in every run but the first, and
-with none of the plugin's cached.
+Runs of both kinds take turns, each in a process of its own, and the order changes with each round. CPU time (user + system)
+decides, because wall-clock time depends on other programs. Both are shown. One empty test is run with cached bytecode, as in
+every run but the first, and without cached bytecode of the plugin.
+
+Claims are about the median of the rounds' ratios: the CPU time with the plugin over the CPU time of the run next to it without.
+A busy neighbour slows both runs of a round alike, and medians ignore the rounds in which it did not. For one empty test on two
+cores with a load of 3, the interval for this median over 60 rounds was 1.017 to 1.048. The ratio of the mean times in the
+fastest quarter had 0.961 to 1.109.
 
 "Without" is ``-p no:gpumem``: pytest imports nothing of the plugin then. It still reads which files the distribution has, as
 for every plugin that is installed, which a run without the plugin installed does not.
@@ -19,7 +24,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from claims import claim_of, conclude, parser_of, print_table, ratio_of_medians
+from claims import claim_of, conclude, parser_of, print_table
 from cost import Cost, cost_of
 
 import pytest_gpumem
@@ -53,7 +58,7 @@ def suites_in(folder: Path) -> tuple[Suite, ...]:
     uncached = {**cached, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(package)}
     return (
         Suite(f"{FILES * TESTS_A_FILE} trivial tests", many, cached, 1.02),
-        Suite("one empty test", one, cached, 1.05),
+        Suite("one empty test", one, cached, 1.03),
         Suite("one empty test, no bytecode of the plugin", one, uncached, None),
     )
 
@@ -78,7 +83,7 @@ def run_pytest(suite: Suite, options: tuple[str, ...]) -> Cost:
 
 def main() -> int:
     """Run both kinds in turns, print what they took, and tell whether the claims hold."""
-    options = parser_of(__doc__, rounds=15).parse_args()
+    options = parser_of(__doc__, rounds=60).parse_args()
     with tempfile.TemporaryDirectory() as name:
         suites = suites_in(Path(name))
         runs: dict[tuple[str, str], list[Cost]] = {(suite.title, kind): [] for suite in suites for kind in KINDS}
@@ -94,11 +99,11 @@ def main() -> int:
         both = [runs[suite.title, kind] for kind in KINDS]
         print(f"{suite.title}, {options.rounds} rounds of each kind in turns\n")
         print_table(("pytest", "CPU, median", "CPU, least", "wall, median", "wall, least"), rows_of(*both))
-        print()
+        ratios = [ours.cpu / theirs.cpu for ours, theirs in zip(*both, strict=True)]
+        print(f"median of the rounds' ratios of CPU time: {statistics.median(ratios):.3f}\n")
         if suite.limit is not None:
-            text = f"{suite.title}: CPU time with the plugin over without, medians"
-            ours, theirs = ([run.cpu for run in taken] for taken in both)
-            claims.append(claim_of(text, ratio_of_medians, (ours, theirs), suite.limit))
+            text = f"{suite.title}: CPU time with the plugin over without, median of the rounds' ratios"
+            claims.append(claim_of(text, statistics.median, (ratios,), suite.limit))
     return conclude(claims, check=options.check)
 
 

@@ -21,6 +21,7 @@ from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.function import prepared_function
 from pytest_gpumem.steps.inference import prepared_infer_step
 from pytest_gpumem.steps.train_step import prepared_train_step
+from pytest_gpumem.torch_support.static_access import class_name
 from pytest_gpumem.units import nearest
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ class Gpumem:
                 measurement = gpumem.measure(lambda: a @ b, items=256)
                 assert measurement.flops == 2 * 256 * 512 * 64
         """
+        _check_function("measure", fn)
         run = self._run
         with run.alone("measure", name), prepared_function(run.context, fn, items) as prepared:
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
@@ -568,6 +570,7 @@ class Gpumem:
 
                 gpumem.assert_no_growth(step)
         """
+        _check_function("assert_no_growth", step)
         with self._run.alone("assert_no_growth"):
             assert_no_growth(self._run.device, step, steps)
         self._run.relations += 1
@@ -592,6 +595,13 @@ def _check_words(method: str, unknown: Mapping[str, object]) -> None:
         else:
             why = nearest(name, [*inspect.signature(getattr(Gpumem, method)).parameters][1:-1])
         raise TypeError(f"gpumem.{method}() has no argument {name!r}; {why}")
+
+
+def _check_function(method: str, fn: object) -> None:
+    """Raise ``TypeError`` if a method that calls a function was given something else, such as the function's result."""
+    if not callable(fn):
+        call = f"gpumem.{method}"
+        raise TypeError(f"{call}() calls a function, and got {class_name(type(fn))}: write {call}(lambda: ...)")
 
 
 def _both(config: StepConfig | str) -> StepConfig:

@@ -189,23 +189,15 @@ class Measurement(FrozenValue, MetricAttributes):
     work: Annotated[Mapping[str, float], Form(tuple[tuple[str, float], ...], lambda work: work.items(), dict)] = field(
         default_factory=dict
     )
-    """The items that one step works on: ``{"samples": 8, "tokens": 8192}``. `throughput` counts the first entry."""
+    """The items that one step works on, by unit: 8 ``samples``, 8192 ``tokens``. `throughput` counts the first entry."""
     step_peaks: StepPeaks = field(default_factory=StepPeaks)
     """The peaks of all steps that were looked at. With several GPUs it is the largest peak in each step."""
     by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
     """The parts of `flops`, `operators`, `syncs` and `launches`, by metric. Places are empty unless lines were recorded."""
     workspaces: int = 0
     """Bytes of `peak_allocated` that cuBLAS takes from torch's allocator for itself (CUDA only). Without workspaces the peak
-    would be lower by this number.
-
-    cuBLAS takes 33,554,432 bytes on an H100, or as many as ``CUBLAS_WORKSPACE_CONFIG`` or
-    ``torch.backends.cuda.cublas_workspace_size`` says. Up to torch 2.14 (and later with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``)
-    each thread keeps one workspace for each stream, so a training step holds two all the time. From 2.15 on a product takes
-    one (1,048,576 bytes with cuBLASLt) and returns it, so it is in the peak only if the peak is within a product. A region or
-    call that keeps workspaces has those at its end. A note says so if more than half of a peak are workspaces.
-
-    Baselines keep it. Under another release of torch than the baseline's, a note says which part of a peak's change is the
-    release's own. The verdict does not change, so read the note before you accept.
+    would be lower by this number. For a region or call that keeps workspaces, it is their size at the end. [cuBLAS
+    workspaces](../concepts/measuring.md#cublas-workspaces) explains them.
     """
     unused_before: int = 0
     """Bytes that the allocator had reserved without use when the step began (CUDA only). `peak_reserved` can vary by this

@@ -267,7 +267,8 @@ class MetricAttributes:
     counted (``flex_attention`` and 8-bit optimizers do) is measured without counts, and a note says so.
 
     A failure names the operators that are more, with their modules and lines. A further run of the step finds the lines. It
-    is made only if a test fails by its counts, if the counts become a baseline, and with ``--gpumem-explain=always``.
+    is made only if a test fails by its counts, if the counts become a baseline, and with ``--gpumem-explain=always``. With
+    ``--gpumem-explain=never`` or ``explain=False`` it is never made.
     """
 
     operators = WholeMetric(
@@ -347,8 +348,8 @@ class MetricAttributes:
     `gpumem.measure` and `gpumem.loop` have it only with ``items``. It has no tolerance; the argument ``min_throughput``
     limits it.
 
-    It is ``over_budget`` if the 95 % intervals of two valid samples lie below the budget, or an invalid sample would without
-    the largest possible effect of its disturbances. A throughput that is below and not certain is ``uncertain``.
+    A throughput below the budget is ``over_budget`` if it is [certainly below](../concepts/step-time.md#throughput), otherwise
+    ``uncertain``.
     """
 
 

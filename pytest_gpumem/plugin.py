@@ -5,6 +5,7 @@ A run that measures nothing must cost nothing: whatever is not needed for findin
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,7 +23,7 @@ from pytest_gpumem.config.options import (
 from pytest_gpumem.session.stash import SESSION
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
     from pytest_gpumem.fixture import Gpumem
     from pytest_gpumem.session.process import GpumemSession
@@ -49,9 +50,25 @@ def pytest_load_initial_conftests(
         from pytest_gpumem.session.emulating import begin
 
         begin(early_config)
-    loaded = yield
+    try:
+        loaded = yield
+    except Exception as error:
+        # pytest prints the error of a conftest.py, and then ends.
+        if (hint := _emulation_hint([str(getattr(error, "cause", error))])) is not None:
+            sys.stderr.write(f"gpumem: {hint}\n")
+        raise
     check_words(parser, args)
     return loaded
+
+
+def _emulation_hint(errors: Iterable[str]) -> str | None:
+    """Return a sentence if one of the errors is that of a torch that can only be imported on an emulated GPU."""
+    error = next((text for text in errors if "cannot open shared object file" in text), None)
+    if error is None or "torch" in sys.modules:
+        return None
+    from pytest_gpumem.emulation.load import emulation_hint
+
+    return emulation_hint(error)
 
 
 def is_emulated(config: pytest.Config) -> bool:
@@ -197,6 +214,11 @@ class Collecting:
         everything = list(dict.fromkeys([*self._collected, *session.items]))
         if SESSION in self._config.stash or any(map(is_measured, everything)):
             self.session().collected(everything, session.items)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        failed = [*terminalreporter.getreports("error"), *terminalreporter.getreports("failed")]
+        if (hint := _emulation_hint(report.longreprtext for report in failed)) is not None:
+            terminalreporter.write_line(f"gpumem: {hint}", red=True)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.config.options import COMMAND, FIXTURE, Command
+from pytest_gpumem.config.command_line import COMMAND, Command
+from pytest_gpumem.config.options import FIXTURE
 from pytest_gpumem.fixture import Gpumem
 from pytest_gpumem.measure.loop import EndOfLoop
 from pytest_gpumem.measurement import MeasuringError

@@ -11,9 +11,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_MOST_PARTS = 16
-"""Parts of the longest dotted key. A key of 50,000 parts, which is a file of 100 kB, took the parser 100 s; files of ours have
-4 parts at most."""
+_FEW_PARTS = 16
+"""Parts of a dotted key that costs nothing worth a look. Keys of ours have 4 parts at most."""
+_MOST_WORK = 2_000_000
+"""Parts of all keys, times the parts of the longest one. The parser takes at most so many steps, here about 0.5 s.
+
+For example, a key of 50,000 parts, which is a file of 100 kB, took the parser 100 s. Keys of another tool in pyproject.toml may
+be longer than ours: one with 100 parts in a file of 20,000 parts is read.
+"""
 # What has dots that are no key's: comments, and strings of several lines or of one. The last part of a text may be cut off.
 _OPAQUE = re.compile(
     r"""\#[^\n]*
@@ -30,11 +35,15 @@ def read_toml(text: str) -> dict[str, Any]:
     """Return the content of a TOML text.
 
     Raises:
-        ValueError: It is no TOML, is nested too deeply, or has a number or a dotted key that is too long.
+        ValueError: It is no TOML, is nested too deeply, has a number that is too long, or has dotted keys that would keep the
+            parser busy.
     """
-    for key in _BETWEEN_KEYS.split(_OPAQUE.sub("_", text)):
-        if key.count(".") >= _MOST_PARTS:
-            raise ValueError(f"a key has more than {_MOST_PARTS} parts: {key.strip()[:40]}...")
+    keys = _BETWEEN_KEYS.split(_OPAQUE.sub("_", text))
+    dots = [key.count(".") for key in keys]
+    longest = max(dots)
+    if longest >= _FEW_PARTS and (longest + 1) * (sum(dots) + len(dots)) > _MOST_WORK:
+        key = keys[dots.index(longest)].strip()
+        raise ValueError(f"a key has too many parts ({longest + 1}): {key[:40]}...")
     try:
         content: dict[str, Any] = tomllib.loads(text)
     except RecursionError:

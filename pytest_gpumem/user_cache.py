@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,13 +38,15 @@ def make_own(folder: Path) -> None:
         folder: The folder, for example ``~/.cache/pytest-gpumem/emulation``. The folder that it is in is checked.
 
     Raises:
-        CacheRefused: The cache cannot be made, is a link, belongs to another user, or others could write to it.
+        CacheRefused: The cache cannot be made, is a link, or belongs to another user, or others could write to it or
+            replace it.
     """
     root = folder.parent
     try:
         # A file in the place of a folder is told when it is opened.
         with suppress(FileExistsError):
-            root.parent.mkdir(parents=True)
+            root.parent.mkdir(mode=0o700, parents=True)
+        _refuse_shared(root)
         with private_folder(root, also_before=True):
             # Nobody else can enter the root, so a link in it is this user's own.
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -51,6 +54,20 @@ def make_own(folder: Path) -> None:
         raise CacheRefused(
             f"the cache {root} is not used: {error.strerror}; set {CACHE} to a new folder, or remove this one if it is yours"
         ) from None
+
+
+def _refuse_shared(root: Path) -> None:
+    """Raise `CacheRefused` if other users can rename the cache, and so put another folder in its place.
+
+    In a folder with the sticky bit, such as ``/tmp``, only the owner of a file renames it. A group is not checked, because
+    folders with the mode 0775 are usual where each user has a group.
+    """
+    mode = root.parent.stat().st_mode
+    if hasattr(os, "getuid") and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise CacheRefused(
+            f"the cache {root} is not used: other users can write to {root.parent}, so they could replace the cache; "
+            f"use `chmod o-w {root.parent}`, or set {CACHE} to a folder in another place"
+        )
 
 
 def check_own(folder: Path) -> None:

@@ -10,9 +10,13 @@ CACHE = "GPUMEM_CACHE"
 Linux): emulation libraries, environments of ``gpumem ab``, bisections and compiled kernels."""
 EMULATED = "GPUMEM_EMULATED"
 """The emulated GPU, for example ``emulated:h100``. A session with an emulated GPU sets it for itself and for all
-processes that it starts. A test can skip itself by it::
+processes that it starts. ``GPUMEM_EMULATED_GPU`` then has the card's figures, so processes in other folders know a card of
+your own as well. A test can skip itself by the variable::
 
     import os
+
+    import pytest
+    import torch
 
 
     @pytest.mark.skipif("GPUMEM_EMULATED" in os.environ, reason="needs cuSOLVER")

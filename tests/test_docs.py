@@ -36,7 +36,7 @@ from tests.recipes.recipes import files_of
 
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+|[\w-]+\.(?:py|c|toml|json|yml|md))`")
 """A path with a folder, or the name of a file."""
-MADE_BY_MAKE = ("build/", "dist/")
+MADE_BY_MAKE = (".venv/", "build/", "dist/")
 
 
 DEVELOPMENT = [page for page in SITE if page.startswith("docs/development/")]

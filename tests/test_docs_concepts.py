@@ -14,7 +14,6 @@ from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.explanation import PLURALS
 from pytest_gpumem.timing.intervals import ratio_to_runs
 from pytest_gpumem.units import format_bytes
-from pytest_gpumem.values.composition import CATEGORIES
 from pytest_gpumem.values.interference import PACE
 from tests.pages import ROOT, blocks, blocks_of, read
 from tests.test_example_project import OF_THE_PAGES
@@ -60,13 +59,6 @@ def test_the_picture_of_a_step_and_its_table_come_from_a_recorded_step(drawing, 
                 format_bytes(at_peak),
                 f"{100 * at_peak / timeline.total[timeline.peak]:.{digits}f} %",
             )
-
-
-def test_every_category_has_a_rule_on_the_page():
-    rules = read(COMPOSITION).partition("\n## Categories\n")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`([\w ]+)`", "".join(re.findall(r"^\| (`.*?) \|", rules, flags=re.MULTILINE)))) == {
-        *CATEGORIES
-    }
 
 
 @OF_THE_PAGES

@@ -290,7 +290,7 @@ CLIP = "torch.nn.utils.clip_grad_norm_([w], 1.0)"
 
 @pytest.mark.parametrize(
     ("call", "where"),
-    [("target(x, w)", "`target()`"), ("torch.relu(x @ w).exp().sum(1)", "a part of `step()`")],
+    [("target(x, w)", "`target()` (called "), ("torch.relu(x @ w).exp().sum(1)", "a part of `step()` (")],
 )
 def test_a_no_grad_around_plain_functions_is_said_of_the_function(project, call, where):
     project.write(FUNCTION.format(on=False, call=call, end=CLIP))
@@ -299,7 +299,7 @@ def test_a_no_grad_around_plain_functions_is_said_of_the_function(project, call,
     result = project.run(*COMPARE)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        [f"*Grad mode was off in {where} (called at *test_it.py:*) in the baseline, and is on now: {KEPT}"]
+        [f"*Grad mode was off in {where}at test_it.py:*) in the baseline, and is on now: {KEPT}"]
     )
 
 
@@ -355,3 +355,167 @@ def test_calls_at_different_lines_are_two_causes_although_one_of_two_made_each(p
     _, _, second = told.partition("___ test_second ___")
     assert "as in test_it.py::test_first" not in second
     assert "(called at models.py:19 or models.py:21)" in second.partition("gpumem ===")[0]
+
+
+CALLING_FUNCTIONS = """
+import contextlib
+
+import torch
+
+MODE = {mode}
+
+
+def left(x, w):
+    return (x @ w).exp()
+
+
+def right(x, w):
+    return (x @ w).sigmoid()
+
+
+def halves(x, w):
+    for _ in range(2):
+        yield (x @ w).tanh() * left(x, w) * right(x, w)
+
+
+{target}
+
+
+def test_it(gpumem):
+    w, x = torch.ones(64, 512, requires_grad=True), torch.ones(512, 64)
+
+    def step():
+        aim = target(x, w)
+        aim = aim.clone() if aim.is_inference() else aim
+        ((x @ w).sum(1) - aim).square().mean().backward()
+        w.grad = None
+
+    gpumem.measure(step)
+"""
+OWN = "    return ((x @ w).tanh() * left(x, w) * right(x, w)).sum(1)"
+WITHIN = """
+def target(x, w):
+    with MODE:
+        own = (x @ w).tanh()
+        both = left(x, w) * right(x, w)
+        return (own * both).sum(1)
+"""
+DECORATED = f"""
+@MODE
+def target(x, w):
+{OWN}
+"""
+NESTED = """
+@MODE
+def target(x, w):
+    with torch.no_grad():
+        before = left(x, w)
+    return (before * right(x, w) * (x @ w)).sum(1)
+"""
+GENERATOR = """
+def target(x, w):
+    with MODE:
+        first, second = halves(x, w)
+        return (first * second).sum(1)
+"""
+SWITCHED = f"""
+def target(x, w):
+    with MODE:
+        return inner(x, w)
+
+
+def inner(x, w):
+{OWN}
+"""
+PARTLY = """
+def target(x, w):
+    with MODE:
+        own = (x @ w).tanh() * left(x, w)
+        other = right(x, w)
+    return (own + other).sum(1) + (x @ w).sin().sum(1)
+"""
+PARTLY_AROUND_ONE = """
+def target(x, w):
+    with MODE:
+        own = (x @ w).tanh() * left(x, w)
+    return own.sum(1) + (x @ w).sin().sum(1)
+"""
+NO_GRAD, WITH_GRAD = "torch.no_grad()", "torch.enable_grad()"
+
+
+@pytest.mark.parametrize(
+    ("target", "off", "named"),
+    [
+        pytest.param(WITHIN, NO_GRAD, "`target()` (called at {step})", id="within"),
+        pytest.param(DECORATED, NO_GRAD, "`target()` (called at {step})", id="decorator"),
+        pytest.param(DECORATED, "torch.inference_mode()", "`target()` (called at {step})", id="inference"),
+        pytest.param(NESTED, NO_GRAD, "`target()` (called at {step})", id="nested"),
+        pytest.param(GENERATOR, NO_GRAD, "`target()` (called at {step})", id="generator"),
+        pytest.param(SWITCHED, "torch.set_grad_enabled(False)", "`inner()` (called at {inner})", id="switched"),
+        pytest.param(PARTLY, NO_GRAD, "a part of `target()` (at {own} and {other})", id="a part"),
+        pytest.param(PARTLY_AROUND_ONE, NO_GRAD, "`left()` (called at {own})", id="a part around one"),
+    ],
+)
+def test_a_caller_that_computes_beside_what_it_calls_is_one_sentence(project, target, off, named):
+    texts = {mode: CALLING_FUNCTIONS.format(mode=mode, target=target) for mode in (off, WITH_GRAD)}
+    project.write(texts[off])
+    project.run(*RECORD)
+    project.write(texts[WITH_GRAD])
+    result = project.run(*COMPARE)
+    result.assert_outcomes(failed=1)
+    lines = {
+        name: place(project, text, "test_it.py")
+        for name, text in (
+            ("step", "aim = target"),
+            ("inner", "return inner("),
+            ("own", "own = "),
+            ("other", "other = "),
+        )
+        if text in texts[off]
+    }
+    sentences = [line.strip() for line in result.outlines if line.strip().startswith("Grad mode was")]
+    assert sentences == [f"Grad mode was off in {named.format(**lines)} in the baseline, and is on now: {KEPT}"]
+
+
+BACKWARD_AT_THE_PEAK = """
+class Teacher(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        hidden = hidden.relu() * hidden.sigmoid()
+        return self.down(hidden).sum(1)
+
+
+def left(x, w):
+    return (x @ w).exp()
+
+
+def test_it(gpumem):
+    teacher, w, x = Teacher(), torch.ones(64, 64, requires_grad=True), torch.ones(512, 64)
+
+    def step():
+        with torch.set_grad_enabled({on}):
+            start = (x @ w).tanh()
+            aim = teacher(start) + left(start, w).sum(1)
+        ((x @ w).sum(1) - aim).square().mean().backward()
+        w.grad = None
+        teacher.zero_grad()
+
+    gpumem.measure(step)
+"""
+
+
+def test_a_peak_that_moved_to_a_backward_there_was_not_says_so(project):
+    write(project, test=BACKWARD_AT_THE_PEAK, on=False)
+    project.run(*RECORD)
+    write(project, test=BACKWARD_AT_THE_PEAK, on=True)
+    result = project.run(*COMPARE, "--gpumem-report=r.json")
+    result.assert_outcomes(failed=1)
+    (sentence,) = [line.strip() for line in result.outlines if line.strip().startswith("Grad mode was")]
+    line = place(project, "aim = teacher(", "test_it.py")
+    assert sentence.startswith(f"Grad mode was off in a part of `step()` (at {line}) in the baseline")
+    (cause, *_) = json.loads((project.path / "r.json").read_text(encoding="utf-8"))["causes"]
+    assert cause["reason"].startswith("Grad mode was off in")

@@ -45,7 +45,7 @@ def test_it_is_ok_with_a_note_and_counted_once():
     assert [one.verdict.outcome for one in report.results] == [Outcome.OK] * 2
     note, *others = [line for line in lines_of(report) if line]
     assert note.startswith(NOTE)
-    assert note.endswith(" (2 times)")
+    assert note.endswith(" (2 figures)")
     assert others == ["gpumem: 2 gated, 2 with no baseline of time yet"]
     assert lines_of(report, -1) == others
     assert report.passed
@@ -138,7 +138,7 @@ ACCOUNTED = "gpumem: 2 gated, 2 with no baseline of time yet"
 def test_a_gate_that_is_asked_for_times_is_green_and_says_what_adds_them(recorded):
     result = recorded.run("--gpumem-baseline", "--gpumem-time", "--gpumem-report=report.json")
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["note: no baseline of time yet: --gpumem-update=new adds it (2 times)", ACCOUNTED])
+    result.stdout.fnmatch_lines(["note: no baseline of time yet: --gpumem-update=new adds it (2 figures)", ACCOUNTED])
     assert " new" not in result.stdout.str().partition("= gpumem =")[2].replace("=new", "")
     done = CliRunner().invoke(main, ["merge", str(recorded.path / "report.json")])
     assert done.exit_code == 0, done.output

@@ -141,6 +141,10 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"report": "gpumem.html"}, "here: report is 'gpumem.html', expected an array"),
         ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .sarif, .json, .md or .html"),
         (
+            {"report": ["-"]},
+            "here: report: '-' is no file, and pytest itself writes to standard output; name a file that ends with .sarif, ",
+        ),
+        (
             {"report": ["a.json", "gpumem.xml"]},
             "here: report: 'gpumem.xml' has to end with .sarif, .json, .md or .html; JUnit XML is pytest's own: --junitxml=FILE",
         ),

@@ -40,6 +40,8 @@ KEYS = {
     "after a literal": f"x = {{y = '\\', {LONG}a = 1, z = ''}}\n",
     "after quotes": f'x = {{y = """a"""", {LONG}a = 1, z = ""}}\n',
     "after more quotes": f'x = {{y = """a""""", {LONG}a = 1, z = ""}}\n',
+    "many": "".join(f"{'a.' * 128}k{number} = 1\n" for number in range(400)),
+    "below a header": f"[{'a.' * 128}a]\n" + "".join(f"k{number} = 1\n" for number in range(20_000)),
     "after nothing": f'x = {{y = """""", {LONG}a = 1, z = ""}}\n',
     "after literal quotes": f"x = {{y = '''a'''', {LONG}a = 1, z = ''}}\n",
 }
@@ -53,7 +55,7 @@ def unparsed(monkeypatch):
 
 @pytest.mark.parametrize("text", KEYS.values(), ids=KEYS)
 def test_a_key_of_very_many_parts_is_refused_unparsed(unparsed, text):
-    with pytest.raises(ValueError, match=r"^a key has more than 16 parts: \S.*\.\.\.$"):
+    with pytest.raises(ValueError, match=r"^a key has too many parts \(\d{3,5}\): \S.*\.\.\.$"):
         read_toml(text)
 
 
@@ -82,7 +84,19 @@ def test_dots_in_comments_numbers_and_long_strings_are_no_parts():
     strings = f'y = """\n{dots}\n\\""" {dots}"""\n' + f"z = '''\n{dots}'''\n"
     text = f"# {dots}\nx = [{numbers}]  # {dots}\n{strings}"
     assert read_toml(text) == tomllib.loads(text)
-    assert len(read_toml("a." * 15 + "a = 1")) == 1
+
+
+def test_a_key_of_another_tool_may_be_long(project):
+    dots, header = "a." * 100, "a." * 30
+    text = f"[tool.other]\n{dots}a = 1\n\n[tool.third.{header}a]\nx = 1\n\n[tool.gpumem]\nstore = 'baselines'\n"
+    assert read_toml(text) == tomllib.loads(text)
+    repository = Repository(project.path)
+    repository.store({"test_step": entry()})
+    (project.path / "gpumem-baselines").rename(project.path / "baselines")
+    project.settings(text)
+    shown = project.gpumem("show")
+    assert shown.returncode == 0, shown.stderr
+    assert "test_step" in shown.stdout
 
 
 # Where strangers write it
@@ -90,7 +104,7 @@ def test_dots_in_comments_numbers_and_long_strings_are_no_parts():
 
 def test_a_file_of_the_store_with_such_a_key_is_refused(unparsed):
     with pytest.raises(
-        FormatError, match=r"^not TOML: a key has more than 16 parts: .*; restore the file from version control"
+        FormatError, match=r"^not TOML: a key has too many parts \(50001\): .*; restore the file from version control"
     ):
         parse(f"format = 1\n{KEYS['key']}", "test_it.py")
 
@@ -105,7 +119,7 @@ def test_showing_a_store_with_a_huge_file_or_key_is_an_error_with_its_path(proje
     repository = Repository(tmp_path / "project")
     repository.store({"test_step": entry()})
     (file,) = repository.path.rglob("*.py.toml")
-    for text, why in ((KEYS["key"], "a key has more than 16 parts"), (None, "more than 33554432 bytes")):
+    for text, why in ((KEYS["key"], "a key has too many parts"), (None, "more than 33554432 bytes")):
         if text is None:
             with file.open("wb") as sparse:
                 sparse.truncate(2**25 + 1)
@@ -119,9 +133,9 @@ def test_showing_a_store_with_a_huge_file_or_key_is_an_error_with_its_path(proje
 
 def test_settings_with_such_a_key_are_refused(tmp_path, unparsed):
     (tmp_path / "pyproject.toml").write_text(f"[tool.gpumem]\n{KEYS['key']}", encoding="utf-8")
-    with pytest.raises(SettingsError, match=r"pyproject\.toml: not TOML: a key has more than 16 parts"):
+    with pytest.raises(SettingsError, match=r"pyproject\.toml: not TOML: a key has too many parts"):
         check_readable(tmp_path / "pyproject.toml")
-    with pytest.raises(ProposalError, match=r"pyproject\.toml cannot be parsed: a key has more than 16 parts"):
+    with pytest.raises(ProposalError, match=r"pyproject\.toml cannot be parsed: a key has too many parts"):
         _ = Project(settings=KEYS["header"]).parsed_settings
 
 

@@ -120,6 +120,32 @@ def test_a_cache_that_others_may_have_filled_is_refused(cache, plant, monkeypatc
     assert not (cache / "emulation").exists()
 
 
+@pytest.mark.parametrize("made", [False, True], ids=["new", "closed"])
+def test_a_cache_in_a_folder_in_which_others_can_rename_it_is_refused(cache, made):
+    if made:
+        make_own(cache / "emulation")
+    cache.parent.chmod(0o777)
+    with pytest.raises(CacheRefused) as refused:
+        make_own(cache / "emulation")
+    assert str(refused.value) == (
+        f"the cache {cache} is not used: other users can write to {cache.parent}, so they could replace the cache; use "
+        f"`chmod o-w {cache.parent}`, or set GPUMEM_CACHE to a folder in another place"
+    )
+    assert cache.exists() == made
+    cache.parent.chmod(0o775)
+    make_own(cache / "emulation")
+
+
+def test_the_folder_around_the_cache_is_made_for_this_user_alone(cache):
+    inner = cache / "new" / "pytest-gpumem"
+    umask = os.umask(0)
+    try:
+        make_own(inner / "emulation")
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(inner.parent.stat().st_mode) == 0o700
+
+
 @pytest.mark.parametrize("name", ["writable", "of_a_group", "another_users"])
 def test_a_folder_that_was_filled_before_the_cache_was_closed_is_refused(cache, monkeypatch, name):
     folder = kept(cache / "torch-2.13")

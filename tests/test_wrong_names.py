@@ -1,8 +1,9 @@
-"""Commands name the right form for a file, a test, a model or a device that they cannot take."""
+"""A wrong file, test, model or device of a command, and a wrong call of the fixture: the answer names the right form."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,63 @@ def test_a_file_of_another_program_has_no_kind(folder, text):
 def test_files_of_this_package_are_recognized():
     assert kind_of_file(Path("gpumem.json")) == SESSION
     assert kind_of_file(Path(STORED_FILE)) == STORED
+
+
+# The traceback ends in the line of the test
+
+WRONG = {
+    "keyword": 'gpumem.train_step(make, BATCH, precision="bf16")',
+    "config": 'gpumem.train_step(make, BATCH, config="fp17")',
+    "config of a type": "gpumem.infer_step(make, BATCH, config=3)",
+    "estimate": 'gpumem.estimate(make, BATCH, "fp17")',
+    "gradients": 'gpumem.assert_same_gradients(make, BATCH, None, "fp32")',
+    "no step": "gpumem.train_step(make, BATCH, loss=lambda output, _: output)",
+    "no generate": "gpumem.infer_step(make, BATCH, new_tokens=3)",
+    "no model": "gpumem.train_step(3, BATCH)",
+    "name": "gpumem.measure(make, name=3)",
+    "items": 'gpumem.measure(make, items="x")',
+    "no function": "gpumem.measure(BATCH.sum())",
+    "no step to repeat": "gpumem.assert_no_growth(BATCH)",
+    "load": "gpumem.load(3)",
+    "steps": "gpumem.loop([1, 2])",
+    "growth": "gpumem.assert_no_growth(make, steps=0)",
+    "method": "gpumem.trian_step(make, BATCH)",
+    "for": "list(gpumem.loop())",
+    "attribute": "gpumem.track().measurement",
+}
+CALLING = """BATCH = torch.ones(2, 4)
+
+
+class Fails(torch.nn.Linear):
+    def forward(self, x):
+        raise TypeError("of the model")
+
+
+def make():
+    return torch.nn.Linear(4, 4)
+
+
+def make_failing():
+    return Fails(4, 4)
+
+
+def test_it(gpumem):
+    {}  # the call
+"""
+OURS = re.compile(r"(?:pytest_gpumem|contextlib)\S*\.py:\d+")
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_the_traceback_of_a_wrong_call_ends_in_the_line_of_the_test(project, call):
+    project.write(CALLING.format(call))
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    assert not OURS.search(result.stdout.str())
+    result.stdout.fnmatch_lines([f">*{call.replace('[', '[[]')}  # the call", "E  *", "", "test_it.py:*: *"])
+
+
+def test_all_frames_are_there_for_errors_of_the_model_and_on_request(project):
+    project.write(CALLING.format("gpumem.infer_step(make_failing, BATCH)"))
+    assert OURS.search(project.run().stdout.str())
+    project.write(CALLING.format("gpumem.infer_step(make, BATCH, config=3)"))
+    assert OURS.search(project.run("--full-trace").stdout.str())

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
-from reference import (  # noqa: E402 - from this checkout
+from pytest_gpumem.config.options import OPTIONS  # noqa: E402 - from this checkout
+from reference import (  # noqa: E402
     api,
     commands,
     emulation,
@@ -53,7 +54,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a page is stale")
     check = parser.parse_args().check
     texts = {f"{name}.md": page() for name, page in PAGES.items()}
-    texts = markdown.with_links(texts | {"index.md": markdown.index(texts)})
+    # A key of `[tool.gpumem]` that is an option has no entry of its own, but an argument of the marker has one: `device`.
+    keys = [option.name for option in OPTIONS if option.is_key]
+    texts = markdown.with_links(texts | {"index.md": markdown.index(texts)}, keys)
     stale = [name for name, text in texts.items() if not _is(FOLDER / name, text)]
     unknown = [path.name for path in FOLDER.glob("*.md") if path.name not in texts]
     if check:

@@ -6,7 +6,7 @@ import inspect
 import re
 from dataclasses import fields, is_dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import pytest_gpumem
 from pytest_gpumem.config.marker_arguments import (
@@ -38,6 +38,15 @@ if TYPE_CHECKING:
 CONCEPTS = (
     "Pages on the concepts: [measuring a peak](../concepts/measuring.md), [composition](../concepts/composition.md), "
     "[step time](../concepts/step-time.md)."
+)
+OVERVIEW = (
+    "Measurements, their parts, devices and errors. The first names are imported from `pytest_gpumem`. The other classes are "
+    "attributes and results of these."
+)
+OF_CATEGORIES = (
+    "The first rule that holds decides the category of a block. Parameters, buffers, gradients and optimizer state are looked "
+    "for when the recording begins and ends, at the boundaries of phases, after `backward()` and around an optimizer's step. "
+    "The category holds for the whole life of the block."
 )
 MODEL = """The examples use this model and batch:
 
@@ -130,7 +139,7 @@ def values_page() -> str:
     imported = ", ".join(sorted([*(one.__name__ for one in public), "Gpumem"]))
     return page(
         "Values and errors",
-        "Measurements, what they are made of, and the errors, as `pytest_gpumem` has them. All values are frozen.",
+        OVERVIEW,
         f"`from pytest_gpumem import {imported}`",
         CONCEPTS,
         "## `__version__`\n\nThe version of pytest-gpumem, a text.",
@@ -163,7 +172,7 @@ def _class(owner: type) -> str:
         rows = [(f"`{category}`", rule) for category, rule in CATEGORIES.items()]
         parts += [
             "### Categories",
-            "The first rule that holds decides the category of a block.",
+            OF_CATEGORIES,
             table(("category", "rule"), rows),
         ]
     return "\n\n".join(parts)
@@ -188,20 +197,33 @@ def attributes_of(owner: type) -> Iterator[tuple[str, str, str]]:
         names = [field.name for field in fields(owner)]
     else:
         names = list(getattr(owner, "_fields", [name for name in helps if not name.startswith("_")]))
-    annotations = inspect.get_annotations(owner)
+    annotations = _annotations(owner)
     for name in names:
         yield name, _kind(annotations.get(name)), helps.get(name, "")
     for name, member in vars(owner).items():
         if isinstance(member, property | cached_property) and not name.startswith("_"):
             getter = member.fget if isinstance(member, property) else member.func
-            yield name, _kind(inspect.get_annotations(getter).get("return")), _text(member)  # type: ignore[arg-type]
+            yield name, _kind(_annotations(getter).get("return")), _text(member)  # type: ignore[arg-type]
+
+
+def _annotations(owner: object) -> dict[str, object]:
+    """Return the annotations, with aliases and ``Annotated`` resolved if they do not need names for type checkers alone."""
+    try:
+        return get_type_hints(owner)
+    except NameError:
+        return inspect.get_annotations(owner)  # type: ignore[arg-type]
 
 
 def _kind(annotation: object) -> str:
-    """Return a type as people read it: ``Annotated`` is left out."""
-    if not isinstance(annotation, str) or "Annotated" in annotation or "Form(" in annotation:
+    """Return a type in parentheses, as people read it: without the modules of its names."""
+    if annotation is None:
         return ""
-    return f" (`{annotation}`)"
+    written = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
+    if "Form(" in written:
+        return ""
+    written = re.sub(r"[a-z_]+\.(?=[a-zA-Z_.]*[A-Z])", "", written)
+    written = re.sub(r"^Optional\[(.*)\]$", r"\1 | None", written)  # as newer Pythons write it
+    return f" (`{written}`)"
 
 
 def methods_of(owner: type) -> Iterator[tuple[str, object]]:

@@ -95,7 +95,7 @@ class _Help:
         kept, self.examples, self.status = [], "", ""
         for block in re.split(r"\n\s*\n", text):
             keeps_lines, lines = "\b" in block, block.replace("\b", "").strip("\n").splitlines()
-            if lines and lines[0].strip() == "Examples:":
+            if lines and lines[0].strip() in ("Example:", "Examples:"):
                 self.examples = "\n".join(["```sh", *(line.strip() for line in lines[1:]), "```"])
             elif lines and lines[0].startswith("Exit status:"):
                 sentence = " ".join(" ".join(lines).split()).removeprefix("Exit status:").strip()

@@ -11,8 +11,6 @@ from pytest_gpumem.baselines.folder import Folder
 from pytest_gpumem.baselines.format import ENTRY_KEYS, FILE_KEYS
 from pytest_gpumem.baselines.store import Store
 from pytest_gpumem.explain.artifacts import TIMELINE_KEYS, Artifacts
-from pytest_gpumem.exports.formats import bencher, github_action_benchmark, openmetrics
-from pytest_gpumem.exports.tensorboard import write_scalars
 from pytest_gpumem.gate.difference import Difference, Moved
 from pytest_gpumem.gate.graph_changes import GraphChange
 from pytest_gpumem.gate.verdict import Cell, FormerTest, Location, MetricVerdict, Origin, TestVerdict, Verdict
@@ -36,12 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 Schema = dict[str, Any]
-EXPORTS: dict[str, Callable[..., object]] = {
-    "github-action-benchmark": github_action_benchmark,
-    "bencher": bencher,
-    "openmetrics": openmetrics,
-    "tensorboard": write_scalars,
-}
 CLASSES: dict[str, type] = {
     "report": SessionReport,
     "terms": Terms,
@@ -148,8 +140,8 @@ def reports_page() -> str:
         _rest(_text(Artifacts)),
         table(("key", "meaning"), _rows(TIMELINE_KEYS | attribute_docstrings(OverTime))),
         table(("key of a phase", "meaning"), _rows(attribute_docstrings(PhaseSpan))),
-        "## Exports\n\n`gpumem export` gives the figures of JSON reports to another tool.",
-        *(f"### `{name}`\n\n{_summary(writer)}" for name, writer in EXPORTS.items()),
+        "## Other tools\n\n`gpumem export` writes the figures in JSON reports for Bencher, Prometheus, TensorBoard and "
+        "github-action-benchmark, and its page has these formats.",
     )
 
 
@@ -179,7 +171,7 @@ def _rows(texts: Mapping[str, str], none: str = "`null`") -> list[tuple[str, str
 
 
 def _flat(text: str, none: str = "`null`") -> str:
-    return paragraphs(text).replace("`None`", none).replace("\n", " ")
+    return " ".join(paragraphs(text).replace("`None`", none).split())
 
 
 def json_tables() -> Iterator[str]:
@@ -273,7 +265,7 @@ def store_page() -> str:
         "The store is a folder of TOML files with the baselines of each device and test file.",
         "The page on the concept: [the store](../concepts/store.md).",
         f"## The folder\n\n{_rest(_text(Store))}",
-        docstring(_text(Folder)),
+        _rest(_text(Folder)),
         f"## A file\n\n{_rest(_text(baseline_format))}",
         "This file comes from `pytest --gpumem-update=new` with two tests of the [README](../../README.md#start-with-a-test):",
         EXAMPLE,
@@ -282,5 +274,5 @@ def store_page() -> str:
         "Each [metric](metrics.md) that the measurement has is a key as well.",
         table(("key", "meaning"), _rows(workload | ENTRY_KEYS, "Absent")),
         f"## Keys of an environment\n\n{table(('key', 'meaning'), _rows(environment))}",
-        f"The other keys are the environment's details. {_flat(details)}",
+        f"The other keys are the environment's details. {_flat(details.partition('.')[2])}",
     )

@@ -23,8 +23,12 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _DOUBLE = re.compile(r"(?<!`)``(?!`)")
 _MEMBER = re.compile(r"[A-Z]\w+\.\w+")
 """An attribute or method of a class."""
-_NAME = re.compile(r"(?:\| |- )`[^`\n]+`")
+_WORD = re.compile(r"[a-z]\w*")
+"""A name that other things may have as well, such as a key in JSON or an argument: ``device``."""
+_NAME = re.compile(r"(?:\| |- )`([^`\n]+)`")
 """The code that a row of a table or an item of a list begins with."""
+_OF_JSON = re.compile(r"#+ (?:.*\bJSON\b.*|The object `\w+`)\n?")
+"""The heading of a section whose words in code are keys of JSON."""
 _CODE = re.compile(r"(?<![\[`\\])`([^`\n]+)`(?![`\]])")
 
 
@@ -47,10 +51,8 @@ def _cell(text: str) -> str:
 def paragraphs(text: str) -> str:
     """Return the Markdown of a text with lines of any length: a line for each paragraph, examples after ``::`` as code."""
     text = _DOUBLE.sub("`", inspect.cleandoc(text))
-    # Two blank lines stand within code.
-    blocks = re.split(r"(?<!\n)\n\n(?!\n)", text)
     written: list[str] = []
-    for block in blocks:
+    for block in _blocks(text):
         if block.startswith("    ") or (written and written[-1].endswith("::")):
             if written and written[-1].endswith("::"):
                 written[-1] = written[-1].removesuffix("::").rstrip() + ":"
@@ -66,6 +68,20 @@ def paragraphs(text: str) -> str:
                 written[-1] = written[-1].removesuffix("::").rstrip() + ":"
                 written.append(_code(indented))
     return "\n\n".join(written)
+
+
+def _blocks(text: str) -> list[str]:
+    """Return the parts of a text between blank lines. Blank lines within code, which is indented, separate nothing."""
+    blocks: list[str] = []
+    gap = ""
+    for part in re.split(r"(\n\s*\n(?=\S)|\n(?:[ ]*\n)+(?= ))", text):
+        if not part.strip():
+            gap = part
+        elif blocks and blocks[-1].startswith("    ") and part.startswith("    "):
+            blocks[-1] += gap + part
+        else:
+            blocks.append(part)
+    return blocks
 
 
 def _code(block: str) -> str:
@@ -135,15 +151,24 @@ def entries(text: str) -> dict[str, str]:
     return {heading.strip("`"): slug(heading) for heading in headings if re.fullmatch(r"`[^`]+`", heading)}
 
 
-def with_links(texts: Mapping[str, str]) -> dict[str, str]:
+def with_links(texts: Mapping[str, str], ambiguous: Iterable[str] = ()) -> dict[str, str]:
     """Return the pages with links to the entries that they name in code, each once within an entry.
 
-    A name with entries on two pages, such as ``--store``, has a link on these pages only, each to its own entry.
+    A name with several meanings has no link, or only a link to an entry on the same page:
+
+    - a name with entries on two pages, such as ``--store``, and a name in ``ambiguous``;
+    - a word that begins a row or item of the page, which gives it a meaning of its own: ``ok`` on the page of a command;
+    - a word in a section about JSON, which is a key there.
     """
     own = {name: {entry: f"{name}#{anchor}" for entry, anchor in entries(text).items()} for name, text in texts.items()}
-    count = Counter(entry for places in own.values() for entry in places)
+    count = Counter([*(entry for places in own.values() for entry in places), *ambiguous])
     common = {entry: place for places in own.values() for entry, place in places.items() if count[entry] == 1}
-    return {name: _linked(text, name, common | own[name]) for name, text in texts.items()}
+    return {name: _linked(text, name, _without_own_words(common, text) | own[name]) for name, text in texts.items()}
+
+
+def _without_own_words(places: Mapping[str, str], text: str) -> dict[str, str]:
+    firsts = {first[1].partition("(")[0] for line in text.splitlines() if (first := _NAME.match(line))}
+    return {name: place for name, place in places.items() if not (name in firsts and _WORD.fullmatch(name))}
 
 
 def _linked(text: str, name: str, places: Mapping[str, str]) -> str:
@@ -154,17 +179,18 @@ def _linked(text: str, name: str, places: Mapping[str, str]) -> str:
     def link(match: re.Match[str]) -> str:
         word = match[1]
         place = places.get(word) or (places.get(word.partition(".")[0]) if _MEMBER.fullmatch(word) else None)
-        if place is None or word in linked:
+        if place is None or word in linked or (is_json and _WORD.fullmatch(word)):
             return match[0]
         linked.add(word)
         return f"[`{word}`]({place.removeprefix(name) if place.startswith(f'{name}#') else place})"
 
-    is_code = False
+    is_code = is_json = False
     for line in text.splitlines(keepends=True):
         is_fence = line.lstrip().startswith("```")
         is_code ^= is_fence
         if line.startswith("#") and not is_code:
             linked.clear()
+            is_json = _OF_JSON.fullmatch(line) is not None
             linked.add(line.strip("# \n").strip("`"))
         is_prose = not (is_code or is_fence or line.startswith(("#", "<!--")))
         # The name of a row or an item is no word of a text.
@@ -179,7 +205,8 @@ def index(texts: Mapping[str, str]) -> str:
     rows = []
     for name, text in texts.items():
         title = _HEADING.findall(text)[0]
-        sentence = re.split(r"(?<=[.:])\s", text.split(f"# {title}\n\n", 1)[1], maxsplit=1)[0].rstrip(":")
+        introduction = text.split(f"# {title}\n\n", 1)[1].partition("\n\n")[0]
+        sentence = re.split(r"(?<=\.)\s", introduction, maxsplit=1)[0]
         rows.append(f"- [{title}]({name}): {sentence}")
     names = "\n".join(name.removesuffix(".md") for name in texts)
     contents = f"```{{toctree}}\n:hidden:\n\n{names}\n```"

@@ -24,7 +24,8 @@ def verdicts_page() -> str:
         "## Exit codes of pytest",
         codes,
         "### Red sessions",
-        paragraphs(str(SessionReport.problems.__doc__)),
+        "In these cases a session ends with 1 even if no test failed, and a sentence says why.",
+        paragraphs(str(SessionReport.problems.__doc__).partition("\n\n")[2]),
         "### Exit code 0",
         paragraphs(str(exit_status.__doc__)),
     )

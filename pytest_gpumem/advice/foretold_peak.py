@@ -33,7 +33,7 @@ from pytest_gpumem.torch_support.private_api import (
 from pytest_gpumem.torch_support.tracebacks import clear_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.devices.cuda_history import HistoryEntry
     from pytest_gpumem.step_config.config import StepConfig
 
+Place = tuple[int, int]
+"""A step and the index of an allocation in it."""
 LAST_TOKENS = FIRST + PERIODS[-1] + 2
 """Tokens of the second recording: a whole period of the last steps."""
 LEAST_TOKENS = 2 * (FIRST_TOKENS + LAST_TOKENS)
@@ -77,9 +79,13 @@ def foretold_peak(device: Device, model: torch.nn.Module, prompt: Any, tokens: i
             taken = peak()
         last = _recorded(device, model, _lengthened(prompt, tokens - LAST_TOKENS), LAST_TOKENS, config)
         pattern = pattern_of(first, last, tokens)
-        if pattern is None or _replayed(device, first.steps, runs=1) != taken:
+        if pattern is None:
             return None
-        return _replayed(device, tuple(pattern.steps()), runs=_MOST_RUNS)
+        replayed, kept = _replayed(device, first.steps, runs=1)
+        if replayed != taken:
+            return None
+        foretold, kept_by_all = _replayed(device, tuple(pattern.steps()), runs=_MOST_RUNS)
+        return foretold if kept_by_all == kept else None
     except _NotForetold:
         return None
 
@@ -156,15 +162,14 @@ def _steps(entries: Sequence[HistoryEntry], borders: Sequence[int]) -> Iterator[
         yield tuple(step)
 
 
-def _replayed(device: Device, steps: Iterable[Step], *, runs: int) -> Peak:
-    """Return the peak of an allocator that does what ``steps`` say, until it reserves no more.
+def _replayed(device: Device, steps: Sequence[Step], *, runs: int) -> tuple[Peak, frozenset[Place]]:
+    """Return the peak of an allocator that does what ``steps`` say, until it reserves no more, and the blocks that stay.
 
-    Blocks that the steps do not free are workspaces of cuBLAS, which stay for the next run.
+    They are workspaces of cuBLAS, which stay for the next run.
 
     Raises:
         _NotForetold: Blocks of a token are never freed, or more is reserved in each of 8 runs.
     """
-    steps = tuple(steps)
     with _replay(device) as replay, device.peak_from_now_on() as peak:
         assert peak is not None, "an emulated GPU reserves"
         before = None
@@ -172,7 +177,7 @@ def _replayed(device: Device, steps: Iterable[Step], *, runs: int) -> Peak:
             replay.run(steps)
             now = peak()
             if now == before or runs == 1:
-                return now
+                return now, replay.kept
             before = now
     raise _NotForetold
 
@@ -194,11 +199,21 @@ class _Replay:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._blocks: dict[tuple[int, int], int] = {}
-        """Addresses of live blocks by step and index."""
+        self._blocks: dict[Place, int] = {}
+        """Addresses of live blocks."""
+
+    @property
+    def kept(self) -> frozenset[Place]:
+        """The blocks that are live."""
+        return frozenset(self._blocks)
 
     def run(self, steps: Sequence[Step]) -> None:
-        """Make the allocations and frees of all steps. Raises `_NotForetold` if blocks of a token stay."""
+        """Make the allocations and frees of all steps.
+
+        Raises:
+            _NotForetold: Blocks of a token stay, or a block that is to be freed was not made: a prompt of another length has
+                other allocations.
+        """
         import torch
 
         for number, step in enumerate(steps):
@@ -223,4 +238,7 @@ class _Replay:
     def _free(self, step: int, index: int) -> None:
         import torch
 
-        torch.cuda.caching_allocator_delete(self._blocks.pop((step, index)))  # type: ignore[no-untyped-call]
+        address = self._blocks.pop((step, index), None)
+        if address is None:
+            raise _NotForetold
+        torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]

@@ -31,9 +31,10 @@ _LINK = "120000 "
 
 
 class Folder(Backend):
-    """A folder on this machine. Files are replaced whole, under the system's lock.
+    """A store in a folder.
 
-    ``.lock`` is the file of the lock. ``.gitignore`` ignores itself, the lock and drafts.
+    Files are replaced whole, under the system's lock. ``.lock`` is the file of the lock. ``.gitignore`` ignores itself, the
+    lock and drafts.
 
     One process writes at the end of the session, and merges entry by entry with the entries that others wrote meanwhile. A
     draft that a killed writer left (``.test_gpt.py.toml.x1y2z3.draft``) is not committed, and the next writer removes it.

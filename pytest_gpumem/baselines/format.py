@@ -98,7 +98,8 @@ ENTRY_KEYS = {
     'step()"`.',
     **{
         key: f"The parts of `{metric}`, which add up to it, one text for each place: `module | line | library's line | "
-        f"4 addmm, 8 mm`. The {MOST_PLACES} places with the largest numbers are kept; the others have their operators alone."
+        f"4 addmm, 8 mm`. The {MOST_PLACES} places with the largest numbers are kept. The others have their operators alone, "
+        "and a failure shows them at `(other lines)`."
         for key, metric in _AT.items()
     },
 }

@@ -163,7 +163,7 @@ def accept(
     - the store cannot be read or written, or has a newer format;
     - the commit does not fit. A report fits if its commit is `HEAD`, or has the same files as `HEAD` outside the store. A job
       for a pull request checks out a merge commit, which fits if the branch is up to date. Fetch it with
-        `git fetch origin pull/NUMBER/merge`. Outside a repository, a report without a commit fits.
+      `git fetch origin pull/NUMBER/merge`. Outside a repository, a report without a commit fits.
     """
     if tests and causes:
         raise click.UsageError("tests are named, or chosen by --cause, not both")

@@ -219,7 +219,7 @@ def advise(
 
     ## `--config`
 
-    A mixture that loops over its experts needs a [routing](../concepts/emulated-gpu.md) on an emulated GPU:
+    A mixture that loops over its experts needs a [routing](../concepts/emulated-gpu.md#routing-of-experts) on an emulated GPU:
     `bf16,routing=balanced`.
 
     ## `--shard`

@@ -48,6 +48,8 @@ def cache(*, clear: bool) -> None:
       For example, root with the home folder of another user gets
       `the cache /home/ada/.cache/pytest-gpumem is not used: the folder belongs to another user; set GPUMEM_CACHE to a new
       folder, or remove this one if it is yours`.
+    - A folder is also refused if others could replace it, because they can write to the folder around it. A folder with the
+      sticky bit, such as `/tmp`, is fine.
     - In GitHub Actions, the [action](../ci.md) uses a folder in the job's temporary folder, so no earlier job can have changed
       the cache.
     """

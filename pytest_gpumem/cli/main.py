@@ -56,6 +56,17 @@ class _LazyGroup(click.Group):
         commands = [CompletionItem(name, help=line) for name, line in COMMANDS.items() if name.startswith(incomplete)]
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ImportError as error:
+            from pytest_gpumem.emulation.load import emulation_hint
+
+            hint = emulation_hint(str(error), "--device=emulated:h100")
+            if hint is None:
+                raise
+            raise click.UsageError(hint) from None
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -118,9 +129,7 @@ def main(context: click.Context) -> None:
 
     ## Colours
 
-    Output has colours on a terminal, unless `TERM` is `dumb`. Three [variables](environment.md) override this, as they do for
-    pytest. The first that is set decides: `PY_COLORS` (`1` or `0`), a `NO_COLOR` that is not empty, a `FORCE_COLOR` that is not
-    empty. On a `dumb` terminal, progress lines are not redrawn.
+    Output has colours as pytest's has: on a terminal, and by the variables `PY_COLORS`, `NO_COLOR`, `FORCE_COLOR` and `TERM`.
 
     ## Completion
 

@@ -13,8 +13,9 @@ import pytest
 
 from pytest_gpumem.cli.project import run_pytest
 from pytest_gpumem.cli.streams import INTERRUPTED, WholeNumber
+from pytest_gpumem.config.command_line import Command
 from pytest_gpumem.config.kinds import FLAG
-from pytest_gpumem.config.options import OPTIONS, Command, Option
+from pytest_gpumem.config.options import OPTIONS, Option
 from pytest_gpumem.measure.looped import FEWEST_STEPS, STEPS
 from pytest_gpumem.script import Script, ScriptSession
 from pytest_gpumem.units import nearest

@@ -1,10 +1,23 @@
-"""The words on the command line, apart from the settings: do they leave tests out?"""
+"""The words on the command line, apart from the settings: do they leave tests out, and which words run an item again?"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import pytest
 
 from pytest_gpumem.config.options import PARSER
+
+
+class Command(NamedTuple):
+    """A command that runs an item again. Options go between ``words`` (``gpumem run``) and ``rest`` (``train.py``)."""
+
+    words: tuple[str, ...]
+    rest: tuple[str, ...] = ()
+
+
+COMMAND: pytest.StashKey[Command] = pytest.StashKey()
+"""The command that runs an item again, if pytest with the item's id does not."""
 
 WORKER_IS_WHOLE = "gpumem_whole"
 """The key by which a worker of pytest-xdist learns it: the worker is given all arguments as if they were typed."""

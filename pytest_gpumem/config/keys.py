@@ -142,7 +142,7 @@ finds them. Doctests and items of other plugins do not get it. A pattern that ma
 """
 _ROUTING = """
 A real GPU and the CPU compute this choice, so the key has no effect there. The [step config](step-configs.md)
-`routing=` is the same for one step. [Emulated GPU](../concepts/emulated-gpu.md) explains both words.
+`routing=` is the same for one step. [Routing of experts](../concepts/emulated-gpu.md#routing-of-experts) explains both words.
 """
 _GPUS = """
 ```toml

@@ -94,6 +94,11 @@ def _no_host(location: str, where: str) -> None:
 def _reports(files: list[str], where: str) -> tuple[str, ...]:
     for file in files:
         form = format_of(file)
+        if file == "-":
+            raise SettingsError(
+                f"{where}: '-' is no file, and pytest itself writes to standard output; name a file that ends with {ENDINGS}, "
+                "for example gpumem.json"
+            )
         if form is None:
             instead = "; JUnit XML is pytest's own: --junitxml=FILE" if Path(file).suffix == ".xml" else ""
             raise SettingsError(f"{where}: {file!r} has to end with {ENDINGS}{instead}")

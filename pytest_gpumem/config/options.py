@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import Cell
 
 
-class Command(NamedTuple):
-    """A command that runs an item again. Options go between ``words`` (``gpumem run``) and ``rest`` (``train.py``)."""
-
-    words: tuple[str, ...]
-    rest: tuple[str, ...] = ()
-
-
-COMMAND: pytest.StashKey[Command] = pytest.StashKey()
-"""The command that runs an item again, if pytest with the item's id does not."""
 ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
 """The argument of pytest that an item needs: ``--gpumem-model=NAME`` for a model that is not in the settings."""
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
@@ -115,8 +106,8 @@ With the first two modes, a step is also explained if its test reads the
 _STORE = f"""
 {_RELATIVE} `~` is the home folder.
 
-A [URL](../concepts/store.md) names a store in a bucket or on another host. `pyproject.toml` and `addopts` may name a
-bucket only (`s3://`, `gs://`, `az://`), because a pull request can change these files. Any other host has to be typed.
+A [URL](../concepts/store.md#a-store-behind-a-url) names a store in a bucket or on another host. Not every URL may stand in
+`pyproject.toml` and `addopts`, because a pull request can change these files.
 """
 _AGAINST = """
 Both `--gpumem-baseline` and an [emulated GPU](cards.md) are needed. The session writes no baselines: measure those of a
@@ -134,7 +125,7 @@ A verdict that the mode accepts does not fail its test in this session, even wit
 
 | [Verdict](verdicts.md) | ``new`` | ``improved`` | ``all`` |
 |---|---|---|---|
-| `new`, `foreign`: the test has no baseline on this device | adds it, unless the test may be a [renamed test](../concepts/verdicts.md) that grew | - | adds it |
+| `new`, `foreign`: the test has no baseline on this device | adds it, unless the test may be a [renamed test](../concepts/verdicts.md#renamed-tests) that grew | - | adds it |
 | `new` for a metric: the baseline lacks this metric | adds the metric, if no difference between the environments moves it | - | replaces the baseline |
 | `new` for a time: the baseline has no `step_times` | adds all times, if the baseline has the same `machine` (or none) and the runs were quiet | - | replaces the baseline |
 | `improved` | - | lowers each improved metric, and all times together, if [one environment fits all figures](#environment-of-a-lowered-baseline) | replaces the baseline |
@@ -268,7 +259,7 @@ OPTIONS = (
         kinds.FLAG,
         "Time every step, or with --no-gpumem-time none, which needs fewer runs. By default --gpumem-baseline times "
         "only tests whose times are compared, recorded or shown.",
-        details="[Step time](../concepts/step-time.md) says which steps are timed.",
+        details="[Step time](../concepts/step-time.md#which-steps-are-timed) says which steps are timed.",
     ),
     Option(
         "rank_timeout",
@@ -277,7 +268,7 @@ OPTIONS = (
         "others wait for them.",
         "SECONDS",
         default=f"{DEFAULT_RANK_TIMEOUT:g} s",
-        details="The value is a number of seconds, or a duration such as `5 min`. See [ranks](../concepts/processes.md).",
+        details="The value is a number of seconds, or a duration such as `5 min`. See [ranks](../concepts/processes.md#ranks).",
     ),
     Option(
         "pack",
@@ -285,7 +276,7 @@ OPTIONS = (
         "With pytest-xdist: tests share a GPU as far as their known peaks fit, the largest first. A peak is known "
         "from a baseline or a budget. Other tests, and timed tests, have the GPU alone.",
         details="With `--gpumem-device=cpu` the option is an error. The key only makes the session say that nothing is shared. "
-        "See [packing](../concepts/processes.md).",
+        "See [packing](../concepts/processes.md#packing).",
     ),
 )
 """All options, in the order of help."""

@@ -67,7 +67,12 @@ class ProjectFiles:
     def cache(self) -> Path | None:
         """The folder with pytest's cache; ``None`` if it is switched off, as by ``-p no:cacheprovider``."""
         blocked = "no:cacheprovider" in (self.of_addopts["plugins"] or []) + (self.of_user["plugins"] or [])
-        return None if blocked else self.root / os.path.expandvars(Path(self.cache_dir).expanduser())
+        return None if blocked else cache_folder(self.root, self.cache_dir)
+
+
+def cache_folder(root: Path, cache_dir: str) -> Path:
+    """Return the folder with pytest's cache, from the root directory and pytest's setting ``cache_dir``."""
+    return root / os.path.expandvars(Path(cache_dir).expanduser())
 
 
 def project_files(folder: Path, environment: Mapping[str, str]) -> ProjectFiles:

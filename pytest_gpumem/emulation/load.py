@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,11 +14,13 @@ from pytest_gpumem.emulation.build import FIRST, stand_ins
 from pytest_gpumem.emulation.cudnn import Cudnn
 from pytest_gpumem.emulation.errors import EmulationError
 from pytest_gpumem.emulation.gpus import Gpu
-from pytest_gpumem.emulation.libraries import DRIVER
+from pytest_gpumem.emulation.libraries import DRIVER, library_of
 from pytest_gpumem.emulation.torch_build import compiler_variables, installed_torch
 
 CONTEXT_BYTES = 520 * 2**20
 """Bytes that a CUDA context takes from a GPU outside of any allocator: about what nvidia-smi shows for torch on an H100."""
+_NOT_LOADED = "cannot open shared object file"
+"""Words of the system's error for a library that is not there."""
 _SIGNS_OF_A_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
@@ -132,6 +135,31 @@ def _configuration(gpu: Gpu) -> _Configuration:
     # Programs search the name for "H100".
     name = f"{gpu.name} (emulated)".encode()
     return _Configuration(name=name, major=major, minor=minor, context_bytes=CONTEXT_BYTES, **same)
+
+
+def emulation_hint(error: str, option: str = "--gpumem-device=emulated:h100") -> str | None:
+    """Return a sentence on how to import torch, if its import failed because NVIDIA's libraries are not installed.
+
+    Args:
+        error: The error, for example ``"libcudnn.so.9: cannot open shared object file: No such file or directory"``.
+        option: The option that emulates a GPU.
+
+    Returns:
+        ``None`` for another error, and if a GPU is emulated already or cannot be emulated here.
+    """
+    sonames = re.findall(rf"([\w.-]+): {_NOT_LOADED}", error)
+    lacking = next((name for name in sonames if library_of(name) is not None), None)
+    if lacking is None or current_emulation() is not None:
+        return None
+    try:
+        _refuse_other_machines()
+        installed_torch()
+    except EmulationError:
+        return None
+    return (
+        f"torch cannot load {lacking}, one of NVIDIA's libraries, which an emulated GPU replaces: add {option}, or start the "
+        f"program with `{command_name()} emulate h100 -- COMMAND`"
+    )
 
 
 def _refuse_other_machines() -> None:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.blocks import Lifetime, Timeline
 
 
+_MOST_PLACES = 4
+"""The most leaks without an owner beside a leak in reach of the step's function. Beside more leaks it counts as an input."""
+
+
 def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
     """Return the blocks of a timeline. Each leftover is matched with a block that the step made in the same way.
 
@@ -65,20 +69,23 @@ class _Matches:
             self._lasting.pop(pool.blocks[0].nbytes, None)
         self._passing = _by_size(block for block in remaining if not block.lasts and block.label is None)
         self._turns: dict[int, Iterator[Lifetime]] = {}
-        self._input_excess: Counter[int] = Counter()
-        """The number of older inputs that last, less the number of such blocks without an owner, by size."""
-        for block in timeline.lifetimes:
-            if block.is_older and block.lasts and (block.label is None or _is_lasting_input(block)):
-                self._input_excess[block.nbytes] += -1 if block.label is None else 1
+        older = [block for block in timeline.lifetimes if block.is_older and block.lasts]
+        self._inputs = Counter(block.nbytes for block in older if _is_lasting_input(block))
+        self._without_owner = Counter(block.nbytes for block in older if block.label is None)
 
     def is_leftover(self, block: Lifetime) -> bool:
         """Return whether an earlier step may have left a block.
 
-        An input may be a leftover, because all tensors in reach of the step's function are inputs. It is not if most older
-        blocks with its size have no owner, because a leak is many blocks. Example: a batch beside 30 tensors in a module.
+        An input may be a leftover, because all tensors in reach of the step's function are inputs. It is not if the older
+        blocks with its size are few inputs and many blocks without an owner, because a leak is many blocks. Example: a batch
+        beside 30 tensors in a module. If a step keeps tensors in a closure and in a module, both are many.
         """
-        has_owner = block.label is not None and not (_is_lasting_input(block) and self._input_excess[block.nbytes] > 0)
+        has_owner = block.label is not None and not (_is_lasting_input(block) and self._many_inputs(block.nbytes))
         return block.is_older and not has_owner and bool(self._matching(block))
+
+    def _many_inputs(self, nbytes: int) -> bool:
+        inputs, others = self._inputs[nbytes], self._without_owner[nbytes]
+        return inputs > others or (inputs > 1 and inputs * _MOST_PLACES >= others)
 
     def each_step(self, nbytes: int, freed: int) -> int:
         """Return how many blocks with ``nbytes`` each step keeps, if the step frees ``freed`` older blocks of this size."""

@@ -38,6 +38,16 @@ class Site(NamedTuple):
     """The frames that led there, innermost first. ``user`` is among them if there is a library's frame."""
 
 
+class Function(NamedTuple):
+    """A function that calls torch functions itself. Its name is empty if there is none."""
+
+    name: str = ""
+    caller: str = ""
+    """The line that calls it."""
+    caller_function: str = ""
+    """The function with this line; empty if a module is called in between."""
+
+
 class _File(NamedTuple):
     """A file as it is shown."""
 
@@ -94,11 +104,11 @@ class Sites:
         callers = [*between[:MOST_CALLERS], *([user] if user and library else []), *above]
         return Site(user, library, tuple(callers))
 
-    def function(self, called: str, depth: int = 1, outermost: int = 0) -> tuple[str, str]:
-        """Return the name of the function that calls a torch function itself, and the line that calls that function.
+    def function(self, called: str, depth: int = 1, outermost: int = 0) -> Function:
+        """Return the function that calls a torch function itself, and its caller.
 
-        Both are empty if torch's own code calls it: an optimizer or ``clip_grad_norm_`` changes grad mode by itself. Lambdas
-        and comprehensions belong to the function around them.
+        All is empty if torch's own code calls it: an optimizer or ``clip_grad_norm_`` changes grad mode by itself. Lambdas and
+        comprehensions belong to the function around them.
 
         Args:
             called: The name of the torch function.
@@ -107,7 +117,9 @@ class Sites:
         """
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in `here`
         name = ""
+        is_within = True
         while frame is not None and (name or id(frame) != outermost):
+            is_within &= id(frame) != outermost
             code = frame.f_code
             if code.co_filename not in self._files:
                 self._files[code.co_filename] = self._file(code.co_filename)
@@ -116,10 +128,25 @@ class Sites:
                 break
             if file is not None and not code.co_name.startswith("<"):
                 if name:
-                    return name, f"{file.shown}:{frame.f_lineno}"
+                    return Function(name, f"{file.shown}:{frame.f_lineno}", code.co_name if is_within else "")
                 name = code.co_name
             frame = frame.f_back
-        return name, ""
+        return Function(name)
+
+    def around(self, depth: int = 1, outermost: int = 0) -> str:
+        """Return the name of the innermost function of the user or a library.
+
+        ``outermost`` is the ``id`` of a frame. The name is empty if the function is this frame or beyond it.
+        """
+        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in `here`
+        while frame is not None and id(frame) != outermost:
+            code = frame.f_code
+            if code.co_filename not in self._files:
+                self._files[code.co_filename] = self._file(code.co_filename)
+            if self._files[code.co_filename] is not None and not code.co_name.startswith("<"):
+                return code.co_name
+            frame = frame.f_back
+        return ""
 
     def _file(self, name: str) -> _File | None:
         """Return what is known of a file; ``None`` for one whose frames are skipped."""

@@ -54,6 +54,8 @@ class Mark:
     """The function in which a torch function is called, if it is no module's ``forward``."""
     caller: str = ""
     """The line that calls this function."""
+    caller_function: str = ""
+    """The function with this line. For the call of a module the function that calls the module."""
     casts: frozenset[int] = frozenset()
     """Sizes in bytes: autocast may copy weights in a call to lower precision, and keep the copies until it ends."""
 
@@ -128,7 +130,7 @@ class GraphCalls:
         self._functions: list[tuple[str, bool]] = []
         """Each call of a torch function outside of modules with grad mode off: its function, and whether the mode was off."""
         self._function_at: dict[str, str] = {}
-        """The function of each line that ran with grad mode on."""
+        """The function of each line that ran with grad mode on, or that called such a function or module."""
         self._callers: dict[str, dict[Caller, None]] = {}
         """The callers of each module with grad mode on, in their order."""
         self._open: list[int] = []
@@ -152,7 +154,9 @@ class GraphCalls:
         elif self._is_module(span):
             mark = self._marks[span.mark]
             if mark.grad:
-                self._called(folded(mark.path), mark.library or mark.site)
+                line = mark.library or mark.site
+                self._called(folded(mark.path), line)
+                self._is_in(line, self._calls[self._open[-1]][0] if self._open else "", mark.caller_function)
             self._open.append(len(self._calls))
             self._calls.append((folded(mark.path), not mark.grad))
         elif span.kind == "mark" and self._marks[span.mark].function and not self._nodes:
@@ -161,11 +165,16 @@ class GraphCalls:
     def _in_function(self, mark: Mark) -> None:
         if self._open and self._calls[self._open[-1]][1]:
             return  # the module's grad mode is off, and that of all functions in it
-        function = f"{f'{folded(mark.path)}.' if mark.path else ''}{mark.function}()"
+        function = _function_text(folded(mark.path), mark.function)
         self._functions.append((function, not mark.grad))
         if mark.grad:
             self._called(function, mark.caller)
             self._function_at[mark.library or mark.site] = function
+            self._is_in(mark.caller, folded(mark.path), mark.caller_function)
+
+    def _is_in(self, line: str, module: str, function: str) -> None:
+        if line and function:
+            self._function_at.setdefault(line, _function_text(module, function))
 
     def _called(self, what: str, line: str) -> None:
         around = self._calls[self._open[-1]][0] if self._open else ""
@@ -210,6 +219,11 @@ class GraphCalls:
         made |= {call for call in self._allocated_in if not self._calls[call][1]}
         reached = {call for number in self._ran for call in self._made_in.get(number, ())}
         return counted((self._calls[call][0], call not in reached) for call in sorted(made))
+
+
+def _function_text(module: str, function: str) -> str:
+    """Return ``"net.target()"``, or ``"step()"`` outside of modules."""
+    return f"{module}.{function}()" if module else f"{function}()"
 
 
 @dataclass(slots=True)

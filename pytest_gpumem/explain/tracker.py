@@ -132,11 +132,23 @@ class Tracker:
             return func(*args, **kwargs)
         # Above: this, __torch_function__.
         site = self._sites.here(3)
-        function, caller = self._sites.function(name, 3, self._modules[-1][3] if self._modules else 0)
+        around = self._modules[-1][3] if self._modules else 0
+        function, caller, caller_function = self._sites.function(name, 3, around)
         if self._modules and function == "forward":
             function = ""  # it has the module's grad mode, unless it changes that itself
+        if self._modules and caller_function == "forward":
+            caller_function = ""
         number = len(self.marks)
-        mark = Mark("call", self.module, *site, _autograd_records(), function, caller, self._casts(args, kwargs))
+        mark = Mark(
+            "call",
+            self.module,
+            *site,
+            _autograd_records(),
+            function,
+            caller,
+            caller_function,
+            self._casts(args, kwargs),
+        )
         with self.mark(mark):
             result = func(*args, **kwargs)
             returned = tuple(self._seen(result))
@@ -186,7 +198,10 @@ class Tracker:
             path = self._modules[-1][1] if self._modules else type(module).__name__
         if len(self._modules) == 0:
             self.snapshot()
-        mark = Mark("module", path, *self._sites.here(2), grad=_autograd_records())
+        caller_function = self._sites.around(2, self._modules[-1][3] if self._modules else 0)
+        if self._modules and caller_function == "forward":
+            caller_function = ""
+        mark = Mark("module", path, *self._sites.here(2), grad=_autograd_records(), caller_function=caller_function)
         around = sys._getframe(1)  # noqa: SLF001 - as in `Sites.here`
         self._modules.append((id(module), path, self._begin(mark), id(around)))
 

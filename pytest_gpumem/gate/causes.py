@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pytest_gpumem.gate.growths import ENOUGH, KEPT, growths_of, proven
+from pytest_gpumem.gate.growths import ENOUGH, KEPT, LEAST, growths_of, proven
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import counted
 from pytest_gpumem.values.composition import KEPT_IN
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.growths import Alternatives, Explained, Growth, Part, Place
     from pytest_gpumem.gate.verdict import TestVerdict
 
-LEAST = 0.1
-"""Share of a growth that a line has to explain at least to be one of its causes."""
 _MOST_MODULES = 2
 """Modules of a cause that are named."""
 _SEVERAL = 2

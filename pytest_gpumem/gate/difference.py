@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Key = Callable[[Row], object]
+_BACKWARD = re.compile(r"Backward\d*$")
+"""The name of a node of the autograd graph, such as ``MulBackward0``."""
 CHANGED_LINE = "changed line"
 """Beginning of the reason of an increase whose line is not in both versions of the code."""
 AMONG_SMALLER = "among smaller rows in the baseline"
@@ -189,6 +192,21 @@ def difference_of_peaks(
         function_at: The function of each line now.
     """
     graph = GraphChanges(before, after, callers or {}, function_at or {})
+    found = _difference_of_peaks(before, after, phases_before, phases, graph)
+    # If a part of the step has a backward now, the peak may move there although nothing grew in the phase that is compared.
+    is_open = found.moved is not None and not found.graph
+    recorded = [row for row in after.rows if graph.explain_for_certain(row)] if is_open else []
+    is_cause = sum(row.nbytes for row in recorded) >= LEAST_SHARE * (after.total - before.total)
+    return replace(found, graph=graph.of_rows(recorded)) if recorded and is_cause else found
+
+
+def _difference_of_peaks(
+    before: Composition,
+    after: Composition,
+    phases_before: Mapping[str, Composition],
+    phases: Mapping[str, Composition],
+    graph: GraphChanges,
+) -> Difference:
     there = phases.get(before.phase)
     if not before.phase or not after.phase or before.phase == after.phase:
         return difference(before, after, graph)
@@ -311,11 +329,16 @@ def _joined(*reasons: str) -> str:
 
 
 def _ranked(changes: list[Change]) -> tuple[Change, ...]:
-    """Sort the largest increase first, equal changes by the increase of their line, counted in changes of this size."""
+    """Sort the largest increase first.
+
+    Of equal changes forward is before backward, because a tensor in backward follows from one in forward. The others are sorted
+    by the increase of their line, counted in changes of this size.
+    """
     at_line = _at_line((change.row, change.nbytes) for change in changes)
 
-    def rank(one: Change) -> tuple[int, int, str]:
-        return -one.nbytes, -(at_line[_line(one.row)] // max(abs(one.nbytes), 1)), one.row.text()
+    def rank(one: Change) -> tuple[int, bool, int, str]:
+        is_backward = _BACKWARD.search(one.row.operator) is not None
+        return -one.nbytes, is_backward, -(at_line[_line(one.row)] // max(abs(one.nbytes), 1)), one.row.text()
 
     return tuple(sorted(changes, key=rank))
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 Kind = Literal["no_grad", "no_backward"]
 KINDS: tuple[Kind, ...] = ("no_grad", "no_backward")
 _MOST_LINES = 3
-_KEPT = "autograd keeps its activations for backward"
+_AND = " and "
+_KEPT = "autograd keeps {} activations for backward"
 _OF_THE_GRAPH = frozenset({"activation", "gradient", "optimizer state", "temporary"})
 """Categories that autograd's graph and backward add to."""
 
@@ -34,9 +35,11 @@ class GraphChange:
     """``no_grad`` if grad mode was off, ``no_backward`` if it was on and backward did not reach the module."""
     module: str
     """The folded path of the outermost module: ``teacher``. Outside of modules and their ``forward``, a function: ``step()``.
+
+    Several functions that one function calls are joined: ``left() and right()``.
     """
     lines: tuple[str, ...]
-    """The lines that call it: ``models.py:41``. Not every one of them need be a cause."""
+    """The lines that call it: ``models.py:41``. Not every one of them need be a cause. For a part of a function, its lines."""
     before: Calls
     """Such calls in the baseline, as ``[calls, all calls]``. If all calls were such, they may be those of all modules
     together.
@@ -53,25 +56,35 @@ class GraphChange:
         Example: ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
         activations for backward.``
         """
+        whose = "their" if _AND in self.module else "its"
         if is_function(self.module):
-            part = "a part of " if self.before.others else ""
+            part = "a part of " if self.is_of_a_part else ""
             change = "and is on in more of it now" if self.now.these else "and is on now"
-            module = f"{part}`{self.module}`{self._called_at(some=False)}"
-            return f"Grad mode was off in {module} in the baseline, {change}: {_KEPT}."
+            module = f"{part}{self._named}{self._called_at(some=False)}"
+            return f"Grad mode was off in {module} in the baseline, {change}: {_KEPT.format(whose)}."
         some = bool(self.before.others or self.now.these)
         share = f"{self.before.these} of {self.before.total}" if self.before.others else "all"
         calls = f"{share} calls of " if some else ""
-        module = f"{calls}`{self.module}`{self._called_at(some=some)}"
+        module = f"{calls}{self._named}{self._called_at(some=some)}"
         now = f"{self.now.these or 'none'} of {self.now.total} now"
         if self.kind == "no_grad":
             change = f"and in {now}" if some else "and is on now"
-            return f"Grad mode was off in {module} in the baseline, {change}: {_KEPT}."
+            return f"Grad mode was off in {module} in the baseline, {change}: {_KEPT.format(whose)}."
         change = f"and does not reach {now}" if some else "and does now"
-        return f"Backward did not reach {module} in the baseline, {change}: its activations are kept until then."
+        return f"Backward did not reach {module} in the baseline, {change}: {whose} activations are kept until then."
+
+    @property
+    def _named(self) -> str:
+        return _AND.join(f"`{module}`" for module in self.module.split(_AND))
 
     def explains(self, row: Row) -> bool:
         """Return whether a row that grew follows from it."""
         return row.category in _OF_THE_GRAPH and not {row.module, _line(row)}.isdisjoint(self.within)
+
+    @property
+    def is_of_a_part(self) -> bool:
+        """True if grad mode was off in a part of a function."""
+        return is_function(self.module) and bool(self.before.others)
 
     def _called_at(self, *, some: bool) -> str:
         if not self.lines:
@@ -81,7 +94,7 @@ class GraphChange:
         shown += [counted(more, "other line")] if more else []
         # Where only some calls have changed, the baseline does not tell at which of these lines.
         last = " or " if some else " and "
-        return f" (called at {last.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))})"
+        return f" ({'' if self.is_of_a_part else 'called '}at {last.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))})"
 
 
 @dataclass(frozen=True)
@@ -94,17 +107,53 @@ class GraphChanges:
     function_at: Mapping[str, str]
 
     def of_rows(self, rows: Iterable[Row]) -> tuple[GraphChange, ...]:
-        """Return the changes that rows with more bytes follow from, the outermost modules only."""
+        """Return the changes that rows with more bytes follow from, the outermost modules and functions only."""
         found: dict[GraphChange, set[str]] = {}
         for row in rows:
             for change in self._around(row):
                 found.setdefault(change, set()).add(_line(row) if is_function(change.module) else row.module)
-        changes = (replace(change, within=tuple(sorted(within))) for change, within in found.items())
+        changes = self._joined(replace(change, within=tuple(sorted(within))) for change, within in found.items())
         return tuple(sorted(changes, key=lambda change: (change.module, change.kind)))
+
+    def _joined(self, changes: Iterable[GraphChange]) -> Iterator[GraphChange]:
+        """Yield changes with those joined that follow from one part of a function.
+
+        Example:
+            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. The call of ``teacher`` is named, because its line
+            says more than a part of ``step()``. If the block calls several modules and functions, ``step()`` is named.
+        """
+        groups: dict[tuple[Kind, str], list[GraphChange]] = {}
+        for change in changes:
+            around = "" if change.is_of_a_part else self._function_around(change)
+            groups.setdefault((change.kind, around or change.module), []).append(change)
+        for (kind, function), group in groups.items():
+            called = [change for change in group if change.module != function]
+            named = called if len(called) == 1 else [*self._change(kind, function)] if called else group
+            if not named:
+                yield from _together(called)
+                continue
+            within = {place for change in group for place in change.within}
+            lines = {line for change in called for line in change.lines}
+            lines |= {line for change in group if change.module == function for line in change.within}
+            for change in named:
+                at = tuple(sorted(lines)) if change.is_of_a_part else change.lines
+                yield replace(change, within=tuple(sorted(within)), lines=at)
+
+    def _function_around(self, change: GraphChange) -> str:
+        """Return the function that has all calls, or else an empty text."""
+        functions = {self.function_at.get(line, "") for line in change.lines}
+        return functions.pop() if len(functions) == 1 else ""
 
     def explain(self, row: Row) -> bool:
         """Return whether a row with more bytes follows from such a change."""
         return any(True for _ in self._around(row))
+
+    def explain_for_certain(self, row: Row) -> bool:
+        """Return whether any row follows from such a change, also one that did not grow.
+
+        Of a function that changed in part, other lines have the grad mode that they had.
+        """
+        return any(not change.is_of_a_part for change in self._around(row))
 
     def is_new(self, row: Row) -> bool:
         """Return whether the baseline had no such row, because autograd recorded no call of its module.
@@ -121,7 +170,10 @@ class GraphChanges:
             for module in sorted(self._outermost(kind, row.module, frozenset())):
                 yield from self._change(kind, module)
             return
-        yield from self._change("no_grad", self.function_at.get(_line(row), ""))
+        function = self.function_at.get(_line(row), "")
+        if self._was("no_grad", function) is not None:
+            for outer in sorted(self._outermost("no_grad", function, frozenset())):
+                yield from self._change("no_grad", outer)
 
     def _change(self, kind: Kind, module: str) -> Iterator[GraphChange]:
         was = self._was(kind, module)
@@ -130,9 +182,18 @@ class GraphChanges:
             yield GraphChange(kind, module, tuple(lines), was, self._calls(kind)[module])
 
     def _outermost(self, kind: Kind, module: str, seen: frozenset[str]) -> set[str]:
-        """Return the outermost changed modules that a changed module was called in, or itself."""
-        around = {caller.module for caller in self.callers.get(module, ())} - seen - {module, ""}
-        changed = [outer for outer in around if self._was(kind, outer) is not None]
+        """Return the outermost changed modules and functions that a changed one was called in, or itself.
+
+        A function of which only a part changed may have other calls outside of this part.
+        """
+        callers = self.callers.get(module, ())
+        around = {caller.module for caller in callers} | {self.function_at.get(caller.line, "") for caller in callers}
+        around -= seen | {module, ""}
+        changed = [
+            outer
+            for outer in around
+            if (was := self._was(kind, outer)) is not None and not (is_function(outer) and was.others)
+        ]
         if not changed:
             return {module}
         return {found for outer in changed for found in self._outermost(kind, outer, seen | {module})}
@@ -143,6 +204,21 @@ class GraphChanges:
     def _calls(self, kind: Kind) -> Mapping[str, Calls]:
         calls: Mapping[str, Calls] = getattr(self.after, kind)
         return calls
+
+
+def _together(changes: Sequence[GraphChange]) -> Iterator[GraphChange]:
+    """Yield changes with those joined that are of all calls: ``left()`` and ``right()``, called in one function."""
+    whole = [change for change in changes if not change.before.others and not change.now.these]
+    yield from (change for change in changes if change not in whole)
+    if whole:
+        yield replace(
+            whole[0],
+            module=_AND.join(sorted(change.module for change in whole)),
+            lines=tuple(dict.fromkeys(line for change in whole for line in change.lines)),
+            before=Calls(*map(sum, zip(*(change.before for change in whole), strict=True))),
+            now=Calls(*map(sum, zip(*(change.now for change in whole), strict=True))),
+            within=tuple(sorted({place for change in whole for place in change.within})),
+        )
 
 
 def _line(row: Row) -> str:

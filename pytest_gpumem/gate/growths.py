@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from pytest_gpumem.gate.verdict import WORSE, Outcome
 from pytest_gpumem.metrics import METRICS
@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.gate.difference import Change, Difference
+    from pytest_gpumem.gate.graph_changes import GraphChange
     from pytest_gpumem.gate.verdict import MetricVerdict, TestVerdict, Verdict
     from pytest_gpumem.values.composition import Holder, Row
     from pytest_gpumem.values.operator_counts import Tally
 
+T = TypeVar("T")
 ENOUGH = 0.8
 """Share of a growth that its causes have to explain; the rest of it are consequences."""
+LEAST = 0.1
+"""Share of a growth that a line has to explain at least to be one of its causes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,6 +38,10 @@ class Growth:
     metric: str
     device: str
     amount: float = field(compare=False)
+
+    def is_beside(self, other: Growth) -> bool:
+        """Return whether both are of the same measurement."""
+        return (self.test, self.name, self.device) == (other.test, other.name, other.device)
 
 
 class Place(NamedTuple):
@@ -114,11 +122,24 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
     # More operators are what memory grows by; who reads a value may do so anywhere.
     syncs = [name for name in work if name == "syncs"]
     chosen = [*_one_of_each(memory), *syncs] or work[:1] or names[:1]
-    held: dict[Place, _Held] = {}
+    held: dict[Place, tuple[_Held, ...]] = {}
     if explanation is not None:
         kept = () if KEPT.isdisjoint(chosen) else explanation.holders
         held = _holder_places(explanation.holders_of_inputs, kept, is_again="growth" in chosen)
+        if any(_kept_before(worse[name]) for name in KEPT.intersection(chosen)):
+            # Some of the holders are not new, so they have no share in the growth of the peak.
+            held = {line: holders for line, holders in held.items() if len(holders) == 1}
     parts = {name: _parts(verdict, name, held) for name in chosen}
+    alternatives = {name: _alternatives(verdict, name, held) for name in chosen}
+    for name in LEFT_BEHIND.intersection(chosen):
+        here = parts[name]
+        new = _new(
+            {place: part.amount for place, part in here.items()}, _amount(worse[name]), _kept_before(worse[name])
+        )
+        parts[name] = {place: here[place] for place in new.certain}
+        alternatives[name] += (
+            (Alternatives(new.missing, {place: here[place] for place in new.uncertain}),) if new.uncertain else ()
+        )
     if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
         # Of tests that were not recorded the work is known at least.
         parts |= {name: _parts(verdict, name, held) for name in work[:1]}
@@ -130,12 +151,100 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
             mine,
             verdict.changed_packages,
             f"{one.budget}" if one.outcome is Outcome.OVER_BUDGET and no_more else "",
-            _alternatives(verdict, name, held),
+            alternatives.get(name, ()),
         )
 
 
 KEPT = frozenset({"growth", "retained"})
 """Metrics whose cause is the holder."""
+LEFT_BEHIND = KEPT | {"cyclic_garbage"}
+"""Metrics whose composition no baseline stores."""
+
+
+def _kept_before(one: MetricVerdict) -> float:
+    """Return the bytes in the baseline, or 0 if the metric exceeds only a budget."""
+    return one.baseline if one.baseline is not None and one.value > one.baseline else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _New(Generic[T]):
+    """Parts of what is kept."""
+
+    certain: tuple[T, ...]
+    """Parts that are new."""
+    uncertain: tuple[T, ...] = ()
+    """Parts of which only some are new."""
+    missing: float = 0
+    """The bytes of the growth in ``uncertain``."""
+
+
+def _new(kept: Mapping[T, float], amount: float, before: float) -> _New[T]:
+    """Return which parts of what is kept are new.
+
+    A baseline stores how many bytes were kept, not where. A part with no more bytes may have been there before.
+
+    Example:
+        A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. One of them is new.
+
+    Args:
+        kept: The bytes of each part.
+        amount: The growth in bytes.
+        before: The bytes in the baseline.
+    """
+    new = tuple(part for part, nbytes in kept.items() if nbytes - before >= LEAST * amount)
+    others = tuple(part for part in kept if part not in new)
+    missing = amount - sum(kept[part] for part in new)
+    if missing < LEAST * amount:
+        return _New(new)
+    if not before or len(others) < 2 or sum(kept[part] for part in others) <= missing:
+        return _New(tuple(kept))
+    return _New(new, others, missing)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """The rows of what a step or a call keeps, those that are new first."""
+
+    rows: tuple[Row, ...] = ()
+    uncertain: tuple[Row, ...] = ()
+    """The first rows after those that are new for certain, if only some of them are new and nothing proves which."""
+    before: float = 0
+    """The bytes that the baseline kept, too. It does not store their rows."""
+    growth: float = 0
+
+    def holders(self, holders: Iterable[Holder]) -> tuple[Holder, ...]:
+        """Return holders in the order of the rows that they keep."""
+        order = {_alike(row): number for number, row in reversed([*enumerate(self.rows)])}
+
+        def first(holder: Holder) -> int:
+            return min((order.get(_alike(row), len(order)) for row in holder.kept.rows), default=len(order))
+
+        return tuple(sorted(holders, key=first) if self.before else holders)
+
+
+def kept_rows(verdict: Verdict) -> KeptRows:
+    """Return the rows of what is kept. Rows that grew at the peak decide which are new, if the baseline kept bytes, too."""
+    explanation = verdict.measurement.explanation
+    # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
+    rows = () if explanation is None else explanation.retained.rows
+    rows = tuple(row for row in rows if row.operator != REST and row.nbytes > 0)
+    worse = [one for one in verdict.metrics if one.metric in KEPT and one.outcome in WORSE and _kept_before(one)]
+    if not worse:
+        return KeptRows(rows)
+    metric = min(worse, key=lambda one: METRICS[one.metric].precedence)
+    before, growth = _kept_before(metric), _amount(metric)
+    new = _new({row: row.nbytes for row in rows}, growth, before)
+    changes = verdict.difference.changes if verdict.difference is not None else ()
+    grown = {_alike(change.row) for change in changes if change.nbytes > 0}
+    at_peak = tuple(row for row in new.uncertain if _alike(row) in grown)
+    is_proven = bool(at_peak) and sum(row.nbytes for row in at_peak) <= new.missing
+    uncertain = () if is_proven else at_peak or new.uncertain
+    first = (*new.certain, *(at_peak if is_proven else uncertain))
+    return KeptRows((*first, *(row for row in rows if row not in first)), uncertain, before, growth)
+
+
+def _alike(row: Row) -> tuple[str, ...]:
+    return row.module, row.site, without_release(row.library), row.operator, row.tensor
 
 
 def _one_of_each(memory: Sequence[str]) -> list[str]:
@@ -153,14 +262,14 @@ def _amount(one: MetricVerdict) -> float:
     return next((amount for amount in by if amount > 0), 0)
 
 
-def _parts(verdict: Verdict, metric: str, held: Mapping[Place, _Held]) -> dict[Place, Part]:
+def _parts(verdict: Verdict, metric: str, held: Mapping[Place, Sequence[_Held]]) -> dict[Place, Part]:
     """Return what explains a metric of a measurement, by place. ``held`` are `_holder_places`."""
     explanation = verdict.measurement.explanation
     if metric in verdict.count_changes:
         return _summed(_of_tally(tally) for tally in verdict.count_changes[metric])
     if METRICS[metric].peak:
         return _parts_of_peak(verdict, held)
-    if explanation is None or metric not in {*KEPT, "cyclic_garbage"}:
+    if explanation is None or metric not in LEFT_BEHIND:
         return {}
     if metric in KEPT and explanation.holders:
         certain = (holder for holder in explanation.holders if not holder.alternatives)
@@ -186,67 +295,90 @@ class _Held(NamedTuple):
     is_again: bool
     """True if each step keeps such rows once more. The peak may then have more of them than one step keeps."""
 
-    def has(self, row: Row, nbytes: int) -> bool:
-        """Return whether bytes of a row are tensors of the holder. A step finds what the step before it kept as an input."""
-        alike = [
-            kept
+    def alike(self, row: Row) -> int:
+        """Return the bytes of the holder's tensors that are as those of a row.
+
+        A step finds what the step before it kept as an input.
+        """
+        return sum(
+            kept.nbytes
             for kept in self.rows
             if (kept.operator, kept.tensor) == (row.operator, row.tensor) and row.category in ("input", kept.category)
-        ]
-        return bool(alike) and (self.is_again or nbytes <= sum(kept.nbytes for kept in alike))
+        )
 
 
-def _holder_places(of_inputs: Iterable[Holder], of_kept: Iterable[Holder], *, is_again: bool) -> dict[Place, _Held]:
-    """Return the holder for each line whose tensors it keeps: these are at the peak because it keeps them.
+def _holder_places(
+    of_inputs: Iterable[Holder], of_kept: Iterable[Holder], *, is_again: bool
+) -> dict[Place, tuple[_Held, ...]]:
+    """Return the holders for each line whose tensors they keep: these are at the peak because they keep them.
 
-    A line with several holders is left out. A row without a line and a module may be other tensors, and is left out, too.
+    A line is left out if one of its holders is not certain. A row without a line and a module may be other tensors, and is
+    left out, too.
 
     Args:
         of_inputs: The holders of inputs.
         of_kept: The holders of what a step or a call keeps.
         is_again: Whether each step keeps ``of_kept`` once more.
     """
-    of_place: dict[Place, set[Place]] = defaultdict(set)
-    rows: dict[Place, list[Row]] = defaultdict(list)
+    rows: dict[Place, dict[Place, list[Row]]] = defaultdict(lambda: defaultdict(list))
     again: set[Place] = set()
+    uncertain: set[Place] = set()
     for holders, each_step in ((of_inputs, False), (of_kept, is_again)):
         for holder, row in ((each, row) for each in holders for row in each.kept.rows):
             found, held = _of_row(row, row.nbytes), _held(holder, row)
             if found is not None and held is not None:
-                of_place[found[0]] |= {held[0], *(Place("", "", holder=path) for path in holder.alternatives)}
-                rows[found[0]].append(row)
+                rows[found[0]][held[0]].append(row)
                 again |= {found[0]} if each_step else set()
+                uncertain |= {found[0]} if holder.alternatives else set()
     return {
-        place: _Held(next(iter(some)), tuple(rows[place]), place in again)
-        for place, some in of_place.items()
-        if len(some) == 1 and not place.category
+        place: tuple(_Held(holder, tuple(its_rows), place in again) for holder, its_rows in at_line.items())
+        for place, at_line in rows.items()
+        if place not in uncertain and not place.category
     }
 
 
-def _at_holder(row: Row, nbytes: int, held: Mapping[Place, _Held], reason: str = "") -> tuple[Place, Part] | None:
-    """Return a row of a peak as a part, at its holder if there is a single holder for its tensors."""
+def _at_holders(
+    row: Row, nbytes: int, held: Mapping[Place, Sequence[_Held]], reason: str = ""
+) -> list[tuple[Place, Part]]:
+    """Return a row of a peak as parts: at the holders of its tensors if these are certain, else at its line.
+
+    Several holders of tensors from one line have shares as large as what they keep.
+    """
     of_row = _of_row(row, nbytes, reason)
     if of_row is None:
-        return None
+        return []
     place, part = of_row
     # Rows of a holder have no changed caller that is named before their line.
     unnamed = _of_row(replace(row, named=""), nbytes) if row.named else None
-    at_line = held.get(place if unnamed is None else unnamed[0])
-    return at_line.holder if at_line is not None and at_line.has(row, nbytes) else place, part
+    alike = {each: kept for each in held.get(place if unnamed is None else unnamed[0], ()) if (kept := each.alike(row))}
+    total = sum(alike.values())
+    is_again = all(each.is_again for each in alike)
+    # Of several holders one may have another tensor of the row, unless the row is all that they keep.
+    is_theirs = nbytes <= total if len(alike) == 1 else nbytes == total
+    if not alike or not (is_again or is_theirs):
+        return [of_row]
+    shares = {each: nbytes * kept // total for each, kept in alike.items()}
+    shares[next(iter(alike))] += nbytes - sum(shares.values())
+    return [(each.holder, replace(part, amount=share, largest=share)) for each, share in shares.items()]
 
 
-def _parts_of_peak(verdict: Verdict, held: Mapping[Place, _Held]) -> dict[Place, Part]:
+def _parts_of_peak(verdict: Verdict, held: Mapping[Place, Sequence[_Held]]) -> dict[Place, Part]:
     """Return what grew at the peak; where that is many small rows, also what was left, which was there at the peak."""
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None:
         return {}
-    parts = _summed(_of_change(change, difference, held) for change in difference.changes)
+    parts = _summed(part for change in difference.changes for part in _of_change(change, difference, held))
+    if explanation is not None and difference.moved is not None and not any(part.amount > 0 for part in parts.values()):
+        # The peak moved to the backward of what autograd records now.
+        kept = ((cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row))
+        parts |= _summed(_of_graph(cause, row, row.nbytes) for cause, row in kept)
     if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
-        parts = {**_summed(_at_holder(row, row.nbytes, held) for row in explanation.retained.rows), **parts}
+        retained = explanation.retained.rows
+        parts = {**_summed(part for row in retained for part in _at_holders(row, row.nbytes, held)), **parts}
     return parts
 
 
-def _alternatives(verdict: Verdict, metric: str, held: Mapping[Place, _Held]) -> tuple[Alternatives, ...]:
+def _alternatives(verdict: Verdict, metric: str, held: Mapping[Place, Sequence[_Held]]) -> tuple[Alternatives, ...]:
     """Return the parts of a growth whose place is not proven. ``held`` are `_holder_places`."""
     explanation = verdict.measurement.explanation
     if METRICS[metric].peak:
@@ -267,24 +399,24 @@ def _alternative_holders(holder: Holder) -> Alternatives:
     return Alternatives(holder.kept.total, {place: part for each in places for place, part in each.items()})
 
 
-def _alternatives_of_peak(verdict: Verdict, held: Mapping[Place, _Held]) -> tuple[Alternatives, ...]:
+def _alternatives_of_peak(verdict: Verdict, held: Mapping[Place, Sequence[_Held]]) -> tuple[Alternatives, ...]:
     """Return the parts of a peak's growth whose place is not proven, the largest first."""
     peak_alternatives = []
     for change in verdict.difference.changes if verdict.difference is not None else ():
         parts: dict[Place, Part] = {}
         for row in change.alternatives:
-            of_row = _at_holder(row, min(change.nbytes, row.nbytes), held)
-            if of_row is not None:
+            for place, part in _at_holders(row, min(change.nbytes, row.nbytes), held):
                 # Rows at one place do not grow together by more than the change.
-                parts.setdefault(*of_row)
+                parts.setdefault(place, part)
         peak_alternatives += [Alternatives(change.nbytes, parts)] if parts else []
     return tuple(peak_alternatives)
 
 
 def proven(growths: Sequence[Explained], causes: Sequence[Place]) -> list[Explained]:
-    """Return growths without alternatives that have a single line that is a cause of another growth.
+    """Return growths without alternatives that have a line that is a cause of another growth.
 
-    A single alternative proves nothing, because smaller rows may have grown instead.
+    Growths of the same measurement decide before others. Several lines decide if they have no more bytes than the growth. A
+    single alternative proves nothing, because smaller rows may have grown instead.
     """
     named: dict[Place | str, set[Growth]] = defaultdict(set)
     for place in causes:
@@ -294,13 +426,17 @@ def proven(growths: Sequence[Explained], causes: Sequence[Place]) -> list[Explai
 
 def _proven(explained: Explained, named: Mapping[Place | str, set[Growth]]) -> Explained:
     parts, remaining = [*explained.parts.items()], []
+    growth = explained.growth
     for alternatives in explained.alternatives:
         lines: dict[Place | str, list[tuple[Place, Part]]] = defaultdict(list)
         for place, part in alternatives.parts.items():
             lines[place.line or place].append((place, part))
-        proven_lines = [line for line in lines if named.get(line, set()) - {explained.growth}]
-        if len(proven_lines) == 1:
-            parts.append(_at_line(lines[proven_lines[0]]))
+        others = {line: named.get(line, set()) - {growth} for line in lines}
+        own = [line for line in lines if any(one.is_beside(growth) for one in others[line])]
+        proven_lines = own or [line for line in lines if others[line]]
+        decided = [_at_line(lines[line]) for line in proven_lines]
+        if len(decided) == 1 or (decided and sum(part.amount for _, part in decided) <= alternatives.amount):
+            parts += decided
         else:
             remaining.append(alternatives)
     return replace(explained, parts=_summed(parts), alternatives=tuple(remaining))
@@ -329,19 +465,27 @@ def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | Non
     return place, Part(nbytes, nbytes, lines, row.path, row.operator, row.what, row.category, reason)
 
 
-def _of_change(change: Change, difference: Difference, held: Mapping[Place, _Held]) -> tuple[Place, Part] | None:
-    """Return the place of a change and the change as a part.
+def _of_change(
+    change: Change, difference: Difference, held: Mapping[Place, Sequence[_Held]]
+) -> list[tuple[Place, Part]]:
+    """Return a change as parts.
 
     The place is the caller's if the change follows from a change of the graph, else the holder's if there is one in ``held``.
     """
     cause = next((one for one in difference.graph if change.nbytes > 0 and one.explains(change.row)), None)
-    of_row = _at_holder(change.row, change.nbytes, held, change.reason)
-    if cause is None or of_row is None:
-        return of_row
-    lines = cause.lines if len(cause.lines) == 1 else ()
-    part = replace(of_row[1], lines=lines, module=cause.module, reason=cause.sentence)
+    of_graph = None if cause is None else _of_graph(cause, change.row, change.nbytes)
+    return _at_holders(change.row, change.nbytes, held, change.reason) if of_graph is None else [of_graph]
+
+
+def _of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Part] | None:
+    """Return the place and the part of a row that follows from a change of the graph."""
+    of_row = _of_row(row, nbytes)
+    if of_row is None:
+        return None
+    lines = cause.lines if len(cause.lines) == 1 or cause.is_of_a_part else ()
     # Of several possible callers all are the place: calls elsewhere are another cause.
-    return Place(" or ".join(map(without_release, cause.lines)), cause.module), part
+    place = Place(" or ".join(map(without_release, cause.lines)), cause.module)
+    return place, replace(of_row[1], lines=lines, module=cause.module, reason=cause.sentence)
 
 
 def _of_tally(tally: Tally) -> tuple[Place, Part]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.difference import CHANGED_LINE, LEAST_SHARE
 from pytest_gpumem.gate.difference import difference as difference_of
+from pytest_gpumem.gate.growths import LEAST, kept_rows
 from pytest_gpumem.gate.smaller_rows import MAY_BE_ALL
 from pytest_gpumem.gate.verdict import FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
@@ -20,9 +21,10 @@ from pytest_gpumem.values.composition import CATEGORIES, REST, Composition, Expl
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, NOWHERE, total
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from pytest_gpumem.gate.difference import Change, Difference, Moved
+    from pytest_gpumem.gate.growths import KeptRows
     from pytest_gpumem.gate.verdict import Verdict
     from pytest_gpumem.units import UnitSystem
     from pytest_gpumem.values.composition import Holder, Row
@@ -112,11 +114,20 @@ class PartTable:
         return tuple(filter(None, [self.rest_line, self.note and f"note: {self.note}"]))
 
 
-def composition_table(title: str, composition: Composition, units: UnitSystem, most: int = MOST_ROWS) -> PartTable:
-    """Return the largest rows of a composition, whose bytes are never more than its total."""
-    listed = listed_rows(composition)[:most]
+def composition_table(
+    title: str,
+    composition: Composition,
+    units: UnitSystem,
+    most: int = MOST_ROWS,
+    rows: Sequence[Row] | None = None,
+) -> PartTable:
+    """Return the largest rows of a composition, whose bytes are never more than its total.
+
+    ``rows`` are the rows in another order.
+    """
+    listed = [*(listed_rows(composition) if rows is None else rows)][:most]
     rest = composition.total - sum(row.nbytes for row in listed)
-    rows = _without_bytes(listed, max(0, -rest))
+    rows = _without_bytes(listed, -rest) if rest < 0 else listed
     note = (
         f"without {format_bytes(-rest, units)}, because memory of other owners was freed meanwhile" if rest < 0 else ""
     )
@@ -168,8 +179,12 @@ def change_table(
         tuple(parts),
         counted(others, "other change") if others else "",
         format_bytes_change(rest, units) if others else "",
-        first=tuple(one.sentence for one in difference.graph),
+        first=_sentences(difference),
     )
+
+
+def _sentences(difference: Difference) -> tuple[str, ...]:
+    return tuple(change.sentence for change in difference.graph)
 
 
 def _parts_of(change: Change, units: UnitSystem, largest: int) -> Iterator[Part]:
@@ -330,9 +345,11 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     found = []
     retained = explanation.retained
     if {"growth", "retained"}.intersection(metrics) and (retained.rows or retained.notes):
-        table = composition_table(retained_title(verdict) + where, retained, units)
+        kept = kept_rows(verdict)
+        table = composition_table(retained_title(verdict) + where, retained, units, rows=kept.rows)
         filled = (FILLED_ONCE,) if any(holder.first_use for holder in explanation.holders[:MOST_HOLDERS]) else ()
-        found.append(Explained(table, holder_lines(explanation.holders, units), (*retained.notes, *filled)))
+        lines = holder_lines(kept.holders(explanation.holders), units)
+        found.append(Explained(table, lines, (*kept_notes(kept, units), *retained.notes, *filled)))
     if any(METRICS[name].peak for name in metrics):
         found += _of_the_peak(verdict, units)
     if "cyclic_garbage" in metrics and explanation.garbage.rows:
@@ -355,6 +372,24 @@ def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, .
     return (*lines, *([f"and {counted(more, 'other holder')}"] if more > 0 else []))
 
 
+def kept_notes(kept: KeptRows, units: UnitSystem) -> tuple[str, ...]:
+    """Return a note on bytes that the baseline kept, too, if there are several rows."""
+    if kept.before < LEAST * kept.growth or not kept.before or len(kept.rows) < 2:
+        return ()
+    which = "new rows are first"
+    if kept.uncertain:
+        verb = "is" if rows_of(kept).startswith("one") else "are"
+        which = f"{rows_of(kept)} {verb} new, and nothing proves which"
+    return (f"{format_bytes(int(kept.before), units)} of this was kept in the baseline, too; {which}",)
+
+
+def rows_of(kept: KeptRows) -> str:
+    """Return ``"one of these 2 rows"``."""
+    number = len(kept.uncertain)
+    is_one = all(row.nbytes >= MAY_BE_ALL * kept.growth for row in kept.uncertain)
+    return f"{'one' if is_one else 'some'} of these {number} rows"
+
+
 def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
     difference, explanation = verdict.difference, verdict.measurement.explanation
     notes = () if explanation is None else explanation.peak.notes
@@ -370,9 +405,8 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
     is_all = bool(tables) and (moved is None or moved.compared == moved.after)
     if not is_all and moved is not None and explanation is not None and moved.before in explanation.other_phases:
         only_here = _not_in(explanation.other_phases[moved.before], explanation.peak)
-        tables.append(
-            composition_table(f"in {moved.after}, not in {moved.before}{explained_on(verdict)}", only_here, units)
-        )
+        table = composition_table(f"in {moved.after}, not in {moved.before}{explained_on(verdict)}", only_here, units)
+        tables.append(table if tables or difference is None else replace(table, first=_sentences(difference)))
     if tables:
         return [*map(Explained, tables[:-1]), Explained(tables[-1], lines, notes)]
     if explanation is None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.gate.verdict import Outcome
@@ -260,4 +260,12 @@ def report_to_github(report: SessionReport, root: Path, environment: Mapping[str
         except (OSError, ValueError) as error:
             errors.append(f"gpumem: the step's summary was not written: {visible(str(error))}")
     folder = folder_within(root, environment.get("GITHUB_WORKSPACE"))
-    return [*errors, *annotation_lines(report, folder, shown_files(root, environment))]
+    # `gpumem merge` may run in a job without a checkout, in which no file can be looked at.
+    is_checkout = any((root / result.verdict.file).is_file() for result in report.results)
+    can_show = shown_files(root, environment) if is_checkout else _is_within
+    return [*errors, *annotation_lines(report, folder, can_show)]
+
+
+def _is_within(file: str) -> bool:
+    """Return whether a relative path does not lead out of the folder that it starts in."""
+    return ".." not in PurePosixPath(file).parts

@@ -46,6 +46,11 @@ def to_json(report: SessionReport) -> str:
     that JSON does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``. A lone surrogate, which only a file name
     can have, is written as ``\udcff``.
 
+    The rows of a composition are texts, as `Row.text` returns them. With ``--gpumem-explain=always``, ``| callers | named
+    caller`` follows if there are callers: ``a.py:3 < b.py:8 ; a.py:3 < c.py:5`` are two ways to ``a.py:3``. The parts of counts
+    are texts as in the [store](store-format.md#keys-of-a-measurement). Their callers, named caller and reason follow if there
+    are any.
+
     No key is missing, and there is no key without a row in these tables: a new key gets a new format number. The schema
     ``pytest_gpumem/reports/report.schema.json`` (JSON Schema 2020-12) allows any name of a metric, because a newer version
     may have more. ``accounting``, ``passed``, ``problems``, ``ranks``, ``causes`` and ``not_explained`` follow from the other

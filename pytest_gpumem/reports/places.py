@@ -6,11 +6,18 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.growths import KEPT
+from pytest_gpumem.gate.growths import KEPT, kept_rows
 from pytest_gpumem.gate.judge import failing_metrics
 from pytest_gpumem.gate.verdict import CHANGED, FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
-from pytest_gpumem.reports.explanation import alternatives_title, category_of, holder_lines, listed_rows, ranked
+from pytest_gpumem.reports.explanation import (
+    alternatives_title,
+    category_of,
+    holder_lines,
+    listed_rows,
+    ranked,
+    rows_of,
+)
 from pytest_gpumem.reports.values import difference
 from pytest_gpumem.units import format_bytes, format_bytes_change
 from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS
@@ -47,7 +54,7 @@ def grown_lines(row: ReportRow) -> Iterator[Place]:
     for measured in row.measured:
         verdict, explanation = measured.verdict, measured.verdict.measurement.explanation
         if explanation is not None and not KEPT.isdisjoint(failing_metrics(verdict, CHANGED - {Outcome.IMPROVED})):
-            yield from filter(None, map(_place_of, explanation.retained.rows))
+            yield from filter(None, map(_place_of, kept_rows(verdict).rows))
     for measured in row.measured:
         changes = measured.verdict.difference.changes if measured.verdict.difference is not None else ()
         for change in sorted(changes, key=lambda change: -change.nbytes):
@@ -81,10 +88,17 @@ def _kept_row(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     explanation = verdict.measurement.explanation
     if explanation is None or KEPT.isdisjoint(metrics):
         return None
-    for row in listed_rows(explanation.retained):
-        holders = "; ".join(holder_lines(explanation.holders, units))
-        text = f"{format_bytes(row.nbytes, units)}{_category(row)}{_place_text(row, row.path)}, kept afterwards"
-        return FirstRow(f"{text}: {holders}" if holders else text, _place_of(row))
+    kept = kept_rows(verdict)
+    holders = "; ".join(holder_lines(kept.holders(explanation.holders), units))
+    for row in kept.rows:
+        place: Place | None = _place_of(row)
+        text = f"{format_bytes(row.nbytes, units)}{_category(row)}{_place_text(row, row.path)}"
+        if row in kept.uncertain:
+            # No line is named alone if nothing proves that it is new.
+            place = None
+            text = f"{format_bytes(int(kept.growth), units)} in {rows_of(kept)}, the first{_place_text(row, row.path)}"
+        text = f"{text}, kept afterwards"
+        return FirstRow(f"{text}: {holders}" if holders else text, place)
     return None
 
 

@@ -146,7 +146,7 @@ class SessionReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The sentences on why the session is red, although no test need have failed.
+        """The sentences on why the session is red, also if no test failed.
 
         With ``--gpumem-baseline``:
 
@@ -156,12 +156,13 @@ class SessionReport:
         - no measured test was selected, and a test that ran or skipped has baselines of other devices only. For example, the
           markers are gone and so is the GPU
         - the store is gone, and git has it. The sentence names the command that restores it
-        - a test that may be [renamed](../concepts/verdicts.md) has grown
+        - a test that may be [renamed](../concepts/verdicts.md#renamed-tests) has grown
 
         With ``--gpumem-strict``:
 
         - no measured test was selected, together with ``--gpumem-baseline``
-        - the settings leave out tests that have baselines on this device. See [verdicts](../concepts/verdicts.md)
+        - the settings leave out tests that have baselines on this device. See
+          [tests that settings leave out](../concepts/verdicts.md#tests-that-settings-leave-out)
 
         With ``--gpumem-update`` and no gate:
 

@@ -114,7 +114,9 @@ def device_lines(measured: Iterable[ShownMeasurement], units: UnitSystem) -> lis
 
 
 def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode | None = None) -> list[str]:
-    """Return why something was not compared, or not measured: each reason once, with how often.
+    """Return why something was not compared or measured: each reason once, with the number of tests, measurements or figures.
+
+    For example: ``"new: there is no baseline for CPU (x86_64) yet (2 measurements)"``.
 
     A reason in the failure of its test is left out. A reason that a single test has comes with both of its peaks, because
     the table has no column of baselines. That there is no
@@ -143,8 +145,9 @@ def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode 
                     word = "note" if metric.lacks_time and test.failure is None else metric.outcome.words
                     metrics[f"{word}: {metric.reason}"] += 1
     return [
-        f"{reason}{peaks.get(reason, '')}{f' ({times} times)' if times > 1 else ''}"
-        for reason, times in (counts + whole + metrics).items()
+        f"{reason}{peaks.get(reason, '')}{f' ({counted(number, noun)})' if number > 1 else ''}"
+        for noun, having in (("test", counts), ("measurement", whole), ("figure", metrics))
+        for reason, number in having.items()
     ]
 
 

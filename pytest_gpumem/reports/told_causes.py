@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.gate.causes import LEAST
+from pytest_gpumem.gate.growths import LEAST
 from pytest_gpumem.gate.verdict import FAILING
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.causes import name_of

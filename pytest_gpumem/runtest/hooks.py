@@ -31,6 +31,7 @@ from pytest_gpumem.runtest.judging import (
     record_verdict,
 )
 from pytest_gpumem.runtest.run import TestRun
+from pytest_gpumem.runtest.shown_traceback import end_at_call
 from pytest_gpumem.timing.sampling import TimeBudget
 
 if TYPE_CHECKING:
@@ -271,6 +272,8 @@ class Measuring:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        if call.excinfo is not None and not item.config.getoption("fulltrace"):
+            end_at_call(call.excinfo)
         report = yield
         measured = self.measured.get(item)
         run = item.stash.get(_RUN, None)

@@ -13,8 +13,9 @@ import pytest
 from pytest_gpumem.baselines.errors import BackendError, StoreError
 from pytest_gpumem.baselines.update import ACCEPTS
 from pytest_gpumem.changed_code.marks import without_callers
+from pytest_gpumem.config.command_line import COMMAND, Command
 from pytest_gpumem.config.marker import sets_itself
-from pytest_gpumem.config.options import ARGUMENT, COMMAND, Command
+from pytest_gpumem.config.options import ARGUMENT
 from pytest_gpumem.config.settings import DEFAULT_TOLERANCES, options_given
 from pytest_gpumem.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.gate.judge import failing_outcomes, judge, tolerances_of_emulated, with_differences

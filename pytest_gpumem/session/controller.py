@@ -175,7 +175,7 @@ class Controller:
         self._errors += self._files.write(self.report)
         # The files that were written say so already.
         self.report = replace(self.report, errors=tuple(self._errors))
-        keep(self._config, self.report)
+        self._keep(self.report)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             tell_causes_once(reporter, self.report)
@@ -216,7 +216,7 @@ class Controller:
                 results.sort(key=lambda result: (result.verdict.file, result.verdict.test))
             self.report = self._reported(results, why.partition("\n")[0])
             self._errors += self._files.write(self.report)
-            keep(self._config, self.report)
+            self._keep(self.report)
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
@@ -228,6 +228,11 @@ class Controller:
                 reporter.write_line("".join(span.text for span in line), red=True)
             for text in why.splitlines():
                 reporter.write_line(f"gpumem: {text}", red=True)
+
+    def _keep(self, report: SessionReport) -> None:
+        why_not = keep(self._config, report)
+        if why_not is not None:
+            self._closing.append(why_not)
 
     def _all_results(self) -> list[TestResult]:
         """Return the results, completed by tests in skipped files, and by the likely former names of new tests."""

@@ -1,4 +1,4 @@
-"""The exit status of a session with ``--gpumem-baseline`` or ``--gpumem-strict``: 0 only if its report passed.
+"""A session with ``--gpumem-baseline`` or ``--gpumem-strict`` ends with 0 only if its report passed.
 
 A report passed if each measured test that was selected ran to its end, no test failed, and nothing else made the session red.
 If pytest would end with 0 although the report did not pass, the exit code is 1, and a line on standard error says why.

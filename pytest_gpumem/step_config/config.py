@@ -266,7 +266,7 @@ class StepConfig:
         return {name: text.removesuffix(".0") if name == "clip" else text for name, text in given.items()}
 
     def text(self, own_precision: str | None = None) -> str:
-        """Return the config as `parse` reads it, without settings that have their defaults.
+        """Return the config as `parse` reads it, without settings that have their defaults. ``str(config)`` does the same.
 
         Args:
             own_precision: The precision to write if the config has none.

@@ -29,19 +29,15 @@ CATEGORIES = {
     "activation": "Made by Python code in forward, or in a part that is recomputed, and still alive when the innermost "
     "module that made it returned: passed on, saved for backward, or kept. Outside of all modules: still "
     "alive when backward begins its next node.",
-    "temporary": "Made there and freed before; or allocated by a node of the autograd graph in backward; or allocated "
-    "and freed in an optimizer's step.",
+    "temporary": "Made there and freed before, but after its operator returned; or allocated by a node of the autograd "
+    "graph in backward; or allocated and freed in an optimizer's step.",
     "workspace": "Freed before the operator that allocated it, or the call of it, returned. Also the backend's own "
     "memory from earlier steps, without module and line.",
     "other": "Allocated before the recording without any of these; or made outside of modules without a backward "
     "after it; or made by an optimizer and kept.",
     "unattributed": "Bytes of the step that were never seen one by one, in one row.",
 }
-"""The uses of a block, and the rule of each.
-
-Parameters, buffers, gradients and optimizer state are looked for when the recording begins and ends, at the boundaries of
-phases, after ``backward()`` and around an optimizer's step. The category holds for the whole life of the block.
-"""
+"""The uses of a block, and the rule of each."""
 
 KEPT_SHARE = 0.95
 """The share of the peak that a baseline's rows make up."""

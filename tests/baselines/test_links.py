@@ -319,3 +319,28 @@ def test_the_report_that_a_session_keeps_replaces_a_link(measured, outside):
     assert kept.is_file()
     assert not kept.is_symlink()
     assert (outside / "file.toml").read_text(encoding="utf-8") == "precious\n"
+
+
+@pytest.mark.parametrize("at", [".pytest_cache", ".pytest_cache/d", ".pytest_cache/d/gpumem"])
+@pytest.mark.parametrize("existing", [True, False], ids=["there", "dangling"])
+def test_no_report_is_kept_through_a_link_that_leaves_the_root(measured, outside, at, existing):
+    theirs = outside / "theirs"
+    if existing:
+        theirs.mkdir()
+    link = measured.path / at
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(theirs)
+    result = measured.run("-p", "cacheprovider", "-W", "ignore::pytest.PytestCacheWarning")
+    assert result.ret == 0
+    line = (
+        f"gpumem why: no report is kept, because {measured.path}/.pytest_cache leads out of the root directory by a *"
+    )
+    result.stdout.fnmatch_lines([line])
+    assert not [path for path in outside.rglob("*") if path.name in ("gpumem", "report.json")]
+
+
+def test_a_link_of_the_cache_within_the_root_is_followed(measured):
+    (measured.path / "build").mkdir()
+    (measured.path / ".pytest_cache").symlink_to("build")
+    measured.run("-p", "cacheprovider").stdout.no_fnmatch_line("*no report is kept*")
+    assert (measured.path / "build" / "d" / "gpumem" / "report.json").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import subprocess
@@ -108,6 +109,64 @@ def test_a_torch_without_cuda_is_an_error(project):
     result = emulate("h100", "--", "true")
     assert result.exit_code == 1
     assert re.search(r"Error: torch \S+ has no CUDA: a GPU is emulated beneath the CUDA build", result.output)
+
+
+@pytest.fixture
+def without_libraries(project):
+    """A project that finds a CUDA build of torch whose libraries are not installed."""
+    torch = project.path / "torch"
+    (torch / "lib").mkdir(parents=True)
+    (torch / "lib" / "libtorch_cuda.so").touch()
+    (torch / "version.py").write_text("__version__ = '2.13.0'\ncuda = '13.0'\n", encoding="utf-8")
+    error = "libcudnn.so.9: cannot open shared object file: No such file or directory"
+    (torch / "__init__.py").write_text(f"raise ImportError({error!r})\n", encoding="utf-8")
+    return project
+
+
+LACKS_LIBRARIES = (
+    "torch cannot load libcudnn.so.9, one of NVIDIA's libraries, which an emulated GPU replaces: add {}, or start the program "
+    "with `*gpumem emulate h100 -- COMMAND`"
+)
+
+
+@pytest.mark.skipif(any(sign.exists() for sign in load._SIGNS_OF_A_DRIVER), reason="a GPU's driver is installed")
+@pytest.mark.parametrize(
+    ("files", "workers"),
+    [
+        ({"test_it.py": "import torch\n"}, []),
+        ({"test_it.py": "import torch\n"}, ["-n1"]),
+        ({"test_it.py": "def test_it():\n    import torch\n"}, []),
+        ({"test_it.py": "def test_it(gpumem):\n    gpumem.measure(print)\n"}, []),
+        ({"test_it.py": "def test_it(): ...\n", "conftest.py": "import torch\n"}, []),
+    ],
+    ids=["file", "worker", "test", "fixture", "conftest"],
+)
+def test_a_torch_without_its_libraries_is_red_with_a_hint_at_emulation(without_libraries, files, workers):
+    for name, text in files.items():
+        (without_libraries.path / name).write_text(text, encoding="utf-8")
+    result = without_libraries.run("-p", "no:anyio", *workers, device=None, new=True)
+    assert result.ret != 0
+    lines = result.stderr if "conftest.py" in files else result.stdout
+    lines.fnmatch_lines([f"gpumem: {LACKS_LIBRARIES.format('--gpumem-device=emulated:h100')}"])
+
+
+def test_another_failure_has_no_such_hint(without_libraries):
+    text = "def test_it():\n    raise ImportError('libother.so.1: cannot open shared object file: No such file')\n"
+    (without_libraries.path / "test_it.py").write_text(text, encoding="utf-8")
+    result = without_libraries.run("-p", "no:anyio", device=None, new=True)
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line("gpumem: torch cannot load*")
+
+
+@pytest.mark.skipif(any(sign.exists() for sign in load._SIGNS_OF_A_DRIVER), reason="a GPU's driver is installed")
+def test_a_command_that_imports_such_a_torch_ends_with_the_hint(without_libraries):
+    command = [sys.executable, "-m", "pytest_gpumem", "advise", "hf:gpt2", "--fits=8GB"]
+    environment = {**os.environ, "PYTHONPATH": f"{without_libraries.path}{os.pathsep}{Path(load.__file__).parents[2]}"}
+    done = subprocess.run(
+        command, cwd=without_libraries.path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert fnmatch.fnmatchcase(done.stderr, f"Error: {LACKS_LIBRARIES.format('--device=emulated:h100')}\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("h100",), ("h100", "--")])

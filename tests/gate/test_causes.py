@@ -517,3 +517,75 @@ def test_what_each_step_keeps_explains_only_such_tensors_at_the_peak():
     other = replace(SCORES, operator="bmm")
     found = causes_of([regressed("test_a", (other, 90 * MB), explanation=explanation, metrics=(growth,))])
     assert {(cause.holder, cause.total) for cause in found.causes} == {("Block.seen[...]", 2 * MB), ("", 90 * MB)}
+
+
+OTHER_LEAK = replace(SCORES, site="model.py:39", operator="exp")
+
+
+def leaking_more(name, *held, before, peak=()):
+    """A test that retained ``before`` bytes in its baseline, and retains rows now; ``peak`` are rows that grew at the peak."""
+    test = leaking(name, *held)
+    (measured,) = test.verdicts
+    (retained,) = measured.metrics
+    explanation = measured.measurement.explanation
+    metrics = (replace(retained, baseline=before),)
+    if not peak:
+        return replace(test, verdicts=(replace(measured, metrics=metrics),))
+    return regressed(name, *peak, explanation=explanation, metrics=metrics)
+
+
+BOTH = (("lib.FIRST[...]", SCORES, 2 * MB), ("lib.SECOND[...]", OTHER_LEAK, 2 * MB))
+
+
+@pytest.mark.parametrize(
+    ("row", "holder"), [(SCORES, "lib.FIRST[...]"), (OTHER_LEAK, "lib.SECOND[...]")], ids=["the first", "the second"]
+)
+def test_of_two_leaks_of_one_size_the_one_that_grew_at_the_peak_is_the_cause(row, holder):
+    """The baseline has the bytes of the other leak, and does not say which it is."""
+    found = causes_of([leaking_more("test_a", *BOTH, before=2 * MB, peak=((row, 2 * MB),))])
+    (cause,) = found.causes
+    assert (cause.holder, cause.lines) == (holder, (row.site,))
+    assert {share.growth.metric: share.amount for share in cause.shares} == {
+        "retained": 2 * MB,
+        "peak_allocated": 2 * MB,
+    }
+    assert found.not_explained == found.unproven == ()
+
+
+def test_of_two_leaks_of_one_size_neither_is_the_cause_if_nothing_proves_which():
+    for peak in ((), ((SCORES, 2 * MB), (OTHER_LEAK, 2 * MB))):
+        found = causes_of([leaking_more("test_a", *BOTH, before=2 * MB, peak=peak)])
+        assert not any(share.growth.metric == "retained" for cause in found.causes for share in cause.shares)
+        assert [one.lines for one in found.unproven] == [("kept in lib.FIRST[...]", "kept in lib.SECOND[...]")]
+
+
+def test_of_three_leaks_of_one_size_the_two_that_grew_at_the_peak_are_the_causes():
+    third = replace(SCORES, site="model.py:40", operator="sin")
+    held, peak = (*BOTH, ("lib.THIRD[...]", third, 2 * MB)), ((OTHER_LEAK, 2 * MB), (third, 2 * MB))
+    found = causes_of([leaking_more("test_a", *held, before=2 * MB, peak=peak)])
+    assert sorted(cause.holder for cause in found.causes) == ["lib.SECOND[...]", "lib.THIRD[...]"]
+    assert found.not_explained == found.unproven == ()
+
+
+def test_a_leak_larger_than_what_the_baseline_kept_is_the_cause():
+    small = ("lib.FIRST[...]", SCORES, MB // 2)
+    for before in (MB // 2, 1):
+        found = causes_of([leaking_more("test_a", small, ("lib.SECOND[...]", OTHER_LEAK, 9 * MB), before=before)])
+        assert found.causes[0].holder == "lib.SECOND[...]"
+        assert found.unproven == ()
+
+
+def test_a_holder_that_keeps_more_than_before_is_the_cause():
+    found = causes_of([leaking_more("test_a", ("lib.FIRST[...]", SCORES, 3 * MB), before=2 * MB)])
+    assert [(cause.holder, cause.total) for cause in found.causes] == [("lib.FIRST[...]", MB)]
+
+
+def test_two_holders_of_tensors_from_one_line_share_its_growth_at_the_peak():
+    held = tuple(Holder(f"lib.{name}[...]", Composition(MB, (replace(SCORES, nbytes=MB),))) for name in ("A", "B"))
+    kept = Composition(2 * MB, (replace(SCORES, nbytes=2 * MB),))
+    explanation = Explanation(Composition(0, ()), kept, holders=held)
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    found = causes_of([regressed("test_a", (SCORES, 20 * MB), explanation=explanation, metrics=(growth,))])
+    assert [
+        (cause.holder, {share.growth.metric: share.amount for share in cause.shares}) for cause in found.causes
+    ] == [(f"lib.{name}[...]", {"growth": MB, "peak_allocated": 10 * MB}) for name in ("A", "B")]

@@ -592,3 +592,13 @@ def test_a_row_that_is_all_that_is_new_is_the_only_change(composition, count):
     new = row("tail", "stack", shape=(7, 7), count=count, site="new.py:1")
     (change,) = difference(composition, made_of(*composition.rows, new)).changes
     assert (change.before, change.after) == (None, new)
+
+
+def test_of_equal_increases_that_of_forward_is_before_that_of_backward():
+    """A tensor in backward follows from one in forward, also if its line has more bytes in all."""
+    cast = Row("activation", 64, "norm", "net.py:10", operator="to", tensor="float32[16]")
+    of_backward = Row("temporary", 64, "norm", "net.py:12", operator="ToCopyBackward0", tensor="float32[16]")
+    other = replace(of_backward, nbytes=63, operator="MulBackward0", tensor="float32[15]")
+    last = replace(of_backward, nbytes=62, operator="SumBackward0", tensor="float32[14]")
+    found = difference(Composition(0, ()), Composition(253, (cast, of_backward, other, last)))
+    assert [change.row for change in found.changes] == [cast, of_backward, other, last]

@@ -318,6 +318,23 @@ def test_a_job_annotates_the_line_in_the_repository(pull_request):
     ]
 
 
+def test_a_job_without_a_checkout_annotates_the_line_as_well(tmp_path):
+    # As `gpumem merge` in a job that has only the reports of the shards.
+    failed = session(grown(Change(None, ACTIVATION)))
+    outside = session(grown(Change(None, replace(ACTIVATION, site="src/../../model.py:3"))))
+    job = {"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(tmp_path), **PULL_REQUEST}
+    places = [[command(line)[1]["file"] for line in report_to_github(one, tmp_path, job)] for one in (failed, outside)]
+    assert places == [["tests/test_gpt.py", "model.py"], ["tests/test_gpt.py"]]
+
+
+def test_a_checkout_without_the_line_s_file_has_no_annotation_of_it(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_gpt.py").touch()
+    job = {"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(tmp_path)}
+    (line,) = report_to_github(session(grown(Change(None, ACTIVATION))), tmp_path, job)
+    assert command(line)[1]["file"] == "tests/test_gpt.py"
+
+
 # The summary
 
 

@@ -185,7 +185,7 @@ def test_what_changed_without_failing_is_told_apart_from_what_failed():
 def test_why_something_was_not_compared_is_told_once():
     unmeasured = TestResult(TestVerdict("a.py", "test_z", unmeasured="no CUDA device"), passed=True)
     lines = markdown(session(OK, NEW, NEW, unmeasured)).splitlines()
-    assert "- new: there is no baseline for it yet (2 times)" in lines
+    assert "- new: there is no baseline for it yet (2 measurements)" in lines
     assert "- unmeasured: no CUDA device" in lines
 
 

@@ -181,7 +181,7 @@ def test_a_column_in_which_something_was_found_gives_way_last():
 def test_why_measurements_were_not_compared_is_said_once():
     rows = [new("test_a"), new("test_b"), result(verdict_on({"peak_allocated": GB}, NoBaseline(("NVIDIA A100",))))]
     assert reasons((one.verdict for one in rows), "si") == [
-        "new: there is no baseline for NVIDIA H100 80GB HBM3 yet (2 times)",
+        "new: there is no baseline for NVIDIA H100 80GB HBM3 yet (2 measurements)",
         "foreign: there are baselines for NVIDIA A100, this is NVIDIA H100 80GB HBM3",
     ]
 
@@ -193,7 +193,7 @@ def test_another_workload_is_told_with_both_peaks_if_a_single_test_has_it():
     why = "stale: batch none, was int64[8]"
     assert reasons([one], "si") == [f"{why}; peak 4.00 MB, baseline 22.00 MB"]
     assert reasons([equal], "si") == [why]
-    assert reasons([one, one], "si") == [f"{why} (2 times)"]
+    assert reasons([one, one], "si") == [f"{why} (2 measurements)"]
 
 
 def test_a_broken_budget_is_not_why_something_was_not_compared():
@@ -213,7 +213,7 @@ def test_why_times_were_not_compared_is_told_once_for_all_tests():
     rows = [result(verdict_on(now, {"peak_allocated": GB}, times=times), test=f"test_{number}") for number in range(3)]
     (told,) = reasons((one.verdict for one in rows), "si")
     assert told.startswith("note: no baseline of time yet: --gpumem-update=")
-    assert told.endswith(" (3 times)")
+    assert told.endswith(" (3 figures)")
     assert reasons((one.verdict for one in rows), "si", "new") == []
     failed = [replace(one.verdict, failure="Not compared") for one in rows]
     assert reasons(failed, "si") == [told.replace("note: ", "new: ")]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.gate.growths import KEPT
+from pytest_gpumem.gate.growths import KEPT, kept_rows
 from pytest_gpumem.gate.verdict import CHANGED, FAILING, WORSE
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.explanation import (
@@ -16,6 +16,7 @@ from pytest_gpumem.reports.explanation import (
     explained_on,
     grown_counts,
     holder_lines,
+    kept_notes,
     retained_title,
 )
 from pytest_gpumem.reports.html.charts import over_time_chart, rounds_chart
@@ -25,12 +26,12 @@ from pytest_gpumem.reports.view import origin_line
 from pytest_gpumem.units import format_bytes, format_bytes_change
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pytest_gpumem.gate.verdict import MetricVerdict, Outcome, Verdict
     from pytest_gpumem.reports.explanation import PartTable
     from pytest_gpumem.units import UnitSystem
-    from pytest_gpumem.values.composition import Composition
+    from pytest_gpumem.values.composition import Composition, Row
 
 MOST_ROWS = 30
 """The most rows of a table that explains; the others are one row together."""
@@ -171,18 +172,20 @@ def _compositions(verdict: Verdict, units: UnitSystem) -> tuple[list[PartTable],
     cycles = tuple(f"cycle: {cycle}" for cycle in explanation.cycles)
     explaining: list[PartTable] = []
     others = [_table_of(title, explanation.peak, units)]
-    for what, composition, metrics, reasons in (
-        (retained_title(verdict).capitalize(), retained, KEPT, holder_lines(explanation.holders, units)),
-        ("What only the cyclic collector freed", garbage, {"cyclic_garbage"}, cycles),
+    kept = kept_rows(verdict)
+    holders = (*holder_lines(kept.holders(explanation.holders), units), *kept_notes(kept, units))
+    for what, composition, metrics, reasons, rows in (
+        (retained_title(verdict).capitalize(), retained, KEPT, holders, kept.rows),
+        ("What only the cyclic collector freed", garbage, {"cyclic_garbage"}, cycles, None),
     ):
         if composition.rows:
-            table = replace(_table_of(what, composition, units), first=reasons)
+            table = replace(_table_of(what, composition, units, rows), first=reasons)
             (others if worse.isdisjoint(metrics) else explaining).append(table)
     return explaining, others
 
 
-def _table_of(what: str, composition: Composition, units: UnitSystem) -> PartTable:
-    return composition_table(f"{what}: {format_bytes(composition.total, units)}", composition, units, MOST_ROWS)
+def _table_of(what: str, composition: Composition, units: UnitSystem, rows: Sequence[Row] | None = None) -> PartTable:
+    return composition_table(f"{what}: {format_bytes(composition.total, units)}", composition, units, MOST_ROWS, rows)
 
 
 def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
