@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from tests import preloaded
-from tests.pages import FENCE, ROOT, file_of, read
+from tests.pages import FENCE, ROOT, read
 
 if TYPE_CHECKING:
     import subprocess
@@ -41,7 +41,7 @@ def part(page: str, heading: str) -> Part:
     found = list(FENCE.finditer(text))
     lines = [line for one in found if one["language"] == "sh" for line in one["text"].splitlines()]
     return Part(
-        {file: one["text"] for one in found if (file := file_of(one))},
+        {one["file"]: one["text"] for one in found if one["file"]},
         [shlex.split(line)[1:] for line in lines if line.startswith("pytest ")] or [[]],
     )
 

@@ -25,8 +25,10 @@ from pytest_gpumem.explain.recording import is_out_of_memory
 from pytest_gpumem.measure.reading import run_phases
 from pytest_gpumem.steps.generation import generation_phases
 from pytest_gpumem.torch_support.private_api import (
+    allocate_on_cuda,
     clear_cublas_workspaces,
     cuda_snapshot,
+    free_on_cuda,
     start_cuda_history,
     stop_cuda_history,
 )
@@ -214,15 +216,13 @@ class _Replay:
             _NotForetold: Blocks of a token stay, or a block that is to be freed was not made: a prompt of another length has
                 other allocations.
         """
-        import torch
-
         for number, step in enumerate(steps):
             count = 0
             for event in step:
                 if isinstance(event, Allocation):
                     key = number, count
                     if key not in self._blocks:
-                        self._blocks[key] = torch.cuda.caching_allocator_alloc(event.nbytes, self._device)
+                        self._blocks[key] = allocate_on_cuda(event.nbytes, self._device)
                     count += 1
                 else:
                     made_in = number if event.step is None else event.step if event.step >= 0 else number + event.step
@@ -236,9 +236,7 @@ class _Replay:
             self._free(*key)
 
     def _free(self, step: int, index: int) -> None:
-        import torch
-
         address = self._blocks.pop((step, index), None)
         if address is None:
             raise _NotForetold
-        torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
+        free_on_cuda(address)

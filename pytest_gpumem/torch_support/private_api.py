@@ -686,6 +686,20 @@ def cuda_snapshot() -> dict[str, Any]:
     return cast("dict[str, Any]", torch.cuda.memory._snapshot())
 
 
+def allocate_on_cuda(nbytes: int, device: torch.device) -> int:
+    """Return the address of a new block of the CUDA caching allocator. Raises ``torch.OutOfMemoryError``."""
+    import torch
+
+    return int(torch.cuda.caching_allocator_alloc(nbytes, device))
+
+
+def free_on_cuda(address: int) -> None:
+    """Give a block back to the CUDA caching allocator."""
+    import torch
+
+    torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
+
+
 def current_dispatch_mode() -> object | None:
     """Return the innermost dispatch mode of this thread."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
