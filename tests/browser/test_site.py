@@ -130,7 +130,8 @@ def test_the_site_is_light_or_dark_as_the_system_is_and_can_be_read(visit, schem
 def test_no_page_is_wider_than_a_telephone(visit, address):
     page = visit("index.html", width=375)
     wide = {}
-    for path in PAGES:
+    # Pages of commands have one layout.
+    for path in (path for path in PAGES if not path.name.startswith("command-") or path.name == "command-advise.html"):
         page.goto(f"{address}/{path}")
         wide[str(path)] = (page.evaluate(OVERFLOW), page.evaluate(CUT_OFF))
     assert {path: by for path, by in wide.items() if any(by)} == {}
