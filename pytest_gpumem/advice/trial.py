@@ -298,7 +298,7 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
         over_time: Whether the explanation shows the whole step, too.
     """
     if is_long(subject.task.new_tokens) and not device.tells_time:
-        return f"{NOT_EXPLAINED}: only a few of the tokens ran; --generate {LEAST_TOKENS - 1} runs and explains all"
+        return f"{NOT_EXPLAINED}: {LEAST_TOKENS} or more tokens are not recorded; --generate {LEAST_TOKENS - 1} is explained"
     context = MeasuringContext(device, None, Sites(Path.cwd()), over_time=over_time, peak_only=True)
     try:
         # A model that is there before would be no part of the step.
