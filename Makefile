@@ -46,9 +46,10 @@ help:
 	@echo "               pytest, transformers); make gpu-tests and make truth run one of them, TRUTH='--only gpt2' adds to the table's"
 	@echo "make replays   compare releases of packages in which one needs more memory, on the CPU and an emulated GPU, by gpumem ab:"
 	@echo "               needs the package index, and 11 GB for their environments; ARGS=llama_mask runs one"
-	@echo "make lint      check format, style, types, which room imports which, and workflows"
+	@echo "make lint      check format, style, types, which room imports which, prose and names (.ci/voice.py), and workflows"
 	@echo "make reference make docs/reference/ from the code: docstrings, help texts and tables; lint fails when a page is stale"
-	@echo "make size      print lines by room, files of a training step, tests and seconds; THAN=folder: and the difference to another checkout"
+	@echo "make size      print lines by room, files of a training step, tests and seconds (THAN=folder: and the difference to another"
+	@echo "               checkout), then how prose and names read, which lint checks"
 	@echo "make compiler  install a C compiler, which an emulated GPU needs, where there is none (Debian, as root)"
 	@echo "make docs      make the site of docs/ in build/site; a link that leads nowhere fails it"
 	@echo "make release-check  build sdist and wheel into dist/, check them, and gate the example with the wheel, in new environments"
@@ -115,6 +116,7 @@ cuda:
 # Of the tests what the latest `make test` left. THAN=folder adds the difference to another checkout.
 size:
 	$(PYTHON) .ci/size.py $(if $(THAN),--than $(THAN))
+	$(PYTHON) .ci/voice.py
 
 # Needs uv. The pins of one release of torch would be wrong for another one.
 constraints:
@@ -132,6 +134,7 @@ lint: $(DEV_READY)
 	MYPYPATH=benchmarks $(BIN)/mypy $(OF_BENCHMARKS) benchmarks/*.py
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/reference --check
+	$(BIN)/python .ci/voice.py --check
 	$(BIN)/python .ci/docs_workflows.py build/workflows
 	$(BIN)/zizmor --offline --quiet --persona=pedantic --min-severity=medium --config=.ci/zizmor.yml \
 		.github action.yml comment/action.yml pytest_gpumem/init/workflows/*.yml build/workflows/*.yml

@@ -287,7 +287,7 @@ def test_settings_above_the_root_directory_of_another_project_are_left_alone(pro
     result.stdout.no_fnmatch_line("*has no effect*")
 
 
-def test_settings_between_the_folder_of_the_start_and_the_root_directory_are_pointed_out(project):
+def test_settings_between_the_start_folder_and_the_root_directory_are_noted(project):
     project.settings("[tool.gpumem]\ndevice = 'cpu'\n")
     project.write(MEASURED, "inner/test_it.py")
     (project.path / "inner" / "pytest.ini").write_text("[pytest]\n")

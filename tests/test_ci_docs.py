@@ -255,7 +255,7 @@ def stored(reader: Reader) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def test_a_maintainers_comment_accepts_what_the_job_measured_and_runs_nothing_of_the_pull_request(asked):
+def test_a_maintainers_comment_accepts_the_jobs_figures_and_runs_no_foreign_code(asked):
     assert accepts(asked), asked.runner.log
     assert "gpumem accept: 1 accepted\n" in asked.runner.log
     assert 'reason = "until \\"#12\\" $(touch evil)"' in stored(asked)
@@ -304,7 +304,7 @@ def test_a_comment_accepts_nothing_where_it_must_not_and_says_why(asked, environ
     assert ("steps.accept.outputs.asked" in asked.runner.values) == ("MAY" not in environment)
 
 
-def test_the_job_that_writes_runs_only_actions_and_the_one_that_reads_the_report_writes_nothing():
+def test_the_writing_job_runs_only_actions_and_the_reading_job_writes_nothing():
     jobs = read_yaml(BY_COMMENT.text)["jobs"]
     assert {name: job["permissions"] for name, job in jobs.items()} == {
         "accept": {"actions": "read", "contents": "read", "pull-requests": "read"},

@@ -462,7 +462,7 @@ def test_the_failure_in_the_readme_is_a_part_of_that_in_the_guide():
     assert [line for line in shown.splitlines() if line != "..." and line not in whole] == []
 
 
-def test_the_figures_that_are_to_be_trusted_stand_in_the_results_that_their_section_links_to():
+def test_figures_on_the_trust_page_are_in_the_results_linked_by_their_section():
     sections = re.split(r"^## ", read("docs/trust.md"), flags=re.MULTILINE)[1:]
     seen = 0
     for section in sections:

@@ -52,7 +52,7 @@ def test_a_gate_without_measured_tests_loads_no_torch_either(project):
     project.run("-p", "no:anyio", "--gpumem-baseline", device=None, new=True).assert_outcomes(passed=1)
 
 
-def test_settings_that_measure_no_test_and_models_that_are_not_selected_load_nothing_either(project):
+def test_settings_without_measured_tests_and_unselected_models_load_nothing(project):
     models = "[[tool.gpumem.models]]\nmodel = 'hf-tiny:org/name'\nconfig = ['fp32', 'amp-bf16']\n"
     project.settings(f"[tool.gpumem]\nmark = ['models/**']\n\n{models}")
     (project.path / "test_it.py").write_text(WATCH)
@@ -90,7 +90,7 @@ def test_after():
     project.run(separate=True).assert_outcomes(passed=3)
 
 
-def test_a_collection_that_a_test_asks_for_sees_what_was_there_before_any_measured_one(project):
+def test_a_tests_own_garbage_collection_sees_objects_older_than_measured_tests(project):
     project.write(
         """
 import gc

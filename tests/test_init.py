@@ -246,7 +246,7 @@ def test_times_are_recorded_where_the_workflow_takes_some(repository, here, monk
 
 
 @pytest.mark.parametrize("table", ["[tool.gpumem]\n", '[tool.gpumem]\ndevice = "cuda"\n'])
-def test_a_device_of_the_settings_that_is_not_here_is_told_to_be_recorded_where_it_is(repository, table):
+def test_a_missing_device_in_the_settings_is_to_be_recorded_on_its_machine(repository, table):
     repository({**FLAT, SETTINGS: table})
     done = init("--yes", "--runner", "self-hosted")
     assert done.exit_code == 0, done.output

@@ -41,7 +41,7 @@ def test_work_is_what_is_counted_by_operators_and_any_other_count_is_memory():
     assert WholeMetric("blocks at the peak", "count").kind == "memory"
 
 
-def test_a_step_settles_by_what_tensors_hold_and_not_by_what_the_allocator_reserves_for_them():
+def test_a_step_settles_by_allocated_bytes_and_not_by_reserved_bytes():
     def step(allocated, reserved):
         return {"cuda": Figures(0, 0, 0, Peak(allocated, reserved), 0, 0)}
 

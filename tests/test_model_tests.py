@@ -72,7 +72,7 @@ def figures(verdicts):
     return {test: verdict["verdicts"][0]["measurement"]["metrics"] for test, verdict in verdicts.items()}
 
 
-def test_models_that_were_recorded_as_typed_are_gated_equal_to_the_byte_by_lines_of_the_settings(project, models):
+def test_models_recorded_by_option_equal_models_in_the_settings_to_the_byte(project, models):
     models(*TWO_KINDS)
     project.run(*typed(*TWO_KINDS), "--gpumem-update=new", "--junitxml=report.xml").assert_outcomes(passed=2)
     recorded, stored = figures(project.verdicts()), project.stored()
@@ -224,7 +224,7 @@ lora = "r=4"
     assert steps == ["generate", "train_step"]
 
 
-def test_the_tests_of_the_settings_are_in_a_whole_run_and_in_one_that_names_their_file(project, models):
+def test_tests_from_the_settings_run_in_full_runs_and_if_their_file_is_named(project, models):
     models("GPT2LMHeadModel", "BertForMaskedLM")
     all_three = [*GPT2, BERT]
     project.write("def test_one(): ...\n", "tests/test_one.py")
@@ -308,9 +308,7 @@ def test_what_no_step_can_be_made_of_fails_its_own_test_with_a_sentence(project,
     assert "fixture.py" not in text, "no frame of this package is shown"
 
 
-def test_weights_and_batch_are_the_same_whatever_was_drawn_before_and_leave_the_rest_as_it_was(
-    project, models, monkeypatch, device
-):
+def test_weights_and_batch_do_not_depend_on_earlier_draws_and_change_no_generator(project, models, monkeypatch, device):
     import torch
 
     models("BertForMaskedLM")

@@ -69,7 +69,7 @@ def test_a_gate_whose_pattern_of_measure_went_is_red_and_green_once_it_was_prune
     assert project.run().ret == 0
 
 
-def test_a_test_that_was_deselected_or_expected_to_fail_or_has_baselines_of_another_device_is_not_missing(project):
+def test_a_deselected_or_xfailed_test_or_another_devices_baseline_is_not_missing(project):
     marked = "@pytest.mark.gpumem\ndef test_{}():\n    torch.ones(10)\n\n\n"
     project.write("".join(map(marked.format, ("measured", "deselected", "expected"))))
     project.write(marked.format("it"), "test_elsewhere.py")
@@ -100,7 +100,7 @@ def test_a_test_that_named_another_device_than_the_sessions_is_missed(two_device
     result.stdout.fnmatch_lines([GONE])
 
 
-def test_a_test_whose_file_or_class_named_another_device_is_missed_also_where_only_the_fixture_was_used(two_devices):
+def test_a_test_with_a_device_from_its_file_or_class_is_missed_without_a_marker(two_devices):
     marks = "pytestmark = pytest.mark.gpumem(device='second')\n\n\n"
     two_devices.write(marks + "def test_it(gpumem):\n    gpumem.measure(lambda: torch.ones(10))\n", "test_file.py")
     two_devices.write(
@@ -131,7 +131,7 @@ def test_a_machine_without_the_device_that_a_test_named_does_not_miss_it(two_dev
     result.stdout.fnmatch_lines(["gpumem: 1 gated"])
 
 
-def test_a_test_that_only_sessions_on_another_device_measure_is_not_missed_in_one_on_this(two_devices):
+def test_a_test_measured_only_on_another_device_is_not_missed_on_this_device(two_devices):
     two_devices.write(
         "def pytest_collection_modifyitems(config, items):\n    for item in items:\n"
         "        if item.name == 'test_other' or config.getoption('gpumem_device') == 'second':\n"
@@ -191,7 +191,7 @@ def test_the_command_of_a_failure_accepts_that_test_and_no_other_that_is_gone(pr
     assert project.run("--gpumem-baseline").ret == 0
 
 
-def test_pruning_a_test_by_its_id_leaves_one_that_is_measured_and_one_that_is_deselected(project):
+def test_pruning_by_id_leaves_measured_and_deselected_tests(project):
     project.write(MARKED.format("", "kept") + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     before = project.stored()
@@ -222,7 +222,7 @@ def test_pruning_a_test_by_its_id_leaves_its_baselines_of_devices_that_are_not_h
         pytest.param("all", "", id="beside no other"),
     ],
 )
-def test_an_update_tells_of_a_test_that_is_not_measured_any_more_and_leaves_its_baseline(project, mode, beside):
+def test_an_update_names_a_no_longer_measured_test_and_keeps_its_baseline(project, mode, beside):
     project.write(beside + MARKED.format("", "it"))
     project.run("--gpumem-update=new")
     before = project.stored()
@@ -317,7 +317,7 @@ def test_workers_say_which_tests_are_not_measured_any_more(two_devices):
     assert two_devices.stored() == before
 
 
-def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_by_itself_is_counted_so(project):
+def test_a_no_longer_measured_test_that_skips_or_fails_counts_as_such(project):
     project.write(MARKED.format("", "other") + MARKED.format("", "skips") + MARKED.format("", "fails"))
     project.run("--gpumem-update=new")
     fails = "def test_fails():\n    assert False\n"
@@ -335,7 +335,7 @@ def test_a_test_that_is_not_measured_any_more_and_skips_in_its_set_up_or_fails_b
         pytest.param(PLAIN, ["-n1"], id="workers", marks=pytest.mark.thorough),
     ],
 )
-def test_a_gate_is_red_whose_tests_all_lost_their_markers_on_a_machine_without_their_device(
+def test_a_gate_without_any_markers_left_is_red_on_a_machine_without_the_device(
     two_devices, workers, source, monkeypatch
 ):
     two_devices.write(MARKED.format("", "it") + MARKED.format("(device='second')", "other"))

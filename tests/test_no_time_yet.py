@@ -106,7 +106,7 @@ def test_a_report_that_was_written_and_merged_says_the_same():
     assert whole.accounting == "gpumem: 3 gated, 3 with no baseline of time yet"
 
 
-def test_notes_on_what_was_measured_stand_beneath_the_notes_of_a_page_and_not_beneath_the_store():
+def test_notes_on_measurements_follow_the_pages_notes_and_not_the_store():
     low = "convolutions: the peaks of 3 measurements may be too low: no cuDNN is installed"
     report = replace(session(without_time()), said=("store: 1 baseline written (new)", low))
     assert (report.of_store, report.of_measuring) == (("store: 1 baseline written (new)",), (low,))

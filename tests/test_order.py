@@ -231,7 +231,7 @@ class TestClass:
 """
 
 
-def test_garbage_of_older_objects_and_of_unmeasured_tests_is_in_no_figure_whichever_came_first(project):
+def test_garbage_from_older_objects_and_unmeasured_tests_is_in_no_figure(project):
     project.write(OLDER)
     forward = project.figures(separate=True)
     assert {name: (of["call.peak_allocated"], of["call.cyclic_garbage"]) for name, of in forward.items()} == {

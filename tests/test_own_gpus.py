@@ -23,7 +23,7 @@ def made(**gpus):
     return settings_from_table({"gpus": gpus}, "here").gpus
 
 
-def test_memory_and_capability_are_enough_and_the_rest_is_of_the_first_of_that_capability():
+def test_memory_and_capability_suffice_and_the_first_such_gpu_gives_the_rest():
     first = emulated_gpu("l4")
     assert made(mine=PLAIN) == {"mine": replace(first, word="mine", title="mine", name="mine", total_bytes=20 * GB)}
 

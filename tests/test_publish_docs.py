@@ -47,7 +47,7 @@ def test_the_newest_release_is_shown_first_and_a_version_replaces_itself(put, si
     assert [path.name for path in (pages / "dev").iterdir()] == ["guide.html"]
 
 
-def test_it_is_committed_to_a_branch_that_begins_empty_and_the_checkout_stays_as_it_is(site, tmp_path):
+def test_the_site_is_committed_to_an_empty_branch_and_the_checkout_stays(site, tmp_path):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
 

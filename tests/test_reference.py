@@ -89,7 +89,7 @@ def test_environment_variables_are_entries():
     assert headings("environment") == Counter(names_of_variables())
 
 
-def test_environment_variables_that_the_package_reads_are_those_of_the_page_or_set_by_others():
+def test_environment_variables_read_by_the_package_are_on_the_page_or_foreign():
     """A literal beside `os.environ` is a variable that a program sets: pytest, a launcher, GitHub Actions."""
     set_by_others = {
         "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_CURRENT_TEST", "RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",

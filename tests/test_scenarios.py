@@ -648,7 +648,7 @@ def test_what_is_planted_is_red_in_workers(folder, tmp_path, every):
     assert report["not_run"] == ([["ending/test_ends.py", "test_it"]] if every else [])
 
 
-def test_a_step_that_takes_far_longer_is_red_and_its_clean_twin_green_whatever_else_is_at_work(tmp_path):
+def test_a_much_longer_step_is_red_and_its_clean_twin_green_on_a_busy_machine(tmp_path):
     (tmp_path / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
     (tmp_path / "test_slow.py").write_text(MODEL + SLOWER, encoding="utf-8")
     folder = Folder(tmp_path)

@@ -165,7 +165,7 @@ def red(searched: Job, tmp_path: Path, github: FakeGitHub) -> Job:
     return job
 
 
-def test_a_release_that_needs_more_is_red_and_the_issue_names_it_until_a_run_is_green(red, github):
+def test_a_release_that_needs_more_is_red_and_named_in_the_issue_until_green(red, github):
     red.tells("tomorrow")
     assert red.output("passed") == "false"
     assert red.output("accounting").startswith(

@@ -359,7 +359,7 @@ def test_a_release_that_mended_it_is_named_where_the_bad_one_is_earlier(project,
     assert "to accept it" not in result.stdout
 
 
-def test_the_test_that_needs_more_is_searched_for_and_accepted_where_its_release_is_installed_here(
+def test_a_growing_test_is_searched_and_accepted_with_the_release_installed_here(
     project, index, forks, by_uv, monkeypatch
 ):
     monkeypatch.setattr("pytest_gpumem.cli.bisect.versions", lambda names: dict.fromkeys(names, "1.1+local"))
@@ -614,7 +614,7 @@ def killed_before_a_fifth_run():
     gpumem(*FIND)
 
 
-def test_of_64_commits_at_most_eight_are_measured_and_one_killed_in_the_middle_goes_on(commits, at_once, tmp_path):
+def test_at_most_8_of_64_commits_are_measured_and_a_killed_search_resumes(commits, at_once, tmp_path):
     killed = multiprocessing.get_context("fork").Process(target=killed_before_a_fifth_run)
     killed.start()
     killed.join()

@@ -45,7 +45,7 @@ def both(checkout, base="HEAD", head="HEAD"):
     return {"base": checkout.revision(base), "head": checkout.revision(head)}
 
 
-def test_both_revisions_are_there_and_gone_afterwards_and_the_checkout_does_not_notice(repository, checkout, tmp_path):
+def test_both_worktrees_exist_within_the_block_and_the_checkout_stays_unchanged(repository, checkout, tmp_path):
     commit(repository, model="second")
     hook = repository / ".git" / "hooks" / "post-checkout"
     hook.parent.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ def test_both_revisions_are_there_and_gone_afterwards_and_the_checkout_does_not_
     assert not (tmp_path / "hooked").exists()
 
 
-def test_the_second_worktree_is_not_made_when_the_end_is_asked_for_and_the_first_is_removed(repository, tmp_path):
+def test_an_interrupt_after_the_first_worktree_removes_it_and_makes_no_second(repository, tmp_path):
     checkout, stop = Checkout.around(repository), Stop()
     stop.note(2)
     with pytest.raises(Stopped), worktrees(checkout, both(checkout), tmp_path, stop):

@@ -155,7 +155,7 @@ def test_a_test_that_fails_in_head_alone_is_broken_and_does_not_end_well():
 
 
 @pytest.mark.parametrize("base_fails", [True, False])
-def test_a_test_that_fails_now_and_then_is_not_broken_and_says_how_often_it_was_measured(base_fails):
+def test_a_flaky_test_is_not_broken_and_says_how_often_it_was_measured(base_fails):
     fails, works = unmeasured("test_a", "it failed by itself", failed=True), measured("test_a", measurement())
     once = pair(fails, works) if base_fails else pair(works, fails)
     report = compared([*[pair(works, works)] * 4, once])
@@ -175,7 +175,7 @@ def test_a_measurement_that_only_one_side_takes_is_told_and_the_others_are_compa
     ]
 
 
-def test_bytes_that_differ_between_runs_of_one_side_are_told_and_judged_by_the_closest():
+def test_bytes_that_vary_on_one_side_are_noted_and_the_closest_runs_are_compared():
     pairs = [
         pair(measured("test_a", measurement(peak=peak)), measured("test_a", measurement(peak=14_000_000)))
         for peak in (10_000_000, 12_000_000, 10_000_000, 10_000_000)

@@ -40,7 +40,7 @@ def test_an_error_of_the_models_own_ends_nothing_where_there_are_results():
         tried(FP32)
 
 
-def test_a_peak_that_an_uncomputed_value_has_decided_is_told_beside_what_else_is_lacking():
+def test_a_peak_decided_by_an_uncomputed_value_is_noted_beside_other_gaps():
     doubts = {FP32: "an uncomputed value decided a branch at model.py:3", BF16: ""}
 
     def doubted(_, config):

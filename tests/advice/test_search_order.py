@@ -37,7 +37,7 @@ def always_helps(config: StepConfig) -> int:
     return size - (50 if config.optimizer == "adamw-8bit" else 0)
 
 
-def test_precision_comes_first_then_checkpointing_accumulation_the_optimizer_and_offloading():
+def test_precision_is_tried_before_checkpointing_accumulation_optimizer_and_offload():
     assert climb(always_helps) == [
         "fp32",
         "amp-bf16",

@@ -74,7 +74,7 @@ def test_the_blocks_of_a_recipe_are_computed_again(kind):
     assert [block.calls for block in run(f"fp32,checkpoint={kind}")[0].body.blocks] == [2, 2, 2]
 
 
-def test_every_kind_of_checkpointing_that_is_tried_has_code_of_its_own_and_a_place_of_its_own():
+def test_each_kind_of_checkpointing_in_the_search_has_its_own_code_and_place():
     tried = [kind for kind in KINDS.values() if kind.search_order]
     assert [kind.name for kind in tried if kind.argument is not None or kind.snippet == Snippet()] == []
     assert len({kind.search_order for kind in tried}) == len(tried)

@@ -251,7 +251,7 @@ def test_the_bytes_of_each_gpu_are_tables_that_a_reader_of_entries_reads():
     assert render(parse(render(entries), FILE)) == render(entries)
 
 
-def test_a_measurement_that_its_test_calls_like_the_part_of_another_is_one_of_its_own():
+def test_a_measurement_named_like_a_part_of_another_stays_separate():
     entries = {Key(FILE, "test_a", name): CALL for name in ("call", "call on cuda:1")}
     assert parse(render(entries), FILE) == entries
 

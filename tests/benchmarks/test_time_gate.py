@@ -107,7 +107,7 @@ def test_a_baseline_has_no_disturbed_runs_but_what_was_measured_again_in_their_p
     assert runs.seconds == pytest.approx([STEP], rel=0.01)
 
 
-def test_the_gate_fails_what_is_twice_the_tolerance_longer_and_cannot_tell_where_the_thread_waited():
+def test_a_slowdown_of_twice_the_tolerance_fails_and_a_waiting_thread_is_uncertain():
     baseline = tuple(steady(seed=number + 1) for number in range(10))
     assert ours(Trial(baseline, steady(), CORES)) == "passes"
     assert ours(Trial(baseline, steady(STEP * (1 + 2 * tolerance())), CORES)) == "fails"
@@ -136,7 +136,7 @@ def test_intervals_are_those_of_clopper_and_pearson(hits, trials, low, high):
     assert exact_interval(hits, trials) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_a_run_is_compared_with_others_only_and_one_with_a_slowdown_with_none_of_its_block():
+def test_a_run_is_never_compared_with_itself_nor_a_slow_run_with_its_own_block():
     recorded = recording()
     assert all(one.now not in one.baseline for one in same_step(recorded, random.Random(0), 200))
     block_of = {id(run.series["gpt"]): run.block for run in recorded.runs}
@@ -193,7 +193,7 @@ def test_a_reckoned_slowdown_makes_rounds_longer_beside_the_same_share_of_the_lo
     assert (last.at, last.waited) == pytest.approx((sum(slow.seconds), 0.3 * sum(slow.seconds)))
 
 
-def test_nothing_is_claimed_of_waits_that_hide_in_waiting_and_everything_is_of_steps_twice_as_long():
+def test_hidden_waits_claim_nothing_and_doubled_steps_claim_everything():
     work, wait = (Slowdown(form, 100, planted=True) for form in (WORK, WAIT))
     assert [claimed_power(one, HEAVY) for one in (work, wait, replace(wait, planted=False))] == [TWICE, None, TWICE]
     quarter = replace(work, percent=25)
@@ -207,7 +207,7 @@ def test_simulated_runs_repeat_with_their_seed(scenario):
     assert first.now.readings[-1].at >= 2
 
 
-def test_a_simulated_clock_that_is_lower_makes_steps_longer_by_as_much_and_a_wait_is_read_as_one():
+def test_a_lower_simulated_clock_lengthens_steps_and_a_wait_reads_as_a_wait():
     one = frequency_step(random.Random("7"))
     paces = [statistics.median(reading.pace for reading in run.readings) for run in (one.now, one.baseline[0])]
     assert ratio(one.now, one.baseline[0]) > 1.08

@@ -46,7 +46,7 @@ def test_there_are_216_cases_of_models_with_the_published_number_of_parameters()
     "model",
     [pytest.param(name, marks=[] if name == "vit-b-16" else pytest.mark.thorough) for name in FULL_PARAMETERS],
 )
-def test_a_case_has_the_peaks_of_its_phases_and_between_steps_parameters_state_and_batch(model, device):
+def test_a_case_has_a_peak_for_each_phase_and_holds_model_state_and_batch_between(model, device):
     small = {case.name: case for case in cases("small")}
     plain = result_of(small[f"{model}/amp-bf16-adamw-fused"], device, DeviceCounters(device), 0.1)
     blocks = result_of(small[f"{model}/amp-bf16-ckpt-blocks-adamw-fused"], device, DeviceCounters(device), 0)
@@ -80,7 +80,7 @@ class ScriptedRuntime:
         self.peak = self.now
 
 
-def test_on_cuda_the_peaks_of_a_phase_begin_at_what_is_held_and_phases_of_one_name_are_one():
+def test_cuda_phase_peaks_start_at_held_bytes_and_equal_names_merge():
     runtime = ScriptedRuntime()
     runtime.use(allocated=900, active=900, requested=900, reserved=900)
     runtime.use(allocated=512, active=512, requested=500, reserved=2048)
@@ -129,9 +129,7 @@ FIGURES = {
 }
 
 
-def test_a_run_that_was_interrupted_or_failed_is_taken_up_and_another_environment_begins_anew(
-    tmp_path, monkeypatch, capsys
-):
+def test_an_interrupted_run_resumes_and_another_environment_starts_over(tmp_path, monkeypatch, capsys):
     asked, given = [], {}
 
     def result(case, *_):

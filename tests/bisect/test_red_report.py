@@ -32,7 +32,7 @@ GROWN = a_test("test_b", change("step_time"), change("peak_allocated"), change("
 FINE = a_test("test_c", change("peak_allocated", "ok"), outcome="ok")
 
 
-def test_the_first_test_whose_bytes_or_counts_grew_comes_before_one_that_is_only_slower():
+def test_a_test_with_more_bytes_or_counts_comes_before_a_slower_test():
     red = red_of(comparison(FINE, SLOWER, GROWN), "a.json")
     assert (red.nodeid, red.metrics, red.metric) == ("test_it.py::test_b", ("step_time", "peak_allocated"), None)
     assert red.notes == ["searched with test_it.py::test_b, the first test that regressed; 1 other test regressed, too"]
@@ -43,7 +43,7 @@ def test_the_first_test_whose_bytes_or_counts_grew_comes_before_one_that_is_only
     )
 
 
-def test_packages_that_were_asked_for_are_searched_and_what_they_brought_along_comes_with_them():
+def test_requested_packages_are_searched_and_their_dependencies_follow():
     packages = [
         package("hub", "0.36", "1.0", requested=False),
         package("models", "4.57", "5.0.dev0", url="git+https://example.org/models@main"),

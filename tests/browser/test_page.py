@@ -54,7 +54,7 @@ def brightness(color: str) -> float:
     return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
 
 
-def test_every_panel_opens_and_every_chart_is_drawn_then_and_not_before_as_dark_as_the_system(opens):
+def test_opening_a_panel_draws_its_chart_in_the_theme_of_the_system(opens):
     page = opens(SMALL, color_scheme="dark")
     assert page.title() == f"The gate failed: {SMALL.accounting.removeprefix('gpumem: ')}"
     assert page.evaluate("[typeof Plotly, document.querySelectorAll('.plot').length]") == ["undefined", 1]
@@ -78,7 +78,7 @@ def test_every_panel_opens_and_every_chart_is_drawn_then_and_not_before_as_dark_
     assert max(ink, chart_ink) < 60
 
 
-def test_what_failed_comes_first_and_a_panel_closes_again_and_on_paper_there_is_nothing_to_press(opens):
+def test_failures_come_first_panels_close_again_and_print_shows_no_buttons(opens):
     page = opens(TEXTS_ONLY)
     assert shown(page) == ["test_b", "test_a"]
     button = page.locator("tbody[data-outcome] th button").first
@@ -133,7 +133,7 @@ def test_tests_are_searched_and_filtered_and_sorted_by_mouse_and_by_keyboard(ope
         assert len(shown(page)) == 5, before
 
 
-def test_the_keyboard_reaches_filters_and_a_test_and_opens_it_and_the_focus_can_be_seen(opens):
+def test_the_keyboard_reaches_filters_and_opens_a_test_with_visible_focus(opens):
     page = opens(TEXTS_ONLY)
     page.get_by_label("Search").focus()
     for number in range(3):
@@ -270,7 +270,7 @@ def test_the_command_that_accepts_can_be_copied(opens):
     assert page.evaluate("navigator.clipboard.readText()") == command
 
 
-def test_wherever_they_stand_hostile_texts_take_no_effect_and_long_ones_make_no_page_wider_than_the_screen(opens):
+def test_hostile_texts_have_no_effect_and_long_texts_never_widen_the_page(opens):
     texts = [text for name, text in TEXTS.items() if name != "long"]
     page = opens(everything("\n".join([*texts, "x" * 300])), width=375)
     page.evaluate(OPEN_TESTS)
@@ -362,7 +362,7 @@ def test_no_script_but_those_of_the_package_runs_and_nothing_is_fetched(opens):
 # What a reader looks for.
 
 
-def test_the_memory_chart_has_lines_for_the_baseline_and_a_budget_that_is_near_and_rounds_are_whole(opens):
+def test_the_memory_chart_draws_the_baseline_and_a_near_budget_and_whole_rounds(opens):
     far = replace(explained().metrics[0], budget=100 * GB)
     few = measured(peak(Outcome.OK), measurement={"times": Times((Sample((Round(0.5), Round(0.51), Round(0.5))),))})
     drawn_twice = (result(explained()), result(replace(explained(), metrics=(far,)), test="test_z"))

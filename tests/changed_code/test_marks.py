@@ -103,7 +103,7 @@ def test_of_two_lines_either_counts(changed):
         ("", False),
     ],
 )
-def test_a_file_that_is_new_has_changed_and_of_one_that_cannot_be_read_nothing_is_said(changed, line, expected):
+def test_a_new_file_counts_as_changed_and_an_unreadable_file_says_nothing(changed, line, expected):
     assert bool(changed.lines(Row("activation", 8, site=line))) is expected
 
 
@@ -411,7 +411,7 @@ def test_a_changed_condition_that_replaces_no_with_decides_only_its_own_line(fir
     assert changed == [3, *([4] if "decode" in first else [])]
 
 
-def test_a_with_that_is_replaced_and_whose_first_line_changes_still_decides_the_others():
+def test_a_replaced_with_block_marks_its_body_although_its_first_line_changed():
     new = REPLACED.replace("with torch.no_grad():", "if True:").replace("self.encode(y)", "self.decode(y)")
     file = TwoVersions(REPLACED.split("\n"), new.split("\n"))
     assert [numbers_of(file, number) for number in (3, 4, 5, 6, 7)] == [3, 4, 3, 3, None]

@@ -129,7 +129,7 @@ def test_an_error_within_is_raised_where_the_peak_cannot_be_read(memory, stretch
     assert outer.highest == Peak(seen, 2 * seen)
 
 
-def test_the_higher_of_two_peaks_is_so_field_by_field_and_lacks_what_one_of_them_does():
+def test_the_higher_of_two_peaks_is_taken_field_by_field_and_gaps_stay_gaps():
     assert highest(Peak(1, 20), Peak(2, 10)) == Peak(2, 20)
     assert highest(Peak(1), Peak(2, 10)) == Peak(2)
     assert highest(Peak(1), Peak(2)) == Peak(2)

@@ -259,7 +259,7 @@ def test_nothing_can_be_read_from_a_closed_device(read):
         read(CpuDevice())
 
 
-def test_a_profiler_within_makes_the_next_reading_an_error_and_the_one_after_it_works(device):
+def test_a_profiler_inside_fails_the_next_reading_and_the_one_after_works(device):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         kept = tensor(KB)
     with pytest.raises(MeasuringError, match="only one profiler can run at a time"):

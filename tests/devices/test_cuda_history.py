@@ -344,7 +344,7 @@ def test_a_span_of_which_no_end_was_recorded_ends_where_it_began():
     assert in_order_of_time([began, unended, other, Close(8)]) == [began, unended, other, Close(8)]
 
 
-def test_a_span_of_another_thread_ends_with_the_mark_that_waited_for_it_at_the_latest():
+def test_a_span_in_another_thread_ends_at_the_latest_with_the_waiting_mark():
     mark, waiting, forked = Open(1, "mark", "", mark=0), Open(2, "operator", "jit"), Open(3, "operator", "forked")
     later, operator = Open(10, "mark", "", mark=1), Open(11, "operator", "exp")
     tree = [mark, waiting, Close(5), Close(7), forked, took(4, A, 8), Close(8), later, operator, Close(12), Close(13)]

@@ -155,7 +155,7 @@ def runtime(monkeypatch):
     return TorchCuda()
 
 
-def test_history_is_recorded_with_the_frames_that_the_viewer_shows_and_then_forgotten(history):
+def test_history_is_recorded_with_the_viewers_frames_and_then_dropped(history):
     assert not cuda_history_is_on()
     start_cuda_history()
     assert cuda_history_is_on()

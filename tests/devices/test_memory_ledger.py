@@ -171,7 +171,7 @@ def test_a_process_that_is_killed_gives_its_bytes_back(tmp_path):
     finished(waits)
 
 
-def test_the_last_process_to_leave_removes_the_file_and_others_still_find_one_another(tmp_path):
+def test_the_last_process_removes_the_file_and_earlier_ones_leave_it(tmp_path):
     script = """
         note("ready 0")
         until_released()

@@ -142,7 +142,7 @@ def test_a_card_has_to_hold_what_a_program_that_generates_takes(on_gpu, tmp_path
     assert advised == program
 
 
-def test_a_long_generation_that_is_foretold_from_few_tokens_takes_what_a_program_takes(on_gpu, tmp_path):
+def test_a_generation_foretold_from_few_tokens_equals_the_whole_program(on_gpu, tmp_path):
     write(tmp_path, LONG)
     advised, program = (on_gpu(source.format(**vars(LONG))).split() for source in (FORETOLD + ADVICE, PROGRAM))
     assert (tmp_path / "foretold.txt").read_text() == "True"

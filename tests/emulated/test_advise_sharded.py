@@ -111,9 +111,7 @@ def figures(plain: dict) -> list[list[object]]:
     return [[one["config"], one["peak_allocated"], one["peak"]] for one in plain["devices"][0]["configs"]]
 
 
-def test_a_rank_takes_what_a_program_with_fully_shard_takes_and_holds_its_rows_of_each_parameter(
-    processes, on_gpu, model
-):
+def test_a_rank_needs_as_much_as_a_fully_shard_program_and_holds_its_shards(processes, on_gpu, model):
     plain = advised(processes, "--batch", "2x256", "--config", "fp32", "--shard", "fsdp,world=8")
     assert plain["shard"] == "shard=fsdp,world=8"
     allocated, reserved = map(int, on_gpu(PROGRAM.format(adapters=False), timeout=300).split())

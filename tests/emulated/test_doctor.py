@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 
-def test_the_emulated_gpu_of_the_settings_is_looked_at_and_the_drivers_stand_in_is_no_driver(processes, tmp_path):
+def test_doctor_checks_the_emulated_gpu_in_the_settings_and_sees_no_driver(processes, tmp_path):
     (tmp_path / "pyproject.toml").write_text('[tool.gpumem]\ndevice = "emulated:l4"\n')
     done = processes.gpumem("doctor", new=True)  # where no stand-in is loaded
     assert done.returncode == 0, done.stdout + done.stderr

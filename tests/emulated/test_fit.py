@@ -142,7 +142,7 @@ def test_memory_in_pieces_fits_with_expandable_segments_only(fit, found):
     assert not own["with_expandable_segments"]["expandable"]
 
 
-def test_a_program_is_ended_after_so_many_steps_and_backward_is_told_by_the_line_that_calls_it(found):
+def test_a_program_ends_after_the_steps_and_backward_is_shown_at_its_callers_line(found):
     # Behind each step it keeps 256 MiB more.
     keeps = "optimizer.zero_grad()\n        model.kept = *getattr(model, 'kept', ()), torch.empty(2**26, device='cuda')"
     program = IN_BACKWARD.replace("optimizer.zero_grad()", keeps)
@@ -199,7 +199,7 @@ with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
 """
 
 
-def test_kernels_that_torch_lacks_for_a_gpu_are_told_as_that_and_not_as_a_failure_of_the_program(fit):
+def test_missing_torch_kernels_for_a_gpu_are_no_failure_of_the_program(fit):
     done = fit(LACKING, "--device", "v100", "--device", "t4", "--device", "h100")
     assert done.returncode == 2
     lines = done.stdout.splitlines()
@@ -356,7 +356,7 @@ print(told())
 """
 
 
-def test_a_process_that_only_counts_gpus_can_be_forked_and_one_that_asks_what_they_are_is_noted(on_gpu):
+def test_counting_gpus_allows_a_fork_and_reading_their_properties_is_noted(on_gpu):
     assert on_gpu(ASKED).splitlines() == ["False 1 False", "True True True", "True"]
 
 

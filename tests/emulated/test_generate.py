@@ -153,7 +153,7 @@ def test_generate(gpumem, make, sampled, least):
 """
 
 
-def test_generation_is_gated_alone_as_in_a_suite_and_strictly_where_its_length_is_certain(processes, tmp_path):
+def test_generation_is_gated_alone_in_a_suite_and_strictly_if_its_length_is_certain(processes, tmp_path):
     (tmp_path / "test_it.py").write_text(MODELS + SESSION, encoding="utf-8")
     recorded = processes.pytest("--gpumem-update=new")
     assert "8 passed" in recorded.stdout

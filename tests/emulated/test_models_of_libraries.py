@@ -168,7 +168,7 @@ print(json.dumps({
 
 
 @needs("torchvision")
-def test_of_torchvision_classes_pixels_and_frames_are_labelled_and_detection_is_not_measured(on_gpu):
+def test_torchvision_classes_pixels_and_frames_get_labels_and_detection_is_refused(on_gpu):
     told = json.loads(on_gpu(BEGIN + TORCHVISION))
     assert told["plain"] == [
         "torchvision:resnet50: ResNet, random weights; training, batch 8 of 3x224x224",
@@ -225,7 +225,7 @@ print(json.dumps({
 
 
 @needs("diffusers")
-def test_of_diffusers_a_network_gets_what_its_configuration_says_and_sdxls_takes_its_parameters(on_gpu, tmp_path):
+def test_a_diffusers_network_gets_its_configured_inputs_and_sdxl_its_parameters(on_gpu, tmp_path):
     sdxl = json.loads(SDXL.read_text(encoding="utf-8"))
     small = {"num_layers": 2, "num_attention_heads": 2}
     files = {

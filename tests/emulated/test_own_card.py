@@ -19,7 +19,7 @@ def test_it(gpumem, tmp_path):
 TAKES_EIGHT_GB = "import torch\ntorch.empty(8 * 10**9, dtype=torch.uint8, device='cuda')\n"
 
 
-def test_a_session_measures_on_a_card_of_the_projects_own_and_tells_it_to_its_children(processes):
+def test_a_session_measures_on_the_projects_own_card_and_so_do_its_children(processes):
     (processes.folder / "pyproject.toml").write_text(SETTINGS, encoding="utf-8")
     (processes.folder / "test_it.py").write_text(SESSION, encoding="utf-8")
     done = processes.pytest(

@@ -74,7 +74,7 @@ def figures(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
-def test_experts_in_a_loop_take_what_they_take_where_the_router_is_forced_to_that_choice(figures, name):
+def test_looped_experts_need_as_much_as_with_a_router_forced_to_the_choice(figures, name):
     bytes_of = {}
     for routing in ("balanced", "worst"):
         again = figures[f"{name} eager {routing}"]
@@ -263,7 +263,7 @@ def test_the_setting_is_said_and_another_one_is_another_workload(project, proces
     assert "1 failed, 1 passed" in done.stdout
 
 
-def test_the_word_is_accepted_in_training_and_inference_and_refused_where_nothing_is_chosen(project):
+def test_routing_is_accepted_in_training_and_inference_and_refused_without_a_router(project):
     done, report = project(BY_WORD, "--gpumem-update=new")
     assert done.stdout.count("ConfigError") >= 2
     assert "routing=worst: the step chooses nothing by values that are not computed" in done.stdout

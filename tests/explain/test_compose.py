@@ -37,7 +37,7 @@ def categories(stream: Stream) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("category", ["parameter", "gradient"])
-def test_what_was_found_on_the_model_the_optimizer_or_the_batch_is_what_it_was_found_as(category):
+def test_tensors_on_the_model_optimizer_or_batch_have_that_category(category):
     stream = Stream(before={1: 8, 2: 8}, own={1, 2})
     stream.snapshot(Label(1, category, "fc"))
     with stream.node("MulBackward0", 3):
@@ -67,7 +67,7 @@ def test_what_is_freed_before_its_call_ended_is_a_workspace():
     assert categories(stream) == {1: "workspace", 2: "temporary"}
 
 
-def test_what_is_freed_before_its_module_ended_is_temporary_and_what_is_passed_on_an_activation():
+def test_a_block_freed_within_its_module_is_temporary_and_a_passed_on_an_activation():
     stream = Stream()
     with stream.mark("module", "GPT"):
         with stream.mark("module", "fc"):
@@ -93,7 +93,7 @@ def test_outside_of_modules_what_backward_finds_is_an_activation():
     assert categories(stream) == {1: "activation", 2: "temporary"}
 
 
-def test_without_a_backward_what_outlives_the_step_is_other_and_what_does_not_temporary():
+def test_without_backward_surviving_blocks_are_other_and_freed_blocks_temporary():
     stream = Stream()
     stream.alloc(1)
     stream.alloc(2)
@@ -103,7 +103,7 @@ def test_without_a_backward_what_outlives_the_step_is_other_and_what_does_not_te
     assert categories(stream) == {1: "temporary", 2: "other"}
 
 
-def test_what_a_node_allocates_is_temporary_unless_it_is_gone_before_the_node_is_done():
+def test_a_nodes_allocation_is_temporary_unless_it_is_freed_within_the_node():
     stream = Stream()
     with stream.node("MulBackward0", 1):
         stream.alloc(1)
@@ -125,7 +125,7 @@ def test_what_recomputed_modules_make_is_what_it_would_be_in_forward():
     assert categories(stream) == {1: "temporary", 2: "activation"}
 
 
-def test_what_an_optimizer_makes_and_frees_is_temporary_and_what_nobody_found_of_it_other():
+def test_freed_optimizer_blocks_are_temporary_and_unfound_kept_blocks_are_other():
     stream = Stream()
     with stream.mark("optimizer"):
         with stream.operator("aten::sqrt"):
@@ -180,7 +180,7 @@ def test_a_row_of_backward_has_the_node_as_its_operator_and_the_line_of_forward(
     assert composition_of_peak(stream.timeline(), 0).rows == (row,)
 
 
-def test_a_label_says_better_than_a_mark_whose_a_block_is_and_a_mark_which_line_made_it():
+def test_a_label_decides_the_blocks_owner_and_a_mark_decides_its_line():
     stream = Stream()
     with stream.mark("module", "GPT", "train.py:1"), stream.operator("aten::zeros"):
         stream.alloc(1, 32)
@@ -236,7 +236,7 @@ def test_own_bytes_that_nobody_found_one_by_one_are_a_row_of_their_own():
     assert composition.rest == 0
 
 
-def test_a_block_of_somebody_else_that_goes_meanwhile_is_missing_from_the_total_and_said_to_be():
+def test_a_foreign_block_freed_meanwhile_is_missing_from_the_total_and_noted():
     stream = Stream(before={1: 100, 2: 1000}, own={1})
     stream.free(2)
     stream.alloc(3, 2000)
@@ -406,7 +406,7 @@ def test_retained_is_what_the_step_made_and_left_behind():
 
 
 @pytest.mark.parametrize(("old", "new"), [(None, None), (None, "gradient"), ("gradient", None)])
-def test_what_takes_the_place_of_an_older_block_is_not_retained_whoever_is_known_to_own_either(old, new):
+def test_a_block_that_replaces_an_older_one_is_not_retained_whoever_owns_them(old, new):
     stream = Stream(before={1: 256, 2: 400}, own={1})
     stream.snapshot(*([Label(1, old, "fc")] if old else []))
     stream.free(1)

@@ -125,7 +125,7 @@ LEAK = Row("activation", 3600, site="net.py:7")
         pytest.param((Holder("Net.same", Composition(3600, (LEAK,))),), id="another path"),
     ],
 )
-def test_a_leak_that_the_recorded_run_has_as_well_is_neither_a_cache_nor_counted_twice(cache, holders):
+def test_a_leak_in_the_recorded_run_is_no_cache_and_counts_once(cache, holders):
     made = TensorsMadeBy()
     cache["new"] = torch.ones(30, 30)
     made.ended()

@@ -354,7 +354,7 @@ def test_what_another_thread_keeps_for_itself_is_found_and_asked_for_nothing(pac
         thread.join()
 
 
-def test_an_exception_that_is_kept_is_told_for_the_variables_of_functions_that_it_left(registry):
+def test_a_kept_exception_is_the_holder_of_variables_in_its_frames(registry):
     def fails():
         kept = torch.ones(24)
         places.append(address(kept))

@@ -232,7 +232,7 @@ def test_a_number_that_autograd_gave_anew_is_that_of_the_latest_operator():
     assert stream.lifetimes()[1].mark == Mark("call", "new", "model.py:2")
 
 
-def test_code_that_is_computed_once_more_in_backward_keeps_its_own_marks_and_is_no_nodes():
+def test_code_recomputed_in_backward_keeps_its_marks_and_belongs_to_no_node():
     stream = Stream()
     forward_of(stream, 7)
     with stream.node("CheckpointFunctionBackward", 7):
@@ -299,7 +299,7 @@ def test_a_node_that_runs_in_code_that_is_recomputed_is_a_node_again():
     assert (block.node, block.recomputed, block.mark) == ("MulBackward0", False, Mark("call", "inner", "model.py:11"))
 
 
-def test_a_line_that_is_recomputed_outside_of_a_modules_call_belongs_to_the_module_that_reached_it_in_forward():
+def test_a_line_recomputed_outside_a_module_belongs_to_its_module_in_forward():
     stream = Stream()
     forward_of(stream, 7, "h.0.mlp", "model.py:9")
     with stream.node("CheckpointFunctionBackward", 7), stream.mark("call", "", "model.py:9"):
@@ -307,7 +307,7 @@ def test_a_line_that_is_recomputed_outside_of_a_modules_call_belongs_to_the_modu
     assert stream.lifetimes()[1].mark == Mark("call", "h.0.mlp", "model.py:9")
 
 
-def test_modules_that_run_in_backward_are_counted_by_folded_path_and_their_children_are_not():
+def test_modules_in_backward_count_by_folded_path_without_their_children():
     stream = Stream()
     with stream.mark("module", "h.0"), stream.mark("module", "h.0.mlp"):
         pass

@@ -264,7 +264,7 @@ def test_a_step_whose_recording_never_has_the_measured_peak_says_so(recorder):
     assert explanation.peak.rest == 0
 
 
-def test_a_step_that_only_ever_allocates_otherwise_is_explained_by_the_closest_look_at_its_peak(recorder):
+def test_a_step_that_never_repeats_is_explained_by_the_closest_recording(recorder):
     phases, held = STEPS["mlp with Adam"]()
     for one in phases.values():
         one()

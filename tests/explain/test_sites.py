@@ -66,7 +66,7 @@ def test_the_innermost_frame_of_the_project_is_the_site(code):
     assert train(partial(model, code.here)).user == "model.py:2"
 
 
-def test_a_library_that_the_users_code_calls_is_told_beside_it_from_the_folder_it_is_installed_in(code):
+def test_a_library_is_shown_beside_the_users_line_from_its_installed_folder(code):
     user, library = code.calling("train.py"), code.calling(f"{INSTALLED}/transformers/models/gpt2.py")
     assert user(partial(library, code.here)) == Site("train.py:2", "transformers/models/gpt2.py:2")
 
@@ -179,7 +179,7 @@ def install(code, name, version, modules=(), folder=INSTALLED):
     info.joinpath("top_level.txt").write_text("\n".join(modules))
 
 
-def test_a_line_of_an_installed_package_begins_with_its_name_and_release_and_has_no_path_of_the_environment(code):
+def test_a_packages_line_begins_with_its_name_and_release_without_environment_path(code):
     install(code, "transformers", "4.38.2")
     model = code.calling(f"{INSTALLED}/transformers/models/llama/modeling_llama.py")
     assert code.calling("train.py")(partial(model, code.here)) == Site(
@@ -187,7 +187,7 @@ def test_a_line_of_an_installed_package_begins_with_its_name_and_release_and_has
     )
 
 
-def test_a_package_that_is_called_otherwise_than_its_module_is_found_by_what_it_installed(code):
+def test_a_package_with_another_name_than_its_module_is_found_by_its_files(code):
     install(code, "scikit-image", "0.25.0", ["skimage"])
     install(code, "single-file", "1.0", ["onefile"])
     image, single = code.calling(f"{INSTALLED}/skimage/filters.py"), code.calling(f"{INSTALLED}/onefile.py")

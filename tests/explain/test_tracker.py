@@ -106,7 +106,7 @@ def test_modules_are_told_by_their_paths_in_the_model_that_is_called(recorder):
     assert ("Model", "blocks.1", "blocks.1.fc2") in modules_around(done)
 
 
-def test_a_model_that_is_called_in_pieces_has_the_paths_of_the_whole_where_it_is_known(recorder):
+def test_a_model_called_in_pieces_has_the_full_models_paths_if_it_is_known(recorder):
     model, x = Model(), torch.ones(2, 8)
     pieces = {"forward": lambda: model.blocks[1](model.blocks[0](x))}
     known = recorder.record(pieces, model)
@@ -379,7 +379,7 @@ def test_a_part_of_a_larger_block_does_not_say_what_the_block_is_as_a_tensor(rec
     assert (second.category, second.tensor) == ("parameter", "float32[10]")
 
 
-def test_a_parameter_has_the_line_that_made_it_and_a_gradient_at_the_same_address_has_not(recorder):
+def test_a_parameter_has_its_creating_line_and_a_gradient_at_its_address_has_none(recorder):
     model = nn.Linear(4, 4)
     allocated = Site("model.py:3", "")
     tracker = Tracker(torch.device("cpu"), recorder.sites, creation_sites={address(model.weight): allocated})

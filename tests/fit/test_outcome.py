@@ -40,7 +40,7 @@ def test_one_process_may_take_all_that_the_emulated_gpu_gave_it():
     assert of(process(TOTAL)).outcome is FitOutcome.FITS
 
 
-def test_a_program_that_fails_after_memory_ran_out_is_out_of_memory_with_pytorchs_message():
+def test_a_failure_after_memory_ran_out_is_out_of_memory_with_torchs_message():
     one = of(process(times_out_of_memory=1, ran_out=RAN_OUT), status=1, said=MESSAGE)
     assert (one.outcome, one.ran_out) == (FitOutcome.OUT_OF_MEMORY, RAN_OUT)
     assert one.message == "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 2.00 GiB."
@@ -58,7 +58,7 @@ def test_out_of_memory_under_another_error_shows_that_error():
     assert (one.outcome, one.last_lines) == (FitOutcome.OUT_OF_MEMORY, ("RuntimeError: no batch size works",))
 
 
-def test_a_gpu_without_kernels_for_it_is_told_as_that_whether_torchs_lack_or_an_extensions():
+def test_a_gpu_without_kernels_is_named_for_torch_and_for_an_extension():
     said = "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device"
     one = of(process(no_kernels="torch has none"), status=1, said=said)
     torchs = "torch has none, as on a real one; a build for another CUDA may have them"

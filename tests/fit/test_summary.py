@@ -40,7 +40,7 @@ ISSUE = [
 ]
 
 
-def test_the_conclusion_says_what_it_needs_and_what_it_fits_with_and_without_expandable_segments():
+def test_the_conclusion_names_the_need_and_fitting_gpus_for_both_segment_kinds():
     assert conclusion(ISSUE) == (
         "needs 25.10 GB reserved (emulated): fits A100 40GB, L40S; not L4, RTX 4090; "
         "with expandable segments 23.40 GB: fits L4"
@@ -80,7 +80,7 @@ def test_a_conclusion_without_a_fit_says_what_came_instead():
     assert "V100 16GB: cannot run on it: torch has none for 7.0" in details(found, CWD)
 
 
-def test_the_table_has_a_row_for_each_gpu_the_smallest_first_with_what_is_left_beside_the_context():
+def test_the_table_lists_gpus_by_size_with_the_memory_left_beside_the_context():
     lines = plain_lines(table(ISSUE, GB))
     assert [line.split()[0] for line in lines] == ["GPU", "L4", "RTX", "A100", "L40S"]
     assert lines[1].split("  ")[0] == "L4"

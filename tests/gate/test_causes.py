@@ -49,7 +49,7 @@ def told(found):
     return [(cause.lines, len(cause.tests), cause.total) for cause in found.causes]
 
 
-def test_one_line_that_explains_all_of_them_is_one_cause_and_what_follows_from_it_is_none():
+def test_a_line_that_explains_all_tests_is_the_only_cause():
     tests = [
         regressed("test_a", (SCORES, 60 * MB), (MLP, 2 * MB), (OTHERS, -20 * MB)),
         regressed("test_b", (SCORES, 10 * MB)),
@@ -281,7 +281,7 @@ def test_more_operators_at_the_line_of_an_alternative_decide_for_it():
     assert {share.growth.metric: share.amount for share in cause.shares} == {"operators": 10, "peak_allocated": 6 * MB}
 
 
-def test_what_no_line_explains_is_of_the_packages_that_differ_or_of_a_budget_or_stays_unexplained():
+def test_growth_without_a_line_is_put_down_to_packages_or_a_budget_or_unexplained():
     same = [regressed(name, (OTHERS, 5 * MB), packages="1.0") for name in ("test_a", "test_b")]
     over = MetricVerdict("peak_allocated", Outcome.OVER_BUDGET, 12 * MB, budget=10 * MB)
     budgets = [TestVerdict("test_it.py", name, (verdict(over),)) for name in ("test_c", "test_d", "test_e")]

@@ -430,7 +430,7 @@ def test_of_changes_alike_the_one_at_the_line_that_grew_most_is_first():
     assert [change.row.site for change in difference(before, after).changes] == ["z.py:2", "z.py:2", "model.py:10"]
 
 
-def test_changed_lines_are_first_unless_little_grew_there_and_the_changes_still_add_up():
+def test_changed_lines_come_first_unless_little_grew_and_the_changes_add_up():
     sizes = {"kept.py:1": 1000, "changed.py:2": 400, "changed.py:3": 1}
     added = [row(operator=f"op{n}", shape=(8 * size,), site=site) for n, (site, size) in enumerate(sizes.items())]
     plain = difference(made_of(WEIGHTS), made_of(WEIGHTS, *added))

@@ -213,7 +213,7 @@ def test_a_disturbed_sample_that_meets_the_budget_meets_it():
 # Budgets that hold nothing
 
 
-def test_a_budget_holds_something_where_one_of_several_measurements_can_be_held_to_it():
+def test_a_budget_is_used_if_any_of_the_tests_measurements_has_its_metric():
     assert (
         idle_throughput(ThroughputLimit(5, "tokens"), [measured(), measured(1.0, work={"samples": 1}), measured(1.0)])
         is None

@@ -131,7 +131,7 @@ def test_micro_batches_do_the_same_products_in_parts(bench):
     assert halves.syncs == whole.syncs == 0
 
 
-def test_the_forward_alone_is_the_same_under_inference_mode_where_operators_are_composite(bench):
+def test_the_forward_counts_the_same_in_inference_mode_with_composite_operators(bench):
     step = measure_infer_step(bench, Perceptron, torch.randn(B, I))
     assert step.figures.counted.counts == Counts(FIRST + SECOND, FORWARD, 0)
     assert step.metrics().items() >= {"flops": FIRST + SECOND, "operators": FORWARD, "syncs": 0}.items()
@@ -196,7 +196,7 @@ def test_gpt_blocks_count_their_products_and_those_that_are_computed_again(bench
     assert (counts.flops, counts.syncs) == (GPT_FLOPS + AGAIN[kind], 0)
 
 
-def test_recomputing_all_but_expensive_ops_calls_more_operators_and_multiplies_no_more(bench):
+def test_recomputing_cheap_operators_adds_calls_and_no_multiplications(bench):
     plain, cheap, all_again = (
         trained(bench, Gpt, torch.randn(B, T, C), f"checkpoint={kind},optimizer=none").operators
         for kind in ("none", "ops", "blocks")
@@ -267,7 +267,7 @@ def test_what_makes_the_host_wait_is_counted_alike_in_inference_mode(step, syncs
     assert counted(step).syncs == counted(inferring(step)).syncs == syncs
 
 
-def test_writing_through_a_mask_waits_only_where_the_number_of_values_has_to_be_known():
+def test_writing_through_a_mask_syncs_only_if_the_number_of_values_is_needed():
     x = X.clone()
 
     def fill():
@@ -435,7 +435,7 @@ class Halves(torch.nn.Module):
 
 
 @pytest.mark.parametrize("again", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
-def test_operators_are_told_at_the_lines_of_forward_in_backward_too_and_where_they_are_computed_again(again, places):
+def test_operators_have_forwards_lines_in_forward_backward_and_recomputation(again, places):
     model, x = Halves(again), torch.randn(B, I)
     assert lines_of(lambda: model(x).sum().backward(), places) == {
         ("layers.*", "x = layer(x)"): {"addmm", "mm"},
@@ -502,7 +502,7 @@ def test_launches_are_those_of_the_device_and_take_a_run_of_their_own():
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own use of torch.jit, when the compiler is imported
-def test_what_a_step_compiles_itself_is_counted_as_written_and_is_compiled_code_again_afterwards():
+def test_code_compiled_by_a_step_is_counted_in_eager_mode_and_compiled_afterwards():
     ran = []
 
     def backend(graph, _inputs):

@@ -145,7 +145,7 @@ def test_every_kind_of_step_is_timed_again_until_it_has_samples_enough(bench, pr
 
 
 @timed
-def test_what_a_test_draws_after_a_function_was_measured_does_not_depend_on_how_often_it_was_timed(bench):
+def test_random_numbers_after_a_measurement_do_not_depend_on_the_timed_runs(bench):
     before = torch.get_rng_state()
     with prepared_function(bench, lambda: torch.rand(8)) as prepared:
         timed_as_often_as_it_may_be(prepared)

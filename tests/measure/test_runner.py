@@ -334,7 +334,7 @@ def spiking(period: int, first: int):
 
 
 @pytest.mark.parametrize(("period", "first"), [(2, 1), (2, 2), (4, 3), (6, 1), (6, 6)])
-def test_what_every_second_to_sixth_step_needs_more_is_its_peak_whichever_it_begins_with(device, period, first):
+def test_the_peak_of_every_second_to_sixth_step_is_found_from_any_start(device, period, first):
     figures = measured(device, [Phase("step", spiking(period, first))], [])
     assert figures.memory.memory_metrics()["peak_allocated"] == 100 * KB
     assert not figures.settled
@@ -481,7 +481,7 @@ class Pooled:
         self.pool.append(self)
 
 
-def test_what_a_collection_frees_by_a_finalizer_or_a_callback_is_garbage_although_it_finds_none(device):
+def test_memory_freed_by_finalizers_or_collector_callbacks_is_garbage(device):
     def garbage(step) -> dict[str, int]:
         metrics = run_one_step([Phase("call", step)], device, [0], older_garbage=False)["cpu"].memory_metrics()
         return {name: metrics[name] for name in ("retained", "cyclic_garbage")}
@@ -512,7 +512,7 @@ def test_all_objects_are_collected_where_a_step_keeps_bytes_and_is_not_one_of_ma
     assert collected(lambda: kept.append(tensor(KB)), older_garbage=False) == 0
 
 
-def test_a_step_is_read_before_it_at_each_boundary_and_once_more_when_garbage_is_collected(device, monkeypatch):
+def test_a_step_is_read_at_its_start_each_boundary_and_after_garbage_collection(device, monkeypatch):
     stops: list[bool] = []
     stop = CpuDevice._stop
     monkeypatch.setattr(CpuDevice, "_stop", lambda *arguments: stops.append(True) or stop(*arguments))
@@ -700,7 +700,7 @@ def test_a_step_is_counted_after_its_memory_and_seen_meanwhile():
     assert run_scripted(timed=False) == ["rest", *STEP * (2 + FURTHER_STEPS), *COUNTED]
 
 
-def test_times_are_taken_in_a_pause_when_the_step_has_been_counted_and_set_right_by_a_step_that_is_seen():
+def test_times_are_taken_in_a_pause_after_counting_and_corrected_by_a_seen_step():
     untimed, asked = run_scripted(timed=False), run_scripted(timed=True)
     assert asked[: len(untimed)] == untimed
     assert asked[len(untimed) :] == [*STEP, "pause", "alone", "time", "run", "shared", *SET_RIGHT]

@@ -42,7 +42,7 @@ def beyond_rest(estimate: Estimate) -> int:
 
 
 @ON_THE_CPU
-def test_recomputing_all_blocks_saves_more_than_half_of_the_activations_and_every_other_one_less(
+def test_checkpointing_all_blocks_saves_over_half_and_every_second_block_less(
     gpumem: Gpumem,
 ) -> None:
     plain, every_other, all_blocks = (estimated(gpumem, kind, blocks=4) for kind in ("none", "every:2", "blocks"))

@@ -287,7 +287,7 @@ def test_a_tiny_one_has_two_layers_and_the_first_of_each_further_kind(tmp_path):
     assert built(**tiny.batch()).loss > 0
 
 
-def test_a_tiny_one_keeps_experts_behind_dense_layers_and_entries_of_the_layers_that_stay():
+def test_a_tiny_model_keeps_experts_behind_dense_layers_and_their_entries():
     config = SimpleNamespace(
         num_hidden_layers=5, first_k_dense_replace=3, window=[1, 2, 3, 4, 5], kind=["a", "a", "b", "a", "b"]
     )
@@ -300,7 +300,7 @@ def test_a_tiny_one_keeps_experts_behind_dense_layers_and_entries_of_the_layers_
     }
 
 
-def test_a_batch_is_as_long_as_the_model_has_positions_and_images_as_large_as_it_takes_them(tmp_path):
+def test_a_batch_is_as_long_as_the_positions_and_images_have_the_models_size(tmp_path):
     model = named_model(written(tmp_path, "LlamaForCausalLM", *CLASSES["LlamaForCausalLM"]), None, TRAINING)
     assert model.title == f"hf:{tmp_path}: LlamaForCausalLM, random weights; training, batch 1x64"
     assert model.batch()["input_ids"].shape == (1, 64)

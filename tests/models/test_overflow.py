@@ -51,7 +51,7 @@ def building(
 
 
 @ON_THE_CPU
-def test_steps_that_overflow_skip_the_optimizer_until_the_scale_fits_and_are_not_measured(
+def test_overflowing_steps_skip_the_optimizer_and_are_not_measured(
     gpumem: Gpumem, steps: list[str], adamw: type[torch.optim.AdamW]
 ) -> None:
     batch = GPT2.batch()
@@ -72,7 +72,7 @@ def test_steps_that_overflow_skip_the_optimizer_until_the_scale_fits_and_are_not
 
 
 @ON_THE_CPU
-def test_a_step_that_overflows_at_every_scale_is_measured_without_the_optimizer_and_noted(
+def test_a_step_that_always_overflows_is_measured_without_optimizer_and_noted(
     gpumem: Gpumem, steps: list[str], adamw: type[torch.optim.AdamW]
 ) -> None:
     batch = GPT2.batch()

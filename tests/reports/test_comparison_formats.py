@@ -94,7 +94,7 @@ def test_what_is_slower_stands_out_where_there_are_colours():
     assert styles == [{"bad"}, {None}]
 
 
-def test_what_is_not_compared_is_told_with_its_reason_and_everything_is_accounted_for():
+def test_uncompared_measurements_have_a_reason_and_all_are_accounted_for():
     lines = table(
         report(
             row("test_a", UNSURE, notes=("measured in 4 of 5 runs of head",), only_one=False),

@@ -69,7 +69,7 @@ def literal(text: str) -> str:
     return textwrap.dedent(text).strip("\n")
 
 
-def test_a_package_of_another_release_than_the_baselines_is_told_first_and_how_to_find_out_whether_it_did_it():
+def test_another_package_release_is_named_first_with_the_command_that_checks_it():
     now, then = (
         Environment(H100.slug, H100.device, {"torch": torch}, {"transformers": release, "peft": "0.12.0"})
         for torch, release in (("2.13.0", "4.38.2"), ("2.11.0", "4.37.2"))
@@ -464,7 +464,7 @@ def test_an_uncertain_time_that_strictness_does_not_let_pass_says_why():
     assert "\n  note: step time: the GPU was throttled\n" in text
 
 
-def test_times_of_another_machine_that_a_limit_asked_for_are_accepted_with_everything():
+def test_times_from_another_machine_required_by_a_limit_are_accepted_with_the_rest():
     now = timed(0.010, environment=ON_EPYC)
     text = text_of((now, Budget(max_slowdown=0.1), stored_times(0.010)), strict=True)
     reason = "time is not compared: the baseline's was taken on Xeon, 8 cores, this is EPYC, 64 cores"

@@ -195,7 +195,7 @@ def test_the_schema_names_every_metric_category_and_outcome():
 
 @pytest.mark.parametrize("value", ["Infinity", 1.5])
 @pytest.mark.parametrize("place", ["metrics", "value", "baseline", "budget"])
-def test_bytes_and_counts_are_whole_numbers_and_other_metrics_may_be_no_finite_number(value, place):
+def test_bytes_and_counts_are_integers_and_other_metrics_may_be_infinite(value, place):
     for name in METRICS:
         changed = copy.deepcopy(SMALL)
         verdict = changed["results"][0]["verdict"]["verdicts"][0]

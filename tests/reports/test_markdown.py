@@ -69,7 +69,7 @@ def test_why_a_session_is_red_beside_its_tests_stands_next():
 # Tests
 
 
-def test_a_test_that_failed_has_its_figures_what_grew_and_the_command_that_accepts_it():
+def test_a_failed_test_has_its_figures_its_growth_and_the_accepting_command():
     growing = everything("x").results[0].verdict.verdicts[0].difference
     verdict = measured(
         peak(Outcome.REGRESSED),

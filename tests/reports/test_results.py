@@ -202,7 +202,7 @@ def test_what_pytest_does_not_count_as_a_failure_does_not_count(outcome, more):
     assert others_failed(*whole(None, outcome, **more)) == 0
 
 
-def test_of_a_test_that_runs_several_times_each_failure_counts_but_those_that_are_repeated():
+def test_each_failure_of_a_repeated_test_counts_except_reruns():
     again = [report(None, phase, worker_id="gw1") for phase in ("setup", "call", "teardown")]
     assert others_failed(report(None, "setup"), report(None, "call", "rerun"), *whole(None)) == 0
     for passed in (whole(None), again):

@@ -52,7 +52,7 @@ def test_a_green_session_has_a_run_without_results():
     assert run["invocations"][0] == {"executionSuccessful": True, "endTimeUtc": "2026-11-21T16:20:05Z"}
 
 
-def test_a_failed_test_is_an_error_with_its_whole_text_at_the_line_that_grew_most_and_names_the_others():
+def test_a_failure_is_an_error_at_the_line_that_grew_most_and_names_other_lines():
     (one,) = run_of(session(OK, grown("model.py:88", "layers/mlp.py:7")))["results"]
     assert (one["ruleId"], one["level"]) == ("gpumem/regressed", "error")
     assert one["message"]["text"] == "tests/test_gpt.py::test_b: it grew\n\nby GB"
@@ -103,7 +103,7 @@ def test_an_alert_stays_the_same_one_when_figures_and_lines_move():
     assert first == second == {"gpumemTest/v1": "tests/test_gpt.py::test_b regressed"}
 
 
-def test_what_is_uncertain_is_a_warning_and_what_the_session_failed_for_is_told_of_the_run():
+def test_uncertain_is_a_warning_and_the_sessions_failure_belongs_to_the_run():
     unsure = result(
         measured(MetricVerdict("step_time", Outcome.UNCERTAIN, 0.1, 0.1, 0.004, reason="busy")), test="test_c"
     )

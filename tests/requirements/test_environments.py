@@ -31,7 +31,7 @@ def stopped():
     return stop
 
 
-def test_waiting_for_another_process_that_makes_the_same_environment_can_be_interrupted(tmp_path, stopped):
+def test_waiting_for_another_process_with_the_same_environment_is_interruptible(tmp_path, stopped):
     wanted = requirement_set(["tinymodels==1.0"])
     lock = tmp_path / f"{environments._key(wanted, emulated=False)}.lock"
     with FileLock(lock), pytest.raises(Stopped):

@@ -82,7 +82,7 @@ def test_a_mapping_of_a_library_becomes_keyword_arguments():
     assert moved["ids"].device == META
 
 
-def test_what_a_function_makes_is_moved_to_the_device_and_it_may_draw_with_a_generator_of_the_host():
+def test_a_functions_batch_moves_to_the_device_and_may_use_a_host_generator():
     def make():
         drawn = torch.randn(2, generator=torch.Generator().manual_seed(0))
         return {"ids": ids(), "drawn": drawn, "there": torch.ones(1, device=META)}

@@ -205,7 +205,7 @@ def test_a_loop_that_a_segment_would_make_wrong_is_told(loop, output, message):
             model(torch.ones(2, 4))
 
 
-def test_a_loop_that_ends_within_a_segment_is_told_when_it_has_ended_and_when_it_begins_again():
+def test_a_loop_that_ends_within_a_segment_is_an_error_at_its_end_and_restart():
     model = Model(lambda blocks, hidden: plain_loop(blocks[:2], hidden))
     segment = Segment(repeated_blocks(model)[0], run_again)
     message = f"h.2 cannot be recomputed together with the blocks around it: it did not run after h.1; {ADVICE}"

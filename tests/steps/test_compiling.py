@@ -74,7 +74,7 @@ def test_what_was_compiled_before_does_not_decide_what_is_compiled_now():
     assert all(isinstance(size, int) for shape in shapes for size in shape)
 
 
-def test_what_compiling_ties_to_objects_of_earlier_tests_is_gone_before_anything_is_measured():
+def test_compiled_state_from_earlier_tests_is_dropped_before_measuring():
     class Node:
         pass
 

@@ -194,7 +194,7 @@ def test_a_sparse_gradient_is_looked_at_too():
         rehearsed(Sparse(), "amp-fp16")
 
 
-def test_gradients_that_overflow_at_first_bring_the_scale_down_and_are_measured_without_a_note():
+def test_gradients_that_overflow_at_first_lower_the_scale_without_a_note():
     training = training_of(Model(), "amp-fp16", lambda output, _batch: output * 1e3)
     assert dry_run(training, CpuDevice()) == DryRun(recomputed=0)
     assert training.scale() < 65536

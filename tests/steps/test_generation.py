@@ -25,7 +25,7 @@ def phases_of(model, new_tokens, config="plain"):
 
 
 @pytest.mark.parametrize(("config", "cached"), [("plain", None), ("cache=off", False)])
-def test_the_model_is_asked_for_so_many_tokens_as_it_does_by_itself_or_without_its_cache(config, cached):
+def test_the_model_generates_the_requested_tokens_with_or_without_its_cache(config, cached):
     model = Generating(2, 2)
     (phase,) = phases_of(model, 5, config)
     phase.run()

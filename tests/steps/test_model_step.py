@@ -61,7 +61,7 @@ def _mixed():
 
 
 @pytest.mark.parametrize("draw", [_through_numpy, _mixed, lambda: [float(torch.ones(()))] * 2])
-def test_a_function_that_does_not_go_with_a_default_device_is_called_without_one_and_its_model_is_moved(draw):
+def test_a_factory_that_fails_under_a_default_device_runs_without_and_is_moved(draw):
     class Scaled(Tiny):
         def __init__(self):
             super().__init__()

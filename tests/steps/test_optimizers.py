@@ -150,7 +150,7 @@ def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch
         optimizer_named(word)
 
 
-def test_an_offloaded_optimizer_without_torchao_is_told_with_the_command_that_installs_it(monkeypatch):
+def test_an_offloaded_optimizer_without_torchao_names_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     message = "offload=optimizer needs torchao (pip install 'pytest-gpumem[torchao]'), which is not installed"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):

@@ -150,7 +150,7 @@ def outside(request):
 
 @pytest.mark.parametrize(("word", "within"), [("tf32", {"tf32", True}), ("bf16", {"ieee", False})])
 @pytest.mark.parametrize("outside", ["highest", "high", "medium"], indirect=True)
-def test_products_and_convolutions_are_as_the_precision_says_and_afterwards_as_before(word, within, outside):
+def test_matmul_and_convolution_precision_is_set_and_restored_afterwards(word, within, outside):
     with float32_precision(word, GPU):
         assert set(settings()) <= within
     assert settings() == outside

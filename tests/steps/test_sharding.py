@@ -432,7 +432,7 @@ def test_a_model_that_exists_is_not_changed(bench, kind):
         peaks(bench, f"fp32,shard={kind}", model=Net())
 
 
-def test_a_function_that_returns_a_model_that_exists_is_refused_and_the_model_not_changed(bench):
+def test_a_factory_that_returns_an_existing_model_is_refused_and_leaves_it_alone(bench):
     model = Net()
     for factory, said in (
         (lambda: model, "one that existed"),

@@ -231,7 +231,7 @@ def test_without_an_optimizer_gradients_are_scaled_on_demand():
     assert training.scale() == 65536
 
 
-def test_the_forward_pass_is_in_the_precision_and_the_backward_pass_is_not_within_autocast():
+def test_the_forward_pass_runs_within_autocast_and_the_backward_pass_does_not():
     seen = []
 
     class Watching(Tiny):

@@ -260,11 +260,11 @@ def test_two_samples_that_show_a_slowdown_are_enough_beside_one_that_cannot_tell
         ([SLOWER, CANNOT_TELL, SLOWER], False),
     ],
 )
-def test_a_slowdown_that_the_other_sample_can_neither_confirm_nor_contradict_is_undecided(samples, undecided):
+def test_a_slowdown_neither_confirmed_nor_contradicted_is_undecided(samples, undecided):
     assert is_undecided(samples, stable(cycles=1.0), TOLERANCE) == undecided
 
 
-def test_what_else_is_at_work_only_adds_time_so_a_disturbed_sample_can_show_that_nothing_is_slower():
+def test_a_disturbed_sample_can_show_that_nothing_is_slower():
     assert compare([noisy(1.0, invalid=THROTTLED)], stable(), TOLERANCE).outcome == "not slower"
 
 
@@ -310,7 +310,7 @@ def test_seconds_alone_show_no_slowdown_where_cycles_may_be_the_same():
     assert found.outcome == "uncertain"
 
 
-def test_the_one_that_is_known_better_shows_a_slowdown_and_the_other_has_to_look_like_it():
+def test_the_more_precise_sample_shows_a_slowdown_and_the_other_must_agree():
     drifting = Runs((0.9, 1.1, 1.0, 0.95, 1.05, 1.0), (1.0,) * 6)
     found = compare([noisy(1.10, pace=1.0)], drifting, TOLERANCE)
     assert found.outcome == "slower"
@@ -357,7 +357,7 @@ def test_a_slowdown_within_what_accepted_runs_vary_by_is_uncertain():
     )
 
 
-def test_where_a_large_slowdown_cannot_be_excluded_it_is_uncertain_though_nothing_looks_slower():
+def test_uncertain_if_a_large_slowdown_is_possible_although_nothing_looks_slower():
     found = compare([noisy(1.0, spread=0.6)], stable(), TOLERANCE)
     assert found.outcome == "uncertain"
     assert found.reason == f"the times vary too much to tell: {found.seconds}"
@@ -565,7 +565,7 @@ def test_the_same_ratios_of_more_pairs_narrow_the_interval():
     assert many.high / many.low < few.high / few.low
 
 
-def test_pairs_with_a_disturbed_run_do_not_count_and_without_enough_others_nothing_is_slower():
+def test_disturbed_pairs_do_not_count_and_too_few_pairs_show_no_slowdown():
     pairs = [(noisy(1.0), noisy(1.25)) for _ in range(4)]
     disturbed = (noisy(1.0), noisy(9.0, invalid=THROTTLED))
     found = compare_pairs([disturbed, *pairs, disturbed], TOLERANCE)

@@ -113,7 +113,7 @@ def test_a_round_has_as_few_steps_as_fill_it(filled, steps):
 
 
 @pytest.mark.parametrize("cold", [0.015, 0.05, 0.9])
-def test_a_first_step_that_was_slow_to_start_neither_counts_nor_says_how_many_make_a_round(cold):
+def test_a_slow_first_step_neither_counts_nor_decides_the_size_of_a_round(cold):
     clock = Clock(cold, 0.001)
     sample = sampled(clock, 10.0)
     first = math.ceil(SECONDS_A_ROUND / cold)
@@ -188,7 +188,7 @@ def test_a_disturbed_round_is_kept_with_its_reason_and_makes_room_for_another():
     assert sample.invalid is None
 
 
-def test_what_disturbed_the_step_that_only_finds_the_size_of_a_round_disturbs_no_round():
+def test_a_disturbance_while_sizing_a_round_disturbs_no_round():
     assert all(one.disturbed is None for one in sampled(Clock(0.004, retries=[1])).rounds)
 
 
@@ -209,7 +209,7 @@ def test_of_a_few_long_rounds_none_may_be_disturbed():
     assert sampled(Clock(0.4, retries=[0, 0, 1]), 1.0).invalid == "the allocator retried once"
 
 
-def test_other_processes_that_keep_the_machine_busy_make_a_sample_invalid_though_no_round_shows_them():
+def test_a_busy_machine_invalidates_a_sample_although_no_round_shows_it():
     # They are counted in ticks, of which a round is too short to tell.
     sample = sampled(Clock(0.02, others=0.9))
     assert all(one.disturbed is None for one in sample.rounds)
@@ -246,7 +246,7 @@ def test_the_pace_of_a_round_is_that_between_its_two_ends():
     assert [one.pace for one in sample.rounds] == [15.0, 30.0, 40.0]
 
 
-def test_where_reading_the_pace_shows_in_the_next_step_it_is_read_seldom_and_holds_for_the_rounds_in_between():
+def test_a_pace_reading_that_slows_the_next_step_is_rare_and_serves_later_rounds():
     clock = Clock(0.1, paces=[10.0, 20.0, 40.0, 80.0])
     clock.seconds_between_readings = 0.25
     sample = sampled(clock, 0.75)
@@ -278,7 +278,7 @@ def test_the_pace_is_not_read_before_the_first_step():
         assert clock.paces_read_after[0] == 1
 
 
-def test_the_pace_is_read_before_the_conditions_which_take_so_long_that_a_gpu_may_come_to_rest():
+def test_the_pace_is_read_before_the_slow_reading_of_conditions():
     class Reading(Clock):
         read = ""
 

@@ -107,7 +107,7 @@ def test_many_neighbours_slow_a_step_by_no_more_than_a_limit():
     assert slowed(*after(many, others=112.0)) == validity.MOST_SLOWED
 
 
-def test_of_a_neighbour_and_a_lower_pace_the_larger_counts_and_cold_caches_come_on_top():
+def test_the_larger_of_neighbour_and_pace_counts_and_cold_caches_are_added():
     assert Slowed(shared=1.2).by(1.05) == 1.2
     assert Slowed(shared=1.2).by(1.5) == 1.5**PACE
     assert Slowed(shared=1.2, refilled=1.4).by(1.5) == 1.4 * 1.5**PACE
@@ -129,6 +129,6 @@ def test_a_low_clock_explains_what_it_lost_twice_unless_the_step_lowers_it_itsel
     assert validity.slowed_on_gpu(*after(CUDA, sm_clock=1e9, clock_events=frozenset({"SwPowerCap"}))) == 1.0
 
 
-def test_who_could_not_be_alone_has_neighbours_that_are_seen_on_a_cpu_and_not_on_a_gpu():
+def test_a_shared_machine_shows_neighbours_on_a_cpu_and_hides_them_on_a_gpu():
     assert validity.contended(CPU) == 1.0
     assert validity.contended(CUDA) == 2 * validity.OTHERS_ON_GPU

@@ -119,7 +119,7 @@ def test_all_objects_are_gone_through_when_there_are_many_younger_ones(heap, dev
     assert collected(lambda: kept.extend([number] for number in range(2000)), heap, device)
 
 
-def test_a_full_collection_that_somebody_asks_for_sees_everything_until_the_next_test(heap, device):
+def test_a_requested_full_collection_sees_all_objects_until_the_next_test(heap, device):
     old = [Node()]
     heap.begin(device)
     gone = dropped(old)

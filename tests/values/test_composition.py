@@ -238,7 +238,7 @@ def test_what_is_missing_from_the_other_rows_is_kept_with_them():
     assert whole.kept() == whole
 
 
-def test_no_more_than_a_hundred_rows_are_kept_and_the_others_of_each_category_are_one():
+def test_at_most_100_rows_are_kept_and_each_categorys_rest_is_one_row():
     activations = [Row("activation", 10, module=f"m{number}", count=2) for number in range(200)]
     gradients = [Row("gradient", 9, module=f"m{number}") for number in range(30)]
     kept = composition_of(*activations, *gradients).kept()

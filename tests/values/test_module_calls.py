@@ -115,7 +115,7 @@ def test_a_part_with_grad_mode_off_that_is_gone_is_no_lost_no_grad():
     assert no_longer(before, {"step()": Calls(0, 11)}, "step()") == (4, 11)
 
 
-def test_functions_are_kept_if_grad_mode_was_off_in_them_and_are_no_part_of_all_modules():
+def test_functions_with_grad_mode_off_are_kept_and_belong_to_no_module():
     calls = {"net": Calls(1, 1), "step()": Calls(0, 3), "Net.target()": Calls(2, 2)}
     assert outermost(calls) == {EVERYWHERE: (1, 1), "Net.target()": (2, 2)}
     assert no_longer({EVERYWHERE: Calls(1, 1)}, {"step()": Calls(0, 3)}, "step()") is None
