@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.config.options import CONFIG_FIXTURE, CONFIG_MARKER, FIXTURE, MARKER
-from pytest_gpumem.init.running import Models, Runs, Scope, mentions_gpu, parameters
+from pytest_gpumem.init.module_names import Models, mentions_gpu
+from pytest_gpumem.init.running import Runs, Scope, parameters
 from pytest_gpumem.init.sources import Function, statements
 
 if TYPE_CHECKING:
