@@ -81,7 +81,7 @@ class Outcome(str, Enum):
 
     @property
     def importance(self) -> int:
-        """Its place among the outcomes."""
+        """The index of the outcome in ascending order of importance."""
         return list(Outcome).index(self)
 
 
@@ -94,11 +94,11 @@ PASSING = frozenset({Outcome.RECORDED, Outcome.OK, Outcome.IMPROVED})
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
 CHANGED = COMPARED - {Outcome.OK}
 WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
-"""The outcomes of a metric that is worse, or may be, in ascending order of importance."""
+"""The outcomes of a metric that is worse or may be worse, in ascending order of importance."""
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the most important of several outcomes; `Outcome.RECORDED` of none."""
+    """Return the most important outcome, or `Outcome.RECORDED` if there are no outcomes."""
     return max(outcomes, key=lambda outcome: outcome.importance, default=Outcome.RECORDED)
 
 
@@ -139,7 +139,7 @@ class MetricVerdict:
 
 
 UNKNOWN_RELEASE = "?"
-"""Stands for the release of torch in the origin of a baseline that does not say it."""
+"""The torch release in the origin of a baseline that does not record it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +206,12 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        """The most important one of its metrics', but for a time that only has no baseline yet."""
+        """The most important outcome of its metrics. A time that only lacks a baseline does not count."""
         return worst(metric.outcome for metric in self.metrics if not metric.lacks_time)
 
     @property
     def lacks_time(self) -> bool:
-        """True if a time was taken, and the baseline that everything else was compared with has none."""
+        """True if a time was measured, and the baseline has no times."""
         return any(metric.lacks_time for metric in self.metrics)
 
     @property
@@ -220,14 +220,14 @@ class Verdict:
 
     @property
     def changed_packages(self) -> tuple[str, ...]:
-        """A clause for torch and each package that is not the baseline's: ``"transformers 4.38.2, was 4.37.2"``."""
+        """A clause for each package with another release, torch included: ``"transformers 4.38.2, was 4.37.2"``."""
         if self.origin is None:
             return ()
-        then = {
+        baseline_releases = {
             **self.origin.packages,
             **({} if self.origin.torch == UNKNOWN_RELEASE else {"torch": self.origin.torch}),
         }
-        return changed_releases(then, self.measurement.environment.releases)
+        return changed_releases(baseline_releases, self.measurement.environment.releases)
 
     @property
     def deciding(self) -> MetricVerdict | None:
@@ -270,7 +270,7 @@ SKIPPED = "it was skipped"
 """The reason why a test that skipped itself was not measured."""
 
 NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no pattern of mark matches it"
-"""The reason why a test that has baselines, and was measured by marker, fixture or settings, was not."""
+"""The reason why a test with baselines was not measured, if it lost its marker, fixture or pattern."""
 
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
 """Parts of a test's run that can fail: one of pytest's phases, a subtest, or a crash of the process that ran it."""
@@ -283,7 +283,7 @@ WHY_FAILED: Mapping[FailedIn | None, str] = {
     "worker": "the process that ran it crashed",
     None: "it failed in its set-up, its tear-down or a subtest",
 }
-"""The reason why a test failed that the gate did not fail, as a clause; ``None`` stands for a test that does not say where."""
+"""A clause with the reason why a test failed by itself. ``None`` stands for an unknown part of the test's run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,31 +328,31 @@ class TestVerdict:
 
     @property
     def outcome(self) -> Outcome:
-        found = [Outcome.MISSING] if self.missing else []
+        outcomes = [Outcome.MISSING] if self.missing else []
         if self.unmeasured:
-            return worst([Outcome.UNMEASURED, *found])
-        found += [Outcome.OK] if self.relations and not self.verdicts else []
-        return worst([*found, *map(self.outcome_of, self.verdicts)])
+            return worst([Outcome.UNMEASURED, *outcomes])
+        outcomes += [Outcome.OK] if self.relations and not self.verdicts else []
+        return worst([*outcomes, *map(self.outcome_of, self.verdicts)])
 
     def outcome_of(self, verdict: Verdict) -> Outcome:
-        """Return the outcome of one of its measurements: a time without a baseline counts where the test failed."""
+        """Return the outcome of one of its measurements. A time without a baseline counts only if the test failed."""
         counts = verdict.lacks_time and self.failure is not None
         return worst([verdict.outcome, *([Outcome.NEW] if counts else [])])
 
     @property
     def lacks_time(self) -> bool:
-        """True if a time of it has no baseline yet, and that is all that is to be said of its time."""
-        return not self.unmeasured and self.failure is None and any(one.lacks_time for one in self.verdicts)
+        """True if the only open point about the time is that no baseline of it exists yet."""
+        return not self.unmeasured and self.failure is None and any(verdict.lacks_time for verdict in self.verdicts)
 
     @property
     def missing_text(self) -> str | None:
-        """Return a sentence that names the baselines without a measurement; ``None`` where there are none."""
+        """Return a sentence that names the baselines without a measurement; ``None`` if there are none."""
         if not self.missing:
             return None
         names = ", ".join(self.missing)
         if self.missing_on:
-            there = ", ".join(self.missing_on)
-            return f"it has baselines on {there} ({names}) and is not measured there any more: {self.unmeasured}"
+            devices = ", ".join(self.missing_on)
+            return f"it has baselines on {devices} ({names}) and is not measured there any more: {self.unmeasured}"
         if self.unmeasured:
             return f"it has baselines on this device ({names}) and is not measured any more: {self.unmeasured}"
         return f"it has baselines on this device of measurements that it no longer takes: {names}"
@@ -363,5 +363,5 @@ class TestVerdict:
 
     @property
     def compared(self) -> bool:
-        """True if anything was compared with a baseline, and not only with a budget."""
+        """True if any figure was compared with a baseline."""
         return any(metric.allowed is not None for verdict in self.verdicts for metric in verdict.metrics)

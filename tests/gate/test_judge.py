@@ -186,7 +186,7 @@ def test_a_metric_that_may_not_be_added_to_the_baseline_says_what_replaces_that(
     verdict = judged(measured(peak_allocated=GB, syncs=1), earlier)
     assert verdict.of("syncs").reason == (
         "not compared: the baseline (2026-11-02, torch 2.10.0) has no syncs; "
-        "--gpumem-update=all replaces it, as it was recorded in another environment"
+        "--gpumem-update=all replaces the baseline, because it was recorded in another environment"
     )
 
 
@@ -205,7 +205,7 @@ def test_what_is_not_compared_between_an_emulated_gpu_and_a_real_one_is_noted():
     verdict = judge(now, Budget(), stored(peak_allocated=GB, launches=5), tolerances_of_emulated(DEFAULT_TOLERANCES))
     assert verdict.of("launches").outcome is Outcome.RECORDED
     assert verdict.measurement.notes == (
-        "not compared: kernel launches of an emulated GPU, which mean nothing for a real one's",
+        "not compared: kernel launches of an emulated GPU, which cannot be compared with a real GPU's",
     )
 
 
