@@ -3,7 +3,7 @@
 Each tensor that such a module saves for backward is a row that grew. The cause is the call of the outermost of these modules. A
 report names this call in a sentence before the rows.
 
-Example: a distillation loop loses ``with torch.no_grad():`` around ``teacher(x)``. Many rows from ``teacher.blocks.*`` grow. The
+Example: a distillation loop loses ``with torch.no_grad():`` around ``teacher(x)``. Rows of ``teacher.blocks.*`` grow. The
 sentence is ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
 activations for backward.``
 """
