@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 CATEGORIES = {
-    "parameter": "A module that ran, a fixture of the test or the function passed to `measure` refers to it as a parameter. "
-    "Example: the weights of `blocks.*.mlp.0` in a GPT with four blocks, 4 x float32[512, 128], 1.05 MB.",
-    "buffer": "One of these objects refers to it as a buffer. Example: `running_mean` of a `BatchNorm2d(64)`, float32[64], 256 "
-    "B.",
-    "gradient": "A parameter refers to it as its gradient, or `DistributedDataParallel` sends gradients in it and the rank runs "
-    "alone. Example: the gradients of `blocks.*.mlp.0`, 4 x float32[512, 128], 1.05 MB.",
-    "optimizer state": "An optimizer that ran, or that a fixture of the test refers to, keeps it for its parameters. Example: AdamW's "
-    "two averages for `blocks.*.mlp.0`, 8 x float32[512, 128], 2.10 MB.",
-    "input": "It was allocated before the recording, and the batch, the function passed to `measure` or a fixture's value "
-    "refers to it. Example: a batch of token ids, int64[8, 256], 16.38 kB.",
-    "activation": "Python code in forward or in a recomputed part allocated it, and it was still alive when the innermost module "
-    "returned (outside of modules: when backward began its next node). Example: outputs of `addmm` that four blocks "
-    "save for backward, 4 x float32[2048, 512], 16.78 MB.",
-    "temporary": "It was allocated like an activation and freed earlier, but after its operator returned; or a node of the "
-    "autograd graph allocated it in backward; or an optimizer allocated and freed it in its step. Example: logits "
+    "parameter": "A module that ran, a fixture of the test or the function passed to `measure` refers to it as a "
+    "parameter. Example: the weights of `blocks.*.mlp.0` in a GPT with four blocks, 4 x float32[512, 128], 1.05 MB.",
+    "buffer": "One of these objects refers to it as a buffer. Example: `running_mean` in `BatchNorm2d(64)`, float32[64], "
+    "256 B.",
+    "gradient": "A parameter refers to it as its gradient, or `DistributedDataParallel` sends gradients in it and the "
+    "rank runs alone. Example: the gradients of `blocks.*.mlp.0`, 4 x float32[512, 128], 1.05 MB.",
+    "optimizer state": "An optimizer that ran, or that a fixture of the test refers to, keeps it for its parameters. "
+    "Example: AdamW's two averages for `blocks.*.mlp.0`, 8 x float32[512, 128], 2.10 MB.",
+    "input": "It was allocated before the recording, and the batch, the function passed to `measure` or a fixture's value"
+    " refers to it. Example: a batch of token ids, int64[8, 256], 16.38 kB.",
+    "activation": "Python code in forward or in a recomputed part allocated it, and it was still alive when the innermost"
+    " module returned (outside of modules: when backward began its next node). Example: outputs of `addmm` that four "
+    "blocks save for backward, 4 x float32[2048, 512], 16.78 MB.",
+    "temporary": "It was allocated like an activation and freed earlier, but after its operator returned; or a node of "
+    "the autograd graph allocated it in backward; or an optimizer allocated and freed it in its step. Example: logits "
     "that `flatten` copies in the loss, float32[8, 255, 256], 2.09 MB.",
-    "workspace": "It was freed before the operator that allocated it, or the call of this operator, returned. Memory that the "
-    "backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
+    "workspace": "It was freed before the operator that allocated it, or the call of this operator, returned. Memory that"
+    " the backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
     "for each thread.",
-    "other": "None of these rules holds: it was allocated before the recording, or outside of modules without a backward, or "
-    "an optimizer keeps it. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
-    "unattributed": "The bytes of the step that no recorded block explains are one row. Example: a step has 40 MB, and its recorded "
-    "blocks have 38 MB, so 2 MB are unattributed.",
+    "other": "None of these rules holds: it was allocated before the recording, or outside of modules without a backward,"
+    " or an optimizer keeps it. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
+    "unattributed": "The bytes of the step that no recorded block explains are one row. Example: a step has 40 MB, and "
+    "its recorded blocks have 38 MB, so 2 MB are unattributed.",
 }
 """The uses of a block, each with its rule and an example.
 
