@@ -275,7 +275,7 @@ def test_a_merged_report_is_accepted_on_each_of_its_devices(grown):
     assert result.exit_code == 1, result.output
     # The other device's baselines have gone: they are no longer those that the report was compared with.
     output = accept("whole.json", code=1)
-    assert [line.partition(": the baseline of call ")[0] for line in output.splitlines() if "any more" in line] == [
+    assert [line.partition(": the store no longer ")[0] for line in output.splitlines() if "no longer" in line] == [
         "not accepted: test_it.py::test_a on cpu-other",
         "not accepted: test_it.py::test_b on cpu-other",
     ]
@@ -431,7 +431,7 @@ def test_a_baseline_that_changed_since_is_not_written_over(grown):
     grown.run("--gpumem-update=all")
     (path,) = grown.store.rglob("*.toml")
     path.write_text(path.read_text().replace("recorded = ", "commit = 'abc123456'\nrecorded = "))
-    why = "test_a: the baseline of call that the report was compared with (recorded 2"
+    why = "test_a: the store no longer has the baseline of call that the report was compared with (recorded 2"
     refused(grown, why, "test_a")
     accept("report.json", "test_a", "--force-commit")
     assert peaks(grown)["test_a"] == 8_000_000
