@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits of a test: bytes, throughput, growth of the peak and slowdown. ``None`` means no limit."""
+    """The limits for a test: bytes, throughput, peak growth and slowdown. ``None`` means no limit."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
     """Limits in bytes, by metric."""
     tolerance: float | None = None
-    """The allowed growth of `peak_allocated` over the baseline, instead of the metric's tolerance (0.02 is 2 %)."""
+    """The allowed `peak_allocated` growth over the baseline, instead of the metric's tolerance (0.02 is 2 %)."""
     max_slowdown: float | None = None
-    """The allowed slowdown of a step against the baseline, instead of the metric's tolerance (0.05 is 5 %)."""
+    """The allowed slowdown against the baseline, instead of the metric's tolerance (0.05 is 5 %)."""
     min_throughput: ThroughputLimit | None = None
     device: str | None = None
 
@@ -95,7 +95,7 @@ class Baseline:
 
     @property
     def tells_lines(self) -> bool:
-        """True if the line of at least one operator is known."""
+        """True if any operator has a known line."""
         return any(tally.place != NOWHERE for tallies in self.by_operator.values() for tally in tallies)
 
     def takes_the_same(self, other: Baseline) -> bool:
@@ -103,9 +103,9 @@ class Baseline:
         return self.workload == other.workload and _repeating(self) == _repeating(other)
 
     def on(self, device: str, current: Mapping[str, Mapping[str, int]]) -> Baseline:
-        """Return this baseline with the bytes of one GPU.
+        """Return this baseline reduced to a single GPU.
 
-        A GPU that the baseline does not list had 0 bytes. If the baseline does not distinguish GPUs, it is compared with the
+        An unlisted GPU had 0 bytes. If the baseline does not distinguish GPUs, it is compared with the
         GPU that now has the largest peak.
 
         Args:
@@ -132,7 +132,7 @@ class Baseline:
         """Return whether replacing ``other`` by this baseline would change nothing that a gate compares.
 
         A baseline that says the same is not written. Another driver or torch release with equal bytes changes nothing. A
-        detail of the environment matters only if a metric depends on it, because the metric is uncertain if this detail
+        environment detail matters only if a metric depends on it, because the metric is uncertain if this detail
         differs.
         """
         return (
@@ -172,7 +172,7 @@ def baseline_of(
     Args:
         measurement: The accepted measurement.
         recorded: The date: ``2026-11-02``.
-        commit: The abbreviated hash of the commit; ``None`` outside of a git repository.
+        commit: The abbreviated commit hash; ``None`` without a git repository.
         reason: The reason why it was accepted.
         named_device: The device that the test's marker names.
     """
@@ -192,7 +192,7 @@ def baseline_of(
         for device, device_metrics in devices.items()
     }
     explanation = measurement.explanation
-    # An explanation of a run with another peak does not explain this peak, unless it explains another step of the measurement.
+    # An explanation from a run with another peak does not explain this peak, unless another step has that peak.
     recordable = {metrics.get("peak_allocated"), *measurement.step_peaks.repeated}
     kept_explanation = explanation.kept() if explanation is not None and explanation.peak.total in recordable else None
     entry = Baseline(
@@ -259,7 +259,7 @@ def rounded(time: float) -> float:
 
 
 def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:
-    """Return the metrics that are equal in every run, by GPU. The key of the metrics over all GPUs is empty."""
+    """Return the metrics that are equal in every run, by GPU. Metrics over all GPUs have an empty key."""
     tables: dict[str, Mapping[str, float]] = {"": entry.metrics, **entry.by_device}
     return {
         gpu: {name: value for name, value in metrics.items() if METRICS[name].repeats}
@@ -268,6 +268,6 @@ def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:
 
 
 def _decisive(entry: Baseline, metrics: Mapping[str, float]) -> dict[str, str | int]:
-    """Return the details of the environment that at least one of these metrics depends on."""
+    """Return the environment details on which these metrics depend."""
     decisive = {detail for name in metrics for detail in METRICS[name].details}
     return {name: value for name, value in entry.environment.details.items() if name in decisive}

@@ -1,10 +1,10 @@
-"""Causes of growth in a session: lines of code, packages or budgets that explain the growth of several tests at once. Pure.
+"""Causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
 
-The explanation of a single test has many rows, and most of them are consequences: the peak moved, so other tensors are live.
+The explanation for a single test has many rows, and most of them are consequences: the peak moved, so other tensors are live.
 Therefore the causes are the fewest lines that together explain most of the growth in most tests.
 
 Example: six tests have a larger peak. Each lists several rows that grew, and all six list ``tiny_models/gpt.py:38``. If this
-line explains 80 % of the growth in each test, it is the only cause.
+line explains 80 % of the growth in each test, this line is the only cause.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict
 
 _MOST_MODULES = 2
-"""The number of a cause's modules that a report names."""
+"""The most modules that a report names for a cause."""
 _SEVERAL = 2
-"""The number of tests that must exceed the same budget to have a common cause. The text of a single test is enough."""
+"""The least number of tests with a common cause that exceed the same budget. A single test has its own text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a growth that a cause explains, in the metric's unit."""
+    """The part that a cause explains, in the metric's unit."""
 
     growth: Growth
     amount: float
@@ -43,7 +43,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A change that explains the growth of one or several tests.
+    """A change that explains growth in one or several tests.
 
     ``lines`` begin with the line that explains most. They are empty if only the module or the category is known, and for
     packages and budgets. For a holder they are the lines that allocated the tensors.
@@ -57,7 +57,7 @@ class Cause:
     kind: Literal["line", "holder", "packages", "budget"]
     lines: tuple[str, ...]
     modules: tuple[str, ...]
-    """Paths of the modules in which its lines ran, sorted by the number of growths. The model itself has the name of its
+    """Paths of the modules in which its lines ran, the most frequent first. The model itself has the name of its
     class."""
     operator: str
     what: str
@@ -102,7 +102,7 @@ class Cause:
 
     @property
     def metric(self) -> str:
-        """The metric that most shares belong to. Of several such metrics it is the most important one.
+        """The metric with the most shares. If several metrics have equally many, the most important metric counts.
 
         For a holder only metrics of kept bytes count.
         """
@@ -112,12 +112,12 @@ class Cause:
 
     @property
     def total(self) -> float:
-        """The sum of its shares of `metric`, in its unit."""
+        """The sum over its shares in `metric`, in the metric's unit."""
         return sum(share.amount for share in self._counted)
 
     @property
     def largest(self) -> Share:
-        """The largest share of `metric`."""
+        """The largest share in `metric`."""
         return min(self._counted, key=lambda share: (-share.amount, share.growth))
 
     @property
@@ -126,7 +126,7 @@ class Cause:
 
 
 class Unproven(NamedTuple):
-    """Lines or holders that may be the cause of a growth. Nothing proves which of them is."""
+    """Lines or holders that may have caused a growth. Nothing proves which line or holder did."""
 
     lines: tuple[str, ...]
     """Lines, or clauses on holders: ``kept in Net.seen[...]``."""
@@ -135,12 +135,12 @@ class Unproven(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """The causes in a session, sorted by their number of tests. The shares of a growth add up to the growth exactly."""
+    """The causes in a session, sorted by their number of tests. A growth's shares add up to the growth exactly."""
 
     causes: tuple[Cause, ...] = ()
     not_explained: tuple[Share, ...] = ()
     unproven: tuple[Unproven, ...] = ()
-    """Alternatives for a part of `not_explained`, sorted by their number of tests."""
+    """Alternatives for parts in `not_explained`, sorted by their number of tests."""
 
     def of(self, test: str) -> tuple[Cause, ...]:
         """Return the causes of a test."""
@@ -148,12 +148,12 @@ class Causes:
 
     @property
     def unexplained(self) -> tuple[Share, ...]:
-        """Shares in `not_explained` that are more than 20 % of their growth."""
+        """Shares in `not_explained` above 20 % of their growth."""
         return tuple(share for share in self.not_explained if share.amount > (1 - ENOUGH) * share.growth.amount)
 
 
 def causes_of(tests: Iterable[TestVerdict]) -> Causes:
-    """Return the causes of the growth in tests. The result does not depend on the order of the tests."""
+    """Return the causes of growth in tests. The order of the tests does not matter."""
     growths = growths_of(tests)
     growths = proven(growths, _chosen(growths))
     first_of = _joined(_chosen(growths), growths)
@@ -204,7 +204,7 @@ def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[Unproven, ...]:
 
 
 def _named(place: Place, alternatives: Alternatives) -> tuple[str, ...]:
-    """Return a clause on the holder at a place, or the lines of the place if it has no holder."""
+    """Return a clause on the holder at a place, or the place's lines if no holder is known."""
     return (f"{KEPT_IN} {place.holder}",) if place.holder else alternatives.parts[place].lines
 
 
@@ -213,9 +213,9 @@ def _order(cause: Cause) -> tuple[object, ...]:
 
 
 def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
-    """Return the fewest places that explain `ENOUGH` of each growth, if there are enough places.
+    """Return the fewest places that together explain the share `ENOUGH` in each growth, if possible.
 
-    The algorithm is greedy: it always takes the place that explains most of the remaining growths.
+    The algorithm is greedy: it always takes the place with the largest gain.
 
     Example:
         Two tests grew by 10 MB each. Line A explains 9 MB in both tests, and line B explains 1 MB in the first test. A is
@@ -229,7 +229,7 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
                 growths_at[place].append(explained)
 
     def gain(place: Place) -> tuple[float, float]:
-        """Return how much more of the growths a place explains, as a sum of ratios, and the amount at the place.
+        """Return the gain from a place, as a sum of ratios over the growths, and the amount at the place.
 
         Ratios make metrics with different units comparable.
         """
@@ -265,7 +265,7 @@ def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
 def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict[Place, Place]:
     """Return the first place of each place's cause.
 
-    Lines of the same module in the same file are one cause if they explain the same tests. A later line may explain fewer
+    Lines with the same module and file are a single cause if they explain the same tests. A later line may explain fewer
     tests.
     """
     tests: dict[Place, set[str]] = {place: set() for place in chosen}
@@ -289,10 +289,10 @@ def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict
 
 
 def _by_line(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> Collection[list[Place]]:
-    """Return places in groups: the places at a line of the project are a group, and every other place is its own group.
+    """Return places in groups: the places at a project line are a group, and every other place is its own group.
 
-    A line of the project is one cause in all modules in which it ran. In a model, a module has the path of its attribute. In
-    a test of only this module, it has the name of its class.
+    A project line is a single cause in all modules in which it ran. A model names a module by its attribute. A test for
+    this module alone names the module by its class.
     """
     package_places = {
         place
@@ -311,7 +311,7 @@ def _file(place: Place) -> str:
 
 
 def _shares(explained: ExplainedGrowth, first_of: Mapping[Place, Place]) -> dict[Place, float]:
-    """Return the share of each cause in a growth, by the first place of the cause.
+    """Return each cause's share in a growth, by the cause's first place.
 
     If other tensors shrank, the growth is smaller than the sum of the parts. The shares are then reduced in proportion.
 
@@ -362,7 +362,7 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
 
 
 def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of_largest: str) -> tuple[str, ...]:
-    """Return the modules of places, sorted by the number of growths. A single module has the path of its largest row."""
+    """Return the modules at places, the most frequent first. A single module has the path from the largest row."""
     counts = Counter(place.module for explained in growths for place in parts if explained.at(place) > 0)
     names = sorted((name for name in counts if name), key=lambda name: (-counts[name], name))
     if len(names) > 1:
@@ -382,9 +382,9 @@ def _in_all(growths: Sequence[ExplainedGrowth]) -> tuple[str, ...]:
 
 
 def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[ExplainedGrowth]) -> Iterator[Cause]:
-    """Yield causes of growth that no line explains.
+    """Yield causes for growth without a line.
 
-    Such a cause is a set of packages with other releases, or a budget that several tests exceed.
+    Packages with other releases are a cause, and a budget that several tests exceed.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[ExplainedGrowth]] = defaultdict(list)
     for explained in growths:

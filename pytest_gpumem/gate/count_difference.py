@@ -48,15 +48,15 @@ _EQUAL_BY: tuple[Key, ...] = (
 
 
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
-    """Return the calls that appeared, and with negative amounts the calls that disappeared. They add up to the count's change.
+    """Return the new calls, and the disappeared calls with negative amounts. They add up to the count's change.
 
     An operator has either new or missing calls, so moved calls are not shown. If an operator may have appeared at several
     lines, the line with other new operators is chosen, and otherwise the line with the largest distance to the operator's old
     line.
 
     A baseline lists only the places with the largest amounts. For all other places it stores amounts by operator. New calls
-    that may be at such a place are compared with these amounts. A remaining growth has no line, because it may be at any such
-    place.
+    at places outside of the list are compared with these amounts. A remaining growth has no line, because any such place is
+    possible.
 
     Example:
         The baseline has 8 ``addmm`` at ``mlp.py:12`` and this step has 8 at ``mlp.py:14`` and 4 at ``head.py:7``. The result
@@ -114,7 +114,7 @@ def _split_by_place(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]
 
 
 def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callable[[Tally], bool]:
-    """Return a function that returns whether new calls may be at a place that ``before`` does not list.
+    """Return a function: whether new calls may be at a place outside of the list in ``before``.
 
     It returns ``False`` if the place is listed, or if the calls have a larger amount than the smallest listed place.
     """

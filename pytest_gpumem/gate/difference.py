@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Key = Callable[[Row], object]
 _BACKWARD = re.compile(r"Backward\d*$")
-"""The end of the name of an autograd node, such as ``MulBackward0``."""
+"""The end of an autograd node's name, such as ``MulBackward0``."""
 CHANGED_LINE = "changed line"
-"""Beginning of the reason if the line of an increase is not in both versions of the code."""
+"""Beginning of a reason for an increase at a line that only one version of the code has."""
 AMONG_SMALLER = "among smaller rows in the baseline"
-"""Reason of an increase if the baseline has the row's earlier bytes only in a sum of smaller rows."""
+"""Reason for an increase if the baseline has the row's earlier bytes only in a sum over smaller rows."""
 
 
 def _without_amounts(row: Row) -> Row:
-    """Return a key that identifies a row apart from its layers, bytes, tensor count and the release of its package."""
+    """Return a key for a row. It does not depend on layers, bytes, tensor count and package release."""
     return replace(_without_release(row), nbytes=0, count=0, layers=())
 
 
@@ -128,14 +128,14 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A peak that moved to another phase of the step."""
+    """A peak in another phase than before."""
 
     before: str
     """The phase of the baseline's peak: ``backward``."""
     after: str
     """The phase of this peak."""
     compared: str
-    """The phase in which the two peaks are compared: ``after``, if the baseline recorded the live tensors of that phase."""
+    """The phase in which the two peaks are compared: ``after``, if the baseline recorded its live tensors."""
     peak_before: int | None = None
     """Bytes of this step's peak in the phase ``before``."""
 
@@ -156,12 +156,12 @@ class Difference:
     changes: tuple[Change, ...]
     """Each change as ``[row before, row after, reason, alternatives]``, the largest growth first. They add up to the change.
     If both versions of the code are known, changes at changed lines come before the others. The alternatives are the rows
-    behind a sum of smaller rows that grew, if nothing proves which of them grew.
+    behind a sum over smaller rows, if the sum grew and nothing proves which row did.
     """
     moved: Moved | None = None
     """The phases of the peak, if it moved; otherwise ``None``."""
     graph: tuple[GraphChange, ...] = ()
-    """Modules that autograd records now and did not record in the baseline, if rows grew because of it."""
+    """Modules that autograd records now and did not record in the baseline, if this made rows grow."""
 
     def __post_init__(self) -> None:
         if any(change.before is None and change.after is None for change in self.changes):
@@ -173,11 +173,11 @@ class Difference:
         return self.after - self.before
 
     def explaining(self, share: float = 0.8, at_least: int = 3, at_most: int = 5) -> tuple[Change, ...]:
-        """Return the changes with growth that explain ``share`` of the difference, and a few more if they matter.
+        """Return the increases that explain a share of the difference, and a few more if they matter.
 
         Args:
-            share: The share of the difference to explain: 0.8 is 80 %.
-            at_least: The number of changes to return, unless the next change has less than 1 % of the difference.
+            share: The share to explain: 0.8 is 80 %.
+            at_least: The number of changes to return, unless the next change is below 1 % of the difference.
             at_most: The largest number of changes.
         """
         grown = [change for change in self.changes if change.nbytes > 0]
@@ -203,7 +203,7 @@ def difference_of_peaks(
 ) -> Difference:
     """Return the changes between two peaks.
 
-    If the peaks are in different phases, the changes between two moments of the same phase are returned. Tensors that are
+    If the peaks are in different phases, the changes between two moments in the same phase are returned. Tensors that are
     live in both phases of this step did not grow. They are only at the peak because the peak moved.
 
     Example:
@@ -214,7 +214,7 @@ def difference_of_peaks(
     Args:
         before: The composition of the baseline's peak.
         after: The composition of this peak.
-        phases_before: The compositions that the baseline recorded at the peaks of other phases.
+        phases_before: The baseline's compositions at the peaks of other phases.
         phases: The compositions at the peaks of all other phases.
         callers: The callers of modules and functions in this step.
         function_at: The function of each line in this step.
@@ -247,7 +247,7 @@ def _difference_of_peaks(
 
 
 LEAST_SHARE = 0.1
-"""The share of the increase that a row at a changed line needs to come before larger rows at unchanged lines."""
+"""A row at a changed line comes before larger rows at unchanged lines if it has this share of the increase."""
 
 
 def with_changed_lines(
@@ -314,7 +314,7 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
     """Return the changes between two compositions.
 
     The function removes equal rows from both sides, then moved rows. It pairs the remaining rows with their changed forms. If
-    a side lists only its largest rows, as a baseline does, the other rows of a category are compared as one sum.
+    a side lists only its largest rows, as a baseline does, its other rows are compared as a sum by category.
 
     Args:
         before: The baseline's composition.
@@ -358,7 +358,7 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
         and graph.explain(change.row)
         and not _lost_checkpointing(change.before, change.row, before, after)
     ]
-    # Do not put a change of the graph before all rows if it explains almost nothing of the increase.
+    # Do not put a graph change before all rows if it explains almost nothing.
     is_cause = sum(change.nbytes for change in by_graph) >= LEAST_SHARE * (after.total - before.total)
     graph_changes = graph.of_rows(change.row for change in by_graph) if is_cause else ()
     return Difference(before.total, after.total, _ranked(explained), graph=graph_changes)
@@ -390,7 +390,7 @@ def _ranked(changes: list[Change]) -> tuple[Change, ...]:
 
 
 class _Side(NamedTuple):
-    """The listed rows of a composition, and the sums of the rows that it does not list."""
+    """The listed rows in a composition, and the sums over all other rows."""
 
     rows: list[Row]
     sums: dict[str, Row]
@@ -413,7 +413,7 @@ def _sum_of(category: str, rows: Iterable[Row]) -> Row:
 
 
 def _without_equal_groups(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
-    """Return both sides without the groups that have equal numbers of bytes and tensors on both sides."""
+    """Return both sides without groups with equal bytes and equal tensor counts."""
     unequal_old, unequal_new = [], []
     for old_group, new_group in grouped(old, new, key).values():
         if _sums(old_group) != _sums(new_group):
@@ -463,10 +463,10 @@ def _by_layer(rows: list[Row]) -> tuple[dict[Numbers, Row], list[Row]]:
 
 
 def _without_layers(unsplit: list[Row], layers: dict[Numbers, Row]) -> tuple[list[Row], dict[Numbers, Row]]:
-    """Remove the layers of one side from rows of the other side that name no layers, the smallest layers first.
+    """Subtract the layers on one side from rows without named layers on the other side, the smallest layers first.
 
     Returns:
-        The remaining rows, and the layers that are in none of them.
+        The remaining rows, and the remaining layers.
     """
     remaining = dict(layers)
     for numbers, row in sorted(layers.items(), key=lambda pair: (pair[1].count, pair[0])):
@@ -502,9 +502,9 @@ def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row],
 def _least_increase_first(old: list[Row], new: list[Row]) -> list[Row]:
     """Return ``new`` sorted by the increase at each row's line, the smallest first.
 
-    The first of several equal rows is matched with a row of the baseline. So few lines get the increase: if an edit saves two
-    more tensors at one line, only this line is named. Of lines with equal increases, the line nearest to the old row comes
-    first.
+    If several rows are equal, the first row is matched with the baseline's row. So few lines get the increase: if an edit
+    saves two more tensors at a line, only this line is named. If lines have equal increases, the line nearest to the old row
+    comes first.
     """
     at_line = _growth_by_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
     old_numbers: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -540,14 +540,14 @@ def _identity(row: Row) -> tuple[str, str, str, str]:
 def _with_sums(
     baseline: _Side, current: _Side, graph: GraphChanges
 ) -> tuple[list[Row], list[Row], list[Change], dict[str, tuple[Row, ...]]]:
-    """Move each row that the other side may have summed up to the sums of its own side.
+    """Move rows into the sums of their own side if the other side may have summed them up as well.
 
     Example:
         The baseline lists rows down to 1 MB and has a sum of 8 MB. This step has two rows with 0.9 MB that the baseline does
         not list. They may be in its sum, so they join this step's sum, and only the sums are compared.
 
     Returns:
-        The rows and sums on both sides, changes of rows that were partly in a sum, and the alternatives by category.
+        The rows and sums on both sides, changes for rows that were partly in a sum, and the alternatives by category.
     """
     old_rows, new_rows = baseline.rows, current.rows
     changes: list[Change] = []
@@ -578,10 +578,10 @@ def _with_sums(
 
 
 def _attribution(rows: list[Row], most: int, growth: int, blocks: int, graph: GraphChanges) -> Attribution:
-    """Return which rows grew, like `attribution`, but put rows that follow from a change of the ``graph`` first.
+    """Return which rows grew, like `attribution`, but try rows that follow from a ``graph`` change first.
 
     If autograd recorded no call of a module in the baseline, its rows are new for certain. If they have more bytes than the
-    growth, at least one of them grew.
+    growth, at least one row grew.
     """
     new_rows = [row for row in rows if graph.is_new(row)]
     remaining_growth = growth - sum(row.nbytes for row in new_rows)
@@ -610,9 +610,9 @@ def _split_by_size(
     Args:
         rows: The rows of a side.
         category: The category of the sum; ``None`` for all.
-        smallest: Bytes of the smallest row that the other side lists; ``None`` if it lists none.
+        smallest: Bytes in the smallest row on the other side; ``None`` if no row is listed.
         most: Bytes that the rows may have together; ``None`` for any.
-        listed: Rows without bytes and layers at places that the other side lists.
+        listed: Keys of the places on both sides.
     """
     small: list[Row] = []
     larger: list[Row] = []

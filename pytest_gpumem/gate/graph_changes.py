@@ -1,7 +1,7 @@
 """Modules that autograd records now and did not record in a baseline: a lost ``no_grad``, a lost ``detach``. Pure.
 
-Each tensor that such a module saves for backward is a row that grew. The cause is the call of the outermost of these modules. A
-report names this call in a sentence before the rows.
+Each tensor that such a module saves for backward is a row with growth. The cause is the call to the outermost module. A report
+names this call in a sentence before the rows.
 
 Example: a distillation loop loses ``with torch.no_grad():`` around ``teacher(x)``. Rows of ``teacher.blocks.*`` grow. The
 sentence is ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
@@ -38,12 +38,12 @@ class GraphChange:
     kind: Kind
     """``no_grad`` if grad mode was off, ``no_backward`` if it was on and backward did not reach the module."""
     module: str
-    """The folded path of the outermost module: ``teacher``. Outside of modules and their ``forward``, a function: ``step()``.
+    """The folded path of the outermost module: ``teacher``. Without a module, a function: ``step()``.
 
-    Several functions that one function calls are joined: ``left() and right()``.
+    Several functions in the same function are joined: ``left() and right()``.
     """
     lines: tuple[str, ...]
-    """The lines that call it: ``models.py:41``. Some of them may not be a cause. For a part of a function, the lines of this
+    """The lines that call it: ``models.py:41``. Some lines may not be a cause. For a part of a function, the lines in this
     part."""
     before: Calls
     """Such calls in the baseline, as ``[calls, all calls]``. If all calls were such, they may be those of all modules
@@ -52,7 +52,7 @@ class GraphChange:
     now: Calls
     """Such calls in this step, as ``[calls, all calls]``."""
     within: tuple[str, ...] = ()
-    """The modules whose tensors grew because of it: ``teacher.blocks.*``. For a function, its lines."""
+    """The modules with the tensors that grew: ``teacher.blocks.*``. For a function, its lines."""
 
     @property
     def sentence(self) -> str:
@@ -112,7 +112,7 @@ class GraphChanges:
     function_at: Mapping[str, str]
 
     def of_rows(self, rows: Iterable[Row]) -> tuple[GraphChange, ...]:
-        """Return the changes that explain the growth of rows. Only the outermost modules and functions are returned."""
+        """Return the changes behind rows that grew, with the outermost modules and functions only."""
         places: dict[GraphChange, set[str]] = {}
         for row in rows:
             for change in self._around(row):
@@ -187,9 +187,9 @@ class GraphChanges:
             yield GraphChange(kind, module, tuple(lines), baseline_calls, self._calls(kind)[module])
 
     def _outermost(self, kind: Kind, module: str, seen: frozenset[str]) -> set[str]:
-        """Return the outermost changed modules and functions that contain the calls of a changed module, or the module itself.
+        """Return the outermost changed modules and functions around a changed module's calls, or the module itself.
 
-        A function that changed only in part is not returned, because the calls may be outside of this part.
+        A partly changed function is not returned, because the calls may be in another part.
         """
         callers = self.callers.get(module, ())
         around = {caller.module for caller in callers} | {self.function_at.get(caller.line, "") for caller in callers}
@@ -212,7 +212,7 @@ class GraphChanges:
 
 
 def _merged(changes: Sequence[GraphChange]) -> Iterator[GraphChange]:
-    """Yield the changes, with those that affect all calls merged: ``left()`` and ``right()``, called in one function."""
+    """Yield the changes, merged if all calls changed: ``left()`` and ``right()``, called in one function."""
     complete = [change for change in changes if not change.before.others and not change.now.these]
     yield from (change for change in changes if change not in complete)
     if complete:

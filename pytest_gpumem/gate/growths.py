@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ENOUGH = 0.8
-"""The share of a growth that its causes have to explain. The rest are consequences."""
+"""The share that causes have to explain in a growth. The rest are consequences."""
 LEAST = 0.1
-"""The smallest share of a growth that a line has to explain to be one of its causes."""
+"""A line with a smaller share in a growth is not a cause."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Growth:
-    """A metric that is worse in a measurement of a test. The amount is in the metric's unit."""
+    """A worse metric in a test's measurement. The amount is in the metric's unit."""
 
     test: str
     """The test's id."""
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of one growth at one place: their sum, and the values of the largest row that a report shows."""
+    """A growth's rows at one place: their sum, and the values from the largest row, for reports."""
 
     amount: float
     largest: float
@@ -84,7 +84,7 @@ class Part:
 
 
 class Alternatives(NamedTuple):
-    """Places for a part of a growth. Nothing proves which place it is."""
+    """Possible places for a part of a growth. Nothing proves the right place."""
 
     amount: float
     parts: Mapping[Place, Part]
@@ -118,14 +118,14 @@ def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
 def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
     """Yield the growths of a measurement.
 
-    Growths of kept bytes, the peak, garbage and syncs come first. If there are none, a growth of other work is yielded, or
-    else of the time. If nothing is known about the bytes, a growth of other work is yielded in addition.
+    Kept bytes, the peak, garbage and syncs come first. If none grew, other work is yielded, or else the time. If nothing is
+    known about the bytes, other work is yielded in addition.
     """
     worse = {metric.metric: metric for metric in verdict.metrics if metric.outcome in WORSE and _amount(metric) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
     memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
     measurement, explanation = verdict.measurement, verdict.measurement.explanation
-    # More operators explain a growth of memory. A sync is independent of memory, because a value may be read anywhere.
+    # More operators often explain a memory growth. A sync is independent, because a value may be read anywhere.
     syncs = [name for name in work if name == "syncs"]
     chosen = [*_first_of_each_kind(memory), *syncs] or work[:1] or names[:1]
     holders_at: dict[Place, tuple[_HeldRows, ...]] = {}
@@ -193,7 +193,7 @@ def _new_parts(kept: Mapping[T, float], amount: float, baseline_bytes: float) ->
     before.
 
     Example:
-        A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. One of them is new.
+        A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.
 
     Args:
         kept: The bytes of each part.
@@ -216,13 +216,13 @@ class KeptRows:
 
     rows: tuple[Row, ...] = ()
     uncertain: tuple[Row, ...] = ()
-    """The first rows after those that are new for certain, if only some of them are new and nothing proves which."""
+    """The next rows after the certainly new rows, if only some are new and nothing proves which."""
     before: float = 0
     """The kept bytes in the baseline, which does not store their rows."""
     growth: float = 0
 
     def holders(self, holders: Iterable[Holder]) -> tuple[Holder, ...]:
-        """Return holders in the order of the rows that they keep."""
+        """Return holders in the order of their rows."""
         order = {_alike(row): number for number, row in reversed([*enumerate(self.rows)])}
 
         def first(holder: Holder) -> int:
@@ -264,7 +264,7 @@ def _alike(row: Row) -> tuple[str, ...]:
 
 
 def _first_of_each_kind(memory: Sequence[str]) -> list[str]:
-    """Return the first metric of each kind of memory: kept bytes, peaks and garbage."""
+    """Return the first metric for each kind of memory: kept bytes, peaks and garbage."""
     first: dict[object, str] = {}
     for name in memory:
         first.setdefault("kept" if name in KEPT else METRICS[name].peak or name, name)
@@ -295,7 +295,7 @@ def _parts(verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_H
 
 
 def _held_part(holder: Holder, row: Row) -> tuple[Place, Part] | None:
-    """Return the place of a row that a holder keeps: the holder, or the row's line if no holder was found."""
+    """Return a kept row's place: the holder, or the row's line if no holder was found."""
     row_part = _part_of_row(row, row.nbytes, FIRST_USE if holder.first_use else "")
     if not holder.path:
         return row_part
@@ -304,15 +304,15 @@ def _held_part(holder: Holder, row: Row) -> tuple[Place, Part] | None:
 
 
 class _HeldRows(NamedTuple):
-    """Rows of one place that a single holder keeps."""
+    """Rows at one place with the same holder."""
 
     holder: Place
     rows: tuple[Row, ...]
     is_again: bool
-    """True if each step keeps such rows once more. The peak may then have more of them than one step keeps."""
+    """True if each step keeps such rows once more. The peak may then include the rows from several steps."""
 
     def alike(self, row: Row) -> int:
-        """Return the bytes of the holder's tensors that are equal to a row's tensors.
+        """Return the bytes in the holder's tensors with the same operator and shape as a row.
 
         Tensors that the previous step kept are inputs of this step.
         """
@@ -333,7 +333,7 @@ def _holder_places(
 
     Args:
         of_inputs: The holders of inputs.
-        of_kept: The holders of tensors that a step or a call keeps.
+        of_kept: The holders of kept tensors.
         is_again: Whether each step keeps ``of_kept`` once more.
     """
     rows: dict[Place, dict[Place, list[Row]]] = defaultdict(lambda: defaultdict(list))
@@ -358,9 +358,9 @@ def _holder_places(
 def _at_holders(
     row: Row, nbytes: int, holders_at: Mapping[Place, Sequence[_HeldRows]], reason: str = ""
 ) -> list[tuple[Place, Part]]:
-    """Return a row of a peak as parts: at the holders of its tensors if these are certain, otherwise at its line.
+    """Return a row at the peak as parts: at its holders if these are certain, otherwise at its line.
 
-    If several holders keep tensors from one line, their shares are in proportion to the bytes that they keep.
+    If several holders keep tensors from one line, their shares are in proportion to their kept bytes.
     """
     row_part = _part_of_row(row, nbytes, reason)
     if row_part is None:
@@ -375,7 +375,7 @@ def _at_holders(
     }
     total = sum(kept_bytes.values())
     is_again = all(held_rows.is_again for held_rows in kept_bytes)
-    # With several holders, one may keep a tensor that is not in the row, unless the row has all bytes that they keep.
+    # With several holders, one may keep a tensor from another row, unless this row has all kept bytes.
     is_all_kept = nbytes <= total if len(kept_bytes) == 1 else nbytes == total
     if not kept_bytes or not (is_again or is_all_kept):
         return [row_part]
@@ -387,7 +387,7 @@ def _at_holders(
 def _parts_of_peak(verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRows]]) -> dict[Place, Part]:
     """Return the parts of the peak's growth.
 
-    If most of the growth is in a sum of small rows, the rows of the retained memory are added, because they were live at the
+    If most of the growth is in a sum over small rows, the retained rows are added, because they were live at the
     peak.
     """
     difference, explanation = verdict.difference, verdict.measurement.explanation
@@ -395,7 +395,7 @@ def _parts_of_peak(verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRo
         return {}
     parts = _summed(part for change in difference.changes for part in _parts_of_change(change, difference, holders_at))
     if explanation is not None and difference.moved is not None and not any(part.amount > 0 for part in parts.values()):
-        # The peak moved to the backward of a module that autograd records now.
+        # The peak moved to a backward that autograd records now.
         kept = ((cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row))
         parts |= _summed(_part_of_graph(cause, row, row.nbytes) for cause, row in kept)
     if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
@@ -419,7 +419,7 @@ def _alternatives(
 
 
 def _alternative_holders(holder: Holder) -> Alternatives:
-    """Return the alternatives for an uncertain holder. If one alternative is that no holder was found, it has the line."""
+    """Return the alternatives for an uncertain holder. The alternative without a holder has the row's line."""
     places = (
         _summed(_held_part(replace(holder, path=path, alternatives=()), row) for row in holder.kept.rows)
         for path in holder.alternatives
@@ -443,7 +443,7 @@ def _alternatives_of_peak(
 
 
 def proven(growths: Sequence[ExplainedGrowth], causes: Sequence[Place]) -> list[ExplainedGrowth]:
-    """Return growths in which alternatives are decided if one of their lines is a cause of another growth.
+    """Return growths whose alternatives are decided if another growth has a cause at one line.
 
     Growths of the same measurement decide before others. Several lines decide only if they have no more bytes than the
     growth. A single alternative proves nothing by itself, because smaller rows may have grown instead.
@@ -488,7 +488,7 @@ def _summed(parts: Iterable[tuple[Place, Part] | None]) -> dict[Place, Part]:
 
 
 def _part_of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | None:
-    """Return the place of a row, and the row as a part; ``None`` for the sum of small rows."""
+    """Return a row's place, and the row as a part; ``None`` for a sum over small rows."""
     line = row.named or row.library or row.site
     if row.operator == REST:
         return None
@@ -502,7 +502,7 @@ def _parts_of_change(
 ) -> list[tuple[Place, Part]]:
     """Return a change as parts.
 
-    If the change follows from a change of the graph, its place is the caller. Otherwise it is the holder in ``holders_at``,
+    If the change follows from a graph change, its place is the caller. Otherwise it is the holder in ``holders_at``,
     or else the line.
     """
     cause = next(
@@ -514,7 +514,7 @@ def _parts_of_change(
 
 
 def _part_of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Part] | None:
-    """Return the place and the part of a row that follows from a change of the graph."""
+    """Return the place and the part for a row that follows from a graph change."""
     row_part = _part_of_row(row, nbytes)
     if row_part is None:
         return None

@@ -50,7 +50,7 @@ def tolerances_of_emulated(tolerances: Mapping[str, Tolerance]) -> dict[str, Tol
 
 
 MOST_BY_ENVIRONMENT = 0.40
-"""The largest share of a metric that another environment can explain. Further growth comes from the code.
+"""The most growth that another environment can explain, as a share. Further growth comes from the code.
 
 Kernels for another instruction set allocate differently: convolution backward took 27 % more with AVX-512 than with SSE4.1,
 a bfloat16 product 20 % more than with AVX2 (torch 2.13.0, x86_64)."""
@@ -69,10 +69,10 @@ def judge(
         budget: The limits of its test.
         baseline: The entry in the store, `NoBaseline` if the store has no entry, or ``None`` if the session compares with no
             baselines.
-        tolerances: The tolerance of every metric that is judged against a baseline.
+        tolerances: The tolerances by metric. Other metrics are not judged against a baseline.
 
     Example:
-        The baseline has a peak of 86.10 MB, and the tolerance of ``peak_allocated`` is 0.5 %. So the peak may grow by 430.50
+        The baseline has a peak of 86.10 MB, and ``peak_allocated`` has a tolerance of 0.5 %. So the peak may grow by 430.50
         kB.
         A peak of 86.50 MB is ``ok``, and a peak of 86.60 MB is ``regressed``. If the marker also has ``max_memory="86 MB"``,
         both peaks are ``over_budget``, because a budget has no tolerance.
@@ -104,7 +104,7 @@ def judge(
 
 
 def origin_of(entry: Baseline) -> Origin:
-    """Return the origin of a baseline, as a verdict shows it."""
+    """Return a baseline's origin, as a verdict shows it."""
     environment = entry.environment
     torch = str(environment.details.get("torch", UNKNOWN_RELEASE))
     return Origin(entry.recorded, environment.device, torch, entry.commit, entry.reason, environment.packages)
@@ -126,7 +126,7 @@ MOSTLY_WORKSPACES = (
 
 
 def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
-    """Return a note on the part of the peak's change that comes from another torch release."""
+    """Return a note on the change that comes from another torch release's workspaces."""
     torch, baseline_torch = measurement.environment.details.get("torch"), baseline.environment.details.get("torch")
     if baseline.workspaces is None or torch == baseline_torch or measurement.workspaces == baseline.workspaces:
         return []
@@ -135,7 +135,7 @@ def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
     change = "is unchanged"
     if rest != old_rest:
         change = f"went from {format_bytes(old_rest)} to {format_bytes(rest)} ({format_bytes_change(rest - old_rest)})"
-    # Code that runs once creates its workspaces during the run, some of them after its peak.
+    # Code that runs once creates its workspaces during the run, and some after its peak.
     change = "" if measurement.workload.step in ("call", "load", "region") else f"; the rest of the peak {change}"
     note = (
         f"cuBLAS workspaces take {format_bytes(measurement.workspaces)} of the peak with torch {torch}, and "
@@ -182,7 +182,7 @@ def with_differences(verdict: Verdict, measurement: Measurement, baseline: Basel
 
 
 def _phase_of_peak(metrics: Mapping[str, float]) -> str:
-    """Return the phase with the peak of the step, or an empty text if no phase or several phases have it."""
+    """Return the phase with the step's peak, or an empty text if no phase or several phases have this peak."""
     highest = [
         name.removeprefix("peak_")
         for name, value in metrics.items()
@@ -199,7 +199,7 @@ def _judge_on_devices(
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
-    """Return the verdict on a metric of a step that may use several devices.
+    """Return the verdict on a metric. The step may use several devices.
 
     If the metric is worse on a device than in its baseline, the verdict is that device's. Otherwise it is the verdict on the
     measurement's own value, which names the device with the most bytes.
@@ -234,7 +234,7 @@ def _judge_on_devices(
 
 
 def _on(measurement: Measurement, device: str) -> Measurement:
-    """Return the measurement with the bytes of one of its devices."""
+    """Return the measurement with the bytes on a single device."""
     device_metrics = measurement.by_device[device]
     step_peaks = measurement.step_peaks_by_device.get(device, StepPeaks())
     return replace(measurement, metrics={**measurement.metrics, **device_metrics}, step_peaks=step_peaks)
@@ -256,7 +256,7 @@ def _judge_metric(
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
-    """Return the verdict on a metric of one device.
+    """Return the verdict on a metric on one device.
 
     Args:
         metric: The metric.
@@ -282,7 +282,7 @@ def _judge_metric(
         if why_not is None or (metric.unit == "bytes" and grew):
             return comparison
     if tolerance is not None and why_not is not None:
-        # The baseline of another workload is shown beside the value, but it does not decide.
+        # A baseline for another workload is shown beside the value, but it does not decide.
         return MetricVerdict(metric.name, why_not, value, baseline_value, budget=limit)
     outcome = Outcome.RECORDED if limit is None else Outcome.OK
     return MetricVerdict(metric.name, outcome, value, baseline_value, budget=limit)
@@ -324,7 +324,7 @@ def _compare(
         tolerance = replace(tolerance, absolute=min(tolerance.absolute, _segments_by_chance(measurement, baseline)))
     allowed = tolerance.allowed(max(0, baseline_value - workspaces))
     worsening = baseline_value - value if metric.larger_is_better else value - baseline_value
-    # 0.7 % of 1000 bytes is 7 bytes, even if the product of the two floats is slightly less.
+    # 0.7 % of 1000 bytes is 7 bytes, even if the floats' product is slightly less.
     is_beyond_tolerance = abs(worsening) > allowed and not math.isclose(abs(worsening), allowed, rel_tol=1e-12)
     is_peak = metric.name == "peak_allocated"
     outcome, reason = Outcome.OK, None
@@ -348,14 +348,14 @@ SMALL_SEGMENT, LARGE_SEGMENT = 2 * 2**20, 20 * 2**20
 
 
 def _segments_by_chance(measurement: Measurement, baseline: Baseline) -> float:
-    """Return the number of bytes by which `peak_reserved` of the same step may differ from its baseline.
+    """Return the bytes by which `peak_reserved` may differ from its baseline in the same step.
 
     The allocator first uses free room in segments from earlier steps. With equal room the same step reserves the same
     segments. With other room a block may fit, and so save a whole segment.
 
     Example:
         Both runs start without unused bytes: the step may differ by 2 MiB, one small segment. If this run starts with 30 MiB
-        unused, it may save two large segments. So it may differ by 2 + 2 * 20 = 42 MiB.
+        unused, the step may save two large segments. The limit is then 2 + 2 * 20 = 42 MiB.
     """
     baseline_unused, unused = baseline.unused_before, measurement.unused_before
     if baseline_unused is None:
@@ -426,7 +426,7 @@ def _of_steps(measurement: Measurement, baseline: Baseline) -> str | None:
 
 
 def _moved_by(names: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Baseline) -> str | None:
-    """Return a clause on the first known detail of the environment that differs from the baseline; ``None`` if none does."""
+    """Return a clause on the first environment detail with a known difference; ``None`` without a difference."""
     current, stored = measurement.environment.details, baseline.environment.details
     for name in names:
         if name in current and name in stored and current[name] != stored[name]:

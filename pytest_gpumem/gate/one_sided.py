@@ -37,7 +37,7 @@ def why_new(metric: Metric, measurement: Measurement, baseline: Baseline) -> str
 
 
 def not_measured(measurement: Measurement, baseline: Baseline, comparable: Container[str]) -> list[str]:
-    """Return a clause for each metric of the baseline in bytes or counts that is not compared.
+    """Return a clause for each metric in bytes or counts that only the baseline has.
 
     Args:
         measurement: The measurement.

@@ -1,4 +1,4 @@
-"""The verdict on a test that several ranks ran: the worst verdict of all ranks. Pure."""
+"""The verdict on a test that several ranks ran: the worst verdict on any rank. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """The end of a test on one rank."""
+    """A test's end on one rank."""
 
     how: Literal["judged", "raised", "skipped", "followed"]
     """``judged`` by the gate, ``raised`` an exception, ``skipped``, or ``followed``: it ended because another rank had ended
     the test."""
     verdict: TestVerdict | None = None
     why: str = ""
-    """The exception in one line, or the reason of the skip."""
+    """The exception in one line, or the reason for the skip."""
     when: str = ""
     """The phase that raised the exception: ``set-up`` or ``call``."""
     text: str = ""
@@ -31,7 +31,7 @@ class RankEnd:
 
     @property
     def failure(self) -> str:
-        """The text of the exception, with a line before it. Empty if the test did not raise."""
+        """The exception's text, with a line before it. Empty if the test did not raise."""
         return f"in its {self.when}: {self.why}\n\n{self.text}" if self.how == "raised" else ""
 
 
@@ -56,7 +56,7 @@ def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict
 
 
 def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
-    """Return the text that names the ranks on which a test failed by itself, or on which only some skipped it."""
+    """Return a text with the ranks on which the test failed by itself, or on which only some ranks skipped."""
     world = len(ends)
     raised = [number for number, end in enumerate(ends) if end.how == "raised"]
     skipped = [number for number, end in enumerate(ends) if end.how == "skipped"]
@@ -78,7 +78,7 @@ def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
 
 
 def _merged(verdicts: Sequence[TestVerdict]) -> TestVerdict:
-    """Return the verdicts of all ranks as one, with their measurements sorted by name and then by rank."""
+    """Merge the verdicts from all ranks. Measurements are sorted by name and then by rank."""
     by_name: dict[str, list[Verdict]] = {}
     for test in verdicts:
         for verdict in test.verdicts:

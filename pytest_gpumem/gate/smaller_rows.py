@@ -1,6 +1,6 @@
-"""Growth among the rows that a baseline sums up as ``smaller rows``, and the rows that the sums prove to be new. Pure.
+"""Growth among rows that a baseline sums up as ``smaller rows``, and rows proven to be new by the sums. Pure.
 
-A baseline lists its largest rows. For all other rows it keeps the bytes and the number of blocks only.
+A baseline lists its largest rows. For all other rows it keeps only their bytes and block count.
 
 Example: the smaller rows of a baseline have 8 MB in 4 blocks. Now ``to_v`` and ``last_hidden`` have 8 MB in 4 blocks each.
 Either row may be new.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Row
 
 MOST_ALTERNATIVES = 100
-"""The most alternatives that a growth keeps. If more rows may have grown, the growth has a line only if the sums prove it."""
+"""The most alternatives for a growth. If more rows may have grown, only a proven row has a line."""
 MAY_BE_ALL = 0.8
 """A row with this share of the growth may have grown alone."""
 MAY_BE_A_PART = 0.1
@@ -29,10 +29,10 @@ _NEGLIGIBLE = 0.01
 
 
 class Attribution(NamedTuple):
-    """Rows that grew, and rows that may have grown."""
+    """Rows with proven growth, and rows with possible growth."""
 
     grown: tuple[tuple[Row | None, Row], ...] = ()
-    """Each row that grew, after the part that was in the sum. Example: 4 of its 12 blocks."""
+    """Each proven row, after its part in the baseline's sum. Example: 4 of its 12 blocks."""
     alternatives: tuple[Row, ...] = ()
     """The rows that may have grown by the remaining bytes, the largest first."""
 
@@ -41,11 +41,11 @@ def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -
     """Return which rows grew.
 
     A row is proven if only its blocks add up to the growth, while all other rows are unchanged. Otherwise a row grew for
-    certain only if it is larger than the sum. This rule does not depend on the listed rows, and it keeps growth without a
+    certain only if it is larger than the sum. This rule does not depend on the listed rows, and keeps growth without a
     line in proportion to the sum.
 
     Example:
-        Workspaces of 33.5 MB are listed, and the sum has 65.5 kB. A row with 6.5 MB is larger than the sum, so it is new.
+        Workspaces of 33.5 MB are listed, and the sum has 65.5 kB. A row with 6.5 MB is larger than the sum, so this row is new.
 
     Args:
         rows: The rows that the baseline does not list. None is larger than the smallest listed row.

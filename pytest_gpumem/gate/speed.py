@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.option_words import UpdateMode
 
 MACHINE = "machine"
-"""The detail of an environment that must be equal for times to be compared."""
+"""The environment detail that must be equal to compare times."""
 
 NO_TIME = "no baseline of time yet"
 
@@ -88,7 +88,7 @@ def _no_time(environment: Environment, baseline: Baseline) -> str:
     if time_may_be_added(environment, baseline.environment):
         return f"{NO_TIME}: {only_shown}{_update('new')} adds {'one' if only_shown else 'it'}"
     machine = baseline.environment.details.get(MACHINE, "an unknown machine")
-    return f"{NO_TIME}: {only_shown}{_update('all')} records one, as the baseline is of another machine ({machine})"
+    return f"{NO_TIME}: {only_shown}{_update('all')} records one, because the baseline comes from another machine ({machine})"
 
 
 def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:

@@ -81,7 +81,7 @@ class Outcome(str, Enum):
 
     @property
     def importance(self) -> int:
-        """The index of the outcome in ascending order of importance."""
+        """The outcome's index, in ascending order by importance."""
         return list(Outcome).index(self)
 
 
@@ -94,7 +94,7 @@ PASSING = frozenset({Outcome.RECORDED, Outcome.OK, Outcome.IMPROVED})
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
 CHANGED = COMPARED - {Outcome.OK}
 WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
-"""The outcomes of a metric that is worse or may be worse, in ascending order of importance."""
+"""The outcomes for a metric that is worse or may be worse, in ascending order by importance."""
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
@@ -139,7 +139,7 @@ class MetricVerdict:
 
 
 UNKNOWN_RELEASE = "?"
-"""The torch release in the origin of a baseline that does not record it."""
+"""The torch release in the origin of a baseline without this detail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        """The most important outcome of its metrics. A time that only lacks a baseline does not count."""
+        """The most important outcome among its metrics. A time without a baseline does not count."""
         return worst(metric.outcome for metric in self.metrics if not metric.lacks_time)
 
     @property
@@ -273,7 +273,7 @@ NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no 
 """The reason why a test with baselines was not measured, if it lost its marker, fixture or pattern."""
 
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
-"""Parts of a test's run that can fail: one of pytest's phases, a subtest, or a crash of the process that ran it."""
+"""Parts of a test's run that can fail: a pytest phase, a subtest, or the process (by a crash)."""
 
 WHY_FAILED: Mapping[FailedIn | None, str] = {
     "setup": "its set-up failed",
@@ -309,7 +309,7 @@ class TestVerdict:
     location: Location | None = None
     """The location of its function; ``None`` if pytest does not know it."""
     failure: str | None = None
-    """The whole text of the gate's failure; ``None`` if it passed the gate."""
+    """The text of the gate's failure; ``None`` if the test passed the gate."""
     missing: tuple[str, ...] = ()
     """The names of its measurements that have baselines on this device, and that it did not take."""
     missing_on: tuple[str, ...] = ()
@@ -335,13 +335,13 @@ class TestVerdict:
         return worst([*outcomes, *map(self.outcome_of, self.verdicts)])
 
     def outcome_of(self, verdict: Verdict) -> Outcome:
-        """Return the outcome of one of its measurements. A time without a baseline counts only if the test failed."""
+        """Return a measurement's outcome. A time without a baseline counts only if the test failed."""
         counts = verdict.lacks_time and self.failure is not None
         return worst([verdict.outcome, *([Outcome.NEW] if counts else [])])
 
     @property
     def lacks_time(self) -> bool:
-        """True if the only open point about the time is that no baseline of it exists yet."""
+        """True if the only open point about the time is its missing baseline."""
         return not self.unmeasured and self.failure is None and any(verdict.lacks_time for verdict in self.verdicts)
 
     @property
@@ -355,7 +355,7 @@ class TestVerdict:
             return f"it has baselines on {devices} ({names}) and is not measured there any more: {self.unmeasured}"
         if self.unmeasured:
             return f"it has baselines on this device ({names}) and is not measured any more: {self.unmeasured}"
-        return f"it has baselines on this device of measurements that it no longer takes: {names}"
+        return f"it has baselines on this device for measurements that it no longer takes: {names}"
 
     @property
     def gated(self) -> bool:
