@@ -1,7 +1,7 @@
-"""Tests of a report, selected by the causes of their growth. Pure.
+"""Tests in a report, selected by the causes of their growth. Pure.
 
 A baseline is accepted as a whole, so all causes of its test have to be accepted. Example: a test grew because of cause 1 and
-cause 2. ``--cause 1`` refuses it, and ``--cause 1 --cause 2`` accepts it.
+cause 2. ``--cause 1`` refuses the test, and ``--cause 1 --cause 2`` accepts it.
 """
 
 from __future__ import annotations

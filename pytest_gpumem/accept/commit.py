@@ -1,4 +1,4 @@
-"""The commit of a report, compared with the commit that is checked out."""
+"""The report's commit, compared with the checked-out commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_gpumem.units import counted
 def why_other_commit(commit: str | None, checkout: Path, store: Path | None) -> str | None:
     """Return a sentence if a report measured other code than the checked-out code; otherwise ``None``.
 
-    Two commits have the same code if all files outside of the store are equal. An example is the merge commit of an
+    Two commits have the same code if all files outside of the store are equal, for example the merge commit for an
     up-to-date pull request.
 
     Args:
@@ -32,7 +32,7 @@ def why_other_commit(commit: str | None, checkout: Path, store: Path | None) -> 
 
 
 def _difference(commit: str, head: str, checkout: Path, store: Path | None) -> str | None:
-    """Return a sentence on the difference of two commits, or on the reason why it is unknown; ``None`` without a difference."""
+    """Return a sentence on the difference between two commits, or why it is unknown; ``None`` without a difference."""
     try:
         git(checkout, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
     except GitError:
@@ -52,7 +52,7 @@ def _difference(commit: str, head: str, checkout: Path, store: Path | None) -> s
 
 
 def _differing(commit: str, checkout: Path, store: Path | None) -> list[str]:
-    """Return the files outside of the store that differ between a commit and HEAD.
+    """Return the differing files between a commit and HEAD, without the store.
 
     Raises:
         GitError: Git failed.

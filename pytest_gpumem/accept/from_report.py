@@ -1,4 +1,4 @@
-"""The changes of the store that accepting a report's tests makes, and the changes that are refused."""
+"""Changes in the store if tests from a report are accepted, and refused changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A test of a report, with the changes of the store, or the reason why it is refused."""
+    """A test in a report, with its changes in the store, or the reason for its refusal."""
 
     result: TestResult
     changes: Changes | None = None
@@ -39,7 +39,7 @@ class Candidate:
 
     @property
     def device(self) -> str:
-        """The slug of the device. If shards ran the test on several devices, all of them."""
+        """The device's slug, or several slugs if shards ran the test on several devices."""
         return ", ".join(
             dict.fromkeys(verdict.measurement.environment.slug for verdict in self.result.verdict.verdicts)
         )
@@ -58,7 +58,7 @@ class Candidate:
 def candidates_of(
     results: Iterable[TestResult], terms: Terms, store: Store, source: Source, *, forced: bool = False
 ) -> list[Candidate]:
-    """Return the changes that accepting each test of a report would make. Nothing is written.
+    """Return each test's changes in the store. Nothing is written.
 
     Args:
         results: The tests.

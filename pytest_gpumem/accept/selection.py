@@ -43,7 +43,7 @@ class Refusal(NamedTuple):
 
 
 def check_report(report: SessionReport, name: str) -> None:
-    """Check that the session of a report compared its tests with its own baselines.
+    """Check that the report's session compared tests with its own baselines.
 
     Args:
         report: The report.

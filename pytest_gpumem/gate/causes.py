@@ -352,7 +352,7 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
         tuple(dict.fromkeys(line for place in by_size for line in parts[place].lines)),
         _modules(parts, explained_growths, largest_part.module),
         largest_part.operator,
-        largest_part.what,
+        largest_part.tensors,
         largest_part.category,
         largest_part.reason,
         tuple(Share(explained.growth, share) for explained, share in explained_shares),

@@ -71,13 +71,13 @@ class Part:
     """The lines, with the line of the largest row first."""
     module: str
     operator: str
-    what: str
+    tensors: str
     category: str = ""
     reason: str = ""
 
     def __add__(self, other: Part) -> Part:
         smaller, larger = sorted(
-            (self, other), key=lambda part: (part.largest, part.lines, part.module, part.operator, part.what)
+            (self, other), key=lambda part: (part.largest, part.lines, part.module, part.operator, part.tensors)
         )
         lines = {without_release(line): line for line in reversed((*larger.lines, *smaller.lines))}
         return replace(larger, amount=self.amount + other.amount, lines=tuple(reversed(lines.values())))
@@ -186,7 +186,7 @@ class _NewParts(Generic[T]):
     """The bytes of the growth in ``uncertain``."""
 
 
-def _new_parts(kept: Mapping[T, float], amount: float, baseline_bytes: float) -> _NewParts[T]:
+def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: float) -> _NewParts[T]:
     """Return which kept parts are new.
 
     A baseline stores how many bytes were kept, not where. So a part that is not larger than these bytes may have existed
@@ -196,17 +196,17 @@ def _new_parts(kept: Mapping[T, float], amount: float, baseline_bytes: float) ->
         A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.
 
     Args:
-        kept: The bytes of each part.
+        kept_bytes: The bytes of each part.
         amount: The growth in bytes.
         baseline_bytes: The bytes in the baseline.
     """
-    new = tuple(part for part, nbytes in kept.items() if nbytes - baseline_bytes >= LEAST * amount)
-    other_parts = tuple(part for part in kept if part not in new)
-    missing = amount - sum(kept[part] for part in new)
+    new = tuple(part for part, nbytes in kept_bytes.items() if nbytes - baseline_bytes >= LEAST * amount)
+    other_parts = tuple(part for part in kept_bytes if part not in new)
+    missing = amount - sum(kept_bytes[part] for part in new)
     if missing < LEAST * amount:
         return _NewParts(new)
-    if not baseline_bytes or len(other_parts) < 2 or sum(kept[part] for part in other_parts) <= missing:
-        return _NewParts(tuple(kept))
+    if not baseline_bytes or len(other_parts) < 2 or sum(kept_bytes[part] for part in other_parts) <= missing:
+        return _NewParts(tuple(kept_bytes))
     return _NewParts(new, other_parts, missing)
 
 
@@ -317,9 +317,10 @@ class _HeldRows(NamedTuple):
         Tensors that the previous step kept are inputs of this step.
         """
         return sum(
-            kept.nbytes
-            for kept in self.rows
-            if (kept.operator, kept.tensor) == (row.operator, row.tensor) and row.category in ("input", kept.category)
+            kept_row.nbytes
+            for kept_row in self.rows
+            if (kept_row.operator, kept_row.tensor) == (row.operator, row.tensor)
+            and row.category in ("input", kept_row.category)
         )
 
 
@@ -369,9 +370,9 @@ def _at_holders(
     # Rows of a holder do not name a changed caller before their line, so compare the row without its caller.
     unnamed_part = _part_of_row(replace(row, named=""), nbytes) if row.named else None
     kept_bytes = {
-        held_rows: kept
+        held_rows: row_bytes
         for held_rows in holders_at.get(place if unnamed_part is None else unnamed_part[0], ())
-        if (kept := held_rows.alike(row))
+        if (row_bytes := held_rows.alike(row))
     }
     total = sum(kept_bytes.values())
     is_again = all(held_rows.is_again for held_rows in kept_bytes)
@@ -379,7 +380,7 @@ def _at_holders(
     is_all_kept = nbytes <= total if len(kept_bytes) == 1 else nbytes == total
     if not kept_bytes or not (is_again or is_all_kept):
         return [row_part]
-    shares = {held_rows: nbytes * kept // total for held_rows, kept in kept_bytes.items()}
+    shares = {held_rows: nbytes * row_bytes // total for held_rows, row_bytes in kept_bytes.items()}
     shares[next(iter(kept_bytes))] += nbytes - sum(shares.values())
     return [(held_rows.holder, replace(part, amount=share, largest=share)) for held_rows, share in shares.items()]
 
@@ -396,8 +397,10 @@ def _parts_of_peak(verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRo
     parts = _summed(part for change in difference.changes for part in _parts_of_change(change, difference, holders_at))
     if explanation is not None and difference.moved is not None and not any(part.amount > 0 for part in parts.values()):
         # The peak moved to a backward that autograd records now.
-        kept = ((cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row))
-        parts |= _summed(_part_of_graph(cause, row, row.nbytes) for cause, row in kept)
+        graph_rows = (
+            (cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row)
+        )
+        parts |= _summed(_part_of_graph(cause, row, row.nbytes) for cause, row in graph_rows)
     if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
         retained = explanation.retained.rows
         parts = {**_summed(part for row in retained for part in _at_holders(row, row.nbytes, holders_at)), **parts}
@@ -413,9 +416,9 @@ def _alternatives(
         return _alternatives_of_peak(verdict, holders_at)
     if metric not in KEPT or explanation is None:
         return ()
-    kept = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
+    uncertain = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
     # Small rows have no known line. If they are one alternative, the only other alternative would seem to be proven.
-    return tuple(alternatives for alternatives in kept if len(alternatives.parts) > 1)
+    return tuple(alternatives for alternatives in uncertain if len(alternatives.parts) > 1)
 
 
 def _alternative_holders(holder: Holder) -> Alternatives:

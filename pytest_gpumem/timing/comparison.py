@@ -2,15 +2,15 @@
 
 A step is *slower* if every sample shows all of the following:
 
-- the ratio is beyond the tolerance, both in seconds and in cycles of the clock that the step depends on
-- the whole interval is beyond the tolerance in at least one of the two
+- the ratio is beyond the tolerance, both in seconds and in clock cycles
+- the whole interval is beyond the tolerance, in seconds or in cycles
 - the whole interval in cycles is above 1, because seconds also vary with the machine's speed
 
 If other work disturbed a sample, or if the clock runs slower than in each run of the baseline, the largest possible effect of
 both is subtracted first (`pytest_gpumem.timing.validity`). A step that only looks slower is *uncertain*.
 
 Example: the tolerance is 5 %. A step took 20.0 ms in the baseline and takes 21.6 ms now: +8.0 % (+5.5 % to +10.5 %) in
-seconds, and +7.9 % (+5.2 % to +10.6 %) in cycles. It is slower. With the interval +1.0 % to +15.0 % in both, it would be
+seconds, and +7.9 % (+5.2 % to +10.6 %) in cycles. The step is slower. With the interval +1.0 % to +15.0 % in both, it would be
 uncertain. With a clock at 2.4 instead of 2.6 GHz, +8.0 % in seconds is -0.3 % in cycles: the machine is slower, not the step,
 so the step is uncertain.
 """
@@ -37,16 +37,16 @@ SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 MOST_UNKNOWN = 0.25
 """The largest slowdown that an interval may include without making the comparison uncertain, if nothing looks slower."""
 MOST_UNKNOWN_IN_TURNS = 2
-"""The same limit for an A/B comparison, as a multiple of the tolerance. More pairs of runs can narrow that interval."""
+"""The same limit for an A/B comparison, in tolerances. More pairs of runs can narrow that interval."""
 SLOWER_MACHINE = 0.03
-"""The share by which the clock may run slower than in the slowest run of a baseline. Beyond it, the effect of the clock is
+"""The share by which the clock may run slower than in a baseline's slowest run. Beyond this share, the clock's effect is
 subtracted from a slowdown. Up to the slowest run, the interval over runs already contains this effect."""
 SLOWER_RUN = 0.10
 """The share by which the clock may run slower in a run that is added to a baseline. Five slow runs would hide a slowdown."""
 SLOWER_IN_TURNS = 0.02
-"""The same share for one side of an A/B comparison, by the median over pairs, because the runs of a pair are neighbours."""
+"""The same share for head against base in an A/B comparison, by the median over pairs. The runs in a pair are neighbours."""
 AGREEING = 2
-"""The number of samples that prove a slowdown if the other samples are uncertain."""
+"""Samples that together prove a slowdown if the other samples are uncertain."""
 FEWEST_PAIRS = 4
 MOST_RUNS = 10
 _REMAINING_IS_SLOWER = "which cannot account for it"
@@ -54,7 +54,7 @@ _REMAINING_IS_SLOWER = "which cannot account for it"
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Medians of the accepted runs, in order of time: seconds per step, and cycles per step if the clock was read."""
+    """Medians from accepted runs, the latest last: seconds per step, and cycles per step if the clock was read."""
 
     seconds: tuple[float, ...]
     cycles: tuple[float, ...] = ()
@@ -70,12 +70,12 @@ class Runs:
 
     @property
     def pace(self) -> float | None:
-        """Median rate of the clock that steps depend on; ``None`` if it was not read."""
+        """Median clock rate; ``None`` if the clock was not read."""
         return statistics.median(self._paces) if self.cycles else None
 
     @property
     def slowest_pace(self) -> float | None:
-        """The lowest rate of the clock in any run; ``None`` if it was not read."""
+        """The lowest clock rate in any run; ``None`` if the clock was not read."""
         return min(self._paces) if self.cycles else None
 
     @property
@@ -97,7 +97,7 @@ class Runs:
 
 
 def run_of(times: Times) -> Runs | None:
-    """Return this run as a run of a baseline, without the time spent waiting; ``None`` if it was disturbed too much."""
+    """Return this run for a baseline, without the time spent waiting; ``None`` if the run was disturbed too much."""
     sample = times.best
     if not sample.is_a_measure:
         return None
@@ -128,10 +128,10 @@ class Comparison:
 
 
 def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
-    """Compare the samples of this run with a baseline of earlier runs.
+    """Compare this run's samples with earlier runs.
 
     The first sample is followed by repeated measurements. The step is slower if two samples show it and no sample
-    contradicts. It is faster if all samples show it. Interference only adds time, so the sample with the smallest slowdown
+    contradicts. The step is faster if all samples agree. Interference only adds time, so the sample with the smallest slowdown
     decides.
 
     Args:
@@ -155,7 +155,7 @@ def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comp
 
 
 def is_undecided(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> bool:
-    """Return whether one more sample may decide, because one sample shows a slowdown and another is uncertain."""
+    """Return whether a further sample may decide, because one sample shows a slowdown and another is uncertain."""
     outcomes = {_compare_sample(sample, baseline, tolerance).outcome for sample in samples}
     return outcomes == {"slower", "uncertain"} and compare(samples, baseline, tolerance).outcome == "uncertain"
 
@@ -164,7 +164,7 @@ def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> C
     """Compare two revisions that ran in turns.
 
     A drift from pair to pair cancels out in their ratios. If there are enough undisturbed pairs, pairs with an invalid sample
-    do not count. The number of pairs is small, so the interval is a bootstrap over pairs and over the rounds in each. It is
+    do not count. Pairs are few, so the interval is a bootstrap over pairs and over the rounds in each pair. The interval is
     widened by the ratio of Student's t to the normal distribution.
 
     Args:
@@ -261,13 +261,13 @@ def _decided(comparison: Comparison, remaining: Comparison) -> Comparison:
 
 
 def _without_interference(sample: Sample, other_pace: float | None) -> tuple[Round, ...]:
-    """Return the rounds that count, without the time that interference can explain.
+    """Return the counted rounds without the time that interference can explain.
 
     First the time that other work took is subtracted. Then the rest is divided by the largest slowdown while the step ran.
 
     Args:
         sample: The disturbed sample.
-        other_pace: The pace of the side that the sample is compared with; ``None`` if unknown.
+        other_pace: The pace on the other side; ``None`` if unknown.
     """
     own_pace = _pace(sample)
     slowed = sample.slowed or Slowed()
@@ -312,10 +312,10 @@ def _judge(
 
     Args:
         seconds: The ratio in seconds.
-        cycles: The ratio in cycles of the clock; ``None`` if it was not read.
+        cycles: The ratio in clock cycles; ``None`` if the clock was not read.
         tolerance: The tolerated ratio: 0.05 is 5 %.
         invalid: The reason why the samples cannot show a slowdown; ``None`` if they can.
-        basis: A clause with the number of runs from which the variation of times is known.
+        basis: A clause on the number of runs behind the known variation: ``as far as 3 runs tell``.
         lost_pace: The factor by which the clock ran slower; ``None`` to compute it from the two ratios.
         most_unknown: The slowdown up to which the interval may reach before the comparison is uncertain, as a ratio; ``None``
             for the limit for single runs.

@@ -1,4 +1,4 @@
-"""Confidence intervals of ratios of times: bootstraps over rounds and runs, widened if there are only a few runs."""
+"""Confidence intervals for time ratios: bootstraps over rounds and runs, widened if there are only a few runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MOST_TABULATED = 100
-"""The most values with a table, because a table grows with the square of this number. Larger samples are resampled one by
+"""The most values with a table, because tables grow quadratically. Larger samples are drawn one by
 one."""
 
 
@@ -34,7 +34,7 @@ def resampled_medians(values: Sequence[float], count: int, rng: random.Random) -
 
 @lru_cache(maxsize=MOST_TABULATED)
 def _middles(size: int) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]:
-    """Return the pairs of ordered values that may be in the middle of a sample, with cumulated probabilities.
+    """Return the possible middle pairs in a sample, as indices of ordered values, with cumulated probabilities.
 
     If ``size`` is odd, both values of a pair are equal. The probabilities follow from order statistics (David and Nagaraja,
     Order Statistics, 2.1 and 2.3): the probability that k values of a sample are among the first i of n values equals the
@@ -70,16 +70,16 @@ LEVEL = 0.95
 """The confidence of an interval. A verdict has further conditions than an interval beyond the tolerance."""
 RESAMPLES = 1000
 PRIOR_SPREAD = 0.01
-"""Prior spread between runs of the same code: the standard deviation of the logarithms of their medians."""
+"""Prior spread between runs with the same code: the standard deviation over the logarithms of their medians."""
 UNKNOWN_SPREAD = 0.045
 """The prior spread on a machine with a single known run."""
 PRIOR_RUNS = 4
-"""The number of runs that the prior stands for."""
+"""The prior's weight in runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A ratio of medians (current / earlier) and the ends of its confidence interval. 1.05 is 5 % longer."""
+    """A ratio of medians (current / earlier) with the ends of its confidence interval. 1.05 is 5 % longer."""
 
     ratio: float
     low: float
@@ -92,9 +92,9 @@ class Interval:
 # A measurement is judged again after each further sample, and many values are the same.
 @lru_cache(maxsize=64)
 def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interval:
-    """Return the ratio of this run's median to the median of earlier runs, from a bootstrap over rounds and runs.
+    """Return the ratio between this run's median and the earlier runs' median, from a bootstrap over rounds and runs.
 
-    Rounds of one run are more alike than different runs. So both sides also vary by the spread between runs, with Student's t
+    Rounds in a run are more alike than different runs. So both sides also vary by the spread between runs, with Student's t
     because the spread is known from a few runs only.
     """
     spread = spread_of_runs(runs) * _student(PRIOR_RUNS + len(runs) - 1)
@@ -109,9 +109,9 @@ def ratio_to_runs(rounds: tuple[float, ...], runs: tuple[float, ...]) -> Interva
 
 
 def spread_of_runs(runs: Sequence[float]) -> float:
-    """Return the standard deviation of the logarithms of the runs' medians, drawn towards a prior.
+    """Return the standard deviation over the logarithms of the runs' medians, drawn towards a prior.
 
-    The prior is `PRIOR_SPREAD`. With up to four runs it is larger: `UNKNOWN_SPREAD` divided by the number of runs.
+    The prior is `PRIOR_SPREAD`. With up to four runs, the prior is larger: `UNKNOWN_SPREAD` divided by the number of runs.
 
     Example:
         A single run has no spread of its own. Its prior is 0.045, and so is the result: sqrt(4 * 0.045**2 / 4).
@@ -122,7 +122,7 @@ def spread_of_runs(runs: Sequence[float]) -> float:
 
 
 def ratio_of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
-    """Return the ratio (second / first) of the medians of paired runs, from a bootstrap over pairs and their rounds."""
+    """Return the ratio (second / first) between medians in paired runs, from a bootstrap over pairs and their rounds."""
     rng = random.Random(0)  # noqa: S311 - the same samples give the same verdict
     # A bootstrap over n values has only (n - 1) / n of their variance.
     widening = _student(len(pairs) - 1) * math.sqrt(len(pairs) / max(1, len(pairs) - 1))
@@ -140,7 +140,7 @@ def ratio_of_pairs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> 
 
 
 def _interval(ratio: float, resampled: Sequence[float]) -> Interval:
-    """Return the interval of a ratio from resampled logarithms of the ratio."""
+    """Return a ratio's interval from its resampled logarithms."""
     logarithms = sorted(resampled)
     lost = math.floor((1 - LEVEL) / 2 * RESAMPLES)
     return Interval(ratio, math.exp(logarithms[lost]), math.exp(logarithms[-1 - lost]))

@@ -1,4 +1,4 @@
-"""Sampling of a step's time: rounds of several steps until the median is known well enough or the time budget is spent."""
+"""Sampling of a step's time: rounds with several steps until the median is known well enough or the time budget is spent."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TimeBudget:
 
 
 SECONDS_A_ROUND = 0.02
-"""The least seconds of a round. It has enough steps that the clock's resolution and a launch do not matter."""
+"""The least seconds in a round. In this time the clock's resolution and a launch do not matter."""
 PRECISION = 0.005
 """Sampling stops if the median is known to this ratio in both directions, with a confidence of 95 %."""
 ROUNDS_BEFORE_A_STOP = 12
@@ -71,12 +71,12 @@ _SHORTEST = 1e-9
 def sample_step(step: Callable[[], object], device: Device, seconds: float, fewest: int = 1) -> Sample:
     """Take a sample of ``step``.
 
-    The first step decides how many steps make a round. It counts only if it fills a round by itself. If the first step was
+    The first step decides how many steps make a round, and counts only if it fills a round by itself. If the first step was
     slow to start, the second round is far too short. Then this round decides again, and neither counts. A disturbed round is
     stored and does not count, and sampling goes on while there is time.
 
-    All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The longest
-    time of a round on any rank decides. A rank may wait for others in a step, so a disturbance on one rank counts on all.
+    All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The slowest
+    rank decides. A rank may wait for others in a step, so a disturbance on one rank counts on all.
 
     Args:
         step: Runs one step.
@@ -125,7 +125,7 @@ class _Rounds:
     def __init__(self, device: Device) -> None:
         self.timed: list[Round] = []
         self._read = 0
-        """The number of rounds that are followed by a reading."""
+        """The number of rounds with a reading after them."""
         self._slowed_on_gpu = 1.0
         self._device = device
         self._begun = self._before = device.conditions()
@@ -202,7 +202,7 @@ def _steps_a_round(seconds: float) -> int:
 
 
 def _fewest_rounds(took: float) -> int:
-    """Return the least number of rounds, independent of the remaining time. ``took`` are the seconds of the last round."""
+    """Return the least number of rounds. It depends only on the seconds that the last round took."""
     return FEWEST_ROUNDS if took < 2 * SECONDS_A_ROUND else 1
 
 
@@ -216,12 +216,12 @@ def time_step(
 
     Args:
         step: Runs one step.
-        phases: The phases of the step by name, each with a function that runs it.
-        device: The device of the step.
+        phases: The step's phases by name, each with a function that runs the phase.
+        device: The step's device.
         time_budget: The remaining seconds for timing.
 
     Returns:
-        A sample of the step's time, and the times of its phases.
+        A sample with the step's time, and the times of its phases.
     """
     with to_themselves(device) as refused:
         sample = sample_step(step, device, time_budget.share)
@@ -254,14 +254,14 @@ def time_phases(
     steps: int,
     time_budget: TimeBudget,
 ) -> Mapping[str, float]:
-    """Return the median seconds of each phase of a step. Phases with the same name are added up.
+    """Return the median seconds for each phase in a step. Phases with the same name are added up.
 
     A sample's rounds are not used for this, because they would include a reading of the clock at every boundary. A step with
     a single phase is not run.
 
     Args:
-        phases: The phases by name, each with a function that runs it.
-        device: The device of the step.
+        phases: The phases by name, each with a function that runs the phase.
+        device: The step's device.
         steps: The number of steps in a round.
         time_budget: The remaining seconds. After its share is spent, there are fewer than `ROUNDS_OF_PHASES` rounds.
     """

@@ -1,12 +1,12 @@
-"""Validity of times: interference between two readings, whether it is too much, and how much slowdown it explains. Pure.
+"""Validity of times: the interference between two readings, its limits, and the slowdown that it explains. Pure.
 
 Each kind of interference can slow a step by a bounded factor. A larger slowdown comes from the code.
 
 - Interference that *takes time* from the step, such as another process on its core, is known for each interval between two
   readings. It is divided out there.
 - Interference that *slows* the running step is known for a whole sample. Sharing with a neighbour (caches, memory, the two
-  halves of a core) also slows the pace, so the larger of both factors counts. Cold caches after waiting do not show in the
-  pace, because it is the best of a few readings. So their factor is multiplied with the factor of the pace.
+  halves of a core) also slows the pace, so the larger factor counts. Cold caches after waiting do not show in the pace, which
+  is the best result from a few readings. So their factor multiplies the pace's factor.
 
 Example: a thread waited for 10 % of a 20 ms round. Without waiting the round took 20 * 0.9 = 18 ms, so ``taken`` is 1 / 0.9 =
 1.11.
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 
 WAITED = 0.02
-"""The share of the time that the thread may have waited for a core. Waiting makes the step at least this much longer. It is
+"""The largest share of the time that a thread may wait for a core. Waiting makes the step at least this much longer. It is
 0 % on a quiet machine, and was 1 % with a busy process on each other core. With a process that shared the core for a
-tenth of the time, it was 11 %, and steps took 12 % to 33 % longer."""
+tenth of the time, waiting was 11 %, and steps took 12 % to 33 % longer."""
 STOLEN = 0.03
-"""The share of the time that the hypervisor may have taken from a busy core. It acts like `WAITED`."""
+"""The largest share that the hypervisor may take from a busy core's time. Its effect is the same as waiting."""
 OTHERS = 0.25
-"""The share of the other cores that other processes may have used. On two cores with a common L3 cache, computing on the
+"""The largest share of the other cores for other processes. On two cores with a common L3 cache, computing on the
 other core cost GPT-2 steps up to 8 %, and copying through memory up to 41 %. Copying for a quarter of the time cost up to
 9 %. Steps of 3 ms changed by 15 %, 76 % and 11 %, and by up to 38 % without any other process."""
 SLOWEST_CLOCK = 0.75
 """The least share of the default SM clock. NVIDIA's nvbench discards samples below the same share."""
 
 _TICK_COUNTERS = 5
-"""The number of counters in /proc/stat that ``others`` adds up. Each may be a tick off."""
+"""``others`` adds up this number of counters in /proc/stat. Each may be a tick off."""
 
 _TIMES = {1: "once", 2: "twice"}
 _SLOWDOWNS = {
@@ -75,7 +75,7 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
 
 
 def load(before: Conditions, after: Conditions) -> str | None:
-    """Return the part of `disturbance` that is counted in ticks, for a whole sample."""
+    """Return the disturbances that are counted in ticks, for a whole sample."""
     return _clauses(_stolen(before, after), _others(before, after))
 
 
@@ -96,14 +96,14 @@ def _compiled(before: Conditions, after: Conditions) -> str | None:
 
 
 def increase(before: int | None, after: int | None) -> int:
-    """Return the increase of a counter of events. A lower value than before means that the counter was reset to 0."""
+    """Return a counter's increase. After a reset to 0, the second reading is the increase."""
     if before is None or after is None:
         return 0
     return after - before if after >= before else after
 
 
 def is_throttled(before: Conditions, after: Conditions) -> bool:
-    """Return whether the GPU's clock was lowered to protect it, at either end of the interval."""
+    """Return whether the clock was lowered to protect the GPU, at either end of the interval."""
     return not _SLOWDOWNS.keys().isdisjoint(_events(before, after))
 
 
@@ -139,7 +139,7 @@ def _slow_clock(after: Conditions) -> str | None:
 
 
 def other_processes(before: Conditions, after: Conditions) -> int:
-    """Return the number of other sessions' processes that used the GPU at either reading."""
+    """Return the number of GPU processes from other sessions at either reading."""
     return max(len(before.other_pids | after.other_pids), before.other_processes or 0, after.other_processes or 0)
 
 
@@ -184,7 +184,7 @@ def _others(before: Conditions, after: Conditions) -> str | None:
 
 
 def share(before: Conditions, after: Conditions, earlier: float | None, later: float | None) -> float | None:
-    """Return the increase of a count of seconds, divided by the elapsed time; ``None`` if a reading is missing.
+    """Return the increase in a count of seconds, divided by the elapsed time; ``None`` if a reading is missing.
 
     Args:
         before: The first reading.
@@ -237,8 +237,8 @@ def taken(before: Conditions, after: Conditions) -> float:
     events = SECONDS_A_RETRY * increase(before.retries, after.retries) + SECONDS_A_GRAPH * increase(
         before.graphs, after.graphs
     )
-    others = other_processes(before, after)
-    on_gpu = OTHERS_ON_GPU * (1 + others) if others else 1.0
+    other_count = other_processes(before, after)
+    on_gpu = OTHERS_ON_GPU * (1 + other_count) if other_count else 1.0
     seconds = elapsed(before, after)
     # If an event may have filled the interval, nothing is known about the step.
     left = max(seconds - events, 1e-6 * seconds) / seconds if seconds > 0 else 1.0
@@ -248,7 +248,7 @@ def taken(before: Conditions, after: Conditions) -> float:
 def slowed(before: Conditions, after: Conditions) -> Slowed:
     """Return the largest factors by which the running step was slowed, from the host's counters over a sample.
 
-    Stolen time is counted for all cores together. All of it may have been stolen from this step's core.
+    Stolen time is counted for all cores together. It may have been stolen from this step's core only.
     """
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
     off_core = 1 - (1 - _waiting(before, after)) * (1 - stolen)
@@ -275,7 +275,7 @@ def contended(conditions: Conditions) -> float:
 def _waiting(before: Conditions, after: Conditions) -> float:
     """Return the share of the time in which the thread had no core.
 
-    If waiting is not counted, it is the share that other processes used.
+    If the device does not count waiting, return the share that other processes used.
     """
     waited = share(before, after, before.waited, after.waited)
     if waited is None:

@@ -1,4 +1,4 @@
-"""Composition of the bytes that are live at a peak: rows by category, module, line, dtype and shape. Frozen values."""
+"""Composition of live bytes at a peak: rows by category, module, line, dtype and shape. Frozen values."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 CATEGORIES = {
-    "parameter": "A module that ran, a fixture of the test or the function passed to `measure` refers to it as a "
+    "parameter": "A module that ran, a fixture or the function passed to `measure` refers to it as a "
     "parameter. Example: the weights of `blocks.*.mlp.0` in a GPT with four blocks, 4 x float32[512, 128], 1.05 MB.",
     "buffer": "One of these objects refers to it as a buffer. Example: `running_mean` in `BatchNorm2d(64)`, float32[64], "
     "256 B.",
     "gradient": "A parameter refers to it as its gradient, or `DistributedDataParallel` sends gradients in it and the "
     "rank runs alone. Example: the gradients of `blocks.*.mlp.0`, 4 x float32[512, 128], 1.05 MB.",
-    "optimizer state": "An optimizer that ran, or that a fixture of the test refers to, keeps it for its parameters. "
+    "optimizer state": "An optimizer that ran, or that a fixture refers to, keeps it for its parameters. "
     "Example: AdamW's two averages for `blocks.*.mlp.0`, 8 x float32[512, 128], 2.10 MB.",
     "input": "It was allocated before the recording, and the batch, the function passed to `measure` or a fixture's value"
     " refers to it. Example: a batch of token ids, int64[8, 256], 16.38 kB.",
     "activation": "Python code in forward or in a recomputed part allocated it, and it was still alive when the innermost"
     " module returned (outside of modules: when backward began its next node). Example: outputs of `addmm` that four "
     "blocks save for backward, 4 x float32[2048, 512], 16.78 MB.",
-    "temporary": "It was allocated like an activation and freed earlier, but after its operator returned; or a node of "
-    "the autograd graph allocated it in backward; or an optimizer allocated and freed it in its step. Example: logits "
+    "temporary": "It was allocated like an activation and freed earlier, but after its operator returned; or an "
+    "autograd node allocated it in backward; or an optimizer allocated and freed it in its step. Example: logits "
     "that `flatten` copies in the loss, float32[8, 255, 256], 2.09 MB.",
     "workspace": "It was freed before the operator that allocated it, or the call of this operator, returned. Memory that"
     " the backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
     "for each thread.",
     "other": "None of these rules holds: it was allocated before the recording, or outside of modules without a backward,"
     " or an optimizer keeps it. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
-    "unattributed": "The bytes of the step that no recorded block explains are one row. Example: a step has 40 MB, and "
+    "unattributed": "The step's bytes without a recorded block are one row. Example: a step has 40 MB, and "
     "its recorded blocks have 38 MB, so 2 MB are unattributed.",
 }
-"""The uses of a block, each with its rule and an example.
+"""The categories for a block, each with its rule and an example.
 
 The first rule that holds decides. The examples with four blocks come from `example_project/tiny_models/gpt.py`."""
 
 KEPT_SHARE = 0.95
-"""The share of the peak that a baseline's rows cover."""
+"""The share that a baseline's rows cover in the peak."""
 MOST_KEPT = 100
 """The most rows that a baseline keeps. In a transformer, 30 rows cover 95 %. In a U-Net, whose blocks differ, 100 to 190
 rows do."""
 MOST_TIED = 50
 """The most further rows that a baseline keeps because they have the same size as its last row."""
 REST = "smaller rows"
-"""The operator of a row that stands for all unlisted rows of its category."""
+"""The operator of a row that sums up the unlisted rows in its category."""
 
 _SEPARATOR = " | "
 _DIGITS = re.compile(r"\d+")
@@ -66,18 +66,18 @@ NOT_EXPLAINED = "it could not be run again to tell what its peak is made of"
 
 
 class MissingComposition(AttributeError):
-    """Raised if the composition of a measurement was not recorded. The message says how to record it."""
+    """Raised if a measurement's composition was not recorded. The message says how to record compositions."""
 
 
 class CompositionError(ValueError):
-    """A text is not a row of a composition. The message says what was expected."""
+    """The text is not a row. The message has the expected form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """Memory blocks with the same category, module, line, operator, dtype and shape.
 
-    A row in backward has the module and line of the forward operator that made the node. Code that backward calls (a
+    A row in backward has the module and line from the forward operator behind the node. Code that backward calls (a
     checkpointed part, or the ``backward`` method of a ``torch.autograd.Function``) has its own module and line.
 
     Example:
@@ -85,21 +85,21 @@ class Row:
     """
 
     category: str
-    """The use of the blocks, such as ``activation``; see [the categories](#categories)."""
+    """The blocks' use, such as ``activation``; see [the categories](#categories)."""
     nbytes: int
-    """Requested bytes of all blocks together."""
+    """Requested bytes in all blocks together."""
     module: str = ""
-    """The path of the innermost module that made the blocks, with layer numbers folded: ``blocks.*.attn``. The model itself
+    """The innermost module's path, with layer numbers folded: ``blocks.*.attn``. The model itself
     has the name of its class. If several models ran, the path in a further model begins with its class:
     ``Discriminator.fc``. Empty outside of modules."""
     site: str = ""
-    """File and line of the innermost frame in your own code, relative to pytest's root directory: ``model.py:88``. Empty if
+    """File and line for the innermost frame in your own code, relative to pytest's root directory: ``model.py:88``. Empty if
     there is none."""
     library: str = ""
     """The library's line below ``site``, with its package and release:
     ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch itself."""
     operator: str = ""
-    """The operator that allocated (``_softmax``), or the node of the autograd graph in backward (``MulBackward0``). An
+    """The operator that allocated (``_softmax``), or in backward the autograd node (``MulBackward0``). An
     operator such as ``linear`` copies a weight at its first use under autocast. This copy has the operator ``autocast's
     cached cast``."""
     tensor: str = ""
@@ -107,14 +107,14 @@ class Row:
     count: int = 1
     """The number of blocks."""
     layers: Layers = ()
-    """The numbers of the row's layers, if layers differ: ``((0, 2),)``. There is one tuple for each ``*`` in ``module``. An
+    """The row's layer numbers, if layers differ: ``((0, 2),)``. There is one tuple for each ``*`` in ``module``. An
     empty tuple stands for all layers."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The lines that led to the line, innermost first, with a tuple for each way: ``(("gpytorch 1.13:
-    models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 ways. Rows that differ only in their callers are
-    equal, and baselines do not keep callers."""
+    """The lines that led to the line, innermost first, with a tuple for each way:
+    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 ways. Rows that differ only in their
+    callers are equal, and baselines do not keep callers."""
     named: str = field(default="", compare=False)
-    """The caller that is named before the line, for example because it has changed. Empty without a named caller."""
+    """The caller to name before the line, for example a changed caller. Empty without a named caller."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -157,7 +157,7 @@ class Row:
 
 
 def text_with_callers(row: Row) -> str:
-    """Return the text of a row, followed by the callers and the named caller if there are any."""
+    """Return a row's text, followed by the callers and the named caller if there are any."""
     if not row.callers and not row.named:
         return row.text()
     more = (chains_to_text(row.callers), row.named)
@@ -207,9 +207,9 @@ RowText = Annotated[Row, Form(str, text_with_callers, row_from_text)]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composition(FrozenValue):
-    """The bytes that are live at one moment, a frozen value. ``rows`` and ``rest`` add up to ``total`` exactly.
+    """The live bytes at a moment, a frozen value. ``rows`` and ``rest`` add up to ``total`` exactly.
 
-    A pattern for modules matches the folded path of a module, or of a module around it: ``blocks.*.attn`` includes
+    A pattern matches a module's folded path, or the path of a module around it: ``blocks.*.attn`` includes
     ``blocks.*.attn.qkv``. ``*`` also matches dots. If a row names its layers, the pattern may match its ``path`` instead.
 
     Memory from earlier steps (a list of losses) counts as kept by this step. On CUDA, memory from before the recording is
@@ -229,15 +229,15 @@ class Composition(FrozenValue):
     rows: tuple[RowText, ...]
     """The rows, the largest first."""
     recomputed: Mapping[str, int] = field(default_factory=dict)
-    """The number of calls that backward repeated, by the folded path of their module."""
+    """The number of calls that backward repeated, by their module's folded path."""
     notes: tuple[str, ...] = ()
     """Clauses, for example if the recorded run had another peak than the measured run."""
     no_grad: Mapping[str, Calls] = field(default_factory=dict)
     """The calls with grad mode off (``no_grad``, ``inference_mode``), by module: ``(1, 1)`` is 1 of 1 call. For a function
-    (``step()``) they are the torch functions that it calls itself."""
+    (``step()``) they are its own calls to torch functions."""
     no_backward: Mapping[str, Calls] = field(default_factory=dict)
     """The calls in forward with grad mode on that backward did not reach (``detach``, parameters without gradients), by
-    module. Calls that neither made a part of the graph nor allocated are left out.
+    module. Calls without a part in the graph and without allocations are left out.
     """
     phase: str = ""
     """The phase of the moment: forward, backward or optimizer, also in code without phases. Empty if unknown."""
@@ -258,7 +258,7 @@ class Composition(FrozenValue):
         return self.total - sum(row.nbytes for row in self.rows)
 
     def of(self, category: str, module: str = "*") -> int:
-        """Return the bytes of a category in the modules that match a pattern.
+        """Return a category's bytes in the modules that match a pattern.
 
         Args:
             category: One of [the categories](#categories).
@@ -272,7 +272,7 @@ class Composition(FrozenValue):
         return sum(row.nbytes for row in self.rows if row.category == category and _is_within(row, module))
 
     def dtypes(self, module: str = "*", category: str | None = None) -> frozenset[str]:
-        """Return the dtypes of the tensors in the modules that match a pattern: ``{"bfloat16", "float32"}``.
+        """Return the tensors' dtypes in the modules that match a pattern: ``{"bfloat16", "float32"}``.
 
         Args:
             module: A pattern: ``"*.attn"``.
@@ -285,7 +285,7 @@ class Composition(FrozenValue):
     def kept(self) -> Composition:
         """Return the composition in the form that a baseline keeps, with at most 100 rows.
 
-        The largest rows are kept. They cover 95 % of all bytes, and 95 % of the bytes beside workspaces. The other rows are
+        The largest rows are kept. They cover 95 % of all bytes, and 95 % without workspaces. The other rows are
         joined to one row for each category, with the operator ``smaller rows``. ``no_grad`` and ``no_backward`` keep only the
         modules that differ from the module around them, and the sum as ``(all)``.
 
@@ -319,7 +319,7 @@ class Composition(FrozenValue):
 
 
 def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the rows, with rows added up that differ only in count and bytes."""
+    """Add up rows that differ only in count and bytes."""
     sums: dict[Row, tuple[int, int, dict[Chain, None]]] = {}
     for row in rows:
         key = replace(row, nbytes=0, count=0)
@@ -341,7 +341,7 @@ def each_layer(row: Row) -> dict[Numbers, Row]:
 
 
 def joined(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Row, ...]:
-    """Return rows of single layers, joined to as few rows as possible.
+    """Join rows with single layers to as few rows as possible.
 
     Example:
         ``_softmax`` has rows with 8 MB in the layers 0, 1 and 2 and a row with 4 MB in layer 3. The result has one row with
@@ -371,7 +371,7 @@ def joined(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers]]) -
 
 
 def item_bits(dtype: str) -> int:
-    """Return the bits of an element: 32 for ``float32``, 8 for ``bool`` and ``float8_e5m2``, and 0 for an unknown dtype."""
+    """Return the bits in an element: 32 for ``float32``, 8 for ``bool`` and ``float8_e5m2``, and 0 for an unknown dtype."""
     digits = _DIGITS.search(dtype)
     return 8 if dtype == "bool" else int(digits.group()) if digits else 0
 
@@ -381,7 +381,7 @@ def _by_size(row: Row) -> tuple[int, str]:
 
 
 def _is_within(row: Row, pattern: str) -> bool:
-    """Return whether the pattern matches the module of a row, or a module around it."""
+    """Return whether the pattern matches a row's module, or a module around it."""
     paths = [path.split(".") for path in {row.module, row.path}]
     return any(
         fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for parts in paths for count in range(1, len(parts) + 1)
@@ -393,7 +393,7 @@ HOLDER_NOT_FOUND = "holder not found"
 MOST_ALTERNATIVES = 3
 """The most alternatives that a holder's path names."""
 FIRST_USE = "filled by the first use"
-"""The text before a holder that is a cache: the measured run filled it, and the next run added nothing."""
+"""The text before a cache: the measured run filled the cache, and the next run added nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,11 +410,11 @@ class Holder(FrozenValue):
     ``"Net.seen[...] or Net.last"`` and ``"perhaps Net.seen[...]"`` name `alternatives`.
     """
     kept: Composition
-    """The composition of the tensors."""
+    """The tensors' composition."""
     first_use: bool = False
     """True for a cache, which the measured run filled and the next run found full."""
     alternatives: tuple[str, ...] = ()
-    """The paths to several possible holders, if nothing proves which of them keeps the tensors; else empty.
+    """The paths to several possible holders, if nothing proves which holder keeps the tensors; else empty.
 
     An empty path stands for a holder that was not found.
     """
@@ -427,36 +427,38 @@ class Holder(FrozenValue):
         return f"{FIRST_USE if self.first_use else KEPT_IN}: {self.path}"
 
 
-def holder_at(paths: Iterable[str], kept: Composition) -> Holder:
+def holder_at(paths: Iterable[str], composition: Composition) -> Holder:
     """Return the holder at a path, or a holder with alternatives if there are several paths.
 
     Example:
-        ``holder_at(["Net.seen[...]", "Net.last"], kept)`` has the path ``"Net.last or Net.seen[...]"``.
+        ``holder_at(["Net.seen[...]", "Net.last"], composition)`` has the path ``"Net.last or Net.seen[...]"``.
     """
     alternatives = tuple(sorted(set(paths)))
     if len(alternatives) < 2:
-        return Holder("".join(alternatives), kept)
+        return Holder("".join(alternatives), composition)
     named = [path for path in alternatives if path]
     more = len(named) - MOST_ALTERNATIVES
     text = " or ".join([*named[:MOST_ALTERNATIVES], *([counted(more, "other")] if more > 0 else [])])
-    return Holder(text if len(named) == len(alternatives) else f"perhaps {text}", kept, alternatives=alternatives)
+    return Holder(
+        text if len(named) == len(alternatives) else f"perhaps {text}", composition, alternatives=alternatives
+    )
 
 
 def ranked(holders: Iterable[Holder]) -> tuple[Holder, ...]:
-    """Return holders sorted by the bytes that they keep, the largest first."""
+    """Return holders sorted by their kept bytes, the largest first."""
     return tuple(sorted(holders, key=lambda holder: (-holder.kept.total, holder.path)))
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The result of one recorded run of a step, a frozen value."""
+    """The result from a step's recorded run, a frozen value."""
 
     peak: Composition
-    """The composition of the peak, as `Measurement.composition`. If memory ran out, the composition of the moment before."""
+    """The peak's composition, as `Measurement.composition`. If memory ran out, the composition just before."""
     retained: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of the memory that the step left behind, after garbage was collected."""
+    """The composition of memory that the step left behind, after garbage collection."""
     garbage: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of the memory that only Python's cyclic collector freed."""
+    """The composition of memory that only Python's cyclic collector freed."""
     cycles: tuple[str, ...] = ()
     """The types in the reference cycles that held the garbage, at most 5: ``"Trainer -> dict -> method -> Trainer"``."""
     asked: int | None = None
@@ -466,24 +468,25 @@ class Explanation:
     explained only to be accepted later.
     """
     holders: tuple[Holder, ...] = ()
-    """The holders of the tensors in ``retained``, the most bytes first. Their rows add up to the rows of ``retained``."""
+    """The holders for the tensors in ``retained``, the most bytes first. Their rows add up to the rows in ``retained``."""
     holders_of_inputs: tuple[Holder, ...] = ()
-    """The holders of inputs that each step frees and makes anew, such as ``self.last_output``. A failure names them under
-    ``what grew`` with the line that makes the inputs, unless several lines make tensors of this size."""
+    """The holders of replaced inputs, such as ``self.last_output``. Each step frees and makes these inputs anew. A failure
+    names the holders under ``what grew`` with the line that makes the inputs, unless several lines make tensors with this
+    size."""
     gpu: str | None = None
-    """The GPU of the run, ``"cuda:1"``, if the process sees several."""
+    """The run's GPU, ``"cuda:1"``, if the process sees several."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """The composition at the peak of each other phase in which anything was allocated."""
+    """The compositions at the peaks of all other phases with allocations."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """Callers of each module and function (``step()``, ``Net.target()``) that was called with grad mode on, by folded path."""
+    """Callers with grad mode on, by the folded path of the called module or function (``step()``, ``Net.target()``)."""
     function_at: Mapping[str, str] = field(default_factory=dict)
-    """The function of each line that ran with grad mode on, except lines in a module's ``forward``: ``step()``."""
+    """The function around each line with grad mode on, except lines in a module's ``forward``: ``step()``."""
 
     def kept(self) -> Explanation:
-        """Return the explanation with only the largest rows of each composition, as `Composition.kept`.
+        """Return the explanation with only the largest rows in each composition, as `Composition.kept`.
 
-        A phase is kept if its peak is at least half of the step's peak, because the peak may move there. The composition of
-        the peak keeps the calls of all modules.
+        A phase is kept if its peak is at least half of the step's peak, because the peak may move there. The peak's
+        composition keeps all module calls.
         """
         near = {
             phase: composition.kept()
@@ -502,12 +505,12 @@ class Explanation:
 
 
 def without_callers(composition: Composition) -> Composition:
-    """Return a composition without the callers of its rows' lines."""
+    """Return a composition without callers in its rows."""
     return replace(composition, rows=tuple(replace(row, callers=()) for row in composition.rows))
 
 
 def explanation_without_callers(explanation: Explanation) -> Explanation:
-    """Return an explanation without the callers of its rows' lines."""
+    """Return an explanation without callers in its rows."""
 
     def without(holders: Iterable[Holder]) -> tuple[Holder, ...]:
         return tuple(replace(holder, kept=without_callers(holder.kept)) for holder in holders)

@@ -14,7 +14,7 @@ SpanKind = Literal["operator", "node", "mark"]
 
 
 NOWHERE = 0
-"""The address of an allocation of 0 bytes that marks the moment when memory ran out."""
+"""The address in an allocation with 0 bytes, which marks the moment when memory ran out."""
 
 
 class AllocationEvent(NamedTuple):
@@ -30,9 +30,9 @@ class AllocationEvent(NamedTuple):
 
 
 class Open(NamedTuple):
-    """The beginning of a span: an operator (``aten::addmm``), a running node of the autograd graph, or a mark of this package.
+    """The beginning of a span: an operator (``aten::addmm``), a running autograd node, or a mark from this package.
 
-    ``sequence`` is autograd's number, which a node shares with the operator that made it; -1 without a number. ``mark`` is
+    ``sequence`` is autograd's number, which a node shares with its operator; -1 without a number. ``mark`` is
     the index of a mark; -1 for other spans.
     """
 

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 PACE = 1.6
-"""The exponent with which a lost pace may slow a step. A pace that is 2 times lower explains a step that is 2**1.6 = 3.03
+"""The exponent with which a lost pace may slow a step. A pace that is 2 times lower explains a time that is 2**1.6 = 3.03
 times longer.
 
 The speed of a virtual machine moved by 1.75 times with little other work. The exponent was 1.1 in the median of 577 pairs
 of runs, and 1.66 at the 90th percentile. Other work that goes through memory slows the step more, and the other factors
-cover it. With 2, 5 % of the steps that took twice as long could not be distinguished from a slow machine there, with 1.6
+cover it. With 2, 5 % of steps with twice the time could not be distinguished from a slow machine there, with 1.6
 about 1 %. Comparisons of a step with itself failed equally often (8 of 3,000)."""
 UNREAD_PACE = 3
 """The exponent of a sample's factor if no pace can be compared: by itself, sharing made steps up to 1.76 times as long."""
@@ -19,38 +19,38 @@ UNREAD_PACE = 3
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The readings of one moment. ``None`` stands for readings that the device or machine does not support.
+    """The readings at a moment. ``None`` means that the device or machine does not support a reading.
 
-    Counters (retries, graphs, seconds) have a meaning only as the difference of two readings.
+    For counters (retries, graphs, seconds), only the difference between two readings has a meaning.
     """
 
     seconds: float
-    """The time in seconds of the monotonic clock."""
+    """The monotonic clock's time in seconds."""
 
     retries: int | None = None
-    """The number of times that the allocator found no memory, released its cache and tried again."""
+    """How often the allocator found no memory, released its cache and tried again."""
     graphs: int | None = None
-    """The number of graphs that torch.compile has compiled in this process."""
+    """Graphs that torch.compile has compiled in this process."""
 
     waited: float | None = None
     """Seconds for which this thread was ready to run and had no core."""
     stolen: float | None = None
-    """Seconds that the hypervisor took from this machine's cores, summed over all cores and counted in ticks."""
+    """Seconds stolen by the hypervisor, summed over all cores and counted in ticks."""
     others: float | None = None
-    """CPU seconds of all other processes except children of this process, summed over all cores and counted in ticks."""
+    """CPU seconds in other processes except this process's children, summed over all cores and counted in ticks."""
     cores: int | None = None
-    """The number of cores that ``stolen`` and ``others`` are summed over."""
+    """The number of cores in ``stolen`` and ``others``."""
     tick: float = 0.01
-    """Seconds of a tick, the unit in which ``stolen`` and ``others`` are counted."""
+    """Seconds in a tick, the unit for ``stolen`` and ``others``."""
 
     clock_events: frozenset[str] | None = None
     """Limits on the GPU's clock by NVML's names: ``"SwPowerCap"``, ``"HwThermalSlowdown"``, ``"GpuIdle"``, ..."""
     sm_clock: float | None = None
     """The GPU's SM clock in Hz."""
     sm_clock_default: float | None = None
-    """The SM clock in Hz that the GPU uses by default."""
+    """The GPU's default SM clock in Hz."""
     other_processes: int | None = None
-    """The number of other sessions' processes on the GPU, without processes that NVML reports as idle."""
+    """The number of processes from other sessions on the GPU, without processes that NVML reports as idle."""
     other_pids: frozenset[int] = frozenset()
     """Their pids. Empty if only their number is known: in a container, pids belong to another namespace."""
 
@@ -60,9 +60,9 @@ class Slowed:
     """The largest factors by which other work can have slowed a sample."""
 
     shared: float = 1.0
-    """The factor of slowdowns that show in the pace."""
+    """The factor for slowdowns visible in the pace."""
     refilled: float = 1.0
-    """The factor of slowdowns that do not show in the pace, such as cold caches."""
+    """The factor for slowdowns not visible in the pace, such as cold caches."""
 
     def by(self, lost: float) -> float:
         """Return the factor for a pace that is lower by the ratio ``lost``, at least 1.

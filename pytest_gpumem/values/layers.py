@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 Numbers = tuple[int, ...]
 """The layer numbers in one path: 3 and 5 in ``layers.3.experts.5``."""
 Layers = tuple[tuple[int, ...], ...]
-"""The layers that are meant, with one tuple of numbers for each ``*`` in a path.
+"""The selected layers, with a tuple of numbers for each ``*`` in a path.
 
-All combinations of the numbers are meant. Without any tuples all layers are meant. Example: ``((0, 1), (5,))`` in
+All combinations are selected. Without any tuples, all layers are. Example: ``((0, 1), (5,))`` in
 ``layers.*.experts.*`` means ``layers.0.experts.5`` and ``layers.1.experts.5``."""
 
 FOLDED = "*"
@@ -52,7 +52,7 @@ def named(path: str, layers: Layers) -> str:
 
 
 def products(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()) -> list[Layers]:
-    """Return the numbers of paths as few combinations of layers.
+    """Return path numbers as few combinations of layers.
 
     If all numbers occur, the result is ``[()]``. If all numbers at one ``*`` occur, this ``*`` has an empty tuple.
 
@@ -60,8 +60,8 @@ def products(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()
         ``products({(0,), (2,)}, {(0,), (1,), (2,)})`` is ``[((0, 2),)]``.
 
     Args:
-        numbers: The numbers of the paths.
-        all_numbers: The numbers of all modules with this folded path, if they are known.
+        numbers: The layer numbers in the paths.
+        all_numbers: The layer numbers in all modules with this folded path, if they are known.
     """
     numbers, all_numbers = set(numbers), set(all_numbers)
     if numbers == all_numbers or not numbers:
@@ -70,7 +70,7 @@ def products(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()
 
 
 def layers_of(paths: Iterable[str]) -> dict[str, frozenset[Numbers]]:
-    """Return all layers of each module, by its folded path."""
+    """Return all layers by the module's folded path."""
     layers_by_path: dict[str, set[Numbers]] = {}
     for path, layers in map(apart, paths):
         layers_by_path.setdefault(path, set()).update(members(layers) or ())
@@ -78,7 +78,7 @@ def layers_of(paths: Iterable[str]) -> dict[str, frozenset[Numbers]]:
 
 
 def members(layers: Layers) -> set[Numbers] | None:
-    """Return the numbers of each path that is meant; ``None`` if a ``*`` stands for all layers."""
+    """Return the numbers in each selected path; ``None`` if a ``*`` stands for all layers."""
     return set(product(*layers)) if layers and all(layers) else None
 
 
@@ -155,11 +155,11 @@ def kinds_of(
     """Return layers with equal amounts as few combinations.
 
     Args:
-        amounts: The amounts of each layer.
+        amounts: The amounts by layer.
         all_layers: All layers of the module.
 
     Returns:
-        For each combination its layers, their number, and the amounts of one layer.
+        For each combination its layers, their number, and the amounts in one layer.
     """
     layers_with: dict[tuple[int, ...], set[Numbers]] = defaultdict(set)
     for numbers, amount in amounts.items():

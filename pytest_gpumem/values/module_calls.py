@@ -1,4 +1,4 @@
-"""Calls of modules with a property: grad mode was off, or backward did not reach the call. Pure.
+"""Module calls with a property: grad mode was off, or backward did not reach the call. Pure.
 
 Example: ``Calls(6, 12)`` for ``blocks.*`` means that 6 of 12 calls ran with grad mode off.
 """
@@ -19,7 +19,7 @@ _TEXT = re.compile(r"(\d{1,18}) of (\d{1,18}) x (.*)", re.DOTALL)
 
 
 class Calls(NamedTuple):
-    """The calls of a module that have a property, and all its calls, as a named tuple."""
+    """A module's calls with a property, and all its calls, as a named tuple."""
 
     these: int
     """The calls with the property."""
@@ -40,9 +40,9 @@ class Caller(NamedTuple):
     """A caller of a module, as a named tuple."""
 
     module: str
-    """The folded path of the module around the call; empty for none."""
+    """The folded path of the module around the call; empty outside of modules."""
     line: str
-    """The line of the call: ``models.py:41``; empty for none."""
+    """The calling line: ``models.py:41``; empty if unknown."""
 
 
 ModuleCalls = dict[str, Calls]
@@ -71,13 +71,13 @@ def counted(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
 
 
 class KindsOfSteps:
-    """Module calls of several steps, with each kind of step counted once.
+    """Module calls in several steps, with each kind of step counted once.
 
-    Two steps are of the same kind if the property holds for equal shares of each module's calls.
+    Two steps are alike if the property holds for equal shares of each module's calls.
 
     Example:
-        Ten training steps and two validations of a model are two kinds. The result has the calls of one training step and one
-        validation, so it does not depend on the number of steps.
+        Ten training steps and two validations are two kinds. The result has the calls from one training step and one
+        validation, whatever the number of steps.
     """
 
     def __init__(self) -> None:
@@ -87,12 +87,12 @@ class KindsOfSteps:
     def add(
         self, no_grad: ModuleCalls, no_backward: ModuleCalls, callers: Mapping[str, tuple[Caller, ...]] | None = None
     ) -> None:
-        """Add the calls of a step.
+        """Add a step's calls.
 
         Args:
             no_grad: The calls with grad mode off.
             no_backward: The calls that backward did not reach.
-            callers: The callers of each module.
+            callers: The callers by module.
         """
         self._kinds.setdefault((_shares(no_grad), _shares(no_backward)), (no_grad, no_backward))
         for path, module_callers in (callers or {}).items():
@@ -105,7 +105,7 @@ class KindsOfSteps:
 
     @property
     def no_backward(self) -> ModuleCalls:
-        """The calls that backward did not reach, and all calls that made a part of the graph."""
+        """The calls that backward did not reach, and all calls with a part in the graph."""
         return _added(no_backward for _, no_backward in self._kinds.values())
 
     @property
@@ -131,7 +131,7 @@ def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
     """Return the fewest entries from which all others follow, because a module without an entry is like the module around it.
 
     The result has an entry for all modules together, and only this entry if all modules are alike. A result of `outermost` is
-    returned unchanged. Of functions (``step()``) only those with calls in which grad mode was off are kept.
+    returned unchanged. A function (``step()``) is kept only if grad mode was off in some calls.
 
     Example:
         Grad mode was off in both calls of ``teacher`` and of ``teacher.blocks.*``, and on in the call of ``student``. The
@@ -169,30 +169,30 @@ def _outermost_modules(calls: Mapping[str, Calls]) -> ModuleCalls:
     return {EVERYWHERE: all_calls, **listed}
 
 
-def no_longer(before: Mapping[str, Calls], now: Mapping[str, Calls], module: str) -> Calls | None:
-    """Return the calls of ``module`` in ``before`` that had the property, if fewer calls have it in ``now``.
+def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], module: str) -> Calls | None:
+    """Return the module's calls with the property in ``baseline``, if fewer calls have the property in ``current``.
 
-    If only some calls had the property in ``before``, both sides must have the same number of calls. Otherwise calls may have
+    If only some calls had the property in ``baseline``, both sides must have the same number of calls. Otherwise calls may have
     disappeared, and others may be new.
 
     Args:
-        before: The calls in the baseline, possibly reduced by `outermost`.
-        now: The calls in this step, with every called module.
-        module: The path of a module or function.
+        baseline: The calls in the baseline, possibly reduced by `outermost`.
+        current: The calls in this step, with every called module.
+        module: A module's or function's path.
 
     Returns:
-        The calls in ``before`` of the module, or of the module around it; ``None`` if no fewer calls have the property.
+        The module's calls in ``baseline``, or the calls around it; ``None`` if no fewer calls have the property.
     """
-    calls = now.get(module)
-    path = next((path for path in (module, *_outer_paths(module)) if path in before), None)
-    if path is None and not is_function(module) and EVERYWHERE in before and not before[EVERYWHERE].others:
+    module_calls = current.get(module)
+    path = next((path for path in (module, *_outer_paths(module)) if path in baseline), None)
+    if path is None and not is_function(module) and EVERYWHERE in baseline and not baseline[EVERYWHERE].others:
         path = EVERYWHERE
-    if calls is None or not calls.others or path is None or not before[path].these:
+    if module_calls is None or not module_calls.others or path is None or not baseline[path].these:
         return None
-    baseline_calls = before[path]
+    baseline_calls = baseline[path]
     if not baseline_calls.others:
         return baseline_calls
-    outer_calls = now.get(path)
+    outer_calls = current.get(path)
     changed = (
         outer_calls is not None
         and outer_calls.these < baseline_calls.these

@@ -1,4 +1,4 @@
-"""Counts of a step by operator, line and module. Frozen values and their text form."""
+"""A step's counts by operator, line and module. Frozen values and their text form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MADE_OF_OPERATORS = tuple(name for name, metric in METRICS.items() if metric.made_of_operators)
 """The metrics that count operators."""
 MOST_PLACES = 150
-"""The most places of a metric that a baseline keeps. All other places are reduced to their operators.
+"""The most places that a baseline keeps for a metric. All other places are reduced to their operators.
 
 A Llama trained with DoRA has 38 places with FLOPs, and 116 with operators."""
 
@@ -30,12 +30,12 @@ _SEPARATOR = " | "
 
 @dataclass(frozen=True, slots=True)
 class OperatorSite:
-    """The place of an operator's call. In backward it is the forward call that made the node. Empty if unknown."""
+    """The place where an operator was called. In backward, the forward call behind the node. Empty if unknown."""
 
     module: str = ""
-    """The path of the innermost module, with a layer (``blocks.3.attn``) or ``*`` for all layers."""
+    """The innermost module's path, with a layer (``blocks.3.attn``) or ``*`` for all layers."""
     site: str = ""
-    """File and line of the innermost frame in your own code."""
+    """File and line for the innermost frame in your own code."""
     library: str = ""
     """Package, file and line of the library's frame below ``site``. Empty without a library."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
@@ -56,7 +56,7 @@ NOWHERE = OperatorSite()
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The part of a count that comes from one operator at one place.
+    """The calls to an operator at one place.
 
     Example:
         ``Tally("addmm", 8, OperatorSite("blocks.*.mlp.0", "gpt.py:58"))`` are 8 calls.
@@ -88,15 +88,15 @@ def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
 
 
 MOST_KINDS = 3
-"""The most kinds of layers that are distinguished for calls at one line. If all layers differ, they become one row."""
+"""The most kinds of layers at a line. If there are more, all layers become one row."""
 
 
 def of_layers(tallies: Iterable[Tally], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Tally, ...]:
-    """Return tallies of single layers, joined to as few tallies as possible.
+    """Join tallies with single layers to as few tallies as possible.
 
     Args:
         tallies: The tallies.
-        all_layers: All layers of each module, by folded path.
+        all_layers: All layers by the module's folded path.
     """
     layers_by_kind: dict[Tally, dict[Numbers, tuple[int, ...]]] = {}
     joined = []
@@ -121,12 +121,12 @@ def of_layers(tallies: Iterable[Tally], all_layers: Mapping[str, Collection[Numb
 
 
 def each_layer(tally: Tally) -> list[Tally]:
-    """Return a tally for each layer that its place names, or the tally itself if it names no layers or has no equal parts."""
+    """Return a tally for each named layer, or the tally itself without named layers or equal parts."""
     return in_layers(tally, members(apart(tally.place.module)[1]) or ())
 
 
 def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
-    """Return equal parts of a tally at some layers of its module, or the tally itself if it cannot have equal parts."""
+    """Return equal parts of a tally at some layers, or the tally itself if equal parts are impossible."""
     if not layers or tally.amount % len(layers):
         return [tally]
     path = folded(tally.place.module)
@@ -137,7 +137,7 @@ def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
 
 
 def layer_of(place: OperatorSite) -> Numbers | None:
-    """Return the numbers of a place's only layer; ``None`` if it names no layer or several layers."""
+    """Return the numbers of a place's only layer; ``None`` without a layer or with several."""
     layers = members(apart(place.module)[1]) or set()
     return next(iter(layers)) if len(layers) == 1 else None
 
@@ -169,19 +169,19 @@ def without_places(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
 
 
 def tallies_without_callers(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
-    """Return the tallies without the callers of their lines."""
+    """Return the tallies without callers."""
     return tuple(
         replace(tally, place=replace(tally.place, callers=())) if tally.place.callers else tally for tally in tallies
     )
 
 
 def total(tallies: Iterable[Tally]) -> int:
-    """Return the sum of the amounts, which is the value of the metric."""
+    """Return the sum over the amounts, which is the metric's value."""
     return sum(tally.amount for tally in tallies)
 
 
 def varied_clause(metric: str, lowest: int, highest: int) -> str:
-    """Return a clause on a count that differs from step to step."""
+    """Return a clause on a varying count."""
     return f"{METRICS[metric].title} between {format_count(lowest)} and {format_count(highest)} from step to step"
 
 
@@ -192,7 +192,7 @@ def to_texts(tallies: Iterable[Tally], *, with_callers: bool = False) -> list[st
 
     Args:
         tallies: The tallies.
-        with_callers: Whether to append the callers, the named caller and the reason of a place, if it has any.
+        with_callers: Whether to append a place's callers, named caller and reason, if there are any.
     """
     texts = []
     for place, group in groupby(summed(tallies), key=lambda tally: tally.place):
@@ -217,7 +217,7 @@ def from_texts(texts: Iterable[str]) -> tuple[Tally, ...]:
 
 
 Tallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], partial(to_texts, with_callers=True), from_texts)]
-"""Tallies that are written as the texts of their places."""
+"""Tallies in the text form of their places."""
 KeptTallies = Annotated[
     tuple[Tally, ...], Form(tuple[str, ...], lambda tallies: to_texts(kept(tallies), with_callers=True), from_texts)
 ]

@@ -1,4 +1,4 @@
-"""Words of options: devices, and the baselines that an update writes."""
+"""Words in options: devices, and the baselines to update."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 DEFAULT_DEVICE = "cuda"
 """The device if none is named."""
 EMULATED = "emulated:"
-"""Prefix of the names of emulated GPUs."""
+"""Prefix for emulated GPUs."""
 NO_CUDA = "no CUDA device"
-"""Beginning of the reason why a test is unmeasured without a GPU."""
+"""Beginning of the reason if a test is unmeasured without a GPU."""
 NO_CUDNN = "none"
 """The release of cuDNN in an environment's details if convolutions ran and cuDNN did not plan them."""
 LACKS_WORKSPACES = "without cuDNN the peak lacks workspaces of convolutions"
@@ -37,4 +37,4 @@ ROUTINGS: Mapping[str, str] = {
     "among the experts that are left to tokens with the same mask.",
     "worst": "The first experts that are not masked get all tokens.",
 }
-"""Assumptions about the experts that get tokens, for devices that do not compute the values which choose them."""
+"""Assumptions about the choice of experts, for devices that do not compute router values."""

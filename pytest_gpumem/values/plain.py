@@ -153,7 +153,7 @@ def _mapping(_: Any, kind: Any) -> _Codec:
 
 
 def _union(*kinds: Any) -> _Codec:
-    """Return the codec of a type or ``None``, or of several types that JSON has."""
+    """Return the codec for a type or ``None``, or for several JSON types."""
     types = [kind for kind in kinds if kind is not NoneType]
     read, write = _codec(types[0]) if len(types) == 1 else _UNCHANGED
     if len(types) > 1 and int in types and float not in types:

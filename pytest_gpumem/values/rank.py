@@ -1,4 +1,4 @@
-"""A rank of a distributed job, and the names of measurements on a rank. Pure."""
+"""A rank in a distributed job, and measurement names with ranks. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rank:
 
 
 def name_on(rank: Rank, name: str) -> str:
-    """Return the name of a measurement on a rank: ``"train_step rank 3 of 4"``."""
+    """Return a measurement's name on a rank: ``"train_step rank 3 of 4"``."""
     return f"{name} {rank}"
 
 

@@ -14,7 +14,7 @@ _MOST_DIGITS = 18
 Chain = tuple[str, ...]
 """The callers of a line, innermost first: ``("models/exact_gp.py:426", "train.py:9")``."""
 MOST_CHAINS = 4
-"""The most chains that a row keeps. A helper in a large model is called from dozens of lines."""
+"""The most chains in a row. A helper in a large model is called from dozens of lines."""
 _CALLED_BY, _NEXT_CHAIN = " < ", " ; "
 
 
@@ -72,18 +72,18 @@ def chains_from_text(text: str) -> tuple[Chain, ...]:
 
 
 def without_release(line: str) -> str:
-    """Return a line without the release of its package, so that lines of two releases can be equal."""
+    """Return a line without its package's release, so lines from two releases can be equal."""
     return _PACKAGE.sub(r"\1: ", line, count=1)
 
 
 def package_of(line: str) -> str:
-    """Return the package of a line, or an empty text for a line of the project."""
+    """Return the package of a line, or an empty text for a project line."""
     match = _PACKAGE.match(line)
     return match.group(1) if match else ""
 
 
 def file_and_line(line: str) -> tuple[str, int]:
-    """Return the file of a line, without the release of its package, and the line's number, or 0 without a number."""
+    """Return a line's file, without its package's release, and the line number, or 0 without a number."""
     file, _, number = line.rpartition(":")
     if number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS:
         return without_release(file), int(number)

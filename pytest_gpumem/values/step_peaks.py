@@ -1,4 +1,4 @@
-"""The peaks of the steps in a measurement."""
+"""The steps' peaks in a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """The peaks of all measured steps in order, in bytes.
+    """The peaks in all measured steps in order, in bytes.
 
     Example:
         >>> StepPeaks((900, 700, 700), left_out=1).repeated
@@ -22,9 +22,9 @@ class StepPeaks:
     """
 
     allocated: tuple[int, ...] = ()
-    """The allocated bytes at the peak of each step."""
+    """The allocated bytes at each step's peak."""
     reserved: tuple[int, ...] = ()
-    """The reserved bytes at the peak of each step. Empty if the device does not support it."""
+    """The reserved bytes at each step's peak. Empty if the device does not reserve memory."""
     left_out: int = 0
     """The number of first steps, which create state. Budgets include them. The metrics and baselines do not."""
 
@@ -50,22 +50,22 @@ def spread(peaks: Sequence[int]) -> str:
 
 
 def differ_by_chance(higher: Sequence[int], lower: Sequence[int], allowed: float) -> bool:
-    """Return whether a higher maximum may be chance, because the peaks of the steps vary.
+    """Return whether a higher maximum may be chance, because the steps' peaks vary.
 
     It is not chance in four cases:
 
     - The peaks in ``lower`` are all equal.
     - Each step needs at least as much as the same step in ``lower``. A loop with a fixed seed shows this, and chance does
       not.
-    - The lowest peak in ``higher`` is above the maximum of ``lower``.
-    - The maximum exceeds the maximum of ``lower`` by more than the range of ``lower``.
+    - The lowest peak in ``higher`` is above the maximum in ``lower``.
+    - The maximum is higher than in ``lower`` by more than the range in ``lower``.
 
     Example:
         ``differ_by_chance((10, 30, 20), (25, 10, 12), 1)`` is ``True``: the maximum is 5 higher, the range of ``lower`` is
         15, and the first step needs less than before.
 
     Args:
-        higher: Peaks in order, in bytes. Their maximum exceeds the maximum of ``lower`` by more than ``allowed``.
+        higher: Peaks in order, in bytes. Their maximum exceeds the maximum in ``lower`` by more than ``allowed``.
         lower: Peaks in order, in bytes.
         allowed: A difference in bytes that is ignored.
     """

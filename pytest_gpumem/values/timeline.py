@@ -1,4 +1,4 @@
-"""The live bytes of a step over time, by category. Frozen values."""
+"""A step's live bytes over time, by category. Frozen values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 from pytest_gpumem.values.plain import FrozenValue
 
 MOST_MOMENTS = 300
-"""The number of moments that a picture needs. Each bucket of moments contributes its highest and its lowest."""
+"""The number of moments in a picture. Each bucket contributes its highest and its lowest moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class PhaseSpan:
 
 @dataclass(frozen=True, slots=True)
 class OverTime(FrozenValue):
-    """The bytes of a step at each moment, from its beginning to its end. All series have the same length.
+    """A step's bytes at each moment, from its beginning to its end. All series have the same length.
 
     The recording takes time, so the moments are further apart than in the step itself.
     """
@@ -38,7 +38,7 @@ class OverTime(FrozenValue):
     categories: Mapping[str, tuple[int, ...]]
     """Bytes by category. At each moment they add up to ``total``."""
     peak: int
-    """The index of the peak's moment."""
+    """The peak's index."""
     phases: tuple[PhaseSpan, ...] = ()
     """The phases in order."""
 

@@ -1,4 +1,4 @@
-"""Times of a step: rounds, samples of rounds, and the times of a measurement. Frozen values."""
+"""Step times: rounds, samples with rounds, and a measurement's times. Frozen values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 FEWEST_ROUNDS = 6
 """The number of rounds whose smallest and largest time enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
 MOST_SLOWED_RUN, MOST_TAKEN_RUN = 1.25, 1.1
-"""The limits of interference for a run that later runs are compared with: slowed by 1.25 times, and 1.1 times longer because
-of other work. The latter run waited a tenth of the time for a core. The first limit is higher, because slowdowns are less
+"""The most interference in a run that later runs are compared with: slowed by 1.25 times, and 1.1 times longer through other
+work. The latter run waited a tenth of the time for a core. The first limit is higher, because slowdowns are less
 exactly known than waiting (`pytest_gpumem.timing.validity`)."""
 
 
@@ -30,7 +30,7 @@ class Round:
     seconds: float
     """Seconds per step."""
     pace: float | None = None
-    """The rate of the clock that steps depend on: the GPU's SM clock in Hz, or on the CPU the runs per second of a fixed
+    """The clock rate: the GPU's SM clock in Hz, or on the CPU the runs per second of a fixed
     piece of work. ``seconds * pace`` is a step's time in cycles."""
     disturbed: str | None = None
     """A clause that names other work on the machine; ``None`` if the round was quiet."""
@@ -39,7 +39,7 @@ class Round:
 
     @property
     def own(self) -> float:
-        """Seconds per step without the most time that other work can have taken."""
+        """Seconds per step without the longest possible time for other work."""
         return self.seconds / self.taken
 
     @property
@@ -96,12 +96,12 @@ class Sample:
 
     @property
     def own(self) -> float:
-        """Median seconds per step without the time that other work took, such as waiting for a core."""
+        """Median seconds per step without time for other work, such as waiting for a core."""
         return statistics.median(timed.own for timed in self.counted)
 
     @property
     def spent(self) -> float:
-        """Seconds of all rounds together."""
+        """Seconds in all rounds together."""
         return sum(timed.seconds for timed in self.rounds) * self.steps
 
     @property
@@ -116,7 +116,7 @@ class Sample:
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return a confidence interval of the median in seconds. ``level`` is its confidence: 0.95 is 95 %."""
+        """Return a confidence interval for the median in seconds. ``level`` is its confidence: 0.95 is 95 %."""
         return interval_of_median(self.seconds, level)
 
     @property
@@ -131,13 +131,13 @@ class SampleColumns:
     """A sample in its written form: series over its rounds, and values of single rounds by their numbers."""
 
     seconds: tuple[float, ...]
-    """`Round.seconds` of each round."""
+    """`Round.seconds` in each round."""
     pace: tuple[float | None, ...]
-    """`Round.pace` of each round."""
+    """`Round.pace` in each round."""
     disturbed: Mapping[str, str]
-    """`Round.disturbed` by the number of the round, for disturbed rounds."""
+    """`Round.disturbed` by round number, for disturbed rounds."""
     taken: Mapping[str, float]
-    """`Round.taken` by the number of the round, if it is not 1."""
+    """`Round.taken` by round number, for values other than 1."""
     steps: int
     """`Sample.steps`."""
     invalid: str | None
@@ -179,19 +179,19 @@ class Times(FrozenValue):
     samples: tuple[Annotated[Sample, Form(SampleColumns, _columns, _sample)], ...]
     """One sample, or several if the first was in doubt."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Median seconds of each phase."""
+    """Median seconds by phase."""
 
     def __post_init__(self) -> None:
         self._freeze(phases=self.phases)
 
     @property
     def best(self) -> Sample:
-        """The fastest sample. It counts because other work only adds time. It may be invalid."""
+        """The fastest sample, possibly invalid. It counts because other work only adds time."""
         return min(self.samples, key=lambda sample: sample.median)
 
     @property
     def median(self) -> float:
-        """Median seconds per step of the best sample."""
+        """Median seconds per step in the best sample."""
         return self.best.median
 
     @property
@@ -205,10 +205,10 @@ class Times(FrozenValue):
 
 
 def interval_of_median(values: Sequence[float], level: float) -> tuple[float, float]:
-    """Return a confidence interval of the median of the distribution behind ``values``, with at least the confidence ``level``.
+    """Return a confidence interval for the median of the distribution behind ``values``.
 
     The interval uses ranks, so it holds for any distribution: the number of values below the median is binomial with p = 1/2.
-    If there are too few values for ``level``, the smallest and the largest value are returned.
+    Its confidence is at least ``level``. If there are too few values, the smallest and the largest value are returned.
 
     Example:
         ``interval_of_median([1, 2, 3, 4, 5, 6], 0.95)`` is ``(1, 6)``, with a confidence of 96.9 %.

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pytest_gpumem.units import agreeing
 
 DECIDED = "an uncomputed value decided a branch"
-"""Prefix of a note that fails a test in strict mode, because another value might have taken more or less memory."""
+"""Prefix of a note that fails a test in strict mode, because another value might have needed other memory."""
 _MOST_LINES = 5
 """The most lines that a note names."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownReads:
-    """The number of times that each line (``"/path/train.py:88"``) read an uncomputed float."""
+    """How often each line (``"/path/train.py:88"``) read an uncomputed float."""
 
     decided: Mapping[str, int] = field(default_factory=dict)
     """Reads that decided a branch."""
@@ -41,7 +41,7 @@ class UnknownReads:
             values = agreeing(count, "an uncomputed value was", f"{count} uncomputed values were")
             notes.append(f"{values} read at {_listed(other_reads)}")
         notes += [
-            f"routing={word} is assumed of choices that are not computed, read at {line}"
+            f"routing={word} is assumed for choices that are not computed, read at {line}"
             for word, line in self.routed.items()
         ]
         return tuple(notes)
