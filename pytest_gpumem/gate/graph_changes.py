@@ -38,7 +38,7 @@ class GraphChange:
     kind: Kind
     """``no_grad`` if grad mode was off, ``no_backward`` if it was on and backward did not reach the module."""
     module: str
-    """The folded path of the outermost module: ``teacher``. Without a module, a function: ``step()``.
+    """The folded path of the outermost module: ``teacher``. Outside of any module's ``forward``, a function: ``step()``.
 
     Several functions in the same function are joined: ``left() and right()``.
     """

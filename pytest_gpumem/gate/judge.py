@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def tolerances_of_emulated(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
-    """Return the tolerances for figures from an emulated GPU that are compared with measured ones.
+    """Return the tolerances between figures from an emulated GPU and measured figures.
 
     Each tolerance is at least the error that the benchmark found for the metric. Metrics without a known error are left out.
     """
@@ -201,7 +201,7 @@ def _judge_on_devices(
 ) -> MetricVerdict:
     """Return the verdict on a metric. The step may use several devices.
 
-    If the metric is worse on a device than in its baseline, the verdict is that device's. Otherwise it is the verdict on the
+    If a device is worse than its baseline, the verdict on this device counts. Otherwise it is the verdict on the
     measurement's own value, which names the device with the most bytes.
 
     Arguments as for `_judge_metric`.
@@ -445,7 +445,7 @@ def failing_outcomes(
         verdict: The verdict on the test.
         strict: Whether everything has to be compared (``--gpumem-strict``).
         compares: Whether a regression is a failure (``--gpumem-baseline``). An update compares only to know what to write.
-        accepts: The outcomes that this session writes into the store. They do not fail the test.
+        accepts: The outcomes to write into the store in this session. They do not fail the test.
     """
     if verdict.failed_by_itself:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Metrics that only the measurement or only its baseline has: why they are not compared, and which option adds them. Pure."""
+"""Metrics on one side only: why they are not compared, and which option adds them. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def may_be_added(metric: Metric, measured_in: Environment, recorded_in: Environm
 
 
 def why_new(metric: Metric, measurement: Measurement, baseline: Baseline) -> str:
-    """Return a clause with the reason why a metric is not compared that the baseline lacks."""
+    """Return a clause on a metric without a baseline: why it is not compared, and which option adds it."""
     torch = baseline.environment.details.get("torch", "?")
     lacking = f"not compared: the baseline ({baseline.recorded}, torch {torch}) has no {metric.title}"
     if may_be_added(metric, measurement.environment, baseline.environment):

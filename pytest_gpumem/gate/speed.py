@@ -129,7 +129,7 @@ def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) 
         if any(amount / sample.at_least >= minimum.amount for sample in disturbed):
             outcome, reason = Outcome.UNCERTAIN, disturbed[0].invalid
         elif highest >= minimum.amount:
-            outcome, reason = Outcome.UNCERTAIN, f"within what times vary by: at most {highest:.4g} {unit}/s"
+            outcome, reason = Outcome.UNCERTAIN, f"within the variation of the times: at most {highest:.4g} {unit}/s"
     return MetricVerdict("throughput", outcome, value, budget=minimum.amount, reason=reason, of=unit)
 
 
@@ -164,11 +164,10 @@ def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -
     if any((work := work_of(measurement, minimum)) is not None and work[0] == minimum.of for measurement in timed):
         return None
     units = sorted({name for measurement in timed for name in measurement.work})
-    clause = f"only {' and '.join(units)} are known" if units else "nothing is known"
-    return (
-        f"min_throughput={str(minimum)!r} has no effect: {clause} of what its steps work on; "
-        f"say items=, the number of {minimum.of} of a step"
+    clause = (
+        f"the work of its steps is only known in {' and '.join(units)}" if units else "the work of its steps is unknown"
     )
+    return f"min_throughput={str(minimum)!r} has no effect: {clause}; give items=, the number of {minimum.of} in a step"
 
 
 def _nothing_timed(limit: str) -> str:

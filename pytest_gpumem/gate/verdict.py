@@ -23,7 +23,7 @@ class Outcome(str, Enum):
     Each metric gets a verdict. A measurement has the verdict with the most weight among its metrics, and a test the one with
     the most weight among its measurements. A test that fails by itself is not judged.
 
-    With ``--gpumem-strict``, a test on an emulated GPU also fails if a value that was not computed decided a branch.
+    With ``--gpumem-strict``, a test on an emulated GPU also fails if an uncomputed value decided a branch.
     """
 
     RECORDED = "recorded"
@@ -111,7 +111,7 @@ class MetricVerdict:
     outcome: Outcome
     """The [verdict](verdicts.md) as a word: ``regressed``."""
     value: float
-    """The value that was measured."""
+    """The measured value."""
     baseline: float | None = None
     """The value in the baseline; ``None`` without one."""
     allowed: float | None = None
@@ -169,7 +169,7 @@ class FormerTest:
     test: str
     """The id of the former test without its file."""
     metrics: tuple[MetricVerdict, ...] = ()
-    """The verdicts on bytes and counts against this baseline that are not ``ok``, the most important first."""
+    """The verdicts on bytes and counts against this baseline, without ``ok``, the most important first."""
     accept: str = ""
     """The command that accepts the figures of the new test."""
     prune: str = ""
@@ -194,11 +194,11 @@ class Verdict:
     reason: str | None = None
     """A sentence with the reason why it could not be compared; ``None`` if it was compared."""
     elsewhere: tuple[str, ...] = ()
-    """The devices that have baselines, if this device has none."""
+    """The devices with baselines, if this device has none."""
     difference: Difference | None = field(default=None, metadata={KEY: "growth"})
     """The changes in the composition of the peak, if both sides have one."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
-    """The operators that changed, by each count that grew, if both sides know its operators. Operators that are fewer have
+    """The changed operators for each larger count, if both sides know its operators. Disappeared operators have
     negative numbers."""
     candidates: tuple[FormerTest, ...] = ()
     """The unused baselines with the same step, batch and device, if the measurement has no baseline: its test may have been
@@ -303,7 +303,7 @@ class TestVerdict:
     failed_by_itself: bool = False
     """True if the test failed for another reason than the gate."""
     relations: int = 0
-    """The number of relations that it asserted with the fixture, and that held."""
+    """The number of relations that the test asserted with the fixture, all of them true."""
     cell: Cell | None = None
     """Its place in a matrix of step configs; ``None`` outside of a matrix."""
     location: Location | None = None
@@ -311,11 +311,11 @@ class TestVerdict:
     failure: str | None = None
     """The text of the gate's failure; ``None`` if the test passed the gate."""
     missing: tuple[str, ...] = ()
-    """The names of its measurements that have baselines on this device, and that it did not take."""
+    """The names of its measurements with a baseline on this device that it did not take."""
     missing_on: tuple[str, ...] = ()
     """The devices of these baselines, by slug, if the test was to be measured on another device, which this machine lacks."""
     accept: str | None = None
-    """The command that accepts the change for which the gate failed it; ``None`` without one."""
+    """The command that accepts the change behind the gate's failure; ``None`` if there is no such command."""
     bisect: str | None = None
     """The command that finds the package behind a regression; ``None`` if the packages are those of the baseline."""
     named_device: str | None = None

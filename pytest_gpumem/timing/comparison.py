@@ -49,7 +49,7 @@ AGREEING = 2
 """Samples that together prove a slowdown if the other samples are uncertain."""
 FEWEST_PAIRS = 4
 MOST_RUNS = 10
-_REMAINING_IS_SLOWER = "which cannot account for it"
+_CANNOT_EXPLAIN = "which cannot account for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def _decided(comparison: Comparison, remaining: Comparison) -> Comparison:
     """Return the verdict on a disturbed step. It is slower if the ``remaining`` time without interference is slower."""
     if remaining.outcome != "slower":
         return comparison
-    return replace(comparison, outcome="slower", reason=f"{comparison.reason}, {_REMAINING_IS_SLOWER}")
+    return replace(comparison, outcome="slower", reason=f"{comparison.reason}, {_CANNOT_EXPLAIN}")
 
 
 def _without_interference(sample: Sample, other_pace: float | None) -> tuple[Round, ...]:
@@ -330,7 +330,7 @@ def _judge(
     if looks_slower and any(interval.low > slower for interval in intervals) and intervals[-1].low > 1:
         return Comparison("uncertain" if invalid else "slower", seconds, cycles, invalid)
     if seconds.ratio > slower:
-        reason = f"within what times vary by, {basis}: {seconds}"
+        reason = f"within the variation of the times, {basis}: {seconds}"
         if cycles is not None and not looks_slower:
             reason = f"the clock runs slower than it did: {seconds} in seconds is {cycles} in cycles"
         return Comparison("uncertain", seconds, cycles, invalid or reason)

@@ -210,7 +210,7 @@ class Composition(FrozenValue):
     """The live bytes at a moment, a frozen value. ``rows`` and ``rest`` add up to ``total`` exactly.
 
     A pattern matches a module's folded path, or the path of a module around it: ``blocks.*.attn`` includes
-    ``blocks.*.attn.qkv``. ``*`` also matches dots. If a row names its layers, the pattern may match its ``path`` instead.
+    ``blocks.*.attn.qkv``. ``*`` also matches dots. If a row names its layers, the pattern may also match its ``path``.
 
     Memory from earlier steps (a list of losses) counts as kept by this step. On CUDA, memory from before the recording is
     known only if the step or the test refers to it.
@@ -229,7 +229,7 @@ class Composition(FrozenValue):
     rows: tuple[RowText, ...]
     """The rows, the largest first."""
     recomputed: Mapping[str, int] = field(default_factory=dict)
-    """The number of calls that backward repeated, by their module's folded path."""
+    """The calls that backward repeated: their number, by their module's folded path."""
     notes: tuple[str, ...] = ()
     """Clauses, for example if the recorded run had another peak than the measured run."""
     no_grad: Mapping[str, Calls] = field(default_factory=dict)
