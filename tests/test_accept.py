@@ -275,7 +275,7 @@ def test_a_merged_report_is_accepted_on_each_of_its_devices(grown):
     assert result.exit_code == 1, result.output
     # The other device's baselines have gone: they are no longer those that the report was compared with.
     output = accept("whole.json", code=1)
-    assert [line.partition(": the baseline of call ")[0] for line in output.splitlines() if "any more" in line] == [
+    assert [line.partition(": the store no longer ")[0] for line in output.splitlines() if "no longer" in line] == [
         "not accepted: test_it.py::test_a on cpu-other",
         "not accepted: test_it.py::test_b on cpu-other",
     ]
@@ -339,7 +339,7 @@ def refused(project, why, *arguments, code=1, report="report.json"):
         (
             "",
             "(max_gb=0.001)",
-            "it is over its budget, which no baseline changes (peak allocated 8.00 MB, budget 1.00 MB)",
+            "it is over its budget, which a baseline does not change (peak allocated 8.00 MB, budget 1.00 MB)",
         ),
         ("    pytest.xfail('so')\n", "", None),
     ],
@@ -375,7 +375,7 @@ def test_a_test_whose_teardown_failed_behind_the_gates_failure_is_refused(projec
     project.run("--gpumem-update=new")
     project.write(TORN)
     gated(project)
-    refused(project, "the gate failed it, and so did something else")
+    refused(project, "the gate failed it, and its tear-down also failed or did not end")
 
 
 def test_a_test_that_is_skipped_or_measured_no_more_is_refused_when_it_is_named(project):
@@ -395,7 +395,7 @@ def test_a_limit_without_an_effect_fails_a_test_whatever_its_baseline_is(project
     result = gated(project, timed=True)
     result.stdout.fnmatch_lines(["Memory regressed: *", "max_slowdown='5 %' has no effect: *"])
     result.stdout.no_fnmatch_line("*accept: *")
-    refused(project, "no baseline would mend it: max_slowdown='5 %' has no effect: ")
+    refused(project, "a new baseline would not fix it: max_slowdown='5 %' has no effect: ")
     result = project.run("--gpumem-baseline", "--gpumem-update=all", timed=True)
     result.assert_outcomes(failed=1)
 
@@ -431,7 +431,7 @@ def test_a_baseline_that_changed_since_is_not_written_over(grown):
     grown.run("--gpumem-update=all")
     (path,) = grown.store.rglob("*.toml")
     path.write_text(path.read_text().replace("recorded = ", "commit = 'abc123456'\nrecorded = "))
-    why = "test_a: the baseline of call that the report was compared with (recorded 2"
+    why = "test_a: the store no longer has the baseline of call that the report was compared with (recorded 2"
     refused(grown, why, "test_a")
     accept("report.json", "test_a", "--force-commit")
     assert peaks(grown)["test_a"] == 8_000_000
@@ -440,7 +440,7 @@ def test_a_baseline_that_changed_since_is_not_written_over(grown):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"terms.baseline": False}, "report.json: its session compared nothing with baselines"),
+        ({"terms.baseline": False}, "report.json: its session did not compare with baselines"),
         ({"terms.against": "nvidia-h100"}, "were compared with the baselines of nvidia-h100 (--gpumem-against)"),
         ({"ended": "yesterday"}, "report.json: ended is 'yesterday', expected a time like"),
         ({"commit": "--output=x"}, "report.json: commit is '--output=x', expected an abbreviated hash"),
@@ -543,7 +543,7 @@ def test_another_commit_is_refused_unless_it_is_forced_which_the_baseline_says(c
     project, repository, commit = committed
     (project.path / "model.py").write_text("WIDTH = 3\n")
     head = repository.commit("other code")
-    why = f"the report is of commit {commit[:9]}, and HEAD, {head[:9]}, is another one: 1 file differs (model.py)"
+    why = f"the report comes from commit {commit[:9]}, but HEAD is {head[:9]}: 1 file differs (model.py)"
     refused(project, why, code=2)
     accept("report.json", "test_a", "--force-commit", *reason)
     (text,) = project.stored().values()
@@ -555,8 +555,8 @@ def test_another_commit_is_refused_unless_it_is_forced_which_the_baseline_says(c
 @pytest.mark.parametrize(
     ("commit", "why"),
     [
-        ('"abcdef123"', "the report is of commit abcdef123, which this clone does not have (HEAD is "),
-        ("null", "the report does not say of which commit it is, and HEAD is "),
+        ('"abcdef123"', "the report comes from commit abcdef123, which this clone does not have (HEAD is "),
+        ("null", "the report does not name its commit, and HEAD is "),
     ],
 )
 def test_a_commit_that_nobody_knows_is_refused(committed, commit, why):
@@ -570,7 +570,7 @@ def test_a_commit_that_nobody_knows_is_refused(committed, commit, why):
 def test_a_report_with_a_commit_is_refused_where_there_is_no_repository(grown):
     file = grown.path / "report.json"
     file.write_text(file.read_text().replace('"commit": null,\n"terms"', '"commit": "abcdef123",\n"terms"'))
-    refused(grown, "is in no git repository", code=2)
+    refused(grown, "is not in a git repository", code=2)
 
 
 # Hostile reports
@@ -676,7 +676,7 @@ def test_an_entry_cannot_take_the_place_of_the_part_of_another_one(tmp_path):
     other = copy.deepcopy(verdict)
     other["measurement"] |= {"name": "text on cuda:1", "by_device": {}}
     plain["results"][0]["verdict"]["verdicts"].append(other)
-    assert "called as a part of another one" in write(plain, tmp_path).refused.why
+    assert "the same name as a part of another entry" in write(plain, tmp_path).refused.why
 
 
 # The report

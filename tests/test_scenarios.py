@@ -238,7 +238,7 @@ def test_it(gpumem):
     if not PLANTED:
         gpumem.infer_step(layers, torch.ones(32, 64), name="eval")
 """,
-        ("Measurement missing: it has baselines on this device of measurements that it no longer takes: eval",),
+        ("Measurement missing: it has baselines on this device for measurements that it no longer takes: eval",),
     ),
     Scenario(
         "a measurement after an early return",

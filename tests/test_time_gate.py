@@ -461,9 +461,7 @@ def test_a_budget_of_throughput_that_holds_nothing_fails(timed):
     timed.write('@pytest.mark.gpumem(min_throughput="8 tokens/s")\n' + SIMPLE)
     result = timed.run()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        ["min_throughput='8 tokens/s' has no effect: nothing is known of what its steps work on; *"]
-    )
+    result.stdout.fnmatch_lines(["min_throughput='8 tokens/s' has no effect: the work of its steps is unknown; *"])
 
 
 # A limit on slowdowns that has no effect

@@ -1,1 +1,1 @@
-"""``gpumem accept``: baselines from the report of a session, which ran elsewhere."""
+"""``gpumem accept``: takes baselines from the report of a session that ran elsewhere."""

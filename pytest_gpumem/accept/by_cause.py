@@ -1,4 +1,8 @@
-"""Tests of a report by the causes of their growth: a baseline is accepted whole, and so with all causes of its test. Pure."""
+"""Tests in a report, selected by the causes of their growth. Pure.
+
+A baseline is accepted as a whole, so all causes of its test have to be accepted. Example: a test grew because of cause 1 and
+cause 2. ``--cause 1`` refuses the test, and ``--cause 1 --cause 2`` accepts it.
+"""
 
 from __future__ import annotations
 
@@ -18,50 +22,62 @@ if TYPE_CHECKING:
 
 
 class UnknownCause(Exception):
-    """A report has no cause of that number; the message lists those that there are."""
+    """A report has no cause with this number. The message lists the existing causes."""
 
 
-def numbered_causes(found: Causes, numbers: Sequence[int], units: UnitSystem) -> list[Cause]:
-    """Return the causes of these numbers, the first being 1. Raises `UnknownCause` for a number that there is not."""
+def numbered_causes(causes: Causes, numbers: Sequence[int], units: UnitSystem) -> list[Cause]:
+    """Return the causes with these numbers.
+
+    Args:
+        causes: All causes of the report.
+        numbers: The numbers, which begin with 1.
+        units: The unit system for bytes in the message.
+
+    Raises:
+        UnknownCause: The report has no cause with one of the numbers.
+    """
     for number in numbers:
-        if not 1 <= number <= len(found.causes):
-            known = "; ".join(
-                f"{at} is {name_of(one, units)}, in {counted(len(one.tests), 'test')}"
-                for at, one in enumerate(found.causes, start=1)
+        if not 1 <= number <= len(causes.causes):
+            existing = "; ".join(
+                f"{index} is {name_of(cause, units)}, in {counted(len(cause.tests), 'test')}"
+                for index, cause in enumerate(causes.causes, start=1)
             )
-            raise UnknownCause(f"the report has no cause {number}: {known or 'nothing in it grew'}")
-    return [found.causes[number - 1] for number in numbers]
+            raise UnknownCause(f"the report has no cause {number}: {existing or 'nothing in it grew'}")
+    return [causes.causes[number - 1] for number in numbers]
 
 
 def with_causes(
-    found: Causes, results: Sequence[TestResult], accepted: Sequence[Cause], units: UnitSystem
+    causes: Causes, results: Sequence[TestResult], accepted: Sequence[Cause], units: UnitSystem
 ) -> list[tuple[TestResult, Refusal | None]]:
-    """Return the tests that some causes explain, each with why accepting these is not enough for it; ``None`` where it is.
+    """Return the tests that accepted causes explain.
 
     Args:
-        found: All causes of the report.
+        causes: All causes of the report.
         results: Its tests.
-        accepted: The causes that are accepted.
-        units: How bytes are shown.
+        accepted: The accepted causes.
+        units: The unit system for bytes in the messages.
+
+    Returns:
+        Each test with the reason why these causes are not enough to accept it, or ``None`` if they are.
     """
-    numbers = {cause: number for number, cause in enumerate(found.causes, start=1)}
+    numbers = {cause: number for number, cause in enumerate(causes.causes, start=1)}
     of_test: dict[str, list[Cause]] = {}
-    for cause in found.causes:
+    for cause in causes.causes:
         for test in cause.tests:
             of_test.setdefault(test, []).append(cause)
-    unexplained = {share.growth.test for share in found.unexplained}
+    unexplained = {share.growth.test for share in causes.unexplained}
     tests: list[tuple[TestResult, Refusal | None]] = []
     for result in results:
         test = result.verdict.nodeid
-        mine = of_test.get(test, [])
-        if not any(cause in accepted for cause in mine):
+        test_causes = of_test.get(test, [])
+        if not any(cause in accepted for cause in test_causes):
             continue
-        others = [cause for cause in mine if cause not in accepted]
-        why = None
-        if others:
-            words = ", ".join(f"cause {numbers[cause]} ({name_of(cause, units)})" for cause in others)
-            why = Refusal("other causes", f"it also grew by {words}")
-        elif test in unexplained or fails_for_more(result.verdict, mine):
-            why = Refusal("other causes", "its causes do not explain all of it; name the test to accept it")
-        tests.append((result, why))
+        other_causes = [cause for cause in test_causes if cause not in accepted]
+        reason = None
+        if other_causes:
+            words = ", ".join(f"cause {numbers[cause]} ({name_of(cause, units)})" for cause in other_causes)
+            reason = Refusal("other causes", f"it also grew because of {words}")
+        elif test in unexplained or fails_for_more(result.verdict, test_causes):
+            reason = Refusal("other causes", "its causes do not explain all of its growth; name the test to accept it")
+        tests.append((result, reason))
     return tests

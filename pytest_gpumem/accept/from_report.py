@@ -1,4 +1,4 @@
-"""The changes of the store that a report's tests would make, and what must not be written of them."""
+"""Changes in the store if tests from a report are accepted, and refused changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A test of a report: what accepting it changes in the store, or why it is refused."""
+    """A test in a report, with its changes in the store, or the reason for its refusal."""
 
     result: TestResult
     changes: Changes | None = None
@@ -39,8 +39,10 @@ class Candidate:
 
     @property
     def device(self) -> str:
-        """The slug of the device that it ran on: shards may have run a test on several."""
-        return ", ".join(dict.fromkeys(one.measurement.environment.slug for one in self.result.verdict.verdicts))
+        """The device's slug, or several slugs if shards ran the test on several devices."""
+        return ", ".join(
+            dict.fromkeys(verdict.measurement.environment.slug for verdict in self.result.verdict.verdicts)
+        )
 
     @property
     def changes_store(self) -> bool:
@@ -48,7 +50,7 @@ class Candidate:
 
     @property
     def is_noticed(self) -> bool:
-        """True if its gate said more of it than that it is as its baseline: a person is asked about it."""
+        """True if the gate found a difference from the baseline or from a budget. The command then asks about the test."""
         verdict = self.result.verdict
         return self.result.failed or verdict.lacks_time or verdict.outcome not in (Outcome.OK, Outcome.RECORDED)
 
@@ -56,14 +58,14 @@ class Candidate:
 def candidates_of(
     results: Iterable[TestResult], terms: Terms, store: Store, source: Source, *, forced: bool = False
 ) -> list[Candidate]:
-    """Return what each test of a report would change. Nothing is written.
+    """Return each test's changes in the store. Nothing is written.
 
     Args:
         results: The tests.
         terms: The options of their session.
-        store: The store, which can be read.
-        source: What the entries say of where they come from.
-        forced: Whether to write over baselines that are not those that the report was compared with.
+        store: The store, which must be readable.
+        source: The origin that the entries record.
+        forced: Whether to replace baselines that differ from the baselines in the report.
 
     Raises:
         BackendError: The store cannot be read.
@@ -76,89 +78,99 @@ def _candidate(result: TestResult, terms: Terms, store: Store, source: Source, *
     if refused is not None:
         return Candidate(result, refused=refused)
     try:
-        for one in result.verdict.verdicts:
-            _check_names(result, one)
+        for verdict in result.verdict.verdicts:
+            _check_names(result, verdict)
         changes = changes_of(store, "all", [result.verdict], source)
-        changes = _without_what_is_there(changes)
+        changes = _without_accepted_runs(changes)
         _check_readable(changes, store)
     except (ArithmeticError, LookupError, StoreError, TypeError, ValueError) as error:
-        # A report is anybody's file: its schema cannot say what of it makes an entry.
+        # Anybody can write a report, and its schema does not ensure that each value fits into an entry.
         return Candidate(result, refused=Refusal("not for the store", f"it cannot be kept in the store: {error}"))
-    moved = None if forced else _moved(changes)
-    if moved is not None:
-        return Candidate(result, refused=Refusal("another baseline now", moved))
+    changed_baseline = None if forced else _changed_baseline(changes)
+    if changed_baseline is not None:
+        return Candidate(result, refused=Refusal("another baseline now", changed_baseline))
     return Candidate(result, changes)
 
 
 def _check_names(result: TestResult, verdict: Verdict) -> None:
-    """Raise ``TypeError``, ``ValueError`` or `StoreError` for names that no session has, and no file could hold."""
+    """Check the names of a measurement.
+
+    Raises:
+        TypeError, ValueError, StoreError: No session has such a name, or no file can store it.
+    """
     check_name(verdict.measurement.name)
     path_of(verdict.measurement.environment.slug, result.verdict.file).encode()
     result.verdict.test.encode()
 
 
 def _check_readable(changes: Changes, store: Store) -> None:
-    """Raise `FormatError` or ``ValueError`` where a test's entries could not be read again: the store would be of no use."""
+    """Check that a test's entries can be read again, because an unreadable file makes the store useless.
+
+    Raises:
+        FormatError, ValueError: The entries could not be read again.
+    """
     if not changes.entries:
         return
     key, entry = next(iter(changes.entries.items()))
     slug = entry.environment.slug
-    there = {
-        one: store.find(one, slug)
-        for one in (replace(key, name=name) for name in store.names(slug, key.file, key.test))
+    stored = {
+        entry_key: store.find(entry_key, slug)
+        for entry_key in (replace(key, name=name) for name in store.names(slug, key.file, key.test))
     }
-    entries = {one: found for one, found in there.items() if isinstance(found, Baseline)} | dict(changes.entries)
+    entries = {
+        entry_key: other_entry for entry_key, other_entry in stored.items() if isinstance(other_entry, Baseline)
+    } | dict(changes.entries)
     text = render(entries)
     text.encode()
-    read = parse(text, key.file, slug)
-    if {one: set(found.by_device) for one, found in read.items()} != {
-        one: set(found.by_device) for one, found in entries.items()
+    parsed = parse(text, key.file, slug)
+    if {entry_key: set(other_entry.by_device) for entry_key, other_entry in parsed.items()} != {
+        entry_key: set(other_entry.by_device) for entry_key, other_entry in entries.items()
     }:
-        raise FormatError("an entry is called as a part of another one is")
+        raise FormatError("an entry has the same name as a part of another entry")
 
 
-def _without_what_is_there(changes: Changes) -> Changes:
-    """Return the changes without a run of times that was accepted from the same report before."""
+def _without_accepted_runs(changes: Changes) -> Changes:
+    """Return the changes without times that were accepted from the same report before."""
     entries = {
         key: entry
         for key, entry in changes.entries.items()
-        if not _is_there(changes.measured[key][1], changes.stored[key])
+        if not _is_accepted(changes.measured[key][1], changes.stored[key])
     }
     return Changes(changes.measured, changes.stored, entries, changes.gone, changes.times_left_out)
 
 
-def _is_there(measured: Baseline, stored: Baseline | NoBaseline) -> bool:
+def _is_accepted(measured: Baseline, stored: Baseline | NoBaseline) -> bool:
     if isinstance(stored, NoBaseline) or measured.runs is None or stored.runs is None:
         return False
     return stored.takes_the_same(measured) and stored.runs.seconds[-1] == measured.runs.seconds[-1]
 
 
-def _moved(changes: Changes) -> str | None:
-    """Return, as a clause, which baseline is not the one that the report was compared with; ``None`` where all are."""
+def _changed_baseline(changes: Changes) -> str | None:
+    """Return a clause on the first baseline that differs from the report's baseline; ``None`` if all are equal."""
     for key in changes.entries:
         verdict, entry = changes.measured[key]
         stored = changes.stored[key]
         if isinstance(stored, Baseline) and stored.takes_the_same(entry):
             continue
-        now = origin_of(stored) if isinstance(stored, Baseline) else None
-        if now == verdict.origin:
+        origin = origin_of(stored) if isinstance(stored, Baseline) else None
+        if origin == verdict.origin:
             continue
         if verdict.origin is None:
-            return f"{key.name} has a baseline now, and had none for the report"
-        was = f"recorded {verdict.origin.recorded}" + (
+            return f"{key.name} now has a baseline, which did not exist when the report was written"
+        recorded = f"recorded {verdict.origin.recorded}" + (
             f", commit {verdict.origin.commit}" if verdict.origin.commit else ""
         )
-        return f"the baseline of {key.name} that the report was compared with ({was}) is not in the store any more"
+        return f"the store no longer has the baseline of {key.name} that the report was compared with ({recorded})"
     return None
 
 
 def by_device(accepted: Sequence[Candidate]) -> Mapping[str, tuple[dict[Key, Baseline], list[tuple[str, Key]]]]:
-    """Return the entries to write and to remove, by the slug of their device: one report may have several."""
-    found: dict[str, tuple[dict[Key, Baseline], list[tuple[str, Key]]]] = {}
+    """Return the entries to write and to remove, by the slug of their device. A report may have several devices."""
+    changes_by_device: dict[str, tuple[dict[Key, Baseline], list[tuple[str, Key]]]] = {}
     for candidate in accepted:
         changes = candidate.changes
         for key, entry in changes.entries.items() if changes is not None else ():
-            found.setdefault(entry.environment.slug, ({}, []))[0][key] = entry
+            changes_by_device.setdefault(entry.environment.slug, ({}, []))[0][key] = entry
         for slug, key in changes.gone if changes is not None else ():
-            found.setdefault(slug, ({}, []))[1].append((slug, key))
-    return found
+            changes_by_device.setdefault(slug, ({}, []))[1].append((slug, key))
+    return changes_by_device

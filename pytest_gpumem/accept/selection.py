@@ -1,4 +1,4 @@
-"""Selection of a report's tests, and why one may not be accepted. Pure."""
+"""Selection of a report's tests, and the reasons why a test is not accepted. Pure."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _HASH = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
 
 
 class UnfitReport(Exception):
-    """A report from which nothing can be accepted; the message says why, and what would be right."""
+    """No test of the report can be accepted. The message has the reason and what was expected."""
 
 
 class UnknownTest(Exception):
-    """A report has no such test; the message names those that are spelled like it."""
+    """A report does not have this test. The message names tests with a similar spelling."""
 
 
 class Refusal(NamedTuple):
@@ -43,16 +43,24 @@ class Refusal(NamedTuple):
 
 
 def check_report(report: SessionReport, name: str) -> None:
-    """Raise `UnfitReport` for a report, in the file ``name``, of a session that compared nothing with its own baselines."""
+    """Check that the report's session compared tests with its own baselines.
+
+    Args:
+        report: The report.
+        name: The report's file, for the message.
+
+    Raises:
+        UnfitReport: The session did not compare with baselines, or the report is not valid.
+    """
     terms = report.terms
     if not (terms.baseline or terms.update):
         raise UnfitReport(
-            f"{name}: its session compared nothing with baselines; a report to accept from is of `pytest --gpumem-baseline`"
+            f"{name}: its session did not compare with baselines; write the report with `pytest --gpumem-baseline`"
         )
     if terms.against is not None:
         raise UnfitReport(
-            f"{name}: its figures are of an emulated GPU and were compared with the baselines of {terms.against} "
-            "(--gpumem-against), which are not written from them; accept a report that was made without it"
+            f"{name}: its figures come from an emulated GPU and were compared with the baselines of {terms.against} "
+            "(--gpumem-against), which cannot be replaced by emulated figures; accept a report from a run without this option"
         )
     if _DATE.fullmatch(report.ended[:10]) is None:
         raise UnfitReport(f"{name}: ended is {report.ended[:40]!r}, expected a time like 2026-11-21T16:20:05Z")
@@ -61,9 +69,14 @@ def check_report(report: SessionReport, name: str) -> None:
 
 
 def chosen(report: SessionReport, tests: Sequence[str]) -> list[TestResult]:
-    """Return the results of the tests that are named, in the report's order, or all without a name.
+    """Return the results of the named tests in the report's order, or all results if no test is named.
 
-    Each of ``tests`` is a test's id, a part of one, or a pattern. Raises `UnknownTest` for one that the report does not have.
+    Args:
+        report: The report.
+        tests: Each is a test's id, a part of an id, or a pattern.
+
+    Raises:
+        UnknownTest: The report does not have a named test.
     """
     if not tests:
         return list(report.results)
@@ -71,10 +84,10 @@ def chosen(report: SessionReport, tests: Sequence[str]) -> list[TestResult]:
     unfinished = {_key(*test) for test in report.not_run}
     named: set[Key] = set()
     for test in tests:
-        found = selected(keys, test)
-        if not found:
+        matching = selected(keys, test)
+        if not matching:
             raise UnknownTest(_unknown(test, keys, unfinished))
-        named.update(found)
+        named.update(matching)
     return [result for result in report.results if _key(result.verdict.file, result.verdict.test) in named]
 
 
@@ -84,17 +97,17 @@ def _key(file: str, test: str) -> Key:
 
 def _unknown(test: str, keys: Iterable[Key], unfinished: Iterable[Key]) -> str:
     if selected(unfinished, test):
-        return f"{test} was selected and did not finish: the report has no figures of it"
+        return f"{test} was selected and did not finish, so the report has no figures"
     near = nearest_tests(keys, test)
     return f"the report has no result of {test}" + (f"; there is {' and '.join(near)}" if near else "")
 
 
 def refusal(result: TestResult, terms: Terms) -> Refusal | None:
-    """Return why an update that accepts everything would not have written a test; ``None`` where it would have."""
+    """Return the reason why ``--gpumem-update=all`` would not have written a test; ``None`` if it would have."""
     verdict = result.verdict
     if verdict.unmeasured or not verdict.verdicts:
         return _nothing_measured(result)
-    # Whatever else is said of a test, a budget is not raised by a baseline.
+    # Check the budget first, because no baseline can raise it.
     failing = failing_outcomes(verdict, strict=terms.strict, compares=terms.baseline, accepts=ACCEPTS["all"])
     if Outcome.OVER_BUDGET in failing:
         return Refusal("over budget", _over_budget(verdict, terms.units))
@@ -103,17 +116,17 @@ def refusal(result: TestResult, terms: Terms) -> Refusal | None:
     if not result.failed and not result.passed:
         return Refusal("did not pass", "it was skipped, or failed as expected (xfail)")
     if failing or (result.failed and verdict.accept is None):
-        # A limit without an effect stands at the end of the text.
+        # A limit without an effect is named at the end of the text.
         *_, last = (verdict.failure or "").strip().split("\n")
         why = headline(verdict.failure or "") if failing else last
-        return Refusal("not by baselines", f"no baseline would mend it: {why}")
+        return Refusal("not by baselines", f"a new baseline would not fix it: {why}")
     return None
 
 
 def _nothing_measured(result: TestResult) -> Refusal:
     verdict = result.verdict
     if verdict.missing_text is not None:
-        return Refusal("not measured", f"{verdict.missing_text}; `{command_name()} prune` removes what is unused")
+        return Refusal("not measured", f"{verdict.missing_text}; `{command_name()} prune` removes unused baselines")
     if verdict.unmeasured and not verdict.failed_by_itself:
         return Refusal("not measured", f"it was not measured: {verdict.unmeasured}")
     if result.failed:
@@ -123,17 +136,17 @@ def _nothing_measured(result: TestResult) -> Refusal:
 
 def _why_failed(result: TestResult) -> str:
     if result.failed_in == "call" and result.verdict.failure is not None:
-        return "the gate failed it, and so did something else: its tear-down failed, or did not end"
+        return "the gate failed it, and its tear-down also failed or did not end"
     return WHY_FAILED[result.failed_in or ("call" if result.verdict.failed_by_itself else None)]
 
 
 def _over_budget(verdict: TestVerdict, units: UnitSystem) -> str:
-    """Return a clause with each figure that is beyond its budget."""
+    """Return a clause with each figure that exceeds its budget."""
     over = [
-        f"{METRICS[one.metric].title}{on_device(one)} {shown(one.metric, one.value, units, one.of)}, "
-        f"budget {shown(one.metric, one.budget, units, one.of)}"
-        for each in verdict.verdicts
-        for one in each.metrics
-        if one.outcome is Outcome.OVER_BUDGET
+        f"{METRICS[metric.metric].title}{on_device(metric)} {shown(metric.metric, metric.value, units, metric.of)}, "
+        f"budget {shown(metric.metric, metric.budget, units, metric.of)}"
+        for measured in verdict.verdicts
+        for metric in measured.metrics
+        if metric.outcome is Outcome.OVER_BUDGET
     ]
-    return f"it is over its budget, which no baseline changes ({'; '.join(over)})"
+    return f"it is over its budget, which a baseline does not change ({'; '.join(over)})"

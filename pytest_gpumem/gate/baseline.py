@@ -1,4 +1,4 @@
-"""The baseline of a test in an environment, and the budget of a test, with which a measurement is compared."""
+"""Baselines and budgets, with which a measurement is compared."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits of a test: bytes, throughput, and the peak's increase and slowdown over its baseline; ``None`` is no limit."""
+    """The limits for a test: bytes, throughput, peak growth and slowdown. ``None`` means no limit."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
     """Limits in bytes, by metric."""
     tolerance: float | None = None
-    """The increase of `peak_allocated` over the baseline that is allowed (0.02 is 2 %); replaces the tolerance."""
+    """The allowed `peak_allocated` growth over the baseline, instead of the metric's tolerance (0.02 is 2 %)."""
     max_slowdown: float | None = None
-    """The slowdown of a step against the baseline that is allowed (0.05 is 5 %); replaces the tolerance."""
+    """The allowed slowdown against the baseline, instead of the metric's tolerance (0.05 is 5 %)."""
     min_throughput: ThroughputLimit | None = None
     device: str | None = None
 
     def or_else(self, fallback: Budget) -> Budget:
         """Return this budget with missing limits taken from ``fallback``."""
-        own = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        own = {limit.name: value for limit in fields(self) if (value := getattr(self, limit.name)) is not None}
         return replace(fallback, **{**own, "limits": {**fallback.limits, **self.limits}})
 
 
@@ -55,7 +55,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A measurement that was accepted. ``recorded`` is a date (``2026-11-02``), ``commit`` an abbreviated hash."""
+    """An accepted measurement. ``recorded`` is a date (``2026-11-02``), ``commit`` an abbreviated hash."""
 
     workload: Workload
     environment: Environment
@@ -63,83 +63,97 @@ class Baseline:
     recorded: str
     commit: str | None = None
     composition: Composition | None = None
-    """The largest rows of what was live at the peak; ``None`` where that was not recorded. Of steps that differ it may be that
-    of another step than the one with the highest peak."""
+    """The largest rows at the peak; ``None`` if they were not recorded. If the peaks of the steps differ, the rows may come
+    from another step than the step with the highest peak."""
     runs: Runs | None = None
-    """The step's times in the last accepted runs; ``None`` where none was valid."""
+    """The step's times in the last accepted runs; ``None`` if no times were valid."""
     reason: str | None = None
-    """The reason why it was accepted, in one line; ``None`` where no reason was given."""
+    """The reason why it was accepted, in one line; ``None`` without a reason."""
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
-    """The operators of its counts, by metric; baselines of older versions have none."""
+    """The operators of its counts, by metric. Baselines from older versions have none."""
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """The judged metrics in bytes of each GPU, where it used several; baselines of older versions have none."""
+    """The judged metrics in bytes of each GPU, if the step used several. Baselines from older versions have none."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """Compositions of the other phases to which the step's peak may move, as `Explanation.kept` leaves them."""
+    """Compositions of the other phases to which the step's peak may move, reduced by `Explanation.kept`."""
     workspaces: int | None = None
-    """`Measurement.workspaces` in bytes; ``None`` where nothing was reserved, and in baselines of older versions."""
+    """`Measurement.workspaces` in bytes; ``None`` if nothing was reserved, and in baselines from older versions."""
     unused_before: int | None = None
-    """`Measurement.unused_before` in bytes; ``None`` as `workspaces`."""
+    """`Measurement.unused_before` in bytes; ``None`` under the same conditions as `workspaces`."""
     step_peaks: tuple[int, ...] = ()
-    """The peaks of the steps in order, in bytes, where they differ; ``peak_allocated`` is the highest of them."""
+    """The peaks of the steps in order, in bytes, if they differ. ``peak_allocated`` is the highest peak."""
     step_peaks_by_device: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The same of each GPU, where it used several."""
+    """The peaks of the steps on each GPU, if the step used several."""
     named_device: str | None = None
-    """The device that the test's marker named; ``None`` where it was measured on that of the session."""
+    """The device that the test's marker named; ``None`` if it was measured on the session's device."""
 
     def __post_init__(self) -> None:
-        # A count of 0 is made of nothing, whoever recorded it.
-        nothing: dict[str, tuple[Tally, ...]] = {name: () for name in MADE_OF_OPERATORS if self.metrics.get(name) == 0}
-        object.__setattr__(self, "by_operator", {**self.by_operator, **nothing})
+        # A count of 0 has no operators, even if an older version did not store them.
+        no_operators: dict[str, tuple[Tally, ...]] = {
+            name: () for name in MADE_OF_OPERATORS if self.metrics.get(name) == 0
+        }
+        object.__setattr__(self, "by_operator", {**self.by_operator, **no_operators})
 
     @property
     def tells_lines(self) -> bool:
-        """True if the line of any of its operators is known."""
+        """True if any operator has a known line."""
         return any(tally.place != NOWHERE for tallies in self.by_operator.values() for tally in tallies)
 
     def takes_the_same(self, other: Baseline) -> bool:
-        """Return whether both are of the same workload with the same bytes and counts."""
+        """Return whether both baselines have the same workload, bytes and counts."""
         return self.workload == other.workload and _repeating(self) == _repeating(other)
 
-    def on(self, device: str, among: Mapping[str, Mapping[str, int]]) -> Baseline:
-        """Return this baseline with the bytes of one GPU ``among`` those of a measurement.
+    def on(self, device: str, current: Mapping[str, Mapping[str, int]]) -> Baseline:
+        """Return this baseline reduced to a single GPU.
 
-        One that has no such bytes held none then. A baseline that is not of several GPUs is that of the largest now.
+        An unlisted GPU had 0 bytes. If the baseline does not distinguish GPUs, it is compared with the
+        GPU that now has the largest peak.
+
+        Args:
+            device: The GPU, such as ``cuda:1``.
+            current: The metrics of the measurement by GPU.
+
+        Example:
+            The baseline has 4 GB on ``cuda:0`` only. Now ``cuda:0`` and ``cuda:1`` have 2 GB each. On ``cuda:1`` the baseline
+            has 0 bytes, so the 2 GB there are growth.
         """
         if self.by_device:
-            here = self.by_device.get(device, {})
-        elif device == largest(among):
+            device_metrics = self.by_device.get(device, {})
+        elif device == largest(current):
             return self
         else:
-            here = {}
-        names = {name for one in (self.by_device or among).values() for name in one}
-        metrics = {name: here.get(name, 0) if name in names else value for name, value in self.metrics.items()}
+            device_metrics = {}
+        names = {name for metrics in (self.by_device or current).values() for name in metrics}
+        metrics = {
+            name: device_metrics.get(name, 0) if name in names else value for name, value in self.metrics.items()
+        }
         return replace(self, metrics=metrics, step_peaks=self.step_peaks_by_device.get(device, ()))
 
     def says_the_same(self, other: Baseline) -> bool:
-        """Return whether replacing ``other`` by this one would change nothing that is compared, so that nothing is written.
+        """Return whether replacing ``other`` by this baseline would change nothing that a gate compares.
 
-        Another driver or release of torch with the same bytes changes nothing; other details of the environment may, since a
-        figure that depends on them is uncertain only where they differ.
+        A baseline that says the same is not written. Another driver or torch release with equal bytes changes nothing. A
+        environment detail matters only if a metric depends on it, because the metric is uncertain if this detail
+        differs.
         """
         return (
             self.takes_the_same(other)
             and _decisive(self, self.metrics) == _decisive(other, self.metrics)
-            # Lines move without a change of bytes: compositions and operators of counts matter only where the other has none.
+            # Lines move without a change of bytes, so compositions and operators matter only if the other baseline has none.
             and (self.composition is None or other.composition is not None)
             and self.by_operator.keys() <= other.by_operator.keys()
             and (other.tells_lines or not self.tells_lines)
             and bool(other.step_peaks or not self.step_peaks)
-            # Tolerances are of what exceeds them; entries of older versions lack them.
+            # A tolerance applies to the bytes beside workspaces. Baselines from older versions do not record workspaces.
             and (other.workspaces is not None or self.workspaces is None)
             and (other.unused_before is not None or self.unused_before is None)
-            # Sessions on other devices look for the test by it.
+            # Sessions on other devices find the test's baselines by this device.
             and self.named_device == other.named_device
         )
 
 
 @dataclass(frozen=True, slots=True)
 class NoBaseline:
-    """There is no baseline for this environment; ``elsewhere`` are the devices for which there is one."""
+    """The store has no baseline for this environment. ``elsewhere`` lists the devices with a baseline."""
 
     elsewhere: tuple[str, ...] = ()
 
@@ -151,33 +165,43 @@ def baseline_of(
     reason: str | None = None,
     named_device: str | None = None,
 ) -> Baseline:
-    """Return the baseline of an accepted measurement. Times keep four digits, and five as one of the runs."""
+    """Return the baseline of an accepted measurement.
+
+    Times have four significant digits, and five in the list of runs.
+
+    Args:
+        measurement: The accepted measurement.
+        recorded: The date: ``2026-11-02``.
+        commit: The abbreviated commit hash; ``None`` without a git repository.
+        reason: The reason why it was accepted.
+        named_device: The device that the test's marker names.
+    """
     metrics = {
         name: int(value) if METRICS[name].unit in WHOLE else rounded(value)
         for name, value in measurement.metrics.items()
-        # An entry that lacks the metric means this value.
+        # An entry without the metric stands for this value.
         if value != METRICS[name].where_absent
     }
-    several = measurement.by_device if len(measurement.by_device) > 1 else {}
+    devices = measurement.by_device if len(measurement.by_device) > 1 else {}
     by_device = {
         device: {
             name: value
-            for name, value in here.items()
+            for name, value in device_metrics.items()
             if METRICS[name].tolerance is not None and value != METRICS[name].where_absent
         }
-        for device, here in several.items()
+        for device, device_metrics in devices.items()
     }
     explanation = measurement.explanation
-    # One that was recorded in a run with another peak would not explain this one, unless it is that of another of its steps.
+    # An explanation from a run with another peak does not explain this peak, unless another step has that peak.
     recordable = {metrics.get("peak_allocated"), *measurement.step_peaks.repeated}
-    explained = explanation.kept() if explanation is not None and explanation.peak.total in recordable else None
+    kept_explanation = explanation.kept() if explanation is not None and explanation.peak.total in recordable else None
     entry = Baseline(
         measurement.workload,
         measurement.environment,
         metrics,
         recorded,
         commit,
-        None if explained is None else _composition_to_keep(without_callers(explained.peak)),
+        None if kept_explanation is None else _composition_to_keep(without_callers(kept_explanation.peak)),
         reason=reason,
         by_operator={
             name: kept(tallies_without_callers(tallies))
@@ -186,14 +210,14 @@ def baseline_of(
         },
         by_device=by_device,
         other_phases={}
-        if explained is None
-        else {phase: without_callers(one) for phase, one in explained.other_phases.items()},
+        if kept_explanation is None
+        else {phase: without_callers(composition) for phase, composition in kept_explanation.other_phases.items()},
         workspaces=measurement.workspaces if "peak_reserved" in metrics else None,
         unused_before=measurement.unused_before if "peak_reserved" in metrics else None,
         step_peaks=_differing(measurement.step_peaks),
         step_peaks_by_device={
             device: peaks
-            for device in several
+            for device in devices
             if (peaks := _differing(measurement.step_peaks_by_device.get(device, StepPeaks())))
         },
         named_device=named_device,
@@ -201,13 +225,13 @@ def baseline_of(
     run = None if measurement.times is None else run_of(measurement.times)
     if run is None:
         return entry
-    # Five digits, since medians and ratios are made of them.
+    # Five digits, because medians and ratios are computed from them.
     seconds, cycles = (tuple(float(f"{value:.5g}") for value in values) for values in (run.seconds, run.cycles))
     return with_runs(Runs(seconds, cycles), entry)
 
 
 def _composition_to_keep(peak: Composition) -> Composition:
-    """Return the composition without notes, and with the modules alone whose calls are unlike those around them."""
+    """Return the composition without notes, and only with the modules whose calls differ from the module around them."""
     return replace(peak, notes=(), no_grad=outermost(peak.no_grad), no_backward=outermost(peak.no_backward))
 
 
@@ -216,7 +240,12 @@ def _differing(peaks: StepPeaks) -> tuple[int, ...]:
 
 
 def with_runs(runs: Runs, entry: Baseline) -> Baseline:
-    """Return ``entry``, the latest of ``runs``, with them: its step time is their median, its throughput is of that."""
+    """Return a baseline with runs. Its step time is their median, and its throughput follows from this time.
+
+    Args:
+        runs: The times of the accepted runs.
+        entry: The baseline of the last run.
+    """
     step_time = rounded(runs.median)
     times = {"step_time": step_time}
     if "throughput" in entry.metrics:
@@ -225,17 +254,20 @@ def with_runs(runs: Runs, entry: Baseline) -> Baseline:
 
 
 def rounded(time: float) -> float:
-    """Return a time or a throughput with the four digits that are shown."""
+    """Return a time or a throughput with four significant digits, as reports show it."""
     return float(f"{time:.4g}")
 
 
 def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:
-    """Return the metrics that are the same in every run, by GPU; those of the whole by an empty name."""
+    """Return the metrics that are equal in every run, by GPU. Metrics over all GPUs have an empty key."""
     tables: dict[str, Mapping[str, float]] = {"": entry.metrics, **entry.by_device}
-    return {gpu: {name: n for name, n in here.items() if METRICS[name].repeats} for gpu, here in tables.items()}
+    return {
+        gpu: {name: value for name, value in metrics.items() if METRICS[name].repeats}
+        for gpu, metrics in tables.items()
+    }
 
 
 def _decisive(entry: Baseline, metrics: Mapping[str, float]) -> dict[str, str | int]:
-    """Return the details of its environment that any of these metrics depends on."""
+    """Return the environment details on which these metrics depend."""
     decisive = {detail for name in metrics for detail in METRICS[name].details}
     return {name: value for name, value in entry.environment.details.items() if name in decisive}

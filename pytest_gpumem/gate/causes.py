@@ -1,7 +1,10 @@
-"""Causes of what grew in a session: lines of code, or what else differs, that explain growth of several tests at once. Pure.
+"""Causes of growth in a session: code lines, packages or budgets that explain growth in several tests at once. Pure.
 
-A test's own explanation has many rows, of which most follow from one: the peak has moved, and other tensors are there. So the
-causes are those lines that explain most of the growth of most tests, as few as that takes.
+The explanation for a single test has many rows, and most of them are consequences: the peak moved, so other tensors are live.
+Therefore the causes are the fewest lines that together explain most of the growth in most tests.
+
+Example: six tests have a larger peak. Each lists several rows that grew, and all six list ``tiny_models/gpt.py:38``. If this
+line explains 80 % of the growth in each test, this line is the only cause.
 """
 
 from __future__ import annotations
@@ -21,18 +24,18 @@ from pytest_gpumem.values.source_lines import file_and_line, package_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from pytest_gpumem.gate.growths import Alternatives, Explained, Growth, Part, Place
+    from pytest_gpumem.gate.growths import Alternatives, ExplainedGrowth, Growth, Part, Place
     from pytest_gpumem.gate.verdict import TestVerdict
 
 _MOST_MODULES = 2
-"""Modules of a cause that are named."""
+"""The most modules that a report names for a cause."""
 _SEVERAL = 2
-"""Tests that have to exceed one budget to have a cause in common; of a single one, its own text says it all."""
+"""The least number of tests with a common cause that exceed the same budget. A single test has its own text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a growth that a cause explains, in the metric's unit."""
+    """The part that a cause explains, in the metric's unit."""
 
     growth: Growth
     amount: float
@@ -40,30 +43,39 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Something that explains growth of one or several tests.
+    """A change that explains growth in one or several tests.
 
-    ``lines`` are those that explain most first. They are empty for what is known by its module alone, or by its category, and
-    where it is packages whose releases differ, or a budget. Of a holder they are the lines that made the tensors.
+    ``lines`` begin with the line that explains most. They are empty if only the module or the category is known, and for
+    packages and budgets. For a holder they are the lines that allocated the tensors.
+
+    Example:
+        In the example project, six tests fail because ``tiny_models/gpt.py:38`` computes attention with an explicit softmax.
+        The cause has the kind ``line``, the module ``blocks.*.attention`` and the operator ``_softmax``. Its six shares of
+        ``peak_allocated`` add up to 126.48 MB, and the largest share is 33.69 MB.
     """
 
     kind: Literal["line", "holder", "packages", "budget"]
     lines: tuple[str, ...]
     modules: tuple[str, ...]
-    """Paths of the modules that its lines ran in, those of most growths first: where one is the model itself, its class."""
+    """Paths of the modules in which its lines ran, the most frequent first. The model itself has the name of its
+    class."""
     operator: str
     what: str
-    """The tensors, or of a budget its metric and limit."""
+    """The tensors. For a budget, its metric and limit."""
     category: str
     reason: str
     shares: tuple[Share, ...]
     holder: str = ""
-    """The path to what keeps the tensors alive: ``"Net.seen[...]"``."""
+    """The path to the object that keeps the tensors alive: ``"Net.seen[...]"``."""
     packages: tuple[str, ...] = ()
-    """Packages whose releases differ from those of the baseline in each of its tests, as clauses."""
+    """A clause for each package whose release differs from the baseline in all of its tests."""
 
     @property
     def module(self) -> str:
-        """Its modules as one path: ``*.attn`` where all paths end so, else the first of them, as ``*.attn, Attention``."""
+        """The modules as one text.
+
+        If all paths have a common end, this is ``*.attn``. Otherwise the first paths are named: ``blocks.*.attn, Attention``.
+        """
         if len(self.modules) < 2:
             return "".join(self.modules)
         end = _common_end([module.split(".") for module in self.modules])
@@ -75,12 +87,12 @@ class Cause:
 
     @property
     def has_tensors(self) -> bool:
-        """True if `what` is tensors."""
+        """True if `what` describes tensors."""
         return self.kind in ("line", "holder")
 
     @property
     def lacks_holder(self) -> bool:
-        """True if it is tensors that are kept, and their holder was not found."""
+        """True if tensors are kept and no holder was found."""
         return self.kind == "line" and any(share.growth.metric in KEPT for share in self.shares)
 
     @property
@@ -90,9 +102,9 @@ class Cause:
 
     @property
     def metric(self) -> str:
-        """The metric by which it is counted: the one that most of its shares are of, of several the most important.
+        """The metric with the most shares. If several metrics have equally many, the most important metric counts.
 
-        A holder is counted by what is kept.
+        For a holder only metrics of kept bytes count.
         """
         shares = [share for share in self.shares if share.growth.metric in KEPT or not self.holder] or self.shares
         counts = Counter(share.growth.metric for share in shares)
@@ -100,12 +112,12 @@ class Cause:
 
     @property
     def total(self) -> float:
-        """The sum of its shares of `metric`, in its unit."""
+        """The sum over its shares in `metric`, in the metric's unit."""
         return sum(share.amount for share in self._counted)
 
     @property
     def largest(self) -> Share:
-        """The largest of its shares of `metric`."""
+        """The largest share in `metric`."""
         return min(self._counted, key=lambda share: (-share.amount, share.growth))
 
     @property
@@ -114,7 +126,7 @@ class Cause:
 
 
 class Unproven(NamedTuple):
-    """Lines or holders that may be the cause. Nothing proves which of them it is."""
+    """Lines or holders that may have caused a growth. Nothing proves which line or holder did."""
 
     lines: tuple[str, ...]
     """Lines, or clauses on holders: ``kept in Net.seen[...]``."""
@@ -123,12 +135,12 @@ class Unproven(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """Causes, those of most tests first, and what none of them explains: the shares of a growth add up to it exactly."""
+    """The causes in a session, sorted by their number of tests. A growth's shares add up to the growth exactly."""
 
     causes: tuple[Cause, ...] = ()
     not_explained: tuple[Share, ...] = ()
     unproven: tuple[Unproven, ...] = ()
-    """Alternatives for a part of `not_explained`, sorted by their number of tests."""
+    """Alternatives for parts in `not_explained`, sorted by their number of tests."""
 
     def of(self, test: str) -> tuple[Cause, ...]:
         """Return the causes of a test."""
@@ -136,35 +148,35 @@ class Causes:
 
     @property
     def unexplained(self) -> tuple[Share, ...]:
-        """Shares that no cause explains, of growth that has no cause, or not enough of it."""
+        """Shares in `not_explained` above 20 % of their growth."""
         return tuple(share for share in self.not_explained if share.amount > (1 - ENOUGH) * share.growth.amount)
 
 
 def causes_of(tests: Iterable[TestVerdict]) -> Causes:
-    """Return the causes of what grew in tests: the same in whichever order these are."""
+    """Return the causes of growth in tests. The order of the tests does not matter."""
     growths = growths_of(tests)
     growths = proven(growths, _chosen(growths))
     first_of = _joined(_chosen(growths), growths)
-    shares: dict[Place, list[tuple[Explained, float]]] = defaultdict(list)
-    for one in growths:
-        for first, amount in _shares(one, first_of).items():
-            shares[first].append((one, amount))
+    shares: dict[Place, list[tuple[ExplainedGrowth, float]]] = defaultdict(list)
+    for explained in growths:
+        for first, amount in _shares(explained, first_of).items():
+            shares[first].append((explained, amount))
     places_of: dict[Place, list[Place]] = defaultdict(list)
     for place, first in first_of.items():
         places_of[first].append(place)
-    found = [_cause_at(places, shares[first]) for first, places in places_of.items() if first in shares]
+    causes = [_cause_at(places, shares[first]) for first, places in places_of.items() if first in shares]
     for kind in ("packages", "budget"):
-        explained = {share.growth for cause in found for share in cause.shares}
-        found += _other_causes(kind, [one for one in growths if one.growth not in explained])
-    left = {one.growth: one.growth.amount for one in growths}
-    for cause in found:
+        has_cause = {share.growth for cause in causes for share in cause.shares}
+        causes += _other_causes(kind, [explained for explained in growths if explained.growth not in has_cause])
+    unexplained = {explained.growth: explained.growth.amount for explained in growths}
+    for cause in causes:
         for share in cause.shares:
-            left[share.growth] -= share.amount
-    not_explained = tuple(Share(growth, amount) for growth, amount in left.items() if amount)
-    return Causes(tuple(sorted(found, key=_order)), not_explained, _unproven(growths))
+            unexplained[share.growth] -= share.amount
+    not_explained = tuple(Share(growth, amount) for growth, amount in unexplained.items() if amount)
+    return Causes(tuple(sorted(causes, key=_order)), not_explained, _unproven(growths))
 
 
-def _unproven(growths: Iterable[Explained]) -> tuple[Unproven, ...]:
+def _unproven(growths: Iterable[ExplainedGrowth]) -> tuple[Unproven, ...]:
     """Return the remaining alternatives, joined if their lines and holders are equal apart from package releases."""
     groups: dict[frozenset[str], list[tuple[Growth, Alternatives]]] = defaultdict(list)
     for explained in growths:
@@ -174,16 +186,25 @@ def _unproven(growths: Iterable[Explained]) -> tuple[Unproven, ...]:
                 groups[lines].append((explained.growth, alternatives))
     unproven = [
         Unproven(
-            tuple(sorted({line for _, each in group for place in each.parts for line in _named(place, each)})),
-            tuple(Share(growth, each.amount) for growth, each in group),
+            tuple(
+                sorted(
+                    {
+                        line
+                        for _, alternatives in group
+                        for place in alternatives.parts
+                        for line in _named(place, alternatives)
+                    }
+                )
+            ),
+            tuple(Share(growth, alternatives.amount) for growth, alternatives in group),
         )
         for group in groups.values()
     ]
-    return tuple(sorted(unproven, key=lambda each: (-len({share.growth.test for share in each.shares}), each.lines)))
+    return tuple(sorted(unproven, key=lambda cause: (-len({share.growth.test for share in cause.shares}), cause.lines)))
 
 
 def _named(place: Place, alternatives: Alternatives) -> tuple[str, ...]:
-    """Return a clause on the holder at a place, or else the lines there."""
+    """Return a clause on the holder at a place, or the place's lines if no holder is known."""
     return (f"{KEPT_IN} {place.holder}",) if place.holder else alternatives.parts[place].lines
 
 
@@ -191,60 +212,75 @@ def _order(cause: Cause) -> tuple[object, ...]:
     return -len(cause.tests), METRICS[cause.metric].precedence, -cause.total, cause.lines, cause.module, cause.what
 
 
-def _chosen(growths: Sequence[Explained]) -> list[Place]:
-    """Return the fewest places that explain `ENOUGH` of each growth, as far as they can: always the one that explains most."""
-    left = {one.growth: one.growth.amount for one in growths}
-    at: dict[Place, list[Explained]] = defaultdict(list)
-    for one in growths:
-        for place in one.parts:
-            if one.at(place) > 0:
-                at[place].append(one)
+def _chosen(growths: Sequence[ExplainedGrowth]) -> list[Place]:
+    """Return the fewest places that together explain the share `ENOUGH` in each growth, if possible.
+
+    The algorithm is greedy: it always takes the place with the largest gain.
+
+    Example:
+        Two tests grew by 10 MB each. Line A explains 9 MB in both tests, and line B explains 1 MB in the first test. A is
+        chosen first. Then 90 % of both growths are explained, which is more than `ENOUGH`, so B is not chosen.
+    """
+    unexplained = {explained.growth: explained.growth.amount for explained in growths}
+    growths_at: dict[Place, list[ExplainedGrowth]] = defaultdict(list)
+    for explained in growths:
+        for place in explained.parts:
+            if explained.at(place) > 0:
+                growths_at[place].append(explained)
 
     def gain(place: Place) -> tuple[float, float]:
-        """Return how much more of the growths a place explains, as a sum of ratios; a metric has a unit of its own."""
-        ratios = [
-            min(one.at(place), left[one.growth]) / one.growth.amount
-            for one in at[place]
-            if left[one.growth] > (1 - ENOUGH) * one.growth.amount
-        ]
-        return sum(ratio for ratio in ratios if ratio >= LEAST), sum(one.at(place) for one in at[place])
+        """Return the gain from a place, as a sum of ratios over the growths, and the amount at the place.
 
-    # What a place explains becomes only less while others are chosen.
-    heap = [(-first, -total, place) for place in at for first, total in [gain(place)] if first > 0]
+        Ratios make metrics with different units comparable.
+        """
+        ratios = [
+            min(explained.at(place), unexplained[explained.growth]) / explained.growth.amount
+            for explained in growths_at[place]
+            if unexplained[explained.growth] > (1 - ENOUGH) * explained.growth.amount
+        ]
+        return sum(ratio for ratio in ratios if ratio >= LEAST), sum(
+            explained.at(place) for explained in growths_at[place]
+        )
+
+    # The gain of a place never rises while other places are chosen. So a place whose current gain is still the largest is best.
+    heap = [
+        (-first_gain, -total, place) for place in growths_at for first_gain, total in [gain(place)] if first_gain > 0
+    ]
     heapq.heapify(heap)
     chosen: list[Place] = []
     while heap:
-        before, _, place = heapq.heappop(heap)
-        now, total = gain(place)
-        if now <= 0:
+        previous_gain, _, place = heapq.heappop(heap)
+        current_gain, total = gain(place)
+        if current_gain <= 0:
             continue
-        if -now > before and heap and (-now, -total, place) > heap[0]:
-            heapq.heappush(heap, (-now, -total, place))
+        if -current_gain > previous_gain and heap and (-current_gain, -total, place) > heap[0]:
+            heapq.heappush(heap, (-current_gain, -total, place))
             continue
         chosen.append(place)
-        for one in at[place]:
-            left[one.growth] -= one.at(place)
+        for explained in growths_at[place]:
+            unexplained[explained.growth] -= explained.at(place)
     return chosen
 
 
-def _joined(chosen: Sequence[Place], growths: Sequence[Explained]) -> dict[Place, Place]:
-    """Return the first place of the cause of each.
+def _joined(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> dict[Place, Place]:
+    """Return the first place of each place's cause.
 
-    Lines of one module in one file are one where they explain the same tests; a later one may explain fewer than the first.
+    Lines with the same module and file are a single cause if they explain the same tests. A later line may explain fewer
+    tests.
     """
     tests: dict[Place, set[str]] = {place: set() for place in chosen}
-    for one in growths:
-        for place in one.parts:
-            if place in tests and one.at(place) > 0:
-                tests[place].add(one.growth.test)
+    for explained in growths:
+        for place in explained.parts:
+            if place in tests and explained.at(place) > 0:
+                tests[place].add(explained.growth.test)
     firsts: dict[tuple[str, str], list[Place]] = defaultdict(list)
     first_of: dict[Place, Place] = {}
-    explained: dict[Place, set[str]] = {}
+    tests_of_cause: dict[Place, set[str]] = {}
     for places in _by_line(chosen, growths):
-        file, mine = _file(places[0]), set[str]().union(*(tests[place] for place in places))
-        earlier = [one for place in places for one in firsts[file, place.module]] if file else []
-        first = next((one for one in earlier if mine <= explained[one]), places[0])
-        explained.setdefault(first, mine)
+        file, line_tests = _file(places[0]), set[str]().union(*(tests[place] for place in places))
+        earlier = [first for place in places for first in firsts[file, place.module]] if file else []
+        first = next((first for first in earlier if line_tests <= tests_of_cause[first]), places[0])
+        tests_of_cause.setdefault(first, line_tests)
         for place in places:
             first_of[place] = first
             if first not in earlier:
@@ -252,21 +288,21 @@ def _joined(chosen: Sequence[Place], growths: Sequence[Explained]) -> dict[Place
     return first_of
 
 
-def _by_line(chosen: Sequence[Place], growths: Sequence[Explained]) -> Collection[list[Place]]:
-    """Return places in groups: those of a line of the project, and each other one by itself.
+def _by_line(chosen: Sequence[Place], growths: Sequence[ExplainedGrowth]) -> Collection[list[Place]]:
+    """Return places in groups: the places at a project line are a group, and every other place is its own group.
 
-    A line of the project is one cause in whichever modules it ran: a model has a module by its attribute, a test of the module
-    alone by its class.
+    A project line is a single cause in all modules in which it ran. A model names a module by its attribute. A test for
+    this module alone names the module by its class.
     """
-    of_packages = {
+    package_places = {
         place
-        for one in growths
-        for place, part in one.parts.items()
-        if one.at(place) > 0 and any(map(package_of, part.lines))
+        for explained in growths
+        for place, part in explained.parts.items()
+        if explained.at(place) > 0 and any(map(package_of, part.lines))
     }
     groups: dict[Place | str, list[Place]] = defaultdict(list)
     for place in chosen:
-        groups[place if place in of_packages or not place.line else place.line].append(place)
+        groups[place if place in package_places or not place.line else place.line].append(place)
     return groups.values()
 
 
@@ -274,55 +310,64 @@ def _file(place: Place) -> str:
     return file_and_line(place.line)[0] if place.line else ""
 
 
-def _shares(one: Explained, first_of: Mapping[Place, Place]) -> dict[Place, float]:
-    """Return the share of each cause in a growth, by its first place.
+def _shares(explained: ExplainedGrowth, first_of: Mapping[Place, Place]) -> dict[Place, float]:
+    """Return each cause's share in a growth, by the cause's first place.
 
-    Where something else has shrunk, shares are less than what there is more.
+    If other tensors shrank, the growth is smaller than the sum of the parts. The shares are then reduced in proportion.
+
+    Example:
+        A peak grew by 6 MB: 8 MB more at line A, 2 MB more at line B and 4 MB less elsewhere. The shares are 4.8 MB and 1.2
+        MB.
     """
-    more: dict[Place, float] = {}
-    for place in one.parts:
-        if place in first_of and one.at(place) > 0:
-            more[first_of[place]] = more.get(first_of[place], 0) + one.at(place)
-    every, amount = sum(more.values()), one.growth.amount
-    if every <= amount:
-        return more
-    shares = {first: amount * part // every for first, part in more.items()}
-    shares[max(more, key=lambda first: (more[first], first))] += amount - sum(shares.values())
+    growth_at: dict[Place, float] = {}
+    for place in explained.parts:
+        if place in first_of and explained.at(place) > 0:
+            growth_at[first_of[place]] = growth_at.get(first_of[place], 0) + explained.at(place)
+    total, amount = sum(growth_at.values()), explained.growth.amount
+    if total <= amount:
+        return growth_at
+    shares = {first: amount * part // total for first, part in growth_at.items()}
+    shares[max(growth_at, key=lambda first: (growth_at[first], first))] += amount - sum(shares.values())
     return {first: share for first, share in shares.items() if share}
 
 
-def _cause_at(places: Sequence[Place], mine: Sequence[tuple[Explained, float]]) -> Cause:
-    """Return the cause at some places, of the growths that it explains and its share in each."""
+def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[ExplainedGrowth, float]]) -> Cause:
+    """Return the cause at some places.
+
+    Args:
+        places: The places of the cause, the first chosen place first.
+        explained_shares: The growths that the cause explains, with its share in each.
+    """
     parts: dict[Place, Part] = {}
-    for one, _ in mine:
+    for explained, _ in explained_shares:
         for place in places:
-            if one.at(place) > 0:
-                parts[place] = parts[place] + one.parts[place] if place in parts else one.parts[place]
+            if explained.at(place) > 0:
+                parts[place] = parts[place] + explained.parts[place] if place in parts else explained.parts[place]
     by_size = sorted(parts, key=lambda place: (-parts[place].amount, place))
-    shown = parts[by_size[0]]
-    explained = [one for one, _ in mine]
+    largest_part = parts[by_size[0]]
+    explained_growths = [explained for explained, _ in explained_shares]
     holder = places[0].holder
     return Cause(
         "holder" if holder else "line",
         tuple(dict.fromkeys(line for place in by_size for line in parts[place].lines)),
-        _modules(parts, explained, shown.module),
-        shown.operator,
-        shown.what,
-        shown.category,
-        shown.reason,
-        tuple(Share(one.growth, share) for one, share in mine),
+        _modules(parts, explained_growths, largest_part.module),
+        largest_part.operator,
+        largest_part.tensors,
+        largest_part.category,
+        largest_part.reason,
+        tuple(Share(explained.growth, share) for explained, share in explained_shares),
         holder,
-        _in_all(explained),
+        _in_all(explained_growths),
     )
 
 
-def _modules(parts: Iterable[Place], growths: Sequence[Explained], shown: str) -> tuple[str, ...]:
-    """Return the modules of places, those of most growths first; of a single one ``shown``, the path of its largest row."""
-    counts = Counter(place.module for one in growths for place in parts if one.at(place) > 0)
+def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of_largest: str) -> tuple[str, ...]:
+    """Return the modules at places, the most frequent first. A single module has the path from the largest row."""
+    counts = Counter(place.module for explained in growths for place in parts if explained.at(place) > 0)
     names = sorted((name for name in counts if name), key=lambda name: (-counts[name], name))
     if len(names) > 1:
         return tuple(names)
-    return tuple(filter(None, [shown or "".join(names)]))
+    return tuple(filter(None, [path_of_largest or "".join(names)]))
 
 
 def _common_end(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -331,21 +376,24 @@ def _common_end(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, from_the_end))[::-1]
 
 
-def _in_all(growths: Sequence[Explained]) -> tuple[str, ...]:
-    """Return the packages that differ from the baseline's in all of these."""
-    return tuple(clause for clause in growths[0].packages if all(clause in one.packages for one in growths))
+def _in_all(growths: Sequence[ExplainedGrowth]) -> tuple[str, ...]:
+    """Return the clauses on packages that all growths have in common."""
+    return tuple(clause for clause in growths[0].packages if all(clause in explained.packages for explained in growths))
 
 
-def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[Explained]) -> Iterator[Cause]:
-    """Yield the causes of growth that no line explains: the same packages differ, or several tests exceed the same budget."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Explained]] = defaultdict(list)
-    for one in growths:
-        if kind == "packages" and one.packages:
-            groups["", one.packages].append(one)
-        elif kind == "budget" and one.budget:
-            groups[f"{one.growth.metric} {one.budget}", ()].append(one)
-    for (what, packages), mine in groups.items():
-        if kind == "budget" and len({one.growth.test for one in mine}) < _SEVERAL:
+def _other_causes(kind: Literal["packages", "budget"], growths: Sequence[ExplainedGrowth]) -> Iterator[Cause]:
+    """Yield causes for growth without a line.
+
+    Packages with other releases are a cause, and a budget that several tests exceed.
+    """
+    groups: dict[tuple[str, tuple[str, ...]], list[ExplainedGrowth]] = defaultdict(list)
+    for explained in growths:
+        if kind == "packages" and explained.packages:
+            groups["", explained.packages].append(explained)
+        elif kind == "budget" and explained.budget:
+            groups[f"{explained.growth.metric} {explained.budget}", ()].append(explained)
+    for (budget, packages), group in groups.items():
+        if kind == "budget" and len({explained.growth.test for explained in group}) < _SEVERAL:
             continue
-        shares = tuple(Share(one.growth, one.growth.amount) for one in mine)
-        yield Cause(kind, (), (), "", what, "", "", shares, packages=packages)
+        shares = tuple(Share(explained.growth, explained.growth.amount) for explained in group)
+        yield Cause(kind, (), (), "", budget, "", "", shares, packages=packages)

@@ -1,4 +1,4 @@
-"""The difference of two counts, operator by operator and line by line. Pure."""
+"""The difference of two counts by operator and line. Pure."""
 
 from __future__ import annotations
 
@@ -34,58 +34,66 @@ def _file_and_line(tally: Tally) -> tuple[str, int]:
     return file_and_line(tally.place.library or tally.place.site)
 
 
-_SAME: tuple[Key, ...] = (
+_EQUAL_BY: tuple[Key, ...] = (
     lambda tally: (tally.operator, replace(tally.place, library=without_release(tally.place.library))),
     # Moved lines.
     lambda tally: (tally.operator, tally.place.module, _file_and_line(tally)[0]),
-    # Of other layers, or of which is not known; renamed modules.
+    # Other or unknown layers, and renamed modules.
     lambda tally: (tally.operator, of_any_layer(tally.place)),
     lambda tally: (tally.operator, of_any_layer(tally.place).module, _file_and_line(tally)[0]),
     lambda tally: (tally.operator, of_any_layer(tally.place).module),
     lambda tally: (tally.operator, _file_and_line(tally)[0]),
 )
-"""Keys by which calls are equal, from the strictest to the loosest."""
+"""Keys by which calls on both sides are equal, from the strictest to the loosest."""
 
 
 def changed_tallies(before: Sequence[Tally], after: Sequence[Tally]) -> tuple[Tally, ...]:
-    """Return the calls that came, and with a negative amount those that went; together they are the change of the count.
+    """Return the new calls, and the disappeared calls with negative amounts. They add up to the count's change.
 
-    An operator has only one of both, so that calls which moved show nothing. If several lines may be the one where an operator
-    came, it is that where other operators came, too, and otherwise the one that is furthest from where it was before.
+    An operator has either new or missing calls, so moved calls are not shown. If an operator may have appeared at several
+    lines, the line with other new operators is chosen, and otherwise the line with the largest distance to the operator's old
+    line.
 
-    Of the places with the smallest amounts a baseline keeps the operators alone. Calls at places that may be among these are
-    held against them, and what they have more is told without its line, as it may be any of theirs.
+    A baseline lists only the places with the largest amounts. For all other places it stores amounts by operator. New calls
+    at places outside of the list are compared with these amounts. A remaining growth has no line, because any such place is
+    possible.
+
+    Example:
+        The baseline has 8 ``addmm`` at ``mlp.py:12`` and this step has 8 at ``mlp.py:14`` and 4 at ``head.py:7``. The result
+        is one tally with 4 ``addmm`` at ``head.py:7``.
     """
-    before, after = ([one for tally in side for one in each_layer(tally)] for side in (before, after))
-    before, after = _spread(before, after), _spread(after, before)
-    (old, rest), (new, rest_now) = _apart(before), _apart(after)
-    rest, rest_now = rest - rest_now, rest_now - rest
-    for key in _SAME:
+    before, after = ([part for tally in side for part in each_layer(tally)] for side in (before, after))
+    before, after = _split_into_layers(before, after), _split_into_layers(after, before)
+    (old, old_rest), (new, new_rest) = _split_by_place(before), _split_by_place(after)
+    old_rest, new_rest = old_rest - new_rest, new_rest - old_rest
+    for key in _EQUAL_BY:
         old, new = _without_common(old, new, key)
-    unknown = _unknown(before, after)
-    loose = {tally for tally in new if rest[tally.operator] and unknown(tally)}
-    old, new = _without_common(old, new, lambda tally: tally.operator, last=frozenset(loose))
+    may_be_unlisted = _may_be_unlisted(before, after)
+    unlisted = {tally for tally in new if old_rest[tally.operator] and may_be_unlisted(tally)}
+    old, new = _without_common(old, new, lambda tally: tally.operator, last=frozenset(unlisted))
     changes = []
     for operator in {tally.operator for tally in (*old, *new)}:
-        gone, came = ([tally for tally in side if tally.operator == operator] for side in (old, new))
-        inside = [tally for tally in came if rest[operator] and unknown(tally)]
-        more = total(inside) - rest[operator]
-        if inside and more > 0:
-            modules = {of_any_layer(tally.place).module for tally in inside}
-            changes.append(Tally(operator, more, OperatorSite(modules.pop()) if len(modules) == 1 else NOWHERE))
-        changes += _without([tally for tally in came if tally not in inside], max(0, -more))
-        changes += [replace(tally, amount=-tally.amount) for tally in _without(gone, rest_now[operator])]
-        rest[operator] -= total(came)
-        rest_now[operator] -= total(gone)
-    changes += [Tally(operator, amount) for operator, amount in (+rest_now).items()]
-    changes += [Tally(operator, -amount) for operator, amount in (+rest).items()]
+        disappeared, appeared = ([tally for tally in side if tally.operator == operator] for side in (old, new))
+        in_rest = [tally for tally in appeared if old_rest[operator] and may_be_unlisted(tally)]
+        growth_of_rest = total(in_rest) - old_rest[operator]
+        if in_rest and growth_of_rest > 0:
+            modules = {of_any_layer(tally.place).module for tally in in_rest}
+            changes.append(
+                Tally(operator, growth_of_rest, OperatorSite(modules.pop()) if len(modules) == 1 else NOWHERE)
+            )
+        changes += _without_amount([tally for tally in appeared if tally not in in_rest], max(0, -growth_of_rest))
+        changes += [replace(tally, amount=-tally.amount) for tally in _without_amount(disappeared, new_rest[operator])]
+        old_rest[operator] -= total(appeared)
+        new_rest[operator] -= total(disappeared)
+    changes += [Tally(operator, amount) for operator, amount in (+new_rest).items()]
+    changes += [Tally(operator, -amount) for operator, amount in (+old_rest).items()]
     return of_layers(summed(changes), {})
 
 
-def _spread(tallies: Sequence[Tally], others: Sequence[Tally]) -> list[Tally]:
-    """Return tallies with those of all layers in equal parts, where the other side tells the layers of their module apart."""
+def _split_into_layers(tallies: Sequence[Tally], other_side: Sequence[Tally]) -> list[Tally]:
+    """Return tallies with those for all layers in equal parts, if the other side distinguishes the layers of their module."""
     layers: dict[tuple[str, str], set[Numbers]] = {}
-    for tally in others:
+    for tally in other_side:
         numbers = layer_of(tally.place)
         if numbers is not None:
             layers.setdefault((tally.operator, of_any_layer(tally.place).module), set()).add(numbers)
@@ -94,67 +102,67 @@ def _spread(tallies: Sequence[Tally], others: Sequence[Tally]) -> list[Tally]:
     ]
 
 
-def _apart(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]]:
-    """Return the tallies that have a place, and the amounts of the others by operator."""
-    placed, rest = [], Counter[str]()
+def _split_by_place(tallies: Iterable[Tally]) -> tuple[list[Tally], Counter[str]]:
+    """Return the tallies with a place, and the amounts of the other tallies by operator."""
+    placed, unplaced = [], Counter[str]()
     for tally in tallies:
         if tally.place == NOWHERE:
-            rest[tally.operator] += tally.amount
+            unplaced[tally.operator] += tally.amount
         else:
             placed.append(tally)
-    return placed, rest
+    return placed, unplaced
 
 
-def _unknown(before: Iterable[Tally], after: Iterable[Tally]) -> Callable[[Tally], bool]:
-    """Return a function that tells whether calls that came may be at places of which ``before`` kept the operators alone.
+def _may_be_unlisted(before: Iterable[Tally], after: Iterable[Tally]) -> Callable[[Tally], bool]:
+    """Return a function: whether new calls may be at a place outside of the list in ``before``.
 
-    Not if it kept their place, nor if they are more than at the smallest place that it kept.
+    It returns ``False`` if the place is listed, or if the calls have a larger amount than the smallest listed place.
     """
-    were, are = Counter[OperatorSite](), Counter[OperatorSite]()
-    for amounts, tallies in ((were, before), (are, after)):
+    old_amounts, new_amounts = Counter[OperatorSite](), Counter[OperatorSite]()
+    for amounts, tallies in ((old_amounts, before), (new_amounts, after)):
         for tally in tallies:
             if tally.place != NOWHERE:
                 amounts[of_any_layer(tally.place)] += tally.amount
-    most = min(were.values(), default=max(are.values(), default=0))
-    return lambda tally: of_any_layer(tally.place) not in were and tally.amount <= most
+    most = min(old_amounts.values(), default=max(new_amounts.values(), default=0))
+    return lambda tally: of_any_layer(tally.place) not in old_amounts and tally.amount <= most
 
 
 def _without_common(
     old: list[Tally], new: list[Tally], key: Key, last: Collection[Tally] = ()
 ) -> tuple[list[Tally], list[Tally]]:
-    """Return both sides without the amount that each group has on both, those in ``last`` at the end."""
+    """Return both sides without the amount that each group has on both. Tallies in ``last`` lose their amounts last."""
     groups = grouped(old, new, key).values()
-    # The amount at each line whose group was not there before.
-    came: Counter[tuple[str, str]] = Counter()
-    for mine, theirs in groups:
-        for tally in theirs if not mine else ():
-            came[_where(tally)] += tally.amount
-    left_old, left_new = [], []
-    for mine, theirs in groups:
-        common = min(total(mine), total(theirs))
-        lines = [_file_and_line(tally)[1] for tally in mine]
+    # The amount at each line from groups that the old side does not have.
+    new_at_line: Counter[tuple[str, str]] = Counter()
+    for old_group, new_group in groups:
+        for tally in new_group if not old_group else ():
+            new_at_line[_line(tally)] += tally.amount
+    remaining_old, remaining_new = [], []
+    for old_group, new_group in groups:
+        common = min(total(old_group), total(new_group))
+        lines = [_file_and_line(tally)[1] for tally in old_group]
 
         def rank(tally: Tally, lines: Sequence[int] = lines) -> tuple[bool, int, int, int]:
             line = _file_and_line(tally)[1]
-            distance = min((abs(line - was) for was in lines), default=0)
-            # Of the layers of a module, those with the least are as they all were.
-            return tally in last, came[_where(tally)], distance, tally.amount
+            distance = min((abs(line - old_line) for old_line in lines), default=0)
+            # The layers of a module with the smallest amounts are taken as unchanged.
+            return tally in last, new_at_line[_line(tally)], distance, tally.amount
 
-        left_old += _without(mine, common)
-        left_new += _without(sorted(theirs, key=rank), common)
-    return left_old, left_new
+        remaining_old += _without_amount(old_group, common)
+        remaining_new += _without_amount(sorted(new_group, key=rank), common)
+    return remaining_old, remaining_new
 
 
-def _without(tallies: Iterable[Tally], amount: int) -> list[Tally]:
-    """Return the tallies without an amount, taken from the first of them."""
-    left = []
+def _without_amount(tallies: Iterable[Tally], amount: int) -> list[Tally]:
+    """Return the tallies without an amount, which is taken from the first tallies."""
+    remaining = []
     for tally in tallies:
         taken = min(amount, tally.amount)
         amount -= taken
         if taken < tally.amount:
-            left.append(Tally(tally.operator, tally.amount - taken, tally.place))
-    return left
+            remaining.append(Tally(tally.operator, tally.amount - taken, tally.place))
+    return remaining
 
 
-def _where(tally: Tally) -> tuple[str, str]:
+def _line(tally: Tally) -> tuple[str, str]:
     return tally.place.site, tally.place.library

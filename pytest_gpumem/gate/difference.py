@@ -1,4 +1,4 @@
-"""The difference of two compositions: its changes add up to the peak's, and a refactoring has none. Pure."""
+"""The difference of two compositions, by pure functions. Its changes add up to the peak's, and a refactoring has no changes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Key = Callable[[Row], object]
 _BACKWARD = re.compile(r"Backward\d*$")
-"""The name of a node of the autograd graph, such as ``MulBackward0``."""
+"""The end of an autograd node's name, such as ``MulBackward0``."""
 CHANGED_LINE = "changed line"
-"""Beginning of the reason of an increase whose line is not in both versions of the code."""
+"""Beginning of a reason for an increase at a line that only one version of the code has."""
 AMONG_SMALLER = "among smaller rows in the baseline"
-"""Reason of an increase whose earlier bytes are part of a sum, so that the baseline does not list them."""
+"""Reason for an increase if the baseline has the row's earlier bytes only in a sum over smaller rows."""
 
 
-def _of_no_layer(row: Row) -> Row:
-    """Return what tells a row from others that are of as many layers, bytes and tensors, in whichever release of a package."""
-    return replace(_of_no_release(row), nbytes=0, count=0, layers=())
+def _without_amounts(row: Row) -> Row:
+    """Return a key for a row. It does not depend on layers, bytes, tensor count and package release."""
+    return replace(_without_release(row), nbytes=0, count=0, layers=())
 
 
-def _of_no_release(row: Row) -> Row:
+def _without_release(row: Row) -> Row:
     return replace(row, library=without_release(row.library))
 
 
@@ -43,51 +43,62 @@ def _file_and_line(row: Row) -> tuple[str, int]:
     return file_and_line(row.library or row.site)
 
 
-_SAME: tuple[Key, ...] = (
-    _of_no_layer,
+_EQUAL_BY: tuple[Key, ...] = (
+    _without_amounts,
     # Moved lines.
     lambda row: (row.category, row.module, row.operator, row.tensor),
     # Renamed modules.
     lambda row: (row.category, row.operator, row.tensor, *_line(row)),
     lambda row: (row.category, row.operator, row.tensor),
-    # The same by another operator (``x.softmax()`` and ``F.softmax(x)`` are one; ``a * b`` and ``torch.addcmul`` are not).
+    # Another operator. Example: ``a * b + c`` became ``torch.addcmul(c, a, b)``.
     lambda row: (row.category, row.module, row.tensor),
     lambda row: (row.category, row.tensor),
 )
-"""Keys by which rows are equal, from the strictest to the loosest."""
+"""Keys by which rows on both sides are equal, from the strictest to the loosest.
 
-_MOVED: tuple[Key, ...] = (
-    # What is passed on between modules otherwise, but is as large.
+Example: an edit above ``model.py:88`` moves the line to ``model.py:90``. The first key differs. The second key has no
+line, so ``activation | blocks.*.attn | _softmax | 12 x float32[8, 12, 1024, 1024]`` is still equal to itself."""
+
+_MOVED_BY: tuple[Key, ...] = (
+    # A tensor with the same size that another module or operator now passes on.
     lambda row: (row.category, row.tensor, row.nbytes, row.count),
     lambda row: (row.tensor, row.nbytes, row.count),
 )
-"""Keys by which a row that is gone from its place is one that is new at another."""
+"""Keys by which a missing row equals a new row at another place."""
 
-_GREW: tuple[Key, ...] = (
-    _of_no_layer,
+_CHANGED_BY: tuple[Key, ...] = (
+    _without_amounts,
     lambda row: (row.category, row.module, row.operator, row.tensor),
     # Another dtype, or another shape, at the same place.
     lambda row: (row.category, row.module, row.operator, row.shape, *_line(row)),
     lambda row: (row.category, row.module, row.operator, row.shape),
     lambda row: (row.category, row.module, row.operator, row.dtype, *_line(row)),
     lambda row: (row.category, row.module, row.operator, row.dtype),
-    # What was freed early and is not any more.
+    # A tensor that was freed early, and is now kept.
     lambda row: (row.module, row.operator, row.tensor),
     # Renamed and grown.
     lambda row: (row.category, row.operator, row.tensor),
-    # Another dtype, made by another operator: ``x > 0`` and ``(x > 0).float()``.
+    # Another dtype from another operator: ``x > 0`` became ``(x > 0).float()``.
     lambda row: (row.category, row.module, row.shape, row.count) if row.shape else row,
 )
-"""Keys by which a row is an earlier one that has changed."""
+"""Keys by which a row is a changed form of an earlier row.
+
+Example: autocast was lost, so ``bfloat16[8, 4, 256, 256]`` from ``_softmax`` is now ``float32[8, 4, 256, 256]``. The
+third key has the shape and no dtype, and pairs both rows: ``was bfloat16, now float32``."""
 
 
 class Change(NamedTuple):
-    """A row that appeared (``before`` is ``None``), disappeared (``after`` is ``None``) or became another."""
+    """A row that appeared (``before`` is ``None``), disappeared (``after`` is ``None``) or changed.
+
+    Example:
+        ``Change(Row("activation", 4096, tensor="bfloat16[8, 256]"), Row("activation", 8192, tensor="float32[8, 256]"))`` has
+        4096 more bytes.
+    """
 
     before: RowText | None
     after: RowText | None
     reason: str = ""
-    """A clause that says why, where it can be known: ``"was bfloat16, now float32"``."""
+    """A clause with the reason, or an empty text if the reason is unknown: ``"was bfloat16, now float32"``."""
     alternatives: tuple[RowText, ...] = ()
     """Rows that may have grown, the largest first, if `REST` grew and nothing proves which row did."""
 
@@ -98,7 +109,7 @@ class Change(NamedTuple):
 
     @property
     def row(self) -> Row:
-        """The row as it is now, or was."""
+        """The current row, or the earlier row if it disappeared."""
         row = self.after or self.before
         assert row is not None, "a change has at least one side"
         return row
@@ -117,21 +128,26 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A peak that moved to another phase of the step."""
+    """A peak in another phase than before."""
 
     before: str
     """The phase of the baseline's peak: ``backward``."""
     after: str
     """The phase of this peak."""
     compared: str
-    """The phase in which the two peaks are compared: ``after``, if the baseline recorded the live tensors of that phase."""
+    """The phase in which the two peaks are compared: ``after``, if the baseline recorded its live tensors."""
     peak_before: int | None = None
     """Bytes of this step's peak in the phase ``before``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The changes of a peak's composition."""
+    """The changes of a peak's composition.
+
+    Example:
+        The peak grew from 5,000 to 7,000 bytes. A new ``clone`` has 2,500 bytes, and a buffer is 500 bytes smaller. So
+        ``changes`` has two changes with +2,500 and -500 bytes, and ``nbytes`` is 2,000.
+    """
 
     before: int
     """The baseline's peak in bytes; if the peak moved, the peak in the compared phase."""
@@ -140,15 +156,15 @@ class Difference:
     changes: tuple[Change, ...]
     """Each change as ``[row before, row after, reason, alternatives]``, the largest growth first. They add up to the change.
     If both versions of the code are known, changes at changed lines come before the others. The alternatives are the rows
-    behind a sum of smaller rows that grew, if nothing proves which of them grew.
+    behind a sum over smaller rows, if the sum grew and nothing proves which row did.
     """
     moved: Moved | None = None
     """The phases of the peak, if it moved; otherwise ``None``."""
     graph: tuple[GraphChange, ...] = ()
-    """Modules that autograd records now and did not record in the baseline, if rows grew because of it."""
+    """Modules that autograd records now and did not record in the baseline, if this made rows grow."""
 
     def __post_init__(self) -> None:
-        if any(one.before is None and one.after is None for one in self.changes):
+        if any(change.before is None and change.after is None for change in self.changes):
             raise ValueError("growth.changes: a change needs a row before or a row after")
 
     @property
@@ -157,14 +173,20 @@ class Difference:
         return self.after - self.before
 
     def explaining(self, share: float = 0.8, at_least: int = 3, at_most: int = 5) -> tuple[Change, ...]:
-        """Return the rows with more bytes that explain ``share`` of the change, and a few more if they matter."""
+        """Return the increases that explain a share of the difference, and a few more if they matter.
+
+        Args:
+            share: The share to explain: 0.8 is 80 %.
+            at_least: The number of changes to return, unless the next change is below 1 % of the difference.
+            at_most: The largest number of changes.
+        """
         grown = [change for change in self.changes if change.nbytes > 0]
-        wanted = share * self.nbytes
+        target = share * self.nbytes
         chosen: list[Change] = []
         explained = 0
         for change in grown[:at_most]:
             small = change.nbytes < 0.01 * self.nbytes
-            if explained >= wanted and (len(chosen) >= at_least or small):
+            if explained >= target and (len(chosen) >= at_least or small):
                 break
             chosen.append(change)
             explained += change.nbytes
@@ -179,25 +201,31 @@ def difference_of_peaks(
     callers: Mapping[str, Sequence[Caller]] | None = None,
     function_at: Mapping[str, str] | None = None,
 ) -> Difference:
-    """Return what changed between two peaks; of peaks in different phases, what changed in one of these.
+    """Return the changes between two peaks.
 
-    What is live in both phases now did not grow because the peak moved from one to the other.
+    If the peaks are in different phases, the changes between two moments in the same phase are returned. Tensors that are
+    live in both phases of this step did not grow. They are only at the peak because the peak moved.
+
+    Example:
+        The baseline's peak of 40 MB is in backward. Now the optimizer's peak is 42 MB and the peak in backward is still 40
+        MB. If the baseline recorded 38 MB in the optimizer, the difference is 42 - 38 = 4 MB, from the optimizer's tensors.
+        Otherwise both peaks in backward are compared, and the difference is 0.
 
     Args:
-        before: What was live at the peak, in a baseline.
-        after: What is live at the peak now.
-        phases_before: What was live at the peaks of other phases, as far as the baseline has it.
-        phases: What is live at the peaks of all other phases.
-        callers: The callers of modules and functions in the step as it is now.
-        function_at: The function of each line now.
+        before: The composition of the baseline's peak.
+        after: The composition of this peak.
+        phases_before: The baseline's compositions at the peaks of other phases.
+        phases: The compositions at the peaks of all other phases.
+        callers: The callers of modules and functions in this step.
+        function_at: The function of each line in this step.
     """
     graph = GraphChanges(before, after, callers or {}, function_at or {})
-    found = _difference_of_peaks(before, after, phases_before, phases, graph)
-    # If a part of the step has a backward now, the peak may move there although nothing grew in the phase that is compared.
-    is_open = found.moved is not None and not found.graph
+    changes = _difference_of_peaks(before, after, phases_before, phases, graph)
+    # A part of the step may have a backward now. The peak may move there although nothing grew in the compared phase.
+    is_open = changes.moved is not None and not changes.graph
     recorded = [row for row in after.rows if graph.explain_for_certain(row)] if is_open else []
     is_cause = sum(row.nbytes for row in recorded) >= LEAST_SHARE * (after.total - before.total)
-    return replace(found, graph=graph.of_rows(recorded)) if recorded and is_cause else found
+    return replace(changes, graph=graph.of_rows(recorded)) if recorded and is_cause else changes
 
 
 def _difference_of_peaks(
@@ -207,47 +235,49 @@ def _difference_of_peaks(
     phases: Mapping[str, Composition],
     graph: GraphChanges,
 ) -> Difference:
-    there = phases.get(before.phase)
+    same_phase = phases.get(before.phase)
     if not before.phase or not after.phase or before.phase == after.phase:
         return difference(before, after, graph)
-    moved = Moved(before.phase, after.phase, after.phase, None if there is None else there.total)
+    moved = Moved(before.phase, after.phase, after.phase, None if same_phase is None else same_phase.total)
     if after.phase in phases_before:
         return replace(difference(phases_before[after.phase], after, graph), moved=moved)
-    if there is not None:
-        return replace(difference(before, there, graph), moved=replace(moved, compared=before.phase))
+    if same_phase is not None:
+        return replace(difference(before, same_phase, graph), moved=replace(moved, compared=before.phase))
     return difference(before, after, graph)
 
 
 LEAST_SHARE = 0.1
-"""Share of the increase from which on a row at a line that has changed is named before larger ones at lines that have not."""
+"""A row at a changed line comes before larger rows at unchanged lines if it has this share of the increase."""
 
 
 def with_changed_lines(
     difference: Difference, mark: Callable[[Row], str], is_own: Callable[[Row], bool] = lambda _: True
 ) -> Difference:
-    """Return a difference that says which increases are at lines that have changed, with these first.
+    """Return a difference that marks the increases at changed lines and lists them first.
 
-    What grew at a line that is as it was is a consequence of a change elsewhere. If alternatives are at changed lines, only
+    An increase at an unchanged line is a consequence of a change elsewhere. If some alternatives are at changed lines, only
     these remain.
 
     Args:
         difference: The difference.
-        mark: The clause for a row if the code at its line, or at one of the line's callers, has changed; else empty. It begins
-            with `CHANGED_LINE`.
-        is_own: Whether it is the line itself. Such rows come first, because a caller may lead to many lines.
+        mark: Returns a clause that begins with `CHANGED_LINE` if the code at a row's line, or at one of the line's callers,
+            has changed. Otherwise it returns an empty text.
+        is_own: Returns whether the row's own line has changed. Such rows come first, because a caller may lead to many lines.
     """
-    changes = [change for one in difference.changes for change in _with_changed_alternatives(one, mark)]
-    changed = [
-        one._replace(reason=_joined(mark(one.after), one.reason)) if one.nbytes > 0 and one.after is not None else one
-        for one in changes
+    changes = [change for unmarked in difference.changes for change in _with_changed_alternatives(unmarked, mark)]
+    marked = [
+        change._replace(reason=_joined(mark(change.after), change.reason))
+        if change.nbytes > 0 and change.after is not None
+        else change
+        for change in changes
     ]
 
-    def rank(one: Change) -> int:
-        if not one.reason.startswith(CHANGED_LINE) or one.nbytes < LEAST_SHARE * difference.nbytes:
+    def rank(change: Change) -> int:
+        if not change.reason.startswith(CHANGED_LINE) or change.nbytes < LEAST_SHARE * difference.nbytes:
             return 2
-        return 0 if is_own(one.row) else 1
+        return 0 if is_own(change.row) else 1
 
-    return replace(difference, changes=tuple(sorted(changed, key=rank)))
+    return replace(difference, changes=tuple(sorted(marked, key=rank)))
 
 
 def _with_changed_alternatives(change: Change, mark: Callable[[Row], str]) -> tuple[Change, ...]:
@@ -260,46 +290,56 @@ def with_named_lines(difference: Difference, named: Callable[[Row], Sequence[str
 
     Args:
         difference: The difference.
-        named: The lines to name for a row. Of several the first is named, and the reason says that it is one of them.
+        named: Returns the lines to name for a row. If it returns several lines, the first is named, and the reason lists all
+            of them.
     """
 
     def of_alternative(row: Row) -> Row:
         lines = named(row)
-        # No reason can say that the line is one of several.
+        # An alternative has no reason, so it cannot list several lines.
         return replace(row, named=lines[0]) if len(lines) == 1 else row
 
-    def with_name(one: Change) -> Change:
-        one = one._replace(alternatives=tuple(map(of_alternative, one.alternatives)))
-        lines = named(one.after) if one.nbytes > 0 and one.after is not None else ()
-        if one.after is None or not lines:
-            return one
-        reason = _joined(one.reason, *one_of(lines))
-        return one._replace(after=replace(one.after, named=lines[0]), reason=reason)
+    def with_name(change: Change) -> Change:
+        change = change._replace(alternatives=tuple(map(of_alternative, change.alternatives)))
+        lines = named(change.after) if change.nbytes > 0 and change.after is not None else ()
+        if change.after is None or not lines:
+            return change
+        reason = _joined(change.reason, *one_of(lines))
+        return change._replace(after=replace(change.after, named=lines[0]), reason=reason)
 
     return replace(difference, changes=tuple(map(with_name, difference.changes)))
 
 
 def difference(before: Composition, after: Composition, graph: GraphChanges | None = None) -> Difference:
-    """Return what changed. The rows of a category that a side did not keep, as a baseline's, are compared as one.
+    """Return the changes between two compositions.
 
-    ``graph`` is what autograd records of the step now and did not then; of the two compositions if it is not given.
+    The function removes equal rows from both sides, then moved rows. It pairs the remaining rows with their changed forms. If
+    a side lists only its largest rows, as a baseline does, its other rows are compared as a sum by category.
+
+    Args:
+        before: The baseline's composition.
+        after: This composition.
+        graph: The modules that autograd records now and did not record in the baseline. By default they are taken from the
+            two compositions.
     """
     graph = graph or GraphChanges(before, after, {}, {})
-    was, is_now = _side(before), _side(after)
-    old, new = was.rows, is_now.rows
-    for key in _SAME:
-        old, new = _without_equals(old, new, key)
-    old, new = _without_equal_layers(old, new)
-    new = _least_increase_first(old, new)
-    for key in _MOVED:
-        old, new = _without_moved(old, new, key)
-    old, new, changes, alternatives = _with_sums(was._replace(rows=old), is_now._replace(rows=new), graph)
+    baseline, current = _side(before), _side(after)
+    old_rows, new_rows = baseline.rows, current.rows
+    for key in _EQUAL_BY:
+        old_rows, new_rows = _without_equal_groups(old_rows, new_rows, key)
+    old_rows, new_rows = _without_equal_layers(old_rows, new_rows)
+    new_rows = _least_increase_first(old_rows, new_rows)
+    for key in _MOVED_BY:
+        old_rows, new_rows = _without_moved(old_rows, new_rows, key)
+    old_rows, new_rows, changes, alternatives = _with_sums(
+        baseline._replace(rows=old_rows), current._replace(rows=new_rows), graph
+    )
     among_smaller = tuple(changes)
-    for key in _GREW:
-        old, new, found = _paired(old, new, key)
-        changes += found
-    changes += [Change(row, None) for row in old]
-    changes += [Change(None, row) for row in new]
+    for key in _CHANGED_BY:
+        old_rows, new_rows, pairs = _paired(old_rows, new_rows, key)
+        changes += pairs
+    changes += [Change(row, None) for row in old_rows]
+    changes += [Change(None, row) for row in new_rows]
     explained = [
         change._replace(
             reason=_joined(
@@ -316,9 +356,9 @@ def difference(before: Composition, after: Composition, graph: GraphChanges | No
         for change in explained
         if change.nbytes > 0
         and graph.explain(change.row)
-        and not _no_longer_recomputed(change.before, change.row, before, after)
+        and not _lost_checkpointing(change.before, change.row, before, after)
     ]
-    # What explains next to nothing of the increase must not stand before all rows.
+    # Do not put a graph change before all rows if it explains almost nothing.
     is_cause = sum(change.nbytes for change in by_graph) >= LEAST_SHARE * (after.total - before.total)
     graph_changes = graph.of_rows(change.row for change in by_graph) if is_cause else ()
     return Difference(before.total, after.total, _ranked(explained), graph=graph_changes)
@@ -331,26 +371,32 @@ def _joined(*reasons: str) -> str:
 def _ranked(changes: list[Change]) -> tuple[Change, ...]:
     """Sort the largest increase first.
 
-    Of equal changes forward is before backward, because a tensor in backward follows from one in forward. The others are sorted
-    by the increase of their line, counted in changes of this size.
+    Of two equal increases, the increase in forward comes before the increase in backward, because a tensor in backward
+    follows from a tensor in forward. Other equal increases are sorted by the increase at their line, divided by their own
+    size.
     """
-    at_line = _at_line((change.row, change.nbytes) for change in changes)
+    at_line = _growth_by_line((change.row, change.nbytes) for change in changes)
 
-    def rank(one: Change) -> tuple[int, bool, int, str]:
-        is_backward = _BACKWARD.search(one.row.operator) is not None
-        return -one.nbytes, is_backward, -(at_line[_line(one.row)] // max(abs(one.nbytes), 1)), one.row.text()
+    def rank(change: Change) -> tuple[int, bool, int, str]:
+        is_backward = _BACKWARD.search(change.row.operator) is not None
+        return (
+            -change.nbytes,
+            is_backward,
+            -(at_line[_line(change.row)] // max(abs(change.nbytes), 1)),
+            change.row.text(),
+        )
 
     return tuple(sorted(changes, key=rank))
 
 
 class _Side(NamedTuple):
-    """The listed rows of a composition, and the sums of its other rows."""
+    """The listed rows in a composition, and the sums over all other rows."""
 
     rows: list[Row]
     sums: dict[str, Row]
     """By category. Baselines from older versions have a single sum for all categories, with a count of 0."""
     smallest: int | None
-    """Bytes of the smallest listed row. No row in a sum has more. ``None`` if no row is listed."""
+    """Bytes of the smallest listed row; ``None`` if no row is listed. No row in a sum has more bytes."""
 
 
 def _side(composition: Composition) -> _Side:
@@ -366,109 +412,121 @@ def _sum_of(category: str, rows: Iterable[Row]) -> Row:
     return Row(category, sum(row.nbytes for row in rows), operator=REST, count=sum(row.count for row in rows))
 
 
-def _without_equals(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
-    """Return both sides without the groups of rows that have as many bytes in as many tensors as before."""
-    left_old, left_new = [], []
-    for mine, theirs in grouped(old, new, key).values():
-        if _sums(mine) != _sums(theirs):
-            left_old += mine
-            left_new += theirs
-    return left_old, left_new
+def _without_equal_groups(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
+    """Return both sides without groups with equal bytes and equal tensor counts."""
+    unequal_old, unequal_new = [], []
+    for old_group, new_group in grouped(old, new, key).values():
+        if _sums(old_group) != _sums(new_group):
+            unequal_old += old_group
+            unequal_new += new_group
+    return unequal_old, unequal_new
 
 
 def _without_equal_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Return both sides without the layers that are as they were, where rows say of which layers they are."""
-    left_old, left_new = [], []
-    for mine, theirs in grouped(old, new, _SAME[0]).values():
-        tells = mine and theirs and any(row.layers for row in (*mine, *theirs))
-        different = _different_layers(mine, theirs) if tells else (mine, theirs)
-        left_old += different[0]
-        left_new += different[1]
-    return left_old, left_new
+    """Return both sides without the layers that are equal on both sides, if the rows name their layers."""
+    unequal_old, unequal_new = [], []
+    for old_group, new_group in grouped(old, new, _EQUAL_BY[0]).values():
+        has_layers = old_group and new_group and any(row.layers for row in (*old_group, *new_group))
+        different = _different_layers(old_group, new_group) if has_layers else (old_group, new_group)
+        unequal_old += different[0]
+        unequal_new += different[1]
+    return unequal_old, unequal_new
 
 
 def _different_layers(old: list[Row], new: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Return rows that differ in nothing but layers, bytes and counts without what both sides have."""
-    (mine, all_mine), (theirs, all_theirs) = _by_layer(old), _by_layer(new)
-    of_no_release = {numbers: _of_no_release(row) for numbers, row in theirs.items()}
-    same = {numbers for numbers, row in mine.items() if of_no_release.get(numbers) == _of_no_release(row)}
-    mine, theirs = ({n: row for n, row in side.items() if n not in same} for side in (mine, theirs))
-    all_mine, theirs = _taken_from(all_mine, theirs)
-    all_theirs, mine = _taken_from(all_theirs, mine)
-    return [*joined(mine.values(), {}), *all_mine], [*joined(theirs.values(), {}), *all_theirs]
+    """Return rows without the layers that both sides have.
+
+    The rows of a side differ only in their layers, bytes and counts.
+
+    Example:
+        The baseline has 4 tensors of 100 bytes in all layers. Now layer 3 has 300 bytes, and the layers 0 to 2 have 100 bytes
+        each. The result has one row with 100 bytes for the baseline, and the row of layer 3 for this step.
+    """
+    (old_layers, old_unsplit), (new_layers, new_unsplit) = _by_layer(old), _by_layer(new)
+    new_by_layer = {numbers: _without_release(row) for numbers, row in new_layers.items()}
+    same = {numbers for numbers, row in old_layers.items() if new_by_layer.get(numbers) == _without_release(row)}
+    old_layers, new_layers = ({n: row for n, row in side.items() if n not in same} for side in (old_layers, new_layers))
+    old_unsplit, new_layers = _without_layers(old_unsplit, new_layers)
+    new_unsplit, old_layers = _without_layers(new_unsplit, old_layers)
+    return [*joined(old_layers.values(), {}), *old_unsplit], [*joined(new_layers.values(), {}), *new_unsplit]
 
 
 def _by_layer(rows: list[Row]) -> tuple[dict[Numbers, Row], list[Row]]:
-    """Return a row for each layer that is named, and the rows that are of all of them."""
+    """Return a row for each named layer, and the rows that name no layers."""
     of_layer: dict[Numbers, Row] = {}
-    whole = []
+    unsplit = []
     for row in rows:
-        each = each_layer(row)
-        of_layer |= each
-        whole += [] if each else [row]
-    return of_layer, whole
+        layer_rows = each_layer(row)
+        of_layer |= layer_rows
+        unsplit += [] if layer_rows else [row]
+    return of_layer, unsplit
 
 
-def _taken_from(whole: list[Row], layers: dict[Numbers, Row]) -> tuple[list[Row], dict[Numbers, Row]]:
-    """Return rows of all layers without those of the other side that they hold, the smallest first, and the others."""
-    left = dict(layers)
+def _without_layers(unsplit: list[Row], layers: dict[Numbers, Row]) -> tuple[list[Row], dict[Numbers, Row]]:
+    """Subtract the layers on one side from rows without named layers on the other side, the smallest layers first.
+
+    Returns:
+        The remaining rows, and the remaining layers.
+    """
+    remaining = dict(layers)
     for numbers, row in sorted(layers.items(), key=lambda pair: (pair[1].count, pair[0])):
-        for index, one in enumerate(whole):
-            # Blocks of one size: nothing else tells which of them are of this layer.
-            if one.count >= row.count and one.nbytes * row.count == row.nbytes * one.count:
-                rest = replace(one, nbytes=one.nbytes - row.nbytes, count=one.count - row.count)
-                whole = [*whole[:index], *([rest] if rest.count else []), *whole[index + 1 :]]
-                del left[numbers]
+        for index, candidate in enumerate(unsplit):
+            # Only blocks of equal size can be assigned to this layer.
+            if candidate.count >= row.count and candidate.nbytes * row.count == row.nbytes * candidate.count:
+                remainder = replace(candidate, nbytes=candidate.nbytes - row.nbytes, count=candidate.count - row.count)
+                unsplit = [*unsplit[:index], *([remainder] if remainder.count else []), *unsplit[index + 1 :]]
+                del remaining[numbers]
                 break
-    return whole, left
+    return unsplit, remaining
 
 
 def _without_moved(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row]]:
-    """Return both sides without single rows that only moved; a row whose identity both sides have grew or shrank."""
+    """Return both sides without rows that only moved. A row whose identity is on both sides grew or shrank instead."""
     stayed = {_identity(row) for row in old} & {_identity(row) for row in new}
-    pending = Counter(key(row) for row in old if _identity(row) not in stayed)
-    pending &= Counter(key(row) for row in new if _identity(row) not in stayed)
+    moved = Counter(key(row) for row in old if _identity(row) not in stayed)
+    moved &= Counter(key(row) for row in new if _identity(row) not in stayed)
 
     def left(rows: list[Row]) -> list[Row]:
-        remaining = Counter(pending)
-        kept = []
+        remaining = Counter(moved)
+        rows_left = []
         for row in rows:
             if _identity(row) not in stayed and remaining[key(row)] > 0:
                 remaining[key(row)] -= 1
             else:
-                kept.append(row)
-        return kept
+                rows_left.append(row)
+        return rows_left
 
     return left(old), left(new)
 
 
 def _least_increase_first(old: list[Row], new: list[Row]) -> list[Row]:
-    """Return ``new`` in an order in which, of equal rows, those are matched first whose line has the least increase.
+    """Return ``new`` sorted by the increase at each row's line, the smallest first.
 
-    So the increase is attributed to as few lines as possible: an edit that saves two tensors more has one line. Of lines with
-    an equal increase, those come first that are nearest to where such a row was.
+    If several rows are equal, the first row is matched with the baseline's row. So few lines get the increase: if an edit
+    saves two more tensors at a line, only this line is named. If lines have equal increases, the line nearest to the old row
+    comes first.
     """
-    at_line = _at_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
-    were: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    at_line = _growth_by_line([*((row, row.nbytes) for row in new), *((row, -row.nbytes) for row in old)])
+    old_numbers: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row in old:
         file, number = _file_and_line(row)
-        were[file, row.operator, row.tensor].append(number)
+        old_numbers[file, row.operator, row.tensor].append(number)
 
     def rank(row: Row) -> tuple[int, int]:
         file, number = _file_and_line(row)
-        distances = [abs(number - was) for was in were[file, row.operator, row.tensor]]
-        # In rows of this size: a few bytes more at a line are not counted.
+        distances = [abs(number - old_number) for old_number in old_numbers[file, row.operator, row.tensor]]
+        # Count the increase in rows of this size, so a few bytes at a line do not matter.
         return at_line[_line(row)] // max(row.nbytes, 1), min(distances, default=0)
 
     return sorted(new, key=rank)
 
 
-def _at_line(grown: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
+def _growth_by_line(row_growths: Iterable[tuple[Row, int]]) -> Counter[tuple[str, str]]:
     """Return the change at each line, in bytes."""
-    found: Counter[tuple[str, str]] = Counter()
-    for row, nbytes in grown:
-        found[_line(row)] += nbytes
-    return found
+    growth: Counter[tuple[str, str]] = Counter()
+    for row, nbytes in row_growths:
+        growth[_line(row)] += nbytes
+    return growth
 
 
 def _line(row: Row) -> tuple[str, str]:
@@ -480,103 +538,122 @@ def _identity(row: Row) -> tuple[str, str, str, str]:
 
 
 def _with_sums(
-    was: _Side, is_now: _Side, graph: GraphChanges
+    baseline: _Side, current: _Side, graph: GraphChanges
 ) -> tuple[list[Row], list[Row], list[Change], dict[str, tuple[Row, ...]]]:
-    """Move each row that the other side may have summed up to the sums of its own side.
+    """Move rows into the sums of their own side if the other side may have summed them up as well.
+
+    Example:
+        The baseline lists rows down to 1 MB and has a sum of 8 MB. This step has two rows with 0.9 MB that the baseline does
+        not list. They may be in its sum, so they join this step's sum, and only the sums are compared.
 
     Returns:
-        The rows and sums on both sides, changes of rows that were partly in a sum, and the alternatives by category.
+        The rows and sums on both sides, changes for rows that were partly in a sum, and the alternatives by category.
     """
-    old, new = was.rows, is_now.rows
+    old_rows, new_rows = baseline.rows, current.rows
     changes: list[Change] = []
     alternatives: dict[str, tuple[Row, ...]] = {}
-    older = any(not row.count for side in (was, is_now) for row in side.sums.values())
-    for category in ("other",) if older else sorted({*was.sums, *is_now.sums}):
-        sum_before, sum_now = (
-            _sum_of(category, side.sums.values() if older else filter(None, [side.sums.get(category)]))
-            for side in (was, is_now)
+    has_single_sum = any(not row.count for side in (baseline, current) for row in side.sums.values())
+    for category in ("other",) if has_single_sum else sorted({*baseline.sums, *current.sums}):
+        old_sum, new_sum = (
+            _sum_of(category, side.sums.values() if has_single_sum else filter(None, [side.sums.get(category)]))
+            for side in (baseline, current)
         )
-        # A row at a place that both sides list grew or shrank.
-        listed = set(map(_of_no_layer, old)) & set(map(_of_no_layer, new))
-        of_category = None if older else category
-        gone, old = _small_enough(old, of_category, is_now.smallest, 2 * sum_now.nbytes, listed)
-        came, new = _small_enough(new, of_category, was.smallest, None, listed)
-        before, now = _sum_of(category, [sum_before, *gone]), _sum_of(category, [sum_now, *came])
-        blocks = 0 if older else now.count - before.count
-        grown, alternatives[category] = _attribution(came, sum_before.nbytes, now.nbytes - before.nbytes, blocks, graph)
-        changes += [Change(earlier, row) for earlier, row in grown if earlier is not None]
-        old += _rest(before, (earlier for earlier, _ in grown if earlier is not None))
-        new += [*(row for earlier, row in grown if earlier is None), *_rest(now, (row for _, row in grown))]
-    return old, new, changes, alternatives
+        # If both sides list a place, its row grew or shrank, and is in no sum.
+        listed = set(map(_without_amounts, old_rows)) & set(map(_without_amounts, new_rows))
+        of_category = None if has_single_sum else category
+        small_old, old_rows = _split_by_size(old_rows, of_category, current.smallest, 2 * new_sum.nbytes, listed)
+        small_new, new_rows = _split_by_size(new_rows, of_category, baseline.smallest, None, listed)
+        old_total, new_total = _sum_of(category, [old_sum, *small_old]), _sum_of(category, [new_sum, *small_new])
+        blocks = 0 if has_single_sum else new_total.count - old_total.count
+        grown, alternatives[category] = _attribution(
+            small_new, old_sum.nbytes, new_total.nbytes - old_total.nbytes, blocks, graph
+        )
+        changes += [Change(baseline_part, row) for baseline_part, row in grown if baseline_part is not None]
+        old_rows += _remainder(old_total, (baseline_part for baseline_part, _ in grown if baseline_part is not None))
+        new_rows += [
+            *(row for baseline_part, row in grown if baseline_part is None),
+            *_remainder(new_total, (row for _, row in grown)),
+        ]
+    return old_rows, new_rows, changes, alternatives
 
 
 def _attribution(rows: list[Row], most: int, growth: int, blocks: int, graph: GraphChanges) -> Attribution:
-    """Return which rows grew, as `attribution`. Rows that follow from a change of the ``graph`` come before others.
+    """Return which rows grew, like `attribution`, but try rows that follow from a ``graph`` change first.
 
-    Rows of a module that autograd recorded in no call are new for certain. If they have more bytes than the growth, one of
-    them grew.
+    If autograd recorded no call of a module in the baseline, its rows are new for certain. If they have more bytes than the
+    growth, at least one row grew.
     """
-    new = [row for row in rows if graph.is_new(row)]
-    left = growth - sum(row.nbytes for row in new)
-    if not new or growth <= 0:
+    new_rows = [row for row in rows if graph.is_new(row)]
+    remaining_growth = growth - sum(row.nbytes for row in new_rows)
+    if not new_rows or growth <= 0:
         return attribution(rows, most, growth, blocks)
-    if left < 0:
-        return attribution(new, most, growth, blocks)
-    others = [row for row in rows if row not in new]
-    of_others = attribution(others, most, left, max(blocks - sum(row.count for row in new), 0))
-    return Attribution((*((None, row) for row in new), *of_others.grown), of_others.alternatives)
+    if remaining_growth < 0:
+        return attribution(new_rows, most, growth, blocks)
+    other_rows = [row for row in rows if row not in new_rows]
+    other_attribution = attribution(
+        other_rows, most, remaining_growth, max(blocks - sum(row.count for row in new_rows), 0)
+    )
+    return Attribution((*((None, row) for row in new_rows), *other_attribution.grown), other_attribution.alternatives)
 
 
-def _rest(total: Row, others: Iterable[Row]) -> list[Row]:
-    """Return the sum without the bytes of other rows, if any bytes remain."""
-    nbytes = total.nbytes - sum(row.nbytes for row in others)
+def _remainder(total: Row, listed_rows: Iterable[Row]) -> list[Row]:
+    """Return a sum without the bytes of listed rows, or nothing if no bytes remain."""
+    nbytes = total.nbytes - sum(row.nbytes for row in listed_rows)
     return [Row(total.category, nbytes, operator=REST)] if nbytes else []
 
 
-def _small_enough(
+def _split_by_size(
     rows: Iterable[Row], category: str | None, smallest: int | None, most: int | None, listed: Collection[Row]
 ) -> tuple[list[Row], list[Row]]:
-    """Return the rows that the other side may have in a sum, and the others.
+    """Return the rows that the other side may have in a sum, and the larger rows.
 
     Args:
         rows: The rows of a side.
         category: The category of the sum; ``None`` for all.
-        smallest: Bytes of the smallest row that the other side lists; ``None`` if it lists none.
+        smallest: Bytes in the smallest row on the other side; ``None`` if no row is listed.
         most: Bytes that the rows may have together; ``None`` for any.
-        listed: Rows without bytes and layers at places that the other side lists.
+        listed: Keys of the places on both sides.
     """
     small: list[Row] = []
-    others: list[Row] = []
-    left = most
+    larger: list[Row] = []
+    remaining = most
     for row in sorted(rows, key=lambda row: row.nbytes):
-        fits = (smallest is None or row.nbytes <= smallest) and (left is None or row.nbytes <= left)
-        if fits and category in (None, row.category) and _of_no_layer(row) not in listed:
+        fits = (smallest is None or row.nbytes <= smallest) and (remaining is None or row.nbytes <= remaining)
+        if fits and category in (None, row.category) and _without_amounts(row) not in listed:
             small.append(row)
-            left = None if left is None else left - row.nbytes
+            remaining = None if remaining is None else remaining - row.nbytes
         else:
-            others.append(row)
-    return small, others
+            larger.append(row)
+    return small, larger
 
 
 def _paired(old: list[Row], new: list[Row], key: Key) -> tuple[list[Row], list[Row], list[Change]]:
-    """Return the rows left on both sides when those of a key are paired, the largest with the largest, and the pairs."""
-    left_old, left_new, found = [], [], []
-    for mine, theirs in grouped(old, new, key).values():
-        mine.sort(key=lambda row: -row.nbytes)
-        theirs.sort(key=lambda row: -row.nbytes)
-        both = min(len(mine), len(theirs))
-        found += [Change(before, after) for before, after in zip(mine, theirs, strict=False)]
-        left_old += mine[both:]
-        left_new += theirs[both:]
-    return left_old, left_new, found
+    """Pair the rows with equal keys, the largest with the largest.
+
+    Returns:
+        The unpaired rows of both sides, and the pairs.
+    """
+    unpaired_old, unpaired_new, pairs = [], [], []
+    for old_group, new_group in grouped(old, new, key).values():
+        old_group.sort(key=lambda row: -row.nbytes)
+        new_group.sort(key=lambda row: -row.nbytes)
+        paired = min(len(old_group), len(new_group))
+        pairs += [Change(before, after) for before, after in zip(old_group, new_group, strict=False)]
+        unpaired_old += old_group[paired:]
+        unpaired_new += new_group[paired:]
+    return unpaired_old, unpaired_new, pairs
 
 
 def grouped(old: Iterable[T], new: Iterable[T], key: Callable[[T], object]) -> dict[object, tuple[list[T], list[T]]]:
-    """Return the elements of both sides by their key."""
+    """Return the elements of both sides by key.
+
+    Example:
+        ``grouped([1, 2], [3], lambda number: number % 2)`` returns ``{1: ([1], [3]), 0: ([2], [])}``.
+    """
     groups: dict[object, tuple[list[T], list[T]]] = defaultdict(lambda: ([], []))
     for side, elements in enumerate((old, new)):
-        for one in elements:
-            groups[key(one)][side].append(one)
+        for element in elements:
+            groups[key(element)][side].append(element)
     return groups
 
 
@@ -590,36 +667,38 @@ _COPYING = frozenset({"clone", "contiguous"})
 def reason(
     old: Row | None, new: Row | None, before: Composition, after: Composition, graph: GraphChanges | None = None
 ) -> str:
-    """Return a clause that says why ``old`` became ``new``.
+    """Return a clause with the reason why ``old`` became ``new``.
 
-    Empty if the reason is not known, if nothing grew, or if the row follows from a change of the ``graph``, which is said once
-    for all rows.
+    The clause is empty if the reason is unknown, or if no bytes were added. It is also empty if the row follows from a change
+    of the ``graph``, because a report explains this change once for all rows.
     """
     if new is None or new.nbytes <= (old.nbytes if old is not None else 0):
         return ""
-    lost = _no_longer_recomputed(old, new, before, after)
-    if lost:
-        return lost
+    lost_checkpointing = _lost_checkpointing(old, new, before, after)
+    if lost_checkpointing:
+        return lost_checkpointing
     if graph is not None and (old is None or old.tensor == new.tensor) and graph.explain(new):
         return ""
     if old is not None:
-        return _became(old, new)
-    return _appeared(new, before, after)
+        return _reason_of_change(old, new)
+    return _reason_of_new_row(new, before, after)
 
 
-def _no_longer_recomputed(old: Row | None, new: Row, before: Composition, after: Composition) -> str:
-    # Larger or smaller tensors, as of other micro-batches, are called less often as well.
+def _lost_checkpointing(old: Row | None, new: Row, before: Composition, after: Composition) -> str:
+    # With another batch size, the tensors have other sizes, and a module may be called less often.
     if new.category != "activation" or (old is not None and old.tensor != new.tensor):
         return ""
-    for path, calls in before.recomputed.items():
-        now = after.recomputed.get(path, 0)
+    for path, baseline_calls in before.recomputed.items():
+        current_calls = after.recomputed.get(path, 0)
         related = f"{new.module}.".startswith(f"{path}.") or path.startswith(f"{new.module}.")
-        if now < calls and related:
-            return f"checkpointing off: {path} was recomputed in {calls} calls, now in {now or 'none'}"
+        if current_calls < baseline_calls and related:
+            return (
+                f"checkpointing off: {path} was recomputed in {baseline_calls} calls, now in {current_calls or 'none'}"
+            )
     return ""
 
 
-def _became(old: Row, new: Row) -> str:
+def _reason_of_change(old: Row, new: Row) -> str:
     if old.category == "temporary" and new.category == "activation":
         return "was temporary, now kept"
     if old.tensor and new.tensor and old.shape == new.shape and old.dtype != new.dtype:
@@ -632,8 +711,8 @@ def _became(old: Row, new: Row) -> str:
     return ""
 
 
-def _appeared(new: Row, before: Composition, after: Composition) -> str:
-    """Return why a row without a predecessor is there: a copy, another dtype, or a second tensor that is saved."""
+def _reason_of_new_row(new: Row, before: Composition, after: Composition) -> str:
+    """Return why a row without a predecessor exists: a copy, another dtype, or a second saved tensor."""
     if new.category != "activation" or not new.tensor:
         return ""
     if new.operator in _COPYING:
@@ -641,7 +720,7 @@ def _appeared(new: Row, before: Composition, after: Composition) -> str:
     alike = [row for row in before.rows if row.module == new.module and row.category == new.category]
     saved = {row.operator for row in alike if row.tensor == new.tensor}
     for row in after.rows:
-        # At the same line: at another one of the module, what is as large may well be something else.
+        # Compare rows at the same line only. At another line of the module, an equally large tensor may be unrelated.
         beside = (row.module, row.category, row.tensor) == (new.module, new.category, new.tensor)
         same_line = _line(row) == _line(new)
         if beside and same_line and row.operator != new.operator and row.operator in saved:

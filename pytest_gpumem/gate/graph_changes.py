@@ -1,7 +1,11 @@
-"""Modules that autograd records now and did not in a baseline: a lost ``no_grad``, a lost ``detach``. Pure.
+"""Modules that autograd records now and did not record in a baseline: a lost ``no_grad``, a lost ``detach``. Pure.
 
-Each tensor that such a module saves for backward is a row that grew. The cause is the call of the outermost of these modules:
-a sentence that stands before the rows.
+Each tensor that such a module saves for backward is a row with growth. The cause is the call to the outermost module. A report
+names this call in a sentence before the rows.
+
+Example: a distillation loop loses ``with torch.no_grad():`` around ``teacher(x)``. Rows of ``teacher.blocks.*`` grow. The
+sentence is ``Grad mode was off in `teacher` (called at models.py:41) in the baseline, and is on now: autograd keeps its
+activations for backward.``
 """
 
 from __future__ import annotations
@@ -24,22 +28,23 @@ _MOST_LINES = 3
 _AND = " and "
 _KEPT = "autograd keeps {} activations for backward"
 _OF_THE_GRAPH = frozenset({"activation", "gradient", "optimizer state", "temporary"})
-"""Categories that autograd's graph and backward add to."""
+"""Categories with tensors from autograd's graph or from backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphChange:
-    """A module whose calls autograd records now, and did not in the baseline."""
+    """A module whose calls autograd records now, and did not record in the baseline."""
 
     kind: Kind
     """``no_grad`` if grad mode was off, ``no_backward`` if it was on and backward did not reach the module."""
     module: str
-    """The folded path of the outermost module: ``teacher``. Outside of modules and their ``forward``, a function: ``step()``.
+    """The folded path of the outermost module: ``teacher``. Outside of any module's ``forward``, a function: ``step()``.
 
-    Several functions that one function calls are joined: ``left() and right()``.
+    Several functions in the same function are joined: ``left() and right()``.
     """
     lines: tuple[str, ...]
-    """The lines that call it: ``models.py:41``. Not every one of them need be a cause. For a part of a function, its lines."""
+    """The lines that call it: ``models.py:41``. Some lines may not be a cause. For a part of a function, the lines in this
+    part."""
     before: Calls
     """Such calls in the baseline, as ``[calls, all calls]``. If all calls were such, they may be those of all modules
     together.
@@ -47,7 +52,7 @@ class GraphChange:
     now: Calls
     """Such calls in this step, as ``[calls, all calls]``."""
     within: tuple[str, ...] = ()
-    """The modules whose tensors grew because of it: ``teacher.blocks.*``. For a function, its lines."""
+    """The modules with the tensors that grew: ``teacher.blocks.*``. For a function, its lines."""
 
     @property
     def sentence(self) -> str:
@@ -60,17 +65,17 @@ class GraphChange:
         if is_function(self.module):
             part = "a part of " if self.is_of_a_part else ""
             change = "and is on in more of it now" if self.now.these else "and is on now"
-            module = f"{part}{self._named}{self._called_at(some=False)}"
+            module = f"{part}{self._named}{self._called_at(is_partial=False)}"
             return f"Grad mode was off in {module} in the baseline, {change}: {_KEPT.format(whose)}."
-        some = bool(self.before.others or self.now.these)
+        is_partial = bool(self.before.others or self.now.these)
         share = f"{self.before.these} of {self.before.total}" if self.before.others else "all"
-        calls = f"{share} calls of " if some else ""
-        module = f"{calls}{self._named}{self._called_at(some=some)}"
-        now = f"{self.now.these or 'none'} of {self.now.total} now"
+        calls = f"{share} calls of " if is_partial else ""
+        module = f"{calls}{self._named}{self._called_at(is_partial=is_partial)}"
+        now_clause = f"{self.now.these or 'none'} of {self.now.total} now"
         if self.kind == "no_grad":
-            change = f"and in {now}" if some else "and is on now"
+            change = f"and in {now_clause}" if is_partial else "and is on now"
             return f"Grad mode was off in {module} in the baseline, {change}: {_KEPT.format(whose)}."
-        change = f"and does not reach {now}" if some else "and does now"
+        change = f"and does not reach {now_clause}" if is_partial else "and does now"
         return f"Backward did not reach {module} in the baseline, {change}: {whose} activations are kept until then."
 
     @property
@@ -78,7 +83,7 @@ class GraphChange:
         return _AND.join(f"`{module}`" for module in self.module.split(_AND))
 
     def explains(self, row: Row) -> bool:
-        """Return whether a row that grew follows from it."""
+        """Return whether the growth of a row follows from this change."""
         return row.category in _OF_THE_GRAPH and not {row.module, _line(row)}.isdisjoint(self.within)
 
     @property
@@ -86,14 +91,14 @@ class GraphChange:
         """True if grad mode was off in a part of a function."""
         return is_function(self.module) and bool(self.before.others)
 
-    def _called_at(self, *, some: bool) -> str:
+    def _called_at(self, *, is_partial: bool) -> str:
         if not self.lines:
             return ""
         shown = list(self.lines[:_MOST_LINES])
         more = len(self.lines) - len(shown)
         shown += [counted(more, "other line")] if more else []
-        # Where only some calls have changed, the baseline does not tell at which of these lines.
-        last = " or " if some else " and "
+        # If only some calls have changed, the baseline does not show which of these lines has changed.
+        last = " or " if is_partial else " and "
         return f" ({'' if self.is_of_a_part else 'called '}at {last.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))})"
 
 
@@ -107,20 +112,20 @@ class GraphChanges:
     function_at: Mapping[str, str]
 
     def of_rows(self, rows: Iterable[Row]) -> tuple[GraphChange, ...]:
-        """Return the changes that rows with more bytes follow from, the outermost modules and functions only."""
-        found: dict[GraphChange, set[str]] = {}
+        """Return the changes behind rows that grew, with the outermost modules and functions only."""
+        places: dict[GraphChange, set[str]] = {}
         for row in rows:
             for change in self._around(row):
-                found.setdefault(change, set()).add(_line(row) if is_function(change.module) else row.module)
-        changes = self._joined(replace(change, within=tuple(sorted(within))) for change, within in found.items())
+                places.setdefault(change, set()).add(_line(row) if is_function(change.module) else row.module)
+        changes = self._joined(replace(change, within=tuple(sorted(within))) for change, within in places.items())
         return tuple(sorted(changes, key=lambda change: (change.module, change.kind)))
 
     def _joined(self, changes: Iterable[GraphChange]) -> Iterator[GraphChange]:
-        """Yield changes with those joined that follow from one part of a function.
+        """Yield the changes, joined if they come from the same part of a function.
 
         Example:
-            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. The call of ``teacher`` is named, because its line
-            says more than a part of ``step()``. If the block calls several modules and functions, ``step()`` is named.
+            ``step()`` loses a ``no_grad`` around ``teacher(x).softmax(-1)``. The call of ``teacher`` is named, because its
+            line says more than a part of ``step()``. If the block calls several modules and functions, ``step()`` is named.
         """
         groups: dict[tuple[Kind, str], list[GraphChange]] = {}
         for change in changes:
@@ -130,7 +135,7 @@ class GraphChanges:
             called = [change for change in group if change.module != function]
             named = called if len(called) == 1 else [*self._change(kind, function)] if called else group
             if not named:
-                yield from _together(called)
+                yield from _merged(called)
                 continue
             within = {place for change in group for place in change.within}
             lines = {line for change in called for line in change.lines}
@@ -140,25 +145,25 @@ class GraphChanges:
                 yield replace(change, within=tuple(sorted(within)), lines=at)
 
     def _function_around(self, change: GraphChange) -> str:
-        """Return the function that has all calls, or else an empty text."""
+        """Return the function that contains all calls, or an empty text if there is no single function."""
         functions = {self.function_at.get(line, "") for line in change.lines}
         return functions.pop() if len(functions) == 1 else ""
 
     def explain(self, row: Row) -> bool:
-        """Return whether a row with more bytes follows from such a change."""
+        """Return whether the growth of a row follows from such a change."""
         return any(True for _ in self._around(row))
 
     def explain_for_certain(self, row: Row) -> bool:
-        """Return whether any row follows from such a change, also one that did not grow.
+        """Return whether a row follows from such a change, even if the row did not grow.
 
-        Of a function that changed in part, other lines have the grad mode that they had.
+        In a function that changed in part, other lines may have kept their grad mode, so nothing is certain.
         """
         return any(not change.is_of_a_part for change in self._around(row))
 
     def is_new(self, row: Row) -> bool:
-        """Return whether the baseline had no such row, because autograd recorded no call of its module.
+        """Return whether the row is new because autograd recorded no call of its module in the baseline.
 
-        Temporary tensors are there with grad mode off, too.
+        Temporary tensors exist with grad mode off as well.
         """
         return row.category != "temporary" and any(not change.before.others for change in self._around(row))
 
@@ -176,15 +181,15 @@ class GraphChanges:
                 yield from self._change("no_grad", outer)
 
     def _change(self, kind: Kind, module: str) -> Iterator[GraphChange]:
-        was = self._was(kind, module)
-        if was is not None:
+        baseline_calls = self._was(kind, module)
+        if baseline_calls is not None:
             lines = dict.fromkeys(caller.line for caller in self.callers.get(module, ()) if caller.line)
-            yield GraphChange(kind, module, tuple(lines), was, self._calls(kind)[module])
+            yield GraphChange(kind, module, tuple(lines), baseline_calls, self._calls(kind)[module])
 
     def _outermost(self, kind: Kind, module: str, seen: frozenset[str]) -> set[str]:
-        """Return the outermost changed modules and functions that a changed one was called in, or itself.
+        """Return the outermost changed modules and functions around a changed module's calls, or the module itself.
 
-        A function of which only a part changed may have other calls outside of this part.
+        A partly changed function is not returned, because the calls may be in another part.
         """
         callers = self.callers.get(module, ())
         around = {caller.module for caller in callers} | {self.function_at.get(caller.line, "") for caller in callers}
@@ -196,7 +201,7 @@ class GraphChanges:
         ]
         if not changed:
             return {module}
-        return {found for outer in changed for found in self._outermost(kind, outer, seen | {module})}
+        return {outermost for outer in changed for outermost in self._outermost(kind, outer, seen | {module})}
 
     def _was(self, kind: Kind, module: str) -> Calls | None:
         return no_longer(getattr(self.before, kind), self._calls(kind), module)
@@ -206,18 +211,18 @@ class GraphChanges:
         return calls
 
 
-def _together(changes: Sequence[GraphChange]) -> Iterator[GraphChange]:
-    """Yield changes with those joined that are of all calls: ``left()`` and ``right()``, called in one function."""
-    whole = [change for change in changes if not change.before.others and not change.now.these]
-    yield from (change for change in changes if change not in whole)
-    if whole:
+def _merged(changes: Sequence[GraphChange]) -> Iterator[GraphChange]:
+    """Yield the changes, merged if all calls changed: ``left()`` and ``right()``, called in one function."""
+    complete = [change for change in changes if not change.before.others and not change.now.these]
+    yield from (change for change in changes if change not in complete)
+    if complete:
         yield replace(
-            whole[0],
-            module=_AND.join(sorted(change.module for change in whole)),
-            lines=tuple(dict.fromkeys(line for change in whole for line in change.lines)),
-            before=Calls(*map(sum, zip(*(change.before for change in whole), strict=True))),
-            now=Calls(*map(sum, zip(*(change.now for change in whole), strict=True))),
-            within=tuple(sorted({place for change in whole for place in change.within})),
+            complete[0],
+            module=_AND.join(sorted(change.module for change in complete)),
+            lines=tuple(dict.fromkeys(line for change in complete for line in change.lines)),
+            before=Calls(*map(sum, zip(*(change.before for change in complete), strict=True))),
+            now=Calls(*map(sum, zip(*(change.now for change in complete), strict=True))),
+            within=tuple(sorted({place for change in complete for place in change.within})),
         )
 
 

@@ -1,4 +1,4 @@
-"""Growths of a session: each metric of a measurement that is worse, with what explains it by its place in the code. Pure."""
+"""Growths in a session: each metric of a measurement that is worse, and the places in the code that explain it. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ENOUGH = 0.8
-"""Share of a growth that its causes have to explain; the rest of it are consequences."""
+"""The share that causes have to explain in a growth. The rest are consequences."""
 LEAST = 0.1
-"""Share of a growth that a line has to explain at least to be one of its causes."""
+"""A line with a smaller share in a growth is not a cause."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Growth:
-    """A metric that is worse: of a measurement of a test, by so much. The amount is in the metric's unit."""
+    """A worse metric in a test's measurement. The amount is in the metric's unit."""
 
     test: str
     """The test's id."""
@@ -40,14 +40,19 @@ class Growth:
     amount: float = field(compare=False)
 
     def is_beside(self, other: Growth) -> bool:
-        """Return whether both are of the same measurement."""
+        """Return whether both growths belong to the same measurement."""
         return (self.test, self.name, self.device) == (other.test, other.name, other.device)
 
 
 class Place(NamedTuple):
-    """A line without the release of its package, and a module; of tensors made before the step, their category.
+    """A line without the release of its package, and a module.
 
-    Of what is kept it is the holder, wherever the tensors were made: ``Place("", "", holder="Net.seen[...]")``.
+    Tensors from before the step have no line, so their place is a category. The place of kept tensors is their holder,
+    wherever they were allocated.
+
+    Example:
+        ``Place("tiny_models/gpt.py:38", "blocks.*.attention")``, or ``Place("", "", holder="Net.seen[...]")`` for a list that
+        keeps tensors.
     """
 
     line: str
@@ -58,28 +63,28 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of one growth at one place: their sum, and what a report shows of the largest."""
+    """A growth's rows at one place: their sum, and the values from the largest row, for reports."""
 
     amount: float
     largest: float
     lines: tuple[str, ...]
-    """The lines, that of the largest row first."""
+    """The lines, with the line of the largest row first."""
     module: str
     operator: str
-    what: str
+    tensors: str
     category: str = ""
     reason: str = ""
 
     def __add__(self, other: Part) -> Part:
         smaller, larger = sorted(
-            (self, other), key=lambda one: (one.largest, one.lines, one.module, one.operator, one.what)
+            (self, other), key=lambda part: (part.largest, part.lines, part.module, part.operator, part.tensors)
         )
         lines = {without_release(line): line for line in reversed((*larger.lines, *smaller.lines))}
         return replace(larger, amount=self.amount + other.amount, lines=tuple(reversed(lines.values())))
 
 
 class Alternatives(NamedTuple):
-    """Places for a part of a growth. Nothing proves which place it is."""
+    """Possible places for a part of a growth. Nothing proves the right place."""
 
     amount: float
     parts: Mapping[Place, Part]
@@ -87,70 +92,73 @@ class Alternatives(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
-    """A growth, its parts by place, and what else may be its cause."""
+class ExplainedGrowth:
+    """A growth, its parts by place, and other possible causes."""
 
     growth: Growth
     parts: Mapping[Place, Part]
     packages: tuple[str, ...]
     budget: str
-    """The limit that is exceeded, where there is no more than in a baseline; else empty."""
+    """The exceeded limit if the metric does not exceed its baseline; otherwise empty."""
     alternatives: tuple[Alternatives, ...] = ()
     """Parts without a proven place."""
 
     def at(self, place: Place) -> float:
-        """Return by how much more there is at a place; 0 where it is not more."""
+        """Return the growth at a place, or 0 if nothing grew there."""
         part = self.parts.get(place)
         return max(0, part.amount) if part is not None else 0
 
 
-def growths_of(tests: Iterable[TestVerdict]) -> list[Explained]:
-    """Return what grew in tests, sorted: a module at a line has one name in all of them."""
-    all_of_them = (one for test in tests for verdict in test.verdicts for one in _growths(test.nodeid, verdict))
-    return _of_inner_modules(sorted(all_of_them, key=lambda one: one.growth))
+def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
+    """Return the growths in tests, sorted. A module at a line has the same name in all of them."""
+    growths = (growth for test in tests for verdict in test.verdicts for growth in _growths(test.nodeid, verdict))
+    return _with_inner_modules(sorted(growths, key=lambda explained: explained.growth))
 
 
-def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
-    """Yield what grew in a measurement: bytes that are kept, the peak, garbage, and syncs; else other work; else time.
+def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
+    """Yield the growths of a measurement.
 
-    Where nothing is known of what the bytes are, there is other work, too.
+    Kept bytes, the peak, garbage and syncs come first. If none grew, other work is yielded, or else the time. If nothing is
+    known about the bytes, other work is yielded in addition.
     """
-    worse = {one.metric: one for one in verdict.metrics if one.outcome in WORSE and _amount(one) > 0}
+    worse = {metric.metric: metric for metric in verdict.metrics if metric.outcome in WORSE and _amount(metric) > 0}
     names = sorted(worse, key=lambda name: METRICS[name].precedence)
     memory, work = ([name for name in names if METRICS[name].kind == kind] for kind in ("memory", "work"))
     measurement, explanation = verdict.measurement, verdict.measurement.explanation
-    # More operators are what memory grows by; who reads a value may do so anywhere.
+    # More operators often explain a memory growth. A sync is independent, because a value may be read anywhere.
     syncs = [name for name in work if name == "syncs"]
-    chosen = [*_one_of_each(memory), *syncs] or work[:1] or names[:1]
-    held: dict[Place, tuple[_Held, ...]] = {}
+    chosen = [*_first_of_each_kind(memory), *syncs] or work[:1] or names[:1]
+    holders_at: dict[Place, tuple[_HeldRows, ...]] = {}
     if explanation is not None:
-        kept = () if KEPT.isdisjoint(chosen) else explanation.holders
-        held = _holder_places(explanation.holders_of_inputs, kept, is_again="growth" in chosen)
-        if any(_kept_before(worse[name]) for name in KEPT.intersection(chosen)):
-            # Some of the holders are not new, so they have no share in the growth of the peak.
-            held = {line: holders for line, holders in held.items() if len(holders) == 1}
-    parts = {name: _parts(verdict, name, held) for name in chosen}
-    alternatives = {name: _alternatives(verdict, name, held) for name in chosen}
+        keeping_holders = () if KEPT.isdisjoint(chosen) else explanation.holders
+        holders_at = _holder_places(explanation.holders_of_inputs, keeping_holders, is_again="growth" in chosen)
+        if any(_baseline_bytes(worse[name]) for name in KEPT.intersection(chosen)):
+            # If a line has several holders, some may not be new. Those have no share in the growth of the peak.
+            holders_at = {line: holders for line, holders in holders_at.items() if len(holders) == 1}
+    parts = {name: _parts(verdict, name, holders_at) for name in chosen}
+    alternatives = {name: _alternatives(verdict, name, holders_at) for name in chosen}
     for name in LEFT_BEHIND.intersection(chosen):
-        here = parts[name]
-        new = _new(
-            {place: part.amount for place, part in here.items()}, _amount(worse[name]), _kept_before(worse[name])
+        kept_parts = parts[name]
+        new = _new_parts(
+            {place: part.amount for place, part in kept_parts.items()},
+            _amount(worse[name]),
+            _baseline_bytes(worse[name]),
         )
-        parts[name] = {place: here[place] for place in new.certain}
+        parts[name] = {place: kept_parts[place] for place in new.certain}
         alternatives[name] += (
-            (Alternatives(new.missing, {place: here[place] for place in new.uncertain}),) if new.uncertain else ()
+            (Alternatives(new.missing, {place: kept_parts[place] for place in new.uncertain}),) if new.uncertain else ()
         )
     if memory and not any(part.amount > 0 for name in memory for part in parts.get(name, {}).values()):
-        # Of tests that were not recorded the work is known at least.
-        parts |= {name: _parts(verdict, name, held) for name in work[:1]}
-    for name, mine in parts.items():
-        one = worse[name]
-        no_more = one.baseline is None or one.value <= one.baseline
-        yield Explained(
-            Growth(test, measurement.name, name, measurement.environment.device, _amount(one)),
-            mine,
+        # Nothing is known about the memory, for example because the test was not recorded. The work is known.
+        parts |= {name: _parts(verdict, name, holders_at) for name in work[:1]}
+    for name, metric_parts in parts.items():
+        metric = worse[name]
+        is_above_budget_only = metric.baseline is None or metric.value <= metric.baseline
+        yield ExplainedGrowth(
+            Growth(test, measurement.name, name, measurement.environment.device, _amount(metric)),
+            metric_parts,
             verdict.changed_packages,
-            f"{one.budget}" if one.outcome is Outcome.OVER_BUDGET and no_more else "",
+            f"{metric.budget}" if metric.outcome is Outcome.OVER_BUDGET and is_above_budget_only else "",
             alternatives.get(name, ()),
         )
 
@@ -158,17 +166,17 @@ def _growths(test: str, verdict: Verdict) -> Iterator[Explained]:
 KEPT = frozenset({"growth", "retained"})
 """Metrics whose cause is the holder."""
 LEFT_BEHIND = KEPT | {"cyclic_garbage"}
-"""Metrics whose composition no baseline stores."""
+"""Metrics whose composition is not stored in baselines."""
 
 
-def _kept_before(one: MetricVerdict) -> float:
+def _baseline_bytes(metric: MetricVerdict) -> float:
     """Return the bytes in the baseline, or 0 if the metric exceeds only a budget."""
-    return one.baseline if one.baseline is not None and one.value > one.baseline else 0
+    return metric.baseline if metric.baseline is not None and metric.value > metric.baseline else 0
 
 
 @dataclass(frozen=True, slots=True)
-class _New(Generic[T]):
-    """Parts of what is kept."""
+class _NewParts(Generic[T]):
+    """The kept parts that are new or may be new."""
 
     certain: tuple[T, ...]
     """Parts that are new."""
@@ -178,42 +186,43 @@ class _New(Generic[T]):
     """The bytes of the growth in ``uncertain``."""
 
 
-def _new(kept: Mapping[T, float], amount: float, before: float) -> _New[T]:
-    """Return which parts of what is kept are new.
+def _new_parts(kept_bytes: Mapping[T, float], amount: float, baseline_bytes: float) -> _NewParts[T]:
+    """Return which kept parts are new.
 
-    A baseline stores how many bytes were kept, not where. A part with no more bytes may have been there before.
+    A baseline stores how many bytes were kept, not where. So a part that is not larger than these bytes may have existed
+    before.
 
     Example:
-        A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. One of them is new.
+        A baseline keeps 1 MB. Now ``A`` and ``B`` keep 1 MB each. Either ``A`` or ``B`` is new.
 
     Args:
-        kept: The bytes of each part.
+        kept_bytes: The bytes of each part.
         amount: The growth in bytes.
-        before: The bytes in the baseline.
+        baseline_bytes: The bytes in the baseline.
     """
-    new = tuple(part for part, nbytes in kept.items() if nbytes - before >= LEAST * amount)
-    others = tuple(part for part in kept if part not in new)
-    missing = amount - sum(kept[part] for part in new)
+    new = tuple(part for part, nbytes in kept_bytes.items() if nbytes - baseline_bytes >= LEAST * amount)
+    other_parts = tuple(part for part in kept_bytes if part not in new)
+    missing = amount - sum(kept_bytes[part] for part in new)
     if missing < LEAST * amount:
-        return _New(new)
-    if not before or len(others) < 2 or sum(kept[part] for part in others) <= missing:
-        return _New(tuple(kept))
-    return _New(new, others, missing)
+        return _NewParts(new)
+    if not baseline_bytes or len(other_parts) < 2 or sum(kept_bytes[part] for part in other_parts) <= missing:
+        return _NewParts(tuple(kept_bytes))
+    return _NewParts(new, other_parts, missing)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """The rows of what a step or a call keeps, those that are new first."""
+    """The rows that a step or a call keeps, new rows first."""
 
     rows: tuple[Row, ...] = ()
     uncertain: tuple[Row, ...] = ()
-    """The first rows after those that are new for certain, if only some of them are new and nothing proves which."""
+    """The next rows after the certainly new rows, if only some are new and nothing proves which."""
     before: float = 0
-    """The bytes that the baseline kept, too. It does not store their rows."""
+    """The kept bytes in the baseline, which does not store their rows."""
     growth: float = 0
 
     def holders(self, holders: Iterable[Holder]) -> tuple[Holder, ...]:
-        """Return holders in the order of the rows that they keep."""
+        """Return holders in the order of their rows."""
         order = {_alike(row): number for number, row in reversed([*enumerate(self.rows)])}
 
         def first(holder: Holder) -> int:
@@ -223,200 +232,224 @@ class KeptRows:
 
 
 def kept_rows(verdict: Verdict) -> KeptRows:
-    """Return the rows of what is kept. Rows that grew at the peak decide which are new, if the baseline kept bytes, too."""
+    """Return the kept rows of a measurement.
+
+    If the baseline kept bytes as well, the rows that grew at the peak decide which kept rows are new.
+    """
     explanation = verdict.measurement.explanation
-    # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
+    # A row is negative if blocks of other owners were freed meanwhile. Such a row does not help a reader.
     rows = () if explanation is None else explanation.retained.rows
     rows = tuple(row for row in rows if row.operator != REST and row.nbytes > 0)
-    worse = [one for one in verdict.metrics if one.metric in KEPT and one.outcome in WORSE and _kept_before(one)]
+    worse = [
+        metric
+        for metric in verdict.metrics
+        if metric.metric in KEPT and metric.outcome in WORSE and _baseline_bytes(metric)
+    ]
     if not worse:
         return KeptRows(rows)
-    metric = min(worse, key=lambda one: METRICS[one.metric].precedence)
-    before, growth = _kept_before(metric), _amount(metric)
-    new = _new({row: row.nbytes for row in rows}, growth, before)
+    metric = min(worse, key=lambda metric: METRICS[metric.metric].precedence)
+    baseline_bytes, growth = _baseline_bytes(metric), _amount(metric)
+    new = _new_parts({row: row.nbytes for row in rows}, growth, baseline_bytes)
     changes = verdict.difference.changes if verdict.difference is not None else ()
     grown = {_alike(change.row) for change in changes if change.nbytes > 0}
     at_peak = tuple(row for row in new.uncertain if _alike(row) in grown)
     is_proven = bool(at_peak) and sum(row.nbytes for row in at_peak) <= new.missing
     uncertain = () if is_proven else at_peak or new.uncertain
     first = (*new.certain, *(at_peak if is_proven else uncertain))
-    return KeptRows((*first, *(row for row in rows if row not in first)), uncertain, before, growth)
+    return KeptRows((*first, *(row for row in rows if row not in first)), uncertain, baseline_bytes, growth)
 
 
 def _alike(row: Row) -> tuple[str, ...]:
     return row.module, row.site, without_release(row.library), row.operator, row.tensor
 
 
-def _one_of_each(memory: Sequence[str]) -> list[str]:
-    """Return the first metric of each kind of memory: of what is kept, of peaks, and garbage."""
-    found: dict[object, str] = {}
+def _first_of_each_kind(memory: Sequence[str]) -> list[str]:
+    """Return the first metric for each kind of memory: kept bytes, peaks and garbage."""
+    first: dict[object, str] = {}
     for name in memory:
-        found.setdefault("kept" if name in KEPT else METRICS[name].peak or name, name)
-    return list(found.values())
+        first.setdefault("kept" if name in KEPT else METRICS[name].peak or name, name)
+    return list(first.values())
 
 
-def _amount(one: MetricVerdict) -> float:
-    """Return by how much a metric is worse than its baseline, or than its budget where it is not."""
-    sign = -1 if METRICS[one.metric].larger_is_better else 1
-    by = [sign * (one.value - against) for against in (one.baseline, one.budget) if against is not None]
-    return next((amount for amount in by if amount > 0), 0)
+def _amount(metric: MetricVerdict) -> float:
+    """Return the amount by which a metric is worse than its baseline, or else than its budget."""
+    sign = -1 if METRICS[metric.metric].larger_is_better else 1
+    differences = [sign * (metric.value - limit) for limit in (metric.baseline, metric.budget) if limit is not None]
+    return next((amount for amount in differences if amount > 0), 0)
 
 
-def _parts(verdict: Verdict, metric: str, held: Mapping[Place, Sequence[_Held]]) -> dict[Place, Part]:
-    """Return what explains a metric of a measurement, by place. ``held`` are `_holder_places`."""
+def _parts(verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_HeldRows]]) -> dict[Place, Part]:
+    """Return the parts of a metric's growth by place. ``holders_at`` comes from `_holder_places`."""
     explanation = verdict.measurement.explanation
     if metric in verdict.count_changes:
-        return _summed(_of_tally(tally) for tally in verdict.count_changes[metric])
+        return _summed(_part_of_tally(tally) for tally in verdict.count_changes[metric])
     if METRICS[metric].peak:
-        return _parts_of_peak(verdict, held)
+        return _parts_of_peak(verdict, holders_at)
     if explanation is None or metric not in LEFT_BEHIND:
         return {}
     if metric in KEPT and explanation.holders:
         certain = (holder for holder in explanation.holders if not holder.alternatives)
-        return _summed(_held(holder, row) for holder in certain for row in holder.kept.rows)
-    left = explanation.retained if metric in KEPT else explanation.garbage
-    return _summed(_of_row(row, row.nbytes) for row in left.rows)
+        return _summed(_held_part(holder, row) for holder in certain for row in holder.kept.rows)
+    composition = explanation.retained if metric in KEPT else explanation.garbage
+    return _summed(_part_of_row(row, row.nbytes) for row in composition.rows)
 
 
-def _held(holder: Holder, row: Row) -> tuple[Place, Part] | None:
-    """Return the place of a row that a holder keeps: the holder, if it was found."""
-    found = _of_row(row, row.nbytes, FIRST_USE if holder.first_use else "")
+def _held_part(holder: Holder, row: Row) -> tuple[Place, Part] | None:
+    """Return a kept row's place: the holder, or the row's line if no holder was found."""
+    row_part = _part_of_row(row, row.nbytes, FIRST_USE if holder.first_use else "")
     if not holder.path:
-        return found
-    _, part = found or (None, Part(row.nbytes, row.nbytes, (), "", "", "", row.category))
+        return row_part
+    _, part = row_part or (None, Part(row.nbytes, row.nbytes, (), "", "", "", row.category))
     return Place("", "", holder=holder.path), part
 
 
-class _Held(NamedTuple):
-    """Rows of one place that a single holder keeps."""
+class _HeldRows(NamedTuple):
+    """Rows at one place with the same holder."""
 
     holder: Place
     rows: tuple[Row, ...]
     is_again: bool
-    """True if each step keeps such rows once more. The peak may then have more of them than one step keeps."""
+    """True if each step keeps such rows once more. The peak may then include the rows from several steps."""
 
     def alike(self, row: Row) -> int:
-        """Return the bytes of the holder's tensors that are as those of a row.
+        """Return the bytes in the holder's tensors with the same operator and shape as a row.
 
-        A step finds what the step before it kept as an input.
+        Tensors that the previous step kept are inputs of this step.
         """
         return sum(
-            kept.nbytes
-            for kept in self.rows
-            if (kept.operator, kept.tensor) == (row.operator, row.tensor) and row.category in ("input", kept.category)
+            kept_row.nbytes
+            for kept_row in self.rows
+            if (kept_row.operator, kept_row.tensor) == (row.operator, row.tensor)
+            and row.category in ("input", kept_row.category)
         )
 
 
 def _holder_places(
     of_inputs: Iterable[Holder], of_kept: Iterable[Holder], *, is_again: bool
-) -> dict[Place, tuple[_Held, ...]]:
-    """Return the holders for each line whose tensors they keep: these are at the peak because they keep them.
+) -> dict[Place, tuple[_HeldRows, ...]]:
+    """Return the holders for each line whose tensors they keep. These tensors are at the peak because they are kept.
 
-    A line is left out if one of its holders is not certain. A row without a line and a module may be other tensors, and is
-    left out, too.
+    Lines with an uncertain holder are left out. Rows without a line and a module are left out as well, because they may be
+    other tensors.
 
     Args:
         of_inputs: The holders of inputs.
-        of_kept: The holders of what a step or a call keeps.
+        of_kept: The holders of kept tensors.
         is_again: Whether each step keeps ``of_kept`` once more.
     """
     rows: dict[Place, dict[Place, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    again: set[Place] = set()
+    each_step_places: set[Place] = set()
     uncertain: set[Place] = set()
     for holders, each_step in ((of_inputs, False), (of_kept, is_again)):
-        for holder, row in ((each, row) for each in holders for row in each.kept.rows):
-            found, held = _of_row(row, row.nbytes), _held(holder, row)
-            if found is not None and held is not None:
-                rows[found[0]][held[0]].append(row)
-                again |= {found[0]} if each_step else set()
-                uncertain |= {found[0]} if holder.alternatives else set()
+        for holder, row in ((kept_holder, row) for kept_holder in holders for row in kept_holder.kept.rows):
+            row_part, holder_part = _part_of_row(row, row.nbytes), _held_part(holder, row)
+            if row_part is not None and holder_part is not None:
+                rows[row_part[0]][holder_part[0]].append(row)
+                each_step_places |= {row_part[0]} if each_step else set()
+                uncertain |= {row_part[0]} if holder.alternatives else set()
     return {
-        place: tuple(_Held(holder, tuple(its_rows), place in again) for holder, its_rows in at_line.items())
+        place: tuple(
+            _HeldRows(holder, tuple(holder_rows), place in each_step_places) for holder, holder_rows in at_line.items()
+        )
         for place, at_line in rows.items()
         if place not in uncertain and not place.category
     }
 
 
 def _at_holders(
-    row: Row, nbytes: int, held: Mapping[Place, Sequence[_Held]], reason: str = ""
+    row: Row, nbytes: int, holders_at: Mapping[Place, Sequence[_HeldRows]], reason: str = ""
 ) -> list[tuple[Place, Part]]:
-    """Return a row of a peak as parts: at the holders of its tensors if these are certain, else at its line.
+    """Return a row at the peak as parts: at its holders if these are certain, otherwise at its line.
 
-    Several holders of tensors from one line have shares as large as what they keep.
+    If several holders keep tensors from one line, their shares are in proportion to their kept bytes.
     """
-    of_row = _of_row(row, nbytes, reason)
-    if of_row is None:
+    row_part = _part_of_row(row, nbytes, reason)
+    if row_part is None:
         return []
-    place, part = of_row
-    # Rows of a holder have no changed caller that is named before their line.
-    unnamed = _of_row(replace(row, named=""), nbytes) if row.named else None
-    alike = {each: kept for each in held.get(place if unnamed is None else unnamed[0], ()) if (kept := each.alike(row))}
-    total = sum(alike.values())
-    is_again = all(each.is_again for each in alike)
-    # Of several holders one may have another tensor of the row, unless the row is all that they keep.
-    is_theirs = nbytes <= total if len(alike) == 1 else nbytes == total
-    if not alike or not (is_again or is_theirs):
-        return [of_row]
-    shares = {each: nbytes * kept // total for each, kept in alike.items()}
-    shares[next(iter(alike))] += nbytes - sum(shares.values())
-    return [(each.holder, replace(part, amount=share, largest=share)) for each, share in shares.items()]
+    place, part = row_part
+    # Rows of a holder do not name a changed caller before their line, so compare the row without its caller.
+    unnamed_part = _part_of_row(replace(row, named=""), nbytes) if row.named else None
+    kept_bytes = {
+        held_rows: row_bytes
+        for held_rows in holders_at.get(place if unnamed_part is None else unnamed_part[0], ())
+        if (row_bytes := held_rows.alike(row))
+    }
+    total = sum(kept_bytes.values())
+    is_again = all(held_rows.is_again for held_rows in kept_bytes)
+    # With several holders, one may keep a tensor from another row, unless this row has all kept bytes.
+    is_all_kept = nbytes <= total if len(kept_bytes) == 1 else nbytes == total
+    if not kept_bytes or not (is_again or is_all_kept):
+        return [row_part]
+    shares = {held_rows: nbytes * row_bytes // total for held_rows, row_bytes in kept_bytes.items()}
+    shares[next(iter(kept_bytes))] += nbytes - sum(shares.values())
+    return [(held_rows.holder, replace(part, amount=share, largest=share)) for held_rows, share in shares.items()]
 
 
-def _parts_of_peak(verdict: Verdict, held: Mapping[Place, Sequence[_Held]]) -> dict[Place, Part]:
-    """Return what grew at the peak; where that is many small rows, also what was left, which was there at the peak."""
+def _parts_of_peak(verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRows]]) -> dict[Place, Part]:
+    """Return the parts of the peak's growth.
+
+    If most of the growth is in a sum over small rows, the retained rows are added, because they were live at the
+    peak.
+    """
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None:
         return {}
-    parts = _summed(part for change in difference.changes for part in _of_change(change, difference, held))
+    parts = _summed(part for change in difference.changes for part in _parts_of_change(change, difference, holders_at))
     if explanation is not None and difference.moved is not None and not any(part.amount > 0 for part in parts.values()):
-        # The peak moved to the backward of what autograd records now.
-        kept = ((cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row))
-        parts |= _summed(_of_graph(cause, row, row.nbytes) for cause, row in kept)
+        # The peak moved to a backward that autograd records now.
+        graph_rows = (
+            (cause, row) for cause in difference.graph for row in explanation.peak.rows if cause.explains(row)
+        )
+        parts |= _summed(_part_of_graph(cause, row, row.nbytes) for cause, row in graph_rows)
     if explanation is not None and sum(max(0, part.amount) for part in parts.values()) < ENOUGH * difference.nbytes:
         retained = explanation.retained.rows
-        parts = {**_summed(part for row in retained for part in _at_holders(row, row.nbytes, held)), **parts}
+        parts = {**_summed(part for row in retained for part in _at_holders(row, row.nbytes, holders_at)), **parts}
     return parts
 
 
-def _alternatives(verdict: Verdict, metric: str, held: Mapping[Place, Sequence[_Held]]) -> tuple[Alternatives, ...]:
-    """Return the parts of a growth whose place is not proven. ``held`` are `_holder_places`."""
+def _alternatives(
+    verdict: Verdict, metric: str, holders_at: Mapping[Place, Sequence[_HeldRows]]
+) -> tuple[Alternatives, ...]:
+    """Return the parts of a growth whose place is not proven. ``holders_at`` comes from `_holder_places`."""
     explanation = verdict.measurement.explanation
     if METRICS[metric].peak:
-        return _alternatives_of_peak(verdict, held)
+        return _alternatives_of_peak(verdict, holders_at)
     if metric not in KEPT or explanation is None:
         return ()
-    kept = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
-    # The line of small rows is not known, so the other holder would seem to be proven.
-    return tuple(alternatives for alternatives in kept if len(alternatives.parts) > 1)
+    uncertain = [_alternative_holders(holder) for holder in explanation.holders if holder.alternatives]
+    # Small rows have no known line. If they are one alternative, the only other alternative would seem to be proven.
+    return tuple(alternatives for alternatives in uncertain if len(alternatives.parts) > 1)
 
 
 def _alternative_holders(holder: Holder) -> Alternatives:
-    """Return the alternatives for a holder that is not certain. The line stands for a holder that was not found."""
+    """Return the alternatives for an uncertain holder. The alternative without a holder has the row's line."""
     places = (
-        _summed(_held(replace(holder, path=path, alternatives=()), row) for row in holder.kept.rows)
+        _summed(_held_part(replace(holder, path=path, alternatives=()), row) for row in holder.kept.rows)
         for path in holder.alternatives
     )
-    return Alternatives(holder.kept.total, {place: part for each in places for place, part in each.items()})
+    return Alternatives(holder.kept.total, {place: part for path_parts in places for place, part in path_parts.items()})
 
 
-def _alternatives_of_peak(verdict: Verdict, held: Mapping[Place, Sequence[_Held]]) -> tuple[Alternatives, ...]:
+def _alternatives_of_peak(
+    verdict: Verdict, holders_at: Mapping[Place, Sequence[_HeldRows]]
+) -> tuple[Alternatives, ...]:
     """Return the parts of a peak's growth whose place is not proven, the largest first."""
     peak_alternatives = []
     for change in verdict.difference.changes if verdict.difference is not None else ():
         parts: dict[Place, Part] = {}
         for row in change.alternatives:
-            for place, part in _at_holders(row, min(change.nbytes, row.nbytes), held):
-                # Rows at one place do not grow together by more than the change.
+            for place, part in _at_holders(row, min(change.nbytes, row.nbytes), holders_at):
+                # Count a place once, because its rows together do not grow by more than the change.
                 parts.setdefault(place, part)
         peak_alternatives += [Alternatives(change.nbytes, parts)] if parts else []
     return tuple(peak_alternatives)
 
 
-def proven(growths: Sequence[Explained], causes: Sequence[Place]) -> list[Explained]:
-    """Return growths without alternatives that have a line that is a cause of another growth.
+def proven(growths: Sequence[ExplainedGrowth], causes: Sequence[Place]) -> list[ExplainedGrowth]:
+    """Return growths whose alternatives are decided if another growth has a cause at one line.
 
-    Growths of the same measurement decide before others. Several lines decide if they have no more bytes than the growth. A
-    single alternative proves nothing, because smaller rows may have grown instead.
+    Growths of the same measurement decide before others. Several lines decide only if they have no more bytes than the
+    growth. A single alternative proves nothing by itself, because smaller rows may have grown instead.
     """
     named: dict[Place | str, set[Growth]] = defaultdict(set)
     for place in causes:
@@ -424,16 +457,18 @@ def proven(growths: Sequence[Explained], causes: Sequence[Place]) -> list[Explai
     return [_proven(explained, named) for explained in growths]
 
 
-def _proven(explained: Explained, named: Mapping[Place | str, set[Growth]]) -> Explained:
+def _proven(explained: ExplainedGrowth, named: Mapping[Place | str, set[Growth]]) -> ExplainedGrowth:
     parts, remaining = [*explained.parts.items()], []
     growth = explained.growth
     for alternatives in explained.alternatives:
         lines: dict[Place | str, list[tuple[Place, Part]]] = defaultdict(list)
         for place, part in alternatives.parts.items():
             lines[place.line or place].append((place, part))
-        others = {line: named.get(line, set()) - {growth} for line in lines}
-        own = [line for line in lines if any(one.is_beside(growth) for one in others[line])]
-        proven_lines = own or [line for line in lines if others[line]]
+        growths_at = {line: named.get(line, set()) - {growth} for line in lines}
+        same_measurement_lines = [
+            line for line in lines if any(other_growth.is_beside(growth) for other_growth in growths_at[line])
+        ]
+        proven_lines = same_measurement_lines or [line for line in lines if growths_at[line]]
         decided = [_at_line(lines[line]) for line in proven_lines]
         if len(decided) == 1 or (decided and sum(part.amount for _, part in decided) <= alternatives.amount):
             parts += decided
@@ -443,20 +478,20 @@ def _proven(explained: Explained, named: Mapping[Place | str, set[Growth]]) -> E
 
 
 def _at_line(parts: Sequence[tuple[Place, Part]]) -> tuple[Place, Part]:
-    """Return the largest of some parts at one line, without its module if another module may be meant."""
+    """Return the largest part at a line. If there are several parts, its module is left out, because any may be meant."""
     place, part = parts[0]
     return parts[0] if len(parts) == 1 else (place._replace(module=""), replace(part, module=""))
 
 
 def _summed(parts: Iterable[tuple[Place, Part] | None]) -> dict[Place, Part]:
-    found: dict[Place, Part] = {}
+    sums: dict[Place, Part] = {}
     for place, part in filter(None, parts):
-        found[place] = found[place] + part if place in found else part
-    return found
+        sums[place] = sums[place] + part if place in sums else part
+    return sums
 
 
-def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | None:
-    """Return the place of a row, and the row as a part; ``None`` for the sum of small rows."""
+def _part_of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | None:
+    """Return a row's place, and the row as a part; ``None`` for a sum over small rows."""
     line = row.named or row.library or row.site
     if row.operator == REST:
         return None
@@ -465,42 +500,51 @@ def _of_row(row: Row, nbytes: int, reason: str = "") -> tuple[Place, Part] | Non
     return place, Part(nbytes, nbytes, lines, row.path, row.operator, row.what, row.category, reason)
 
 
-def _of_change(
-    change: Change, difference: Difference, held: Mapping[Place, Sequence[_Held]]
+def _parts_of_change(
+    change: Change, difference: Difference, holders_at: Mapping[Place, Sequence[_HeldRows]]
 ) -> list[tuple[Place, Part]]:
     """Return a change as parts.
 
-    The place is the caller's if the change follows from a change of the graph, else the holder's if there is one in ``held``.
+    If the change follows from a graph change, its place is the caller. Otherwise it is the holder in ``holders_at``,
+    or else the line.
     """
-    cause = next((one for one in difference.graph if change.nbytes > 0 and one.explains(change.row)), None)
-    of_graph = None if cause is None else _of_graph(cause, change.row, change.nbytes)
-    return _at_holders(change.row, change.nbytes, held, change.reason) if of_graph is None else [of_graph]
+    cause = next(
+        (graph_change for graph_change in difference.graph if change.nbytes > 0 and graph_change.explains(change.row)),
+        None,
+    )
+    graph_part = None if cause is None else _part_of_graph(cause, change.row, change.nbytes)
+    return _at_holders(change.row, change.nbytes, holders_at, change.reason) if graph_part is None else [graph_part]
 
 
-def _of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Part] | None:
-    """Return the place and the part of a row that follows from a change of the graph."""
-    of_row = _of_row(row, nbytes)
-    if of_row is None:
+def _part_of_graph(cause: GraphChange, row: Row, nbytes: int) -> tuple[Place, Part] | None:
+    """Return the place and the part for a row that follows from a graph change."""
+    row_part = _part_of_row(row, nbytes)
+    if row_part is None:
         return None
     lines = cause.lines if len(cause.lines) == 1 or cause.is_of_a_part else ()
-    # Of several possible callers all are the place: calls elsewhere are another cause.
+    # If several callers are possible, all of them are the place. Calls from other lines are another cause.
     place = Place(" or ".join(map(without_release, cause.lines)), cause.module)
-    return place, replace(of_row[1], lines=lines, module=cause.module, reason=cause.sentence)
+    return place, replace(row_part[1], lines=lines, module=cause.module, reason=cause.sentence)
 
 
-def _of_tally(tally: Tally) -> tuple[Place, Part]:
+def _part_of_tally(tally: Tally) -> tuple[Place, Part]:
     line, module = tally.place.named or tally.place.library or tally.place.site, tally.place.module
-    # Of kernels the lines are not known.
+    # Kernels have no known line.
     place = Place(without_release(line), module) if line or module else Place("", tally.operator)
     lines = (line,) if line else ()
     return place, Part(tally.amount, tally.amount, lines, module, tally.operator, "", reason=tally.place.reason)
 
 
-def _of_inner_modules(growths: Sequence[Explained]) -> list[Explained]:
-    """Return growths in which a module at a line has one name in all tests, without those of what is around it in some."""
+def _with_inner_modules(growths: Sequence[ExplainedGrowth]) -> list[ExplainedGrowth]:
+    """Return growths in which a module at a line has the same name in all tests: the shortest one.
+
+    Example:
+        One test runs the whole model, so the line's module is ``model.blocks.*.attn``. Another test runs a block, so it is
+        ``attn``. In both growths the module becomes ``attn``.
+    """
     modules: dict[str, set[str]] = defaultdict(set)
-    for one in growths:
-        for place in chain(one.parts, *(alternatives.parts for alternatives in one.alternatives)):
+    for explained in growths:
+        for place in chain(explained.parts, *(alternatives.parts for alternatives in explained.alternatives)):
             modules[place.line].add(place.module)
     inner: dict[tuple[str, str], str] = {}
     for line, names in modules.items():
@@ -508,20 +552,23 @@ def _of_inner_modules(growths: Sequence[Explained]) -> list[Explained]:
             ends = {part for part in _ends(name) if line and part in names}
             inner[line, name] = min(ends, key=len, default=name)
 
-    def of_inner(parts: Mapping[Place, Part]) -> dict[Place, Part]:
+    def with_inner_names(parts: Mapping[Place, Part]) -> dict[Place, Part]:
         return _summed((place._replace(module=inner[place.line, place.module]), part) for place, part in parts.items())
 
     return [
         replace(
-            one,
-            parts=of_inner(one.parts),
-            alternatives=tuple(each._replace(parts=of_inner(each.parts)) for each in one.alternatives),
+            explained,
+            parts=with_inner_names(explained.parts),
+            alternatives=tuple(
+                alternatives._replace(parts=with_inner_names(alternatives.parts))
+                for alternatives in explained.alternatives
+            ),
         )
-        for one in growths
+        for explained in growths
     ]
 
 
 def _ends(module: str) -> Iterator[str]:
-    """Yield ``model.blocks.*.attn``, ``blocks.*.attn``, ``*.attn``, ``attn``."""
+    """Yield the ends of a path: ``model.blocks.*.attn``, ``blocks.*.attn``, ``*.attn`` and ``attn``."""
     parts = module.split(".")
     return (".".join(parts[start:]) for start in range(len(parts)) if module)

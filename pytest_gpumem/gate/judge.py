@@ -1,4 +1,4 @@
-"""The judge: from a measurement, its budget and its baseline to a verdict. Pure."""
+"""The judge compares a measurement with its budget and its baseline, and returns a verdict. Its functions are pure."""
 
 from __future__ import annotations
 
@@ -38,20 +38,22 @@ if TYPE_CHECKING:
 
 
 def tolerances_of_emulated(tolerances: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
-    """Return the tolerances of emulated figures against measured ones: at least those that the benchmark supports."""
+    """Return the tolerances between figures from an emulated GPU and measured figures.
+
+    Each tolerance is at least the error that the benchmark found for the metric. Metrics without a known error are left out.
+    """
     return {
-        name: Tolerance(max(tolerance.relative, least.relative), max(tolerance.absolute, least.absolute))
+        name: Tolerance(max(tolerance.relative, supported.relative), max(tolerance.absolute, supported.absolute))
         for name, tolerance in tolerances.items()
-        if (least := METRICS[name].emulated) is not None
+        if (supported := METRICS[name].emulated) is not None
     }
 
 
 MOST_BY_ENVIRONMENT = 0.40
-"""The most that another environment may move a metric, as a ratio; more than that is the code's.
+"""The most growth that another environment can explain, as a share. Further growth comes from the code.
 
 Kernels for another instruction set allocate differently: convolution backward took 27 % more with AVX-512 than with SSE4.1,
-a bfloat16 product 20 % more than with AVX2 (torch 2.13.0, x86_64).
-"""
+a bfloat16 product 20 % more than with AVX2 (torch 2.13.0, x86_64)."""
 
 
 def judge(
@@ -65,8 +67,15 @@ def judge(
     Args:
         measurement: The measurement.
         budget: The limits of its test.
-        baseline: Its entry in the store, or that there is none; ``None`` where no comparison was asked for.
-        tolerances: The tolerance of every metric that is judged against a baseline.
+        baseline: The entry in the store, `NoBaseline` if the store has no entry, or ``None`` if the session compares with no
+            baselines.
+        tolerances: The tolerances by metric. Other metrics are not judged against a baseline.
+
+    Example:
+        The baseline has a peak of 86.10 MB, and ``peak_allocated`` has a tolerance of 0.5 %. So the peak may grow by 430.50
+        kB.
+        A peak of 86.50 MB is ``ok``, and a peak of 86.60 MB is ``regressed``. If the marker also has ``max_memory="86 MB"``,
+        both peaks are ``over_budget``, because a budget has no tolerance.
     """
     why_not, outcome = _not_comparable(measurement, baseline)
     entry = baseline if isinstance(baseline, Baseline) else None
@@ -82,27 +91,27 @@ def judge(
     throughput = judge_throughput(measurement, budget.min_throughput)
     if throughput is not None:
         metrics += (throughput,)
-    elsewhere = baseline.elsewhere if isinstance(baseline, NoBaseline) else ()
+    other_devices = baseline.elsewhere if isinstance(baseline, NoBaseline) else ()
     origin = None if entry is None else origin_of(entry)
     notes = _idle_limits(budget, measurement)
     if entry is not None and why_not is None:
         notes += not_measured(measurement, entry, tolerances)
     notes += [] if entry is None else _release_notes(measurement, entry)
-    mostly = 2 * measurement.workspaces > measurement.metrics.get("peak_allocated", math.inf)
-    notes += [MOSTLY_WORKSPACES] if mostly else []
-    noted = replace(measurement, notes=(*measurement.notes, *notes)) if notes else measurement
-    return with_differences(Verdict(noted, metrics, origin, why_not, elsewhere), noted, baseline)
+    is_mostly_workspaces = 2 * measurement.workspaces > measurement.metrics.get("peak_allocated", math.inf)
+    notes += [MOSTLY_WORKSPACES] if is_mostly_workspaces else []
+    annotated = replace(measurement, notes=(*measurement.notes, *notes)) if notes else measurement
+    return with_differences(Verdict(annotated, metrics, origin, why_not, other_devices), annotated, baseline)
 
 
 def origin_of(entry: Baseline) -> Origin:
-    """Return what a verdict says of the baseline that it is by."""
+    """Return a baseline's origin, as a verdict shows it."""
     environment = entry.environment
     torch = str(environment.details.get("torch", UNKNOWN_RELEASE))
     return Origin(entry.recorded, environment.device, torch, entry.commit, entry.reason, environment.packages)
 
 
 def _idle_limits(budget: Budget, measurement: Measurement) -> list[str]:
-    """Return a note on each limit of a metric that the measurement does not have."""
+    """Return a note for each limit whose metric was not measured."""
     return [
         f"{METRICS[name].budget} = {format_bytes(limit)} has no effect: there is no {name} on {measurement.environment.device}"
         for name, limit in budget.limits.items()
@@ -111,61 +120,69 @@ def _idle_limits(budget: Budget, measurement: Measurement) -> list[str]:
 
 
 MOSTLY_WORKSPACES = (
-    "more than half of the peak are workspaces of cuBLAS, as large in any step: a larger batch shows more of this one"
+    "cuBLAS workspaces take more than half of the peak, and they have the same size in every step; use a larger batch to "
+    "see more of this step's own memory"
 )
 
 
 def _release_notes(measurement: Measurement, baseline: Baseline) -> list[str]:
-    """Return a note on the part of the peak's change that is of another release of torch, whose workspaces differ."""
-    now, then = measurement.environment.details.get("torch"), baseline.environment.details.get("torch")
-    if baseline.workspaces is None or now == then or measurement.workspaces == baseline.workspaces:
+    """Return a note on the change that comes from another torch release's workspaces."""
+    torch, baseline_torch = measurement.environment.details.get("torch"), baseline.environment.details.get("torch")
+    if baseline.workspaces is None or torch == baseline_torch or measurement.workspaces == baseline.workspaces:
         return []
-    before = int(baseline.metrics["peak_allocated"]) - baseline.workspaces
-    after = measurement.peak_allocated - measurement.workspaces
-    beside = "is as it was"
-    if after != before:
-        beside = f"went from {format_bytes(before)} to {format_bytes(after)} ({format_bytes_change(after - before)})"
-    # What runs once makes workspaces that are kept as it goes, some after its peak.
-    beside = "" if measurement.workload.step in ("call", "load", "region") else f"; what is beside them {beside}"
+    old_rest = int(baseline.metrics["peak_allocated"]) - baseline.workspaces
+    rest = measurement.peak_allocated - measurement.workspaces
+    change = "is unchanged"
+    if rest != old_rest:
+        change = f"went from {format_bytes(old_rest)} to {format_bytes(rest)} ({format_bytes_change(rest - old_rest)})"
+    # Code that runs once creates its workspaces during the run, and some after its peak.
+    change = "" if measurement.workload.step in ("call", "load", "region") else f"; the rest of the peak {change}"
     note = (
-        f"workspaces of cuBLAS are {format_bytes(measurement.workspaces)} of the peak with torch {now}, and were "
-        f"{format_bytes(baseline.workspaces)} with torch {then}: that part of its change is the release's own{beside}"
+        f"cuBLAS workspaces take {format_bytes(measurement.workspaces)} of the peak with torch {torch}, and "
+        f"took {format_bytes(baseline.workspaces)} with torch {baseline_torch}; the torch release causes this part of the "
+        f"change{change}"
     )
     return [note]
 
 
 def with_differences(verdict: Verdict, measurement: Measurement, baseline: Baseline | NoBaseline | None) -> Verdict:
-    """Return the verdict with what changed in the composition of the peak, and the operators of which a count has more.
+    """Return the verdict with the changes in the composition of the peak, and the operators behind each larger count.
 
     Args:
         verdict: The verdict on the measurement.
-        measurement: The one that was judged, which may have been explained since.
-        baseline: What it was compared with.
+        measurement: The judged measurement. It may have been explained after the verdict.
+        baseline: The entry that the measurement was compared with.
     """
     if not isinstance(baseline, Baseline):
         return replace(verdict, measurement=measurement)
-    changed, more, explained = None, {}, measurement.explanation
-    if baseline.composition is not None and explained is not None and _is_explained(explained, measurement, baseline):
-        then = replace(baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics))
-        changed = difference_of_peaks(
-            then,
-            explained.peak,
+    difference, count_changes, explanation = None, {}, measurement.explanation
+    if (
+        baseline.composition is not None
+        and explanation is not None
+        and _is_explained(explanation, measurement, baseline)
+    ):
+        baseline_peak = replace(
+            baseline.composition, phase=baseline.composition.phase or _phase_of_peak(baseline.metrics)
+        )
+        difference = difference_of_peaks(
+            baseline_peak,
+            explanation.peak,
             baseline.other_phases,
-            explained.other_phases,
-            explained.callers,
-            explained.function_at,
+            explanation.other_phases,
+            explanation.callers,
+            explanation.function_at,
         )
     if verdict.reason is None:
-        more = {
+        count_changes = {
             name: kept(changed_tallies(baseline.by_operator[name], tallies))
             for name, tallies in measurement.by_operator.items()
             if name in baseline.by_operator and measurement.metrics[name] > baseline.metrics[name]
         }
-    return replace(verdict, measurement=measurement, difference=changed, count_changes=more)
+    return replace(verdict, measurement=measurement, difference=difference, count_changes=count_changes)
 
 
 def _phase_of_peak(metrics: Mapping[str, float]) -> str:
-    """Return the phase that has the peak of the step, by its metric; empty where that is none or several."""
+    """Return the phase with the step's peak, or an empty text if no phase or several phases have this peak."""
     highest = [
         name.removeprefix("peak_")
         for name, value in metrics.items()
@@ -182,41 +199,52 @@ def _judge_on_devices(
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
-    """Return the verdict on a metric: that of the largest device, or of one that is worse than that of its baseline.
+    """Return the verdict on a metric. The step may use several devices.
+
+    If a device is worse than its baseline, the verdict on this device counts. Otherwise it is the verdict on the
+    measurement's own value, which names the device with the most bytes.
 
     Arguments as for `_judge_metric`.
     """
-    whole = _judge_metric(metric, limit, measurement, baseline, why_not, tolerance)
-    by_device = {device: here[metric.name] for device, here in measurement.by_device.items() if metric.name in here}
-    several = len(by_device) > 1 or (by_device and baseline is not None and baseline.by_device)
-    if not several:
-        return whole
-    found = []
+    overall = _judge_metric(metric, limit, measurement, baseline, why_not, tolerance)
+    by_device = {
+        device: metrics[metric.name] for device, metrics in measurement.by_device.items() if metric.name in metrics
+    }
+    has_device_verdicts = len(by_device) > 1 or (by_device and baseline is not None and baseline.by_device)
+    if not has_device_verdicts:
+        return overall
+    verdicts = []
     for device in by_device:
-        then = None if baseline is None else baseline.on(device, measurement.by_device)
-        one = _judge_metric(metric, limit, _on(measurement, device), then, why_not, tolerance)
-        absent = baseline is not None and then is not baseline and device not in baseline.by_device
-        if absent and one.reason is None:
-            one = replace(one, reason=f"the baseline has no bytes of {device}")
-        found.append(replace(one, gpu=device))
+        device_baseline = None if baseline is None else baseline.on(device, measurement.by_device)
+        verdict = _judge_metric(metric, limit, _on(measurement, device), device_baseline, why_not, tolerance)
+        is_new_device = baseline is not None and device_baseline is not baseline and device not in baseline.by_device
+        if is_new_device and verdict.reason is None:
+            verdict = replace(verdict, reason=f"the baseline has no bytes of {device}")
+        verdicts.append(replace(verdict, gpu=device))
     return max(
-        (one for one in found if one.outcome in WORSE),
-        key=lambda one: (WORSE.index(one.outcome), one.value - (one.budget or one.baseline or 0)),
+        (verdict for verdict in verdicts if verdict.outcome in WORSE),
+        key=lambda verdict: (
+            WORSE.index(verdict.outcome),
+            verdict.value - (verdict.budget or verdict.baseline or 0),
+        ),
         default=replace(
-            whole, gpu=max(by_device, key=by_device.__getitem__) if measurement.metrics[metric.name] else None
+            overall, gpu=max(by_device, key=by_device.__getitem__) if measurement.metrics[metric.name] else None
         ),
     )
 
 
 def _on(measurement: Measurement, device: str) -> Measurement:
-    """Return what was measured with the bytes of one of its devices."""
-    here = measurement.by_device[device]
+    """Return the measurement with the bytes on a single device."""
+    device_metrics = measurement.by_device[device]
     step_peaks = measurement.step_peaks_by_device.get(device, StepPeaks())
-    return replace(measurement, metrics={**measurement.metrics, **here}, step_peaks=step_peaks)
+    return replace(measurement, metrics={**measurement.metrics, **device_metrics}, step_peaks=step_peaks)
 
 
 def _is_explained(explanation: Explanation, measurement: Measurement, baseline: Baseline) -> bool:
-    """Return whether it is of the device that the baseline's composition is of: the one with the largest peak."""
+    """Return whether the explanation describes the device of the baseline's composition.
+
+    This is the device with the largest peak.
+    """
     return explanation.gpu in (None, largest(baseline.by_device) or measurement.largest_device)
 
 
@@ -228,39 +256,54 @@ def _judge_metric(
     why_not: Outcome | None,
     tolerance: Tolerance | None,
 ) -> MetricVerdict:
-    """Return the verdict on a metric of one device.
+    """Return the verdict on a metric on one device.
 
-    ``limit`` is the budget; ``why_not`` the outcome where no comparison was asked for, or where it is not one of the same work.
+    Args:
+        metric: The metric.
+        limit: Its budget; ``None`` without one.
+        measurement: The measurement.
+        baseline: Its baseline; ``None`` if there is none.
+        why_not: The outcome if no comparison is possible, for example because the workload differs; otherwise ``None``.
+        tolerance: The tolerance of the metric; ``None`` if the metric is not judged against a baseline.
     """
     value = measurement.metrics[metric.name]
-    earlier = None if baseline is None else baseline.metrics.get(metric.name, metric.where_absent)
-    # A budget is for the whole program, also for the first steps, which no baseline is compared with.
+    baseline_value = None if baseline is None else baseline.metrics.get(metric.name, metric.where_absent)
+    # A budget limits the whole program. It includes the first steps, which are not compared with a baseline.
     highest = max((value, *measurement.step_peaks.of(metric.name)))
     if limit is not None and highest > limit:
-        return MetricVerdict(metric.name, Outcome.OVER_BUDGET, highest, earlier, budget=limit)
+        return MetricVerdict(metric.name, Outcome.OVER_BUDGET, highest, baseline_value, budget=limit)
     if tolerance is not None and baseline is not None:
-        compared = _compare(metric, limit, measurement, baseline, tolerance)
-        grew = compared.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) and earlier is not None and value > earlier
+        comparison = _compare(metric, limit, measurement, baseline, tolerance)
+        grew = (
+            comparison.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN)
+            and baseline_value is not None
+            and value > baseline_value
+        )
         if why_not is None or (metric.unit == "bytes" and grew):
-            return compared
+            return comparison
     if tolerance is not None and why_not is not None:
-        # The baseline of another workload is shown beside the value, though neither is judged by the other.
-        return MetricVerdict(metric.name, why_not, value, earlier, budget=limit)
+        # A baseline for another workload is shown beside the value, but it does not decide.
+        return MetricVerdict(metric.name, why_not, value, baseline_value, budget=limit)
     outcome = Outcome.RECORDED if limit is None else Outcome.OK
-    return MetricVerdict(metric.name, outcome, value, earlier, budget=limit)
+    return MetricVerdict(metric.name, outcome, value, baseline_value, budget=limit)
 
 
 def _not_comparable(
     measurement: Measurement, baseline: Baseline | NoBaseline | None
 ) -> tuple[str | None, Outcome | None]:
-    """Return why a measurement cannot be compared, as a sentence, and the outcome of that; ``None`` twice when it can."""
+    """Return why a measurement cannot be compared, with the outcome.
+
+    Returns:
+        A sentence and the outcome. Both are ``None`` if the measurement can be compared, or if there is no baseline to
+        compare with.
+    """
     if baseline is None:
         return None, None
     if isinstance(baseline, NoBaseline):
-        here = measurement.environment.device
+        device = measurement.environment.device
         if baseline.elsewhere:
-            return f"there are baselines for {', '.join(baseline.elsewhere)}, this is {here}", Outcome.FOREIGN
-        return f"there is no baseline for {here} yet", Outcome.NEW
+            return f"there are baselines for {', '.join(baseline.elsewhere)}, this is {device}", Outcome.FOREIGN
+        return f"there is no baseline for {device} yet", Outcome.NEW
     differences = measurement.workload.differences(baseline.workload)
     if differences:
         return "; ".join(differences), Outcome.STALE
@@ -270,59 +313,72 @@ def _not_comparable(
 def _compare(
     metric: Metric, limit: int | None, measurement: Measurement, baseline: Baseline, tolerance: Tolerance
 ) -> MetricVerdict:
-    value, earlier = measurement.metrics[metric.name], baseline.metrics.get(metric.name, metric.where_absent)
-    if earlier is None:
+    value, baseline_value = measurement.metrics[metric.name], baseline.metrics.get(metric.name, metric.where_absent)
+    if baseline_value is None:
         return MetricVerdict(
             metric.name, Outcome.NEW, value, budget=limit, reason=why_new(metric, measurement, baseline)
         )
-    # A small model's increase would drown in workspaces that every model needs.
+    # Every model needs workspaces. Relative to them, a small model's increase would be within the tolerance.
     workspaces = max(measurement.workspaces, baseline.workspaces or 0) if metric.peak else 0
     if metric.name == "peak_reserved":
         tolerance = replace(tolerance, absolute=min(tolerance.absolute, _segments_by_chance(measurement, baseline)))
-    allowed = tolerance.allowed(max(0, earlier - workspaces))
-    worse = earlier - value if metric.larger_is_better else value - earlier
-    # 0.7 % of 1000 bytes is 7 of them, also where the product of the two floats is a little less.
-    beyond = abs(worse) > allowed and not math.isclose(abs(worse), allowed, rel_tol=1e-12)
+    allowed = tolerance.allowed(max(0, baseline_value - workspaces))
+    worsening = baseline_value - value if metric.larger_is_better else value - baseline_value
+    # 0.7 % of 1000 bytes is 7 bytes, even if the floats' product is slightly less.
+    is_beyond_tolerance = abs(worsening) > allowed and not math.isclose(abs(worsening), allowed, rel_tol=1e-12)
     is_peak = metric.name == "peak_allocated"
     outcome, reason = Outcome.OK, None
-    if beyond and (reason := _moved_by(metric.decided_by, metric, measurement, baseline)) is not None:
+    if is_beyond_tolerance and (reason := _moved_by(metric.decided_by, metric, measurement, baseline)) is not None:
         outcome = Outcome.UNCERTAIN
-    elif beyond and worse > 0:
-        reason = _doubt(metric, earlier, allowed, measurement, baseline)
+    elif is_beyond_tolerance and worsening > 0:
+        reason = _doubt(metric, baseline_value, allowed, measurement, baseline)
         outcome = Outcome.REGRESSED if reason is None else Outcome.UNCERTAIN
         if reason is None and is_peak:
             reason = _of_steps(measurement, baseline)
-    elif beyond and not (is_peak and differ_by_chance(_peaks_in(baseline), _peaks_in(measurement), allowed)):
-        # It may be the code or the machine: to accept it from here would make the baseline the machine's.
+    elif is_beyond_tolerance and not (
+        is_peak and differ_by_chance(_peaks_in(baseline), _peaks_in(measurement), allowed)
+    ):
+        # The reason warns if another machine may have caused the improvement. The baseline would then fit that machine only.
         outcome, reason = Outcome.IMPROVED, _moved_by(metric.depends_on, metric, measurement, baseline)
-    return MetricVerdict(metric.name, outcome, value, earlier, allowed, limit, reason)
+    return MetricVerdict(metric.name, outcome, value, baseline_value, allowed, limit, reason)
 
 
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * 2**20, 20 * 2**20
-"""Bytes that torch's allocator takes from the GPU at once for small blocks, and for those up to 10 MiB."""
+"""Bytes that torch's allocator requests from the GPU at once: for small blocks, and for blocks up to 10 MiB."""
 
 
 def _segments_by_chance(measurement: Measurement, baseline: Baseline) -> float:
-    """Return by how many bytes the same step may reserve more or less than its baseline.
+    """Return the bytes by which `peak_reserved` may differ from its baseline in the same step.
 
-    Whether it finds room in segments that were there depends on what ran before, and on nothing else: with the same room it
-    takes the same segments. A block that fits into little room may save a whole segment.
+    The allocator first uses free room in segments from earlier steps. With equal room the same step reserves the same
+    segments. With other room a block may fit, and so save a whole segment.
+
+    Example:
+        Both runs start without unused bytes: the step may differ by 2 MiB, one small segment. If this run starts with 30 MiB
+        unused, the step may save two large segments. The limit is then 2 + 2 * 20 = 42 MiB.
     """
-    then, now = baseline.unused_before, measurement.unused_before
-    if then is None:
+    baseline_unused, unused = baseline.unused_before, measurement.unused_before
+    if baseline_unused is None:
         return math.inf
-    return SMALL_SEGMENT + (0 if now == then else math.ceil(max(now, then) / LARGE_SEGMENT) * LARGE_SEGMENT)
+    return SMALL_SEGMENT + (
+        0 if unused == baseline_unused else math.ceil(max(unused, baseline_unused) / LARGE_SEGMENT) * LARGE_SEGMENT
+    )
 
 
-def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurement, baseline: Baseline) -> str | None:
-    """Return why a change for the worse may have another cause than the code; ``None`` where there is no such reason."""
-    # Counts have no such limit: a release of torch may change any number of them.
-    beyond = metric.unit == "bytes" and measurement.metrics[metric.name] - earlier > MOST_BY_ENVIRONMENT * earlier
-    moved = None if beyond else _moved_by(metric.depends_on, metric, measurement, baseline)
-    if moved is not None:
-        return moved
+def _doubt(
+    metric: Metric, baseline_value: float, allowed: float, measurement: Measurement, baseline: Baseline
+) -> str | None:
+    """Return why something other than the code may have caused a change for the worse; ``None`` without a reason."""
+    # The limit does not apply to counts, because a torch release may change them by any factor.
+    exceeds_environment = (
+        metric.unit == "bytes"
+        and measurement.metrics[metric.name] - baseline_value > MOST_BY_ENVIRONMENT * baseline_value
+    )
+    environment_change = None if exceeds_environment else _moved_by(metric.depends_on, metric, measurement, baseline)
+    if environment_change is not None:
+        return environment_change
     if metric.made_of_operators:
-        return _varied(metric, earlier, allowed, measurement)
+        return _varied(metric, baseline_value, allowed, measurement)
     if not metric.peak or _keeps_more(measurement):
         return None
     if metric.name == "peak_allocated" and measurement.step_peaks.allocated:
@@ -331,81 +387,89 @@ def _doubt(metric: Metric, earlier: float, allowed: float, measurement: Measurem
         return (
             f"{_of_steps(measurement, baseline)}: by chance, unless a fixed seed makes each step the same in each run"
         )
-    return None if measurement.settled or beyond else "the step's peak did not settle: " + "; ".join(measurement.notes)
+    return (
+        None
+        if measurement.settled or exceeds_environment
+        else "the step's peak did not settle: " + "; ".join(measurement.notes)
+    )
 
 
-def _varied(metric: Metric, earlier: float, allowed: float, measurement: Measurement) -> str | None:
-    """Return that a count differs from step to step, where its smallest value is not beyond what is allowed."""
+def _varied(metric: Metric, baseline_value: float, allowed: float, measurement: Measurement) -> str | None:
+    """Return a clause if a count differs from step to step and its smallest value is within the tolerance."""
     lowest = measurement.lowest_counts.get(metric.name)
-    if lowest is None or lowest - earlier > allowed:
+    if lowest is None or lowest - baseline_value > allowed:
         return None
     return varied_clause(metric.name, lowest, int(measurement.metrics[metric.name]))
 
 
 def _keeps_more(measurement: Measurement) -> bool:
-    """Return whether peaks move because each step keeps more: the same number of steps moves them as far."""
+    """Return whether each step keeps more bytes. The peak then rises by the same amount in each run with as many steps."""
     growth = METRICS["growth"].tolerance
     return growth is not None and measurement.metrics.get("growth", 0) > growth.allowed(0)
 
 
 def _peaks_in(side: Measurement | Baseline) -> tuple[int, ...]:
-    """Return the peaks of the steps, where they are not known or all alike one of them."""
+    """Return the peak of each step, or a single peak if all are equal or unknown."""
     peaks = side.step_peaks.repeated if isinstance(side, Measurement) else side.step_peaks
     return peaks if len({*peaks}) > 1 else (int(side.metrics["peak_allocated"]),)
 
 
 def _of_steps(measurement: Measurement, baseline: Baseline) -> str | None:
-    """Return how the peaks of steps differ, as a clause; ``None`` where they are alike."""
-    now, then = (spread(peaks) if len(peaks) > 1 else None for peaks in (_peaks_in(measurement), _peaks_in(baseline)))
-    if now is None and then is None:
+    """Return a clause on how the peaks of the steps differ; ``None`` if they are equal on both sides."""
+    current, baseline_peaks = (
+        spread(peaks) if len(peaks) > 1 else None for peaks in (_peaks_in(measurement), _peaks_in(baseline))
+    )
+    if current is None and baseline_peaks is None:
         return None
-    here = f"peaks differ from step to step: {now}" if now else "peaks of all steps are alike"
-    return f"{here}; in the baseline {then or 'they are alike'}"
+    clause = f"peaks differ from step to step: {current}" if current else "peaks of all steps are alike"
+    return f"{clause}; in the baseline {baseline_peaks or 'they are alike'}"
 
 
-def _moved_by(details: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Baseline) -> str | None:
-    """Return which of ``details`` of the environment differs from the baseline's, if one that both sides know does."""
-    here, there = measurement.environment.details, baseline.environment.details
-    for detail in details:
-        if detail in here and detail in there and here[detail] != there[detail]:
-            # One reason for every metric of its kind, so reports tell it once.
+def _moved_by(names: tuple[str, ...], metric: Metric, measurement: Measurement, baseline: Baseline) -> str | None:
+    """Return a clause on the first environment detail with a known difference; ``None`` without a difference."""
+    current, stored = measurement.environment.details, baseline.environment.details
+    for name in names:
+        if name in current and name in stored and current[name] != stored[name]:
+            # All metrics of a kind share this text, so reports can print it once.
             figures = {"bytes": "bytes", "count": "counts"}.get(metric.unit, "times")
-            return f"{detail} was {there[detail]}, now {here[detail]}, which moves {figures} by itself"
+            return f"{name} was {stored[name]}, now {current[name]}, which moves {figures} by itself"
     return None
 
 
 def failing_outcomes(
     verdict: TestVerdict, *, strict: bool, compares: bool, accepts: frozenset[Outcome]
 ) -> frozenset[Outcome]:
-    """Return the outcomes for which the gate must fail a test: none if it has failed by itself.
+    """Return the outcomes for which the gate must fail a test: none if the test has failed by itself.
 
     Args:
         verdict: The verdict on the test.
         strict: Whether everything has to be compared (``--gpumem-strict``).
-        compares: Whether a regression is a failure (``--gpumem-baseline``); an update compares only to know what to write.
-        accepts: The outcomes that this session writes into the store, and so are no failures.
+        compares: Whether a regression is a failure (``--gpumem-baseline``). An update compares only to know what to write.
+        accepts: The outcomes to write into the store in this session. They do not fail the test.
     """
     if verdict.failed_by_itself:
         return frozenset()
-    seen = {metric.outcome for one in verdict.verdicts for metric in one.metrics}
+    outcomes = {metric.outcome for measured in verdict.verdicts for metric in measured.metrics}
     if verdict.unmeasured:
-        seen.add(Outcome.UNMEASURED)
+        outcomes.add(Outcome.UNMEASURED)
     if verdict.missing:
-        seen.add(Outcome.MISSING)
+        outcomes.add(Outcome.MISSING)
     if not verdict.verdicts:
-        # Nothing is written for a test that measured nothing, and nothing removed.
+        # If a test measured nothing, the session does not write or remove its baselines.
         accepts -= {Outcome.MISSING}
     if strict:
-        failing = seen - PASSING
+        failing = outcomes - PASSING
         if not verdict.gated and not failing:
             failing = {Outcome.RECORDED}
-        if any(decided_a_branch(one.measurement.notes) for one in verdict.verdicts):
+        if any(decided_a_branch(measured.measurement.notes) for measured in verdict.verdicts):
             failing |= {Outcome.UNCERTAIN}
     else:
-        failing = seen & (FAILING if compares else ALWAYS_FAILING)
+        failing = outcomes & (FAILING if compares else ALWAYS_FAILING)
     return frozenset(failing - accepts)
 
 
 def failing_metrics(verdict: Verdict, failing: Collection[object], kind: Kind = "memory") -> list[str]:
     """Return the metrics of a kind for which a measurement fails."""
-    return [one.metric for one in verdict.metrics if one.outcome in failing and METRICS[one.metric].kind == kind]
+    return [
+        metric.metric for metric in verdict.metrics if metric.outcome in failing and METRICS[metric.metric].kind == kind
+    ]

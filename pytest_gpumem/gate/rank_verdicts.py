@@ -1,4 +1,4 @@
-"""The verdict on a test that several ranks ran: that of the worst of them. Pure."""
+"""The verdict on a test that several ranks ran: the worst verdict on any rank. Pure."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """The end of a test on one rank: with a verdict, or by itself."""
+    """A test's end on one rank."""
 
     how: Literal["judged", "raised", "skipped", "followed"]
-    """``followed``: because another rank had ended it."""
+    """``judged`` by the gate, ``raised`` an exception, ``skipped``, or ``followed``: it ended because another rank had ended
+    the test."""
     verdict: TestVerdict | None = None
     why: str = ""
-    """The exception in a line, or the reason of the skip."""
+    """The exception in one line, or the reason for the skip."""
     when: str = ""
-    """``set-up`` or ``call``, of an exception."""
+    """The phase that raised the exception: ``set-up`` or ``call``."""
     text: str = ""
     """pytest's text of the exception."""
 
     @property
     def failure(self) -> str:
-        """The text of its failure, where it failed by itself: a line, and pytest's text."""
+        """The exception's text, with a line before it. Empty if the test did not raise."""
         return f"in its {self.when}: {self.why}\n\n{self.text}" if self.how == "raised" else ""
 
 
 def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict | None:
-    """Return the verdict on a test from its ends on all ranks, in their order.
+    """Return the verdict on a test from its ends on all ranks.
 
     Args:
-        ends: How it ended on each rank.
+        ends: The end on each rank, in order.
         nothing: The verdict on the test without a measurement.
 
     Returns:
-        The verdicts of all ranks as one, or one that says by its ``failure`` which ranks failed by themselves. ``None`` where
-        every rank has skipped it.
+        The verdicts of all ranks as one. If the test failed by itself on some ranks, the ``failure`` names them. ``None`` if
+        every rank skipped the test.
     """
     if {end.how for end in ends} == {"skipped"}:
         return None
@@ -51,11 +52,11 @@ def verdict_of_all(ends: Sequence[RankEnd], nothing: TestVerdict) -> TestVerdict
     if failure is not None:
         clause = failure.partition("\n")[0]
         return replace(nothing, unmeasured=clause, failed_by_itself=True, failure=failure)
-    return _together([end.verdict for end in ends if end.verdict is not None])
+    return _merged([end.verdict for end in ends if end.verdict is not None])
 
 
 def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
-    """Return the text that names the ranks on which a test failed by itself, or skipped itself unlike on others."""
+    """Return a text with the ranks on which the test failed by itself, or on which only some ranks skipped."""
     world = len(ends)
     raised = [number for number, end in enumerate(ends) if end.how == "raised"]
     skipped = [number for number, end in enumerate(ends) if end.how == "skipped"]
@@ -63,9 +64,9 @@ def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
         why, _, text = ends[raised[0]].failure.partition("\n\n")
         lines = [f"{Rank(raised[0], world)} failed by itself {why}"]
         lines += [f"  rank {number} failed, too: {ends[number].why}" for number in raised[1:]]
-        others = [number for number in range(world) if number not in raised]
-        if others:
-            lines.append(f"  {in_words(others)}: not judged for that")
+        unjudged = [number for number in range(world) if number not in raised]
+        if unjudged:
+            lines.append(f"  {in_words(unjudged)}: not judged for that")
         return "\n".join([*lines, "", text])
     if skipped and len(skipped) < world:
         return (
@@ -76,15 +77,15 @@ def failure_of_ranks(ends: Sequence[RankEnd]) -> str | None:
     return None if followed is None else followed.why
 
 
-def _together(verdicts: Sequence[TestVerdict]) -> TestVerdict:
-    """Return the verdicts of all ranks as one: their measurements by name, then by rank."""
+def _merged(verdicts: Sequence[TestVerdict]) -> TestVerdict:
+    """Merge the verdicts from all ranks. Measurements are sorted by name and then by rank."""
     by_name: dict[str, list[Verdict]] = {}
     for test in verdicts:
-        for one in test.verdicts:
-            by_name.setdefault(without_rank(one.measurement.name), []).append(one)
+        for verdict in test.verdicts:
+            by_name.setdefault(without_rank(verdict.measurement.name), []).append(verdict)
     return replace(
         verdicts[0],
-        verdicts=tuple(one for alike in by_name.values() for one in alike),
+        verdicts=tuple(verdict for verdicts_of_name in by_name.values() for verdict in verdicts_of_name),
         unmeasured=_clauses([test.unmeasured for test in verdicts], len(verdicts)),
         missing=tuple(dict.fromkeys(name for test in verdicts for name in test.missing)),
         missing_on=tuple(dict.fromkeys(slug for test in verdicts for slug in test.missing_on)),
@@ -92,7 +93,7 @@ def _together(verdicts: Sequence[TestVerdict]) -> TestVerdict:
 
 
 def _clauses(unmeasured: Sequence[str | None], world: int) -> str | None:
-    """Return why ranks measured nothing, in a clause: without ranks where it is so on all of them."""
+    """Return a clause with the reasons why ranks measured nothing. It names no ranks if all ranks have the same reason."""
     ranks: dict[str, list[int]] = {}
     for number, why in enumerate(unmeasured):
         if why is not None:

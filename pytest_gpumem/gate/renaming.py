@@ -1,4 +1,4 @@
-"""Tests that may have been renamed: a new measurement beside unused baselines of the same step, batch and device. Pure."""
+"""Tests that may have been renamed: unused baselines with the same step, batch and device as a new measurement. Pure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,28 @@ if TYPE_CHECKING:
     from pytest_gpumem.metrics import Tolerance
 
 MOST_CANDIDATES = 20
-"""The number of candidates kept for each measurement: those with the nearest names."""
+"""The most candidates that a measurement keeps: the tests with the nearest names."""
 
 
 def may_be_renamed(key: Key, measurement: Measurement, old: Key, entry: Baseline) -> bool:
-    """Return whether ``entry``, the unused baseline of ``old``, may be that of the test of ``key``.
+    """Return whether the test of ``old`` may now be the test of ``key``.
 
-    It was measured under the same name, with the same step, config and batch. The test is in the same file, or has the same
-    name in another file. For example, ``tests/test_gpt.py::test_train`` may have been ``test_step`` there, or
+    Both measurements have the same name, step, config and batch. The tests are in the same file, or they have the same name
+    in different files. For example, ``tests/test_gpt.py::test_train`` may have been ``test_step`` in this file, or
     ``tests/test_old.py::test_train``.
+
+    Args:
+        key: The key of the new measurement.
+        measurement: The new measurement.
+        old: The key of the unused baseline.
+        entry: The unused baseline.
     """
-    new, before = measurement.workload, entry.workload
-    alike = (new.step, new.config, new.batch) == (before.step, before.config, before.batch)
+    workload, old_workload = measurement.workload, entry.workload
+    alike = (workload.step, workload.config, workload.batch) == (
+        old_workload.step,
+        old_workload.config,
+        old_workload.batch,
+    )
     return alike and key.name == old.name and (key.file == old.file or key.test == old.test)
 
 
@@ -40,29 +50,31 @@ def candidates_of(
     """Return the possible former names of a new test, the nearest first.
 
     Args:
-        key: The test of the measurement, and its name.
-        measurement: What was measured.
-        unused: Baselines of deleted tests, on the same device.
+        key: The key of the new measurement.
+        measurement: The new measurement.
+        unused: Baselines of deleted tests on the same device.
         tolerances: The tolerances of the test, by metric.
     """
-    alike = [(old, entry) for old, entry in unused if may_be_renamed(key, measurement, old, entry)]
-    alike.sort(key=lambda pair: (-likeness(pair[0].test, key.test), pair[0]))
+    candidates = [(old, entry) for old, entry in unused if may_be_renamed(key, measurement, old, entry)]
+    candidates.sort(key=lambda pair: (-likeness(pair[0].test, key.test), pair[0]))
     return tuple(
         FormerTest(old.file, old.test, _not_alike(measurement, entry, tolerances))
-        for old, entry in alike[:MOST_CANDIDATES]
+        for old, entry in candidates[:MOST_CANDIDATES]
     )
 
 
 def _not_alike(
     measurement: Measurement, entry: Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[MetricVerdict, ...]:
-    judged = judge(measurement, Budget(), entry, tolerances).metrics
-    whole = [
-        one for one in judged if METRICS[one.metric].unit in WHOLE and one.outcome not in (Outcome.OK, Outcome.RECORDED)
+    metrics = judge(measurement, Budget(), entry, tolerances).metrics
+    differing = [
+        metric
+        for metric in metrics
+        if METRICS[metric.metric].unit in WHOLE and metric.outcome not in (Outcome.OK, Outcome.RECORDED)
     ]
-    return tuple(sorted(whole, key=lambda one: -one.outcome.importance))
+    return tuple(sorted(differing, key=lambda metric: -metric.outcome.importance))
 
 
 def likeness(old: str, new: str) -> float:
-    """Return how much two names of tests have in common, from 0 to 1 (equal)."""
+    """Return the similarity of two test names, from 0 to 1 (equal)."""
     return SequenceMatcher(None, old, new, autojunk=False).ratio()

@@ -1,7 +1,9 @@
-"""Growth among the rows that a baseline sums up as ``smaller rows``, and the rows that the sums prove to be new. Pure.
+"""Growth among rows that a baseline sums up as ``smaller rows``, and rows proven to be new by the sums. Pure.
 
-A baseline lists its largest rows. For all other rows it keeps the bytes and the number of blocks only. Example: a baseline has
-smaller rows with 8 MB in 4 blocks. Now ``to_v`` and ``last_hidden`` have 8 MB in 4 blocks each. Either of them may be new.
+A baseline lists its largest rows. For all other rows it keeps only their bytes and block count.
+
+Example: the smaller rows of a baseline have 8 MB in 4 blocks. Now ``to_v`` and ``last_hidden`` have 8 MB in 4 blocks each.
+Either row may be new.
 """
 
 from __future__ import annotations
@@ -17,51 +19,54 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Row
 
 MOST_ALTERNATIVES = 100
-"""The most alternatives that a growth keeps. Growth among more rows has a line only if the sums prove it."""
+"""The most alternatives for a growth. If more rows may have grown, only a proven row has a line."""
 MAY_BE_ALL = 0.8
 """A row with this share of the growth may have grown alone."""
 MAY_BE_A_PART = 0.1
 """A row with this share of the growth may have grown together with others."""
 _NEGLIGIBLE = 0.01
-"""A growth by this share of the sum has no alternatives: a counter of 4 B beside 40 rows names none of them."""
+"""A growth by less than this share of the sum has no alternatives. Example: a counter with 4 B beside 40 rows names no row."""
 
 
 class Attribution(NamedTuple):
-    """Rows that grew, and rows that may have grown."""
+    """Rows with proven growth, and rows with possible growth."""
 
     grown: tuple[tuple[Row | None, Row], ...] = ()
-    """Each row that grew, after the part that was in the sum. Example: 4 of its 12 blocks."""
+    """Each proven row, after its part in the baseline's sum. Example: 4 of its 12 blocks."""
     alternatives: tuple[Row, ...] = ()
     """The rows that may have grown by the remaining bytes, the largest first."""
 
 
-def attribution(rows: Sequence[Row], most: int, growth: int, blocks: int) -> Attribution:
+def attribution(rows: Sequence[Row], sum_bytes: int, growth: int, blocks: int) -> Attribution:
     """Return which rows grew.
 
-    The sums prove a row if only its blocks add up to the growth, while all other rows are as they were. Otherwise a row grew
-    for certain only if it is larger than the sum. So growth without a line stays in proportion to the sum. It does not depend
-    on the listed rows. Example: workspaces of 33.5 MB are listed, and the sum is 65.5 kB. A row with 6.5 MB is new.
+    A row is proven if only its blocks add up to the growth, while all other rows are unchanged. Otherwise a row grew for
+    certain only if it is larger than the sum. This rule does not depend on the listed rows, and keeps growth without a
+    line in proportion to the sum.
+
+    Example:
+        Workspaces of 33.5 MB are listed, and the sum has 65.5 kB. A row with 6.5 MB is larger than the sum, so this row is new.
 
     Args:
         rows: The rows that the baseline does not list. None is larger than the smallest listed row.
-        most: Bytes of the sum.
+        sum_bytes: Bytes of the sum.
         growth: Bytes by which the rows exceed the sum.
         blocks: Blocks by which the rows exceed the sum, or 0 if the baseline does not know it.
     """
     if growth <= 0:
         return Attribution()
-    larger = tuple(row for row in rows if row.nbytes > most)
+    larger = tuple(row for row in rows if row.nbytes > sum_bytes)
     new_blocks = _new_blocks(rows, growth, blocks)
     if new_blocks and {row for alike, _ in new_blocks for row in alike}.issuperset(larger):
         return _attributed(new_blocks)
-    left = growth - sum(row.nbytes for row in larger)
-    if len(larger) == 1 and left < 0 and blocks < larger[0].count:
+    remaining = growth - sum(row.nbytes for row in larger)
+    if len(larger) == 1 and remaining < 0 and blocks < larger[0].count:
         # All other rows are smaller than the sum, so the row had the missing bytes.
         (row,) = larger
-        return Attribution(((replace(row, nbytes=-left, tensor="", count=row.count - max(blocks, 0)), row),))
-    others = [row for row in rows if row not in larger]
-    left_blocks = blocks - sum(row.count for row in larger)
-    alternatives = _alternatives(others, left, left_blocks) if left > _NEGLIGIBLE * most else ()
+        return Attribution(((replace(row, nbytes=-remaining, tensor="", count=row.count - max(blocks, 0)), row),))
+    smaller = [row for row in rows if row not in larger]
+    remaining_blocks = blocks - sum(row.count for row in larger)
+    alternatives = _alternatives(smaller, remaining, remaining_blocks) if remaining > _NEGLIGIBLE * sum_bytes else ()
     return Attribution(tuple((None, row) for row in larger), alternatives)
 
 
@@ -85,15 +90,15 @@ def _new_blocks(rows: Sequence[Row], growth: int, blocks: int) -> list[_Blocks]:
         of_size[Fraction(row.nbytes, max(row.count, 1))].append(row)
     largest: list[_Blocks] = []
     for size in sorted(of_size, reverse=True):
-        left = blocks - sum(number for _, number in largest)
-        if left:
-            largest.append(_Blocks(of_size[size], min(_count(of_size[size]), left)))
+        missing = blocks - sum(number for _, number in largest)
+        if missing:
+            largest.append(_Blocks(of_size[size], min(_count(of_size[size]), missing)))
     if sum(number for _, number in largest) == blocks and sum(map(_nbytes, largest)) == growth:
         return largest
     alike = of_size.get(Fraction(growth, blocks), [])
     sums = Counter((row.nbytes, row.count) for row in rows)
-    two = any(sums[growth - row.nbytes, blocks - row.count] for row in rows if row not in alike)
-    return [] if two or _count(alike) < blocks else [_Blocks(alike, blocks)]
+    two_rows_fit = any(sums[growth - row.nbytes, blocks - row.count] for row in rows if row not in alike)
+    return [] if two_rows_fit or _count(alike) < blocks else [_Blocks(alike, blocks)]
 
 
 def _nbytes(new_blocks: _Blocks) -> Fraction:
@@ -113,13 +118,13 @@ def _attributed(new_blocks: Sequence[_Blocks]) -> Attribution:
             grown += [(None, row) for row in alike]
             continue
         fitting = [row for row in alike if row.count >= number] or alike
-        (row, *others) = fitting
-        if others or number <= _count(alike) - row.count:
+        (row, *other_fitting) = fitting
+        if other_fitting or number <= _count(alike) - row.count:
             alternatives += fitting
             continue
-        kept = row.count - number
-        earlier = replace(row, nbytes=row.nbytes * kept // row.count, count=kept) if kept else None
-        grown.append((earlier, row))
+        old_count = row.count - number
+        old_part = replace(row, nbytes=row.nbytes * old_count // row.count, count=old_count) if old_count else None
+        grown.append((old_part, row))
     return Attribution(tuple(grown), _at_most(alternatives))
 
 

@@ -1,4 +1,4 @@
-"""Verdicts on a step's speed: its time against the baseline, its throughput against a budget. Pure."""
+"""Verdicts on a step's speed: its time against the baseline, and its throughput against a budget. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.option_words import UpdateMode
 
 MACHINE = "machine"
-"""The detail of an environment that must be equal for times to be compared."""
+"""The environment detail that must be equal to compare times."""
 
 NO_TIME = "no baseline of time yet"
 
@@ -33,55 +33,66 @@ OUTCOMES: dict[SpeedOutcome, Outcome] = {
 def judge_step_time(
     measurement: Measurement, budget: Budget, baseline: Baseline | None, tolerance: Tolerance | None
 ) -> MetricVerdict:
-    """Return the verdict on a step's time; ``baseline`` is ``None`` unless it is of the same device and workload.
+    """Return the verdict on a step's time.
 
-    A baseline that was taken on another machine is not compared, which is ``foreign`` if the test has a ``max_slowdown``. One
-    without times was recorded while too much else was running, or without timing: the time alone is ``new``.
+    A time from another machine is not compared. Its outcome is ``foreign`` if the test has a ``max_slowdown``, otherwise
+    ``recorded``. If the baseline has no times, because timing was off or the runs were disturbed, only the time is ``new``.
+
+    Args:
+        measurement: The measurement.
+        budget: The limits of the test.
+        baseline: The baseline of the same device and workload; ``None`` if there is none.
+        tolerance: The tolerated slowdown; ``None`` if times are not judged.
     """
     times = measurement.times
     value = measurement.metrics["step_time"]
     if times is None or baseline is None or tolerance is None:
         return MetricVerdict("step_time", Outcome.RECORDED, value)
-    asked = budget.max_slowdown is not None
-    here, there = measurement.environment.details.get(MACHINE), baseline.environment.details.get(MACHINE)
+    has_limit = budget.max_slowdown is not None
+    machine, baseline_machine = measurement.environment.details.get(MACHINE), baseline.environment.details.get(MACHINE)
     if baseline.runs is None:
         return MetricVerdict("step_time", Outcome.NEW, value, reason=_no_time(measurement.environment, baseline))
-    if here is None or here != there:
-        there, this = (machine or "an unknown machine" for machine in (there, here))
-        reason = f"time is not compared: the baseline's was taken on {there}, this is {this}"
-        return MetricVerdict("step_time", Outcome.FOREIGN if asked else Outcome.RECORDED, value, reason=reason)
-    earlier = baseline.runs.median
-    allowed = tolerance.allowed(earlier)
-    comparison = compare(times.samples, baseline.runs, allowed / earlier)
+    if machine is None or machine != baseline_machine:
+        baseline_machine, current = (name or "an unknown machine" for name in (baseline_machine, machine))
+        reason = f"time is not compared: the baseline's was taken on {baseline_machine}, this is {current}"
+        return MetricVerdict("step_time", Outcome.FOREIGN if has_limit else Outcome.RECORDED, value, reason=reason)
+    baseline_time = baseline.runs.median
+    allowed = tolerance.allowed(baseline_time)
+    comparison = compare(times.samples, baseline.runs, allowed / baseline_time)
     return MetricVerdict(
         "step_time",
         OUTCOMES[comparison.outcome],
         value,
-        earlier,
+        baseline_time,
         allowed=allowed,
         reason=comparison.reason,
         interval=(comparison.low, comparison.high),
     )
 
 
-def time_may_be_added(here: Environment, there: Environment) -> bool:
-    """Return whether a time taken ``here`` may stand in a baseline without times that was recorded ``there``."""
-    machine = here.details.get(MACHINE)
-    return machine is not None and there.details.get(MACHINE) in (None, machine)
+def time_may_be_added(measured_in: Environment, recorded_in: Environment) -> bool:
+    """Return whether a time may be added to a baseline without times.
+
+    Args:
+        measured_in: The environment of the time.
+        recorded_in: The environment of the baseline.
+    """
+    machine = measured_in.details.get(MACHINE)
+    return machine is not None and recorded_in.details.get(MACHINE) in (None, machine)
 
 
-def _no_time(here: Environment, baseline: Baseline) -> str:
+def _no_time(environment: Environment, baseline: Baseline) -> str:
     only_shown = (
         "the stored time is only shown, because its run was disturbed; " if "step_time" in baseline.metrics else ""
     )
-    if time_may_be_added(here, baseline.environment):
+    if time_may_be_added(environment, baseline.environment):
         return f"{NO_TIME}: {only_shown}{_update('new')} adds {'one' if only_shown else 'it'}"
     machine = baseline.environment.details.get(MACHINE, "an unknown machine")
-    return f"{NO_TIME}: {only_shown}{_update('all')} records one, as the baseline is of another machine ({machine})"
+    return f"{NO_TIME}: {only_shown}{_update('all')} records one, because the baseline comes from another machine ({machine})"
 
 
 def update_that_adds_time(metric: MetricVerdict) -> UpdateMode:
-    """Return the mode that the reason of a time without a comparable baseline names; ``"all"`` for any other reason."""
+    """Return the update mode in the reason of a time without a baseline; ``"all"`` for any other reason."""
     return "new" if metric.lacks_time and metric.reason and _update("new") in metric.reason else "all"
 
 
@@ -90,38 +101,42 @@ def _update(mode: UpdateMode) -> str:
 
 
 def not_compared_with(count: int, why: str) -> str:
-    """Return a clause on the times of a run that are no baseline: ``"1 time will not be compared with: WHY"``."""
+    """Return a clause on times that do not become a baseline: ``"1 time will not be compared with: WHY"``."""
     return f"{counted(count, 'time')} will not be compared with: {why}"
 
 
 def judge_throughput(measurement: Measurement, minimum: ThroughputLimit | None) -> MetricVerdict | None:
-    """Return the verdict on the throughput; ``None`` where it was not measured.
+    """Return the verdict on the throughput; ``None`` if it was not measured.
 
-    It is over budget where each sample's interval lies below ``minimum`` and no interference could account for that.
+    The throughput is over budget if the interval of each sample is below ``minimum`` and interference cannot explain this.
+
+    Example:
+        The budget is 1,000 tokens/s. The median is 950 tokens/s, but the interval of one sample reaches 1,020 tokens/s. So
+        the outcome is ``uncertain``.
     """
     times, work = measurement.times, work_of(measurement, minimum)
     if times is None or work is None or times.median <= 0:
         return None
-    of, amount = work
+    unit, amount = work
     value = amount / times.median
-    if minimum is None or minimum.of != of:
-        return MetricVerdict("throughput", Outcome.RECORDED, value, of=of)
+    if minimum is None or minimum.of != unit:
+        return MetricVerdict("throughput", Outcome.RECORDED, value, of=unit)
     outcome, reason = Outcome.OK, None
     if value < minimum.amount:
         outcome = Outcome.OVER_BUDGET
-        best = max(amount / sample.interval(LEVEL)[0] for sample in times.samples)
-        disturbed = [one for one in times.samples if one.invalid is not None]
-        if any(amount / one.at_least >= minimum.amount for one in disturbed):
+        highest = max(amount / sample.interval(LEVEL)[0] for sample in times.samples)
+        disturbed = [sample for sample in times.samples if sample.invalid is not None]
+        if any(amount / sample.at_least >= minimum.amount for sample in disturbed):
             outcome, reason = Outcome.UNCERTAIN, disturbed[0].invalid
-        elif best >= minimum.amount:
-            outcome, reason = Outcome.UNCERTAIN, f"within what times vary by: at most {best:.4g} {of}/s"
-    return MetricVerdict("throughput", outcome, value, budget=minimum.amount, reason=reason, of=of)
+        elif highest >= minimum.amount:
+            outcome, reason = Outcome.UNCERTAIN, f"within the variation of the times: at most {highest:.4g} {unit}/s"
+    return MetricVerdict("throughput", outcome, value, budget=minimum.amount, reason=reason, of=unit)
 
 
 def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[str, float] | None:
-    """Return the unit of a step's work and its amount; ``None`` where it is not known.
+    """Return the unit and the amount of a step's work; ``None`` if the work is unknown.
 
-    The unit is the budget's if there is one: a number that was given as ``items=`` counts whatever the budget names.
+    A budget decides the unit. A number from ``items=`` counts in the unit of the budget.
     """
     work = measurement.work
     if minimum is not None:
@@ -135,25 +150,24 @@ def work_of(measurement: Measurement, minimum: ThroughputLimit | None) -> tuple[
 
 
 def idle_slowdown(limit: float, measurements: list[Measurement]) -> str | None:
-    """Return why ``max_slowdown`` has no effect on ``measurements``, as a sentence; ``None`` if it has."""
-    if any(one.times is not None for one in measurements):
+    """Return a sentence if ``max_slowdown`` has no effect on ``measurements``; otherwise ``None``."""
+    if any(measurement.times is not None for measurement in measurements):
         return None
     return _nothing_timed(f"max_slowdown={f'{100 * limit:g} %'!r}")
 
 
 def idle_throughput(minimum: ThroughputLimit, measurements: list[Measurement]) -> str | None:
-    """Return why ``min_throughput`` has no effect on ``measurements``, as a sentence; ``None`` if it has."""
-    timed = [one for one in measurements if one.times is not None]
+    """Return a sentence if ``min_throughput`` has no effect on ``measurements``; otherwise ``None``."""
+    timed = [measurement for measurement in measurements if measurement.times is not None]
     if not timed:
         return _nothing_timed(f"min_throughput={str(minimum)!r}")
-    if any((work := work_of(one, minimum)) is not None and work[0] == minimum.of for one in timed):
+    if any((work := work_of(measurement, minimum)) is not None and work[0] == minimum.of for measurement in timed):
         return None
-    known = sorted({name for one in timed for name in one.work})
-    has = f"only {' and '.join(known)} are known" if known else "nothing is known"
-    return (
-        f"min_throughput={str(minimum)!r} has no effect: {has} of what its steps work on; "
-        f"say items=, the number of {minimum.of} of a step"
+    units = sorted({name for measurement in timed for name in measurement.work})
+    clause = (
+        f"the work of its steps is only known in {' and '.join(units)}" if units else "the work of its steps is unknown"
     )
+    return f"min_throughput={str(minimum)!r} has no effect: {clause}; give items=, the number of {minimum.of} in a step"
 
 
 def _nothing_timed(limit: str) -> str:

@@ -23,7 +23,7 @@ class Outcome(str, Enum):
     Each metric gets a verdict. A measurement has the verdict with the most weight among its metrics, and a test the one with
     the most weight among its measurements. A test that fails by itself is not judged.
 
-    With ``--gpumem-strict``, a test on an emulated GPU also fails if a value that was not computed decided a branch.
+    With ``--gpumem-strict``, a test on an emulated GPU also fails if an uncomputed value decided a branch.
     """
 
     RECORDED = "recorded"
@@ -81,7 +81,7 @@ class Outcome(str, Enum):
 
     @property
     def importance(self) -> int:
-        """Its place among the outcomes."""
+        """The outcome's index, in ascending order by importance."""
         return list(Outcome).index(self)
 
 
@@ -94,11 +94,11 @@ PASSING = frozenset({Outcome.RECORDED, Outcome.OK, Outcome.IMPROVED})
 COMPARED = frozenset({Outcome.OK, Outcome.IMPROVED, Outcome.REGRESSED, Outcome.OVER_BUDGET, Outcome.UNCERTAIN})
 CHANGED = COMPARED - {Outcome.OK}
 WORSE = (Outcome.UNCERTAIN, Outcome.REGRESSED, Outcome.OVER_BUDGET)
-"""The outcomes of a metric that is worse, or may be, in ascending order of importance."""
+"""The outcomes for a metric that is worse or may be worse, in ascending order by importance."""
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the most important of several outcomes; `Outcome.RECORDED` of none."""
+    """Return the most important outcome, or `Outcome.RECORDED` if there are no outcomes."""
     return max(outcomes, key=lambda outcome: outcome.importance, default=Outcome.RECORDED)
 
 
@@ -111,7 +111,7 @@ class MetricVerdict:
     outcome: Outcome
     """The [verdict](verdicts.md) as a word: ``regressed``."""
     value: float
-    """The value that was measured."""
+    """The measured value."""
     baseline: float | None = None
     """The value in the baseline; ``None`` without one."""
     allowed: float | None = None
@@ -139,7 +139,7 @@ class MetricVerdict:
 
 
 UNKNOWN_RELEASE = "?"
-"""Stands for the release of torch in the origin of a baseline that does not say it."""
+"""The torch release in the origin of a baseline without this detail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class FormerTest:
     test: str
     """The id of the former test without its file."""
     metrics: tuple[MetricVerdict, ...] = ()
-    """The verdicts on bytes and counts against this baseline that are not ``ok``, the most important first."""
+    """The verdicts on bytes and counts against this baseline, without ``ok``, the most important first."""
     accept: str = ""
     """The command that accepts the figures of the new test."""
     prune: str = ""
@@ -194,11 +194,11 @@ class Verdict:
     reason: str | None = None
     """A sentence with the reason why it could not be compared; ``None`` if it was compared."""
     elsewhere: tuple[str, ...] = ()
-    """The devices that have baselines, if this device has none."""
+    """The devices with baselines, if this device has none."""
     difference: Difference | None = field(default=None, metadata={KEY: "growth"})
     """The changes in the composition of the peak, if both sides have one."""
     count_changes: Mapping[str, Tallies] = field(default_factory=dict)
-    """The operators that changed, by each count that grew, if both sides know its operators. Operators that are fewer have
+    """The changed operators for each larger count, if both sides know its operators. Disappeared operators have
     negative numbers."""
     candidates: tuple[FormerTest, ...] = ()
     """The unused baselines with the same step, batch and device, if the measurement has no baseline: its test may have been
@@ -206,12 +206,12 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        """The most important one of its metrics', but for a time that only has no baseline yet."""
+        """The most important outcome among its metrics. A time without a baseline does not count."""
         return worst(metric.outcome for metric in self.metrics if not metric.lacks_time)
 
     @property
     def lacks_time(self) -> bool:
-        """True if a time was taken, and the baseline that everything else was compared with has none."""
+        """True if a time was measured, and the baseline has no times."""
         return any(metric.lacks_time for metric in self.metrics)
 
     @property
@@ -220,14 +220,14 @@ class Verdict:
 
     @property
     def changed_packages(self) -> tuple[str, ...]:
-        """A clause for torch and each package that is not the baseline's: ``"transformers 4.38.2, was 4.37.2"``."""
+        """A clause for each package with another release, torch included: ``"transformers 4.38.2, was 4.37.2"``."""
         if self.origin is None:
             return ()
-        then = {
+        baseline_releases = {
             **self.origin.packages,
             **({} if self.origin.torch == UNKNOWN_RELEASE else {"torch": self.origin.torch}),
         }
-        return changed_releases(then, self.measurement.environment.releases)
+        return changed_releases(baseline_releases, self.measurement.environment.releases)
 
     @property
     def deciding(self) -> MetricVerdict | None:
@@ -270,10 +270,10 @@ SKIPPED = "it was skipped"
 """The reason why a test that skipped itself was not measured."""
 
 NOT_MARKED = "it has neither the marker gpumem nor the fixture any more, and no pattern of mark matches it"
-"""The reason why a test that has baselines, and was measured by marker, fixture or settings, was not."""
+"""The reason why a test with baselines was not measured, if it lost its marker, fixture or pattern."""
 
 FailedIn = Literal["setup", "call", "subtest", "teardown", "worker"]
-"""Parts of a test's run that can fail: one of pytest's phases, a subtest, or a crash of the process that ran it."""
+"""Parts of a test's run that can fail: a pytest phase, a subtest, or the process (by a crash)."""
 
 WHY_FAILED: Mapping[FailedIn | None, str] = {
     "setup": "its set-up failed",
@@ -283,7 +283,7 @@ WHY_FAILED: Mapping[FailedIn | None, str] = {
     "worker": "the process that ran it crashed",
     None: "it failed in its set-up, its tear-down or a subtest",
 }
-"""The reason why a test failed that the gate did not fail, as a clause; ``None`` stands for a test that does not say where."""
+"""A clause with the reason why a test failed by itself. ``None`` stands for an unknown part of the test's run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,19 +303,19 @@ class TestVerdict:
     failed_by_itself: bool = False
     """True if the test failed for another reason than the gate."""
     relations: int = 0
-    """The number of relations that it asserted with the fixture, and that held."""
+    """The number of relations that the test asserted with the fixture, all of them true."""
     cell: Cell | None = None
     """Its place in a matrix of step configs; ``None`` outside of a matrix."""
     location: Location | None = None
     """The location of its function; ``None`` if pytest does not know it."""
     failure: str | None = None
-    """The whole text of the gate's failure; ``None`` if it passed the gate."""
+    """The text of the gate's failure; ``None`` if the test passed the gate."""
     missing: tuple[str, ...] = ()
-    """The names of its measurements that have baselines on this device, and that it did not take."""
+    """The names of its measurements with a baseline on this device that it did not take."""
     missing_on: tuple[str, ...] = ()
     """The devices of these baselines, by slug, if the test was to be measured on another device, which this machine lacks."""
     accept: str | None = None
-    """The command that accepts the change for which the gate failed it; ``None`` without one."""
+    """The command that accepts the change behind the gate's failure; ``None`` if there is no such command."""
     bisect: str | None = None
     """The command that finds the package behind a regression; ``None`` if the packages are those of the baseline."""
     named_device: str | None = None
@@ -328,34 +328,34 @@ class TestVerdict:
 
     @property
     def outcome(self) -> Outcome:
-        found = [Outcome.MISSING] if self.missing else []
+        outcomes = [Outcome.MISSING] if self.missing else []
         if self.unmeasured:
-            return worst([Outcome.UNMEASURED, *found])
-        found += [Outcome.OK] if self.relations and not self.verdicts else []
-        return worst([*found, *map(self.outcome_of, self.verdicts)])
+            return worst([Outcome.UNMEASURED, *outcomes])
+        outcomes += [Outcome.OK] if self.relations and not self.verdicts else []
+        return worst([*outcomes, *map(self.outcome_of, self.verdicts)])
 
     def outcome_of(self, verdict: Verdict) -> Outcome:
-        """Return the outcome of one of its measurements: a time without a baseline counts where the test failed."""
+        """Return a measurement's outcome. A time without a baseline counts only if the test failed."""
         counts = verdict.lacks_time and self.failure is not None
         return worst([verdict.outcome, *([Outcome.NEW] if counts else [])])
 
     @property
     def lacks_time(self) -> bool:
-        """True if a time of it has no baseline yet, and that is all that is to be said of its time."""
-        return not self.unmeasured and self.failure is None and any(one.lacks_time for one in self.verdicts)
+        """True if the only open point about the time is its missing baseline."""
+        return not self.unmeasured and self.failure is None and any(verdict.lacks_time for verdict in self.verdicts)
 
     @property
     def missing_text(self) -> str | None:
-        """Return a sentence that names the baselines without a measurement; ``None`` where there are none."""
+        """Return a sentence that names the baselines without a measurement; ``None`` if there are none."""
         if not self.missing:
             return None
         names = ", ".join(self.missing)
         if self.missing_on:
-            there = ", ".join(self.missing_on)
-            return f"it has baselines on {there} ({names}) and is not measured there any more: {self.unmeasured}"
+            devices = ", ".join(self.missing_on)
+            return f"it has baselines on {devices} ({names}) and is not measured there any more: {self.unmeasured}"
         if self.unmeasured:
             return f"it has baselines on this device ({names}) and is not measured any more: {self.unmeasured}"
-        return f"it has baselines on this device of measurements that it no longer takes: {names}"
+        return f"it has baselines on this device for measurements that it no longer takes: {names}"
 
     @property
     def gated(self) -> bool:
@@ -363,5 +363,5 @@ class TestVerdict:
 
     @property
     def compared(self) -> bool:
-        """True if anything was compared with a baseline, and not only with a budget."""
+        """True if any figure was compared with a baseline."""
         return any(metric.allowed is not None for verdict in self.verdicts for metric in verdict.metrics)

@@ -1,10 +1,18 @@
-"""Comparison of step times: a sample with the runs accepted as a baseline, or two revisions with each other. Pure.
+"""Comparison of step times: a sample with the runs in a baseline, or two revisions with each other. Pure.
 
-Slower needs everything at once, in every sample that was taken: the ratio is beyond the tolerance in seconds and in cycles of
-the clock that the step ran by, with its whole interval in one of the two; the interval in cycles is above 1 in any case, since
-seconds also vary with the machine's speed. Where something else was at work, or the clock runs slower than in each of the
-baseline's runs, that has to hold of what is left when all that this can explain is taken off (`pytest_gpumem.timing.validity`).
-What looks slower and is not shown to be is *uncertain*.
+A step is *slower* if every sample shows all of the following:
+
+- the ratio is beyond the tolerance, both in seconds and in clock cycles
+- the whole interval is beyond the tolerance, in seconds or in cycles
+- the whole interval in cycles is above 1, because seconds also vary with the machine's speed
+
+If other work disturbed a sample, or if the clock runs slower than in each run of the baseline, the largest possible effect of
+both is subtracted first (`pytest_gpumem.timing.validity`). A step that only looks slower is *uncertain*.
+
+Example: the tolerance is 5 %. A step took 20.0 ms in the baseline and takes 21.6 ms now: +8.0 % (+5.5 % to +10.5 %) in
+seconds, and +7.9 % (+5.2 % to +10.6 %) in cycles. The step is slower. With the interval +1.0 % to +15.0 % in both, it would be
+uncertain. With a clock at 2.4 instead of 2.6 GHz, +8.0 % in seconds is -0.3 % in cycles: the machine is slower, not the step,
+so the step is uncertain.
 """
 
 from __future__ import annotations
@@ -27,26 +35,26 @@ if TYPE_CHECKING:
 SpeedOutcome = Literal["slower", "not slower", "faster", "uncertain"]
 
 MOST_UNKNOWN = 0.25
-"""A slowdown that is not excluded and larger than this leaves a comparison uncertain, though nothing looks slower."""
+"""The largest slowdown that an interval may include without making the comparison uncertain, if nothing looks slower."""
 MOST_UNKNOWN_IN_TURNS = 2
-"""The same limit for an A/B, as a multiple of the tolerance. More pairs of runs can narrow that interval."""
+"""The same limit for an A/B comparison, in tolerances. More pairs of runs can narrow that interval."""
 SLOWER_MACHINE = 0.03
-"""The share by which the clock may run slower than in the slowest of a baseline's runs before the effect is taken off a
-slowdown. Up to the slowest of them, the interval over runs has what a slower clock does."""
+"""The share by which the clock may run slower than in a baseline's slowest run. Beyond this share, the clock's effect is
+subtracted from a slowdown. Up to the slowest run, the interval over runs already contains this effect."""
 SLOWER_RUN = 0.10
-"""The share by which it may run slower in a run that is added to a baseline: five slow ones would hide a slowdown."""
+"""The share by which the clock may run slower in a run that is added to a baseline. Five slow runs would hide a slowdown."""
 SLOWER_IN_TURNS = 0.02
-"""The same of one side of an A/B, whose runs are neighbours: by the median over pairs."""
+"""The same share for head against base in an A/B comparison, by the median over pairs. The runs in a pair are neighbours."""
 AGREEING = 2
-"""Samples that show a slowdown, beside uncertain ones, are enough for one."""
+"""Samples that together prove a slowdown if the other samples are uncertain."""
 FEWEST_PAIRS = 4
 MOST_RUNS = 10
-_BEYOND = "which cannot account for it"
+_CANNOT_EXPLAIN = "which cannot account for it"
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Medians of the runs that were accepted, the latest last: seconds a step, and cycles of its clock where it was read."""
+    """Medians from accepted runs, the latest last: seconds per step, and cycles per step if the clock was read."""
 
     seconds: tuple[float, ...]
     cycles: tuple[float, ...] = ()
@@ -57,17 +65,17 @@ class Runs:
 
     @property
     def median(self) -> float:
-        """Median seconds a step, of all runs."""
+        """Median seconds per step over all runs."""
         return statistics.median(self.seconds)
 
     @property
     def pace(self) -> float | None:
-        """Median rate of the clock that steps ran by; ``None`` where it was not read."""
+        """Median clock rate; ``None`` if the clock was not read."""
         return statistics.median(self._paces) if self.cycles else None
 
     @property
     def slowest_pace(self) -> float | None:
-        """The rate of the clock in the run where it was lowest; ``None`` where it was not read."""
+        """The lowest clock rate in any run; ``None`` if the clock was not read."""
         return min(self._paces) if self.cycles else None
 
     @property
@@ -75,10 +83,11 @@ class Runs:
         return [cycles / seconds for cycles, seconds in zip(self.cycles, self.seconds, strict=True)]
 
     def and_then(self, later: Runs) -> Runs:
-        """Return these runs and ``later`` ones, the last `MOST_RUNS` of them. Either all of them have cycles or none.
+        """Return these runs followed by ``later`` runs, at most the last `MOST_RUNS` of them.
 
-        A run without cycles is not taken among those that have them, and one with cycles begins anew where they were not
-        known: a single run would else leave all the others without the control that they are.
+        The result has cycles for all runs or for none. If only the earlier runs have cycles, the later runs are left out. If
+        only the later runs have cycles, the earlier runs are left out. Otherwise a single run would remove the cycles, and so
+        the control of the clock, from all others.
         """
         if not later.cycles and self.cycles:
             return self
@@ -88,17 +97,17 @@ class Runs:
 
 
 def run_of(times: Times) -> Runs | None:
-    """Return this run as one of a baseline, without the time that waiting took; ``None`` if it was too disturbed."""
+    """Return this run for a baseline, without the time spent waiting; ``None`` if the run was disturbed too much."""
     sample = times.best
     if not sample.is_a_measure:
         return None
-    cycles = _cycles([replace(one, seconds=one.own) for one in sample.counted])
+    cycles = _cycles([replace(timed, seconds=timed.own) for timed in sample.counted])
     return Runs((sample.own,), () if cycles is None else (statistics.median(cycles),))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The verdict on a step's speed. ``reason`` is a clause where it is uncertain."""
+    """The verdict on a step's speed. If it is uncertain, ``reason`` is a clause."""
 
     outcome: SpeedOutcome
     seconds: Interval
@@ -118,66 +127,81 @@ class Comparison:
         return self.seconds.high
 
 
-def compare(now: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
-    """Compare the samples of this run with a baseline of earlier runs; ``tolerance`` is a ratio (0.05 is 5 %).
+def compare(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> Comparison:
+    """Compare this run's samples with earlier runs.
 
-    Several samples are a first one and its re-measurements: a slowdown is what two of them show and none contradicts, and
-    faster is what each of them shows. Interference only adds time, so the sample that shows the least slowdown decides.
+    The first sample is followed by repeated measurements. The step is slower if two samples show it and no sample
+    contradicts. The step is faster if all samples agree. Interference only adds time, so the sample with the smallest slowdown
+    decides.
+
+    Args:
+        samples: The samples of this run.
+        baseline: The earlier runs.
+        tolerance: The tolerated slowdown as a ratio: 0.05 is 5 %.
     """
-    compared = [_compared(sample, baseline, tolerance) for sample in now]
-    if any(one.outcome != "faster" for one in compared):
-        compared = [replace(one, outcome="not slower") if one.outcome == "faster" else one for one in compared]
-    order: list[SpeedOutcome] = ["not slower", "faster", "uncertain", "slower"]
-    decisive = min(compared, key=lambda one: (order.index(one.outcome), one.ratio))
-    slower = [one for one in compared if one.outcome == "slower"]
+    comparisons = [_compare_sample(sample, baseline, tolerance) for sample in samples]
+    if any(comparison.outcome != "faster" for comparison in comparisons):
+        comparisons = [
+            replace(comparison, outcome="not slower") if comparison.outcome == "faster" else comparison
+            for comparison in comparisons
+        ]
+    by_importance: list[SpeedOutcome] = ["not slower", "faster", "uncertain", "slower"]
+    decisive = min(comparisons, key=lambda comparison: (by_importance.index(comparison.outcome), comparison.ratio))
+    slower = [comparison for comparison in comparisons if comparison.outcome == "slower"]
     if decisive.outcome == "uncertain" and len(slower) >= AGREEING:
-        # An uncertain sample is no contradiction.
-        return min(slower, key=lambda one: one.ratio)
+        # An uncertain sample does not contradict.
+        return min(slower, key=lambda comparison: comparison.ratio)
     return decisive
 
 
-def is_undecided(now: Sequence[Sample], baseline: Runs, tolerance: float) -> bool:
-    """Return whether a sample shows a slowdown that another neither confirms nor contradicts, so that one more may decide."""
-    outcomes = {_compared(sample, baseline, tolerance).outcome for sample in now}
-    return outcomes == {"slower", "uncertain"} and compare(now, baseline, tolerance).outcome == "uncertain"
+def is_undecided(samples: Sequence[Sample], baseline: Runs, tolerance: float) -> bool:
+    """Return whether a further sample may decide, because one sample shows a slowdown and another is uncertain."""
+    outcomes = {_compare_sample(sample, baseline, tolerance).outcome for sample in samples}
+    return outcomes == {"slower", "uncertain"} and compare(samples, baseline, tolerance).outcome == "uncertain"
 
 
 def compare_pairs(pairs: Sequence[tuple[Sample, Sample]], tolerance: float) -> Comparison:
-    """Compare two revisions that ran in turns, as at least one pair (base, head) of neighbouring runs.
+    """Compare two revisions that ran in turns.
 
-    What drifts from pair to pair drops out of their ratios. A pair with an invalid sample does not count.
-    Their number is small, so the interval is a bootstrap over pairs and over the rounds of each, widened by Student's t over
-    the normal distribution.
+    A drift from pair to pair cancels out in their ratios. If there are enough undisturbed pairs, pairs with an invalid sample
+    do not count. Pairs are few, so the interval is a bootstrap over pairs and over the rounds in each pair. The interval is
+    widened by the ratio of Student's t to the normal distribution.
+
+    Args:
+        pairs: At least one pair (base, head) of neighbouring runs.
+        tolerance: The tolerated slowdown as a ratio: 0.05 is 5 %.
     """
-    shown = _compared_pairs(pairs)
-    known = f"as far as {counted(len(shown), 'pair of runs tells', 'pairs of runs tell')}"
+    usable = _usable_pairs(pairs)
+    basis = f"as far as {counted(len(usable), 'pair of runs tells', 'pairs of runs tell')}"
     most = MOST_UNKNOWN_IN_TURNS * tolerance
-    seconds, cycles = _seconds_and_cycles([(base.counted, head.counted) for base, head in shown])
+    seconds, cycles = _seconds_and_cycles([(base.counted, head.counted) for base, head in usable])
     if len(pairs) < FEWEST_PAIRS:
-        few = f"only {len(pairs)} of {FEWEST_PAIRS} pairs of runs"
-        return _judged(seconds, cycles, tolerance, _first_disturbance(pairs) or few, known, most_unknown=most)
-    why_not = _first_disturbance(shown) or (_slower_in_turns(shown) if cycles is not None else None)
-    found = _judged(seconds, cycles, tolerance, why_not, known, most_unknown=most)
-    if why_not is None or found.outcome != "uncertain":
-        return found
-    left = _seconds_and_cycles([(base.counted, _left(head, _pace(base))) for base, head in shown])
-    return _beyond(found, _judged(*left, tolerance, None, known, most_unknown=most))
+        too_few = f"only {len(pairs)} of {FEWEST_PAIRS} pairs of runs"
+        return _judge(seconds, cycles, tolerance, _first_disturbance(pairs) or too_few, basis, most_unknown=most)
+    why_not = _first_disturbance(usable) or (_slower_in_turns(usable) if cycles is not None else None)
+    comparison = _judge(seconds, cycles, tolerance, why_not, basis, most_unknown=most)
+    if why_not is None or comparison.outcome != "uncertain":
+        return comparison
+    remaining = _seconds_and_cycles([(base.counted, _without_interference(head, _pace(base))) for base, head in usable])
+    return _decided(comparison, _judge(*remaining, tolerance, None, basis, most_unknown=most))
 
 
-def _compared_pairs(pairs: Sequence[tuple[Sample, Sample]]) -> Sequence[tuple[Sample, Sample]]:
+def _usable_pairs(pairs: Sequence[tuple[Sample, Sample]]) -> Sequence[tuple[Sample, Sample]]:
     """Return the undisturbed pairs, or all pairs if too few are undisturbed."""
     undisturbed = [(base, head) for base, head in pairs if base.invalid is None and head.invalid is None]
     return undisturbed if len(undisturbed) >= FEWEST_PAIRS else pairs
 
 
 def typical_seconds(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[float, float]:
-    """Return a step's seconds in base and in head. Their ratio equals the ratio from `compare_pairs` exactly.
+    """Return the seconds per step in base and in head. Their ratio equals the ratio from `compare_pairs` exactly.
 
-    Both are geometric means over the pairs. Medians over each side's runs can have a ratio with the other sign, because a
-    drift from pair to pair stays in them.
+    Both are geometric means over the pairs. Medians over the runs of each side may have a ratio with the other sign, because
+    they include a drift from pair to pair.
     """
-    sides = zip(*_compared_pairs(pairs), strict=True)
-    base, head = (statistics.geometric_mean(statistics.median(_seconds(one.counted)) for one in side) for side in sides)
+    sides = zip(*_usable_pairs(pairs), strict=True)
+    base, head = (
+        statistics.geometric_mean(statistics.median(_seconds(sample.counted)) for sample in side) for side in sides
+    )
     return base, head
 
 
@@ -188,25 +212,30 @@ def _first_disturbance(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
 def _seconds_and_cycles(
     pairs: Sequence[tuple[Sequence[Round], Sequence[Round]]],
 ) -> tuple[Interval, Interval | None]:
-    """Return the ratios of rounds (base, head) in seconds, and in cycles where the clock was read in all of them."""
+    """Return the ratios of rounds (base, head) in seconds, and in cycles if the clock was read in all rounds."""
     seconds = ratio_of_pairs([(_seconds(base), _seconds(head)) for base, head in pairs])
-    read = [(_cycles(base), _cycles(head)) for base, head in pairs]
-    known = [(base, head) for base, head in read if base is not None and head is not None]
-    return seconds, ratio_of_pairs(known) if len(known) == len(pairs) else None
+    all_cycles = [(_cycles(base), _cycles(head)) for base, head in pairs]
+    pairs_in_cycles = [(base, head) for base, head in all_cycles if base is not None and head is not None]
+    return seconds, ratio_of_pairs(pairs_in_cycles) if len(pairs_in_cycles) == len(pairs) else None
 
 
 def _slower_in_turns(pairs: Sequence[tuple[Sample, Sample]]) -> str | None:
-    """Return a clause that says that the machine ran slower during the head's runs; ``None`` if it did not."""
+    """Return a clause if the machine ran slower during the head's runs; otherwise ``None``."""
     paces = [(_pace(head), _pace(base)) for base, head in pairs]
-    change = statistics.median(now / then for now, then in paces if now is not None and then is not None) - 1
+    change = (
+        statistics.median(
+            head_pace / base_pace for head_pace, base_pace in paces if head_pace is not None and base_pace is not None
+        )
+        - 1
+    )
     return f"the machine ran {percent(-change)} slower in the runs of the head" if change < -SLOWER_IN_TURNS else None
 
 
-def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
+def _compare_sample(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
     runs = len(baseline.seconds)
-    known = agreeing(runs, "as far as a single run tells", f"as far as {runs} runs tell")
+    basis = agreeing(runs, "as far as a single run tells", f"as far as {runs} runs tell")
 
-    this = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
+    current = Runs((sample.median,), () if sample.cycles is None else (sample.cycles,))
 
     def against_runs(rounds: Sequence[Round]) -> tuple[Interval, Interval | None]:
         cycles = _cycles(rounds) if baseline.cycles else None
@@ -215,35 +244,41 @@ def _compared(sample: Sample, baseline: Runs, tolerance: float) -> Comparison:
             None if cycles is None else ratio_to_runs(cycles, baseline.cycles),
         )
 
-    why_not = sample.invalid or slower_machine(this, baseline.slowest_pace)
+    why_not = sample.invalid or slower_machine(current, baseline.slowest_pace)
     pace = baseline.slowest_pace
-    lost = 1.0 if this.pace is None or pace is None else max(pace / this.pace, 1.0)
-    found = _judged(*against_runs(sample.counted), tolerance, why_not, known, lost)
-    if why_not is None or found.outcome != "uncertain":
-        return found
-    return _beyond(found, _judged(*against_runs(_left(sample, pace)), tolerance, None, known, 1.0))
+    lost = 1.0 if current.pace is None or pace is None else max(pace / current.pace, 1.0)
+    comparison = _judge(*against_runs(sample.counted), tolerance, why_not, basis, lost)
+    if why_not is None or comparison.outcome != "uncertain":
+        return comparison
+    return _decided(comparison, _judge(*against_runs(_without_interference(sample, pace)), tolerance, None, basis, 1.0))
 
 
-def _beyond(found: Comparison, left: Comparison) -> Comparison:
-    """Return the verdict on a disturbed step: slower where what is ``left`` of its time is."""
-    if left.outcome != "slower":
-        return found
-    return replace(found, outcome="slower", reason=f"{found.reason}, {_BEYOND}")
+def _decided(comparison: Comparison, remaining: Comparison) -> Comparison:
+    """Return the verdict on a disturbed step. It is slower if the ``remaining`` time without interference is slower."""
+    if remaining.outcome != "slower":
+        return comparison
+    return replace(comparison, outcome="slower", reason=f"{comparison.reason}, {_CANNOT_EXPLAIN}")
 
 
-def _left(sample: Sample, pace: float | None) -> tuple[Round, ...]:
-    """Return the rounds that count, less what interference can explain, at the ``pace`` of the side compared with.
+def _without_interference(sample: Sample, other_pace: float | None) -> tuple[Round, ...]:
+    """Return the counted rounds without the time that interference can explain.
 
-    Each is less what took time from it, and then less what slowed it or the pace.
+    First the time that other work took is subtracted. Then the rest is divided by the largest slowdown while the step ran.
+
+    Args:
+        sample: The disturbed sample.
+        other_pace: The pace on the other side; ``None`` if unknown.
     """
-    mine = _pace(sample)
+    own_pace = _pace(sample)
     slowed = sample.slowed or Slowed()
-    if mine is None or pace is None:
-        return tuple(replace(one, seconds=one.own / slowed.alone) for one in sample.counted)
-    lost = max(pace / mine, 1.0)
+    if own_pace is None or other_pace is None:
+        return tuple(replace(timed, seconds=timed.own / slowed.alone) for timed in sample.counted)
+    lost_pace = max(other_pace / own_pace, 1.0)
     return tuple(
-        replace(one, seconds=one.own / slowed.by(lost), pace=None if one.pace is None else one.pace * lost)
-        for one in sample.counted
+        replace(
+            timed, seconds=timed.own / slowed.by(lost_pace), pace=None if timed.pace is None else timed.pace * lost_pace
+        )
+        for timed in sample.counted
     )
 
 
@@ -251,24 +286,25 @@ def _pace(sample: Sample) -> float | None:
     return None if sample.cycles is None else sample.cycles / sample.median
 
 
-def slower_machine(this: Runs, pace: float | None, most: float = SLOWER_MACHINE) -> str | None:
-    """Return a clause that says that the clock runs slower than a baseline's ``pace`` by more than ``most``.
+def slower_machine(current: Runs, pace: float | None, most: float = SLOWER_MACHINE) -> str | None:
+    """Return a clause if the clock runs slower than a baseline's ``pace`` by more than ``most``; otherwise ``None``.
 
-    Cycles alone do not make up for it: work that goes through memory suffers otherwise than the work that is the clock.
+    Cycles do not correct for this completely, because a slower machine affects work in memory differently from the fixed
+    piece of work that measures the pace.
     """
-    if this.pace is None or pace is None:
+    if current.pace is None or pace is None:
         return None
-    change = this.pace / pace - 1
+    change = current.pace / pace - 1
     return f"the machine runs {percent(-change)} slower than it did" if change < -most else None
 
 
-def _judged(
+def _judge(
     seconds: Interval,
     cycles: Interval | None,
     tolerance: float,
     invalid: str | None,
-    known: str,
-    lost: float | None = None,
+    basis: str,
+    lost_pace: float | None = None,
     *,
     most_unknown: float | None = None,
 ) -> Comparison:
@@ -276,40 +312,40 @@ def _judged(
 
     Args:
         seconds: The ratio in seconds.
-        cycles: The ratio in cycles of the clock; ``None`` where it was not read.
-        tolerance: What is tolerated, as a ratio: 0.05 is 5 %.
-        invalid: Why the samples cannot show a slowdown; ``None`` if they can.
-        known: A clause that says from how many runs the variation of times is known.
-        lost: By what factor the clock ran slower; ``None`` to take it from the two ratios.
-        most_unknown: The interval may reach up to this slowdown, as a ratio, before the comparison is uncertain; ``None``
-            takes the limit for single runs.
+        cycles: The ratio in clock cycles; ``None`` if the clock was not read.
+        tolerance: The tolerated ratio: 0.05 is 5 %.
+        invalid: The reason why the samples cannot show a slowdown; ``None`` if they can.
+        basis: A clause on the number of runs behind the known variation: ``as far as 3 runs tell``.
+        lost_pace: The factor by which the clock ran slower; ``None`` to compute it from the two ratios.
+        most_unknown: The slowdown up to which the interval may reach before the comparison is uncertain, as a ratio; ``None``
+            for the limit for single runs.
     """
     slower = 1 + tolerance
     intervals = [seconds] if cycles is None else [seconds, cycles]
-    looks_slower = min(one.ratio for one in intervals) > slower
+    looks_slower = min(interval.ratio for interval in intervals) > slower
     if cycles is not None:
-        # What slowed the clock slowed the step by a power of that.
-        lost = seconds.ratio / cycles.ratio if lost is None else lost
-        looks_slower = looks_slower and seconds.ratio / lost**PACE > slower
-    if looks_slower and any(one.low > slower for one in intervals) and intervals[-1].low > 1:
+        # A slower clock slows the step by a power of its own ratio.
+        lost_pace = seconds.ratio / cycles.ratio if lost_pace is None else lost_pace
+        looks_slower = looks_slower and seconds.ratio / lost_pace**PACE > slower
+    if looks_slower and any(interval.low > slower for interval in intervals) and intervals[-1].low > 1:
         return Comparison("uncertain" if invalid else "slower", seconds, cycles, invalid)
     if seconds.ratio > slower:
-        reason = f"within what times vary by, {known}: {seconds}"
+        reason = f"within the variation of the times, {basis}: {seconds}"
         if cycles is not None and not looks_slower:
             reason = f"the clock runs slower than it did: {seconds} in seconds is {cycles} in cycles"
         return Comparison("uncertain", seconds, cycles, invalid or reason)
     if seconds.high > 1 + (max(MOST_UNKNOWN, 2 * tolerance) if most_unknown is None else most_unknown):
         return Comparison("uncertain", seconds, cycles, invalid or f"the times vary too much to tell: {seconds}")
-    looks_faster = all(one.ratio < 1 / slower for one in intervals)
-    if looks_faster and invalid is None and any(one.high < 1 / slower for one in intervals):
+    looks_faster = all(interval.ratio < 1 / slower for interval in intervals)
+    if looks_faster and invalid is None and any(interval.high < 1 / slower for interval in intervals):
         return Comparison("faster", seconds, cycles)
     return Comparison("not slower", seconds, cycles)
 
 
 def _seconds(rounds: Sequence[Round]) -> tuple[float, ...]:
-    return tuple(one.seconds for one in rounds)
+    return tuple(timed.seconds for timed in rounds)
 
 
 def _cycles(rounds: Sequence[Round]) -> tuple[float, ...] | None:
-    cycles = [one.cycles for one in rounds]
+    cycles = [timed.cycles for timed in rounds]
     return None if None in cycles else tuple(value for value in cycles if value is not None)

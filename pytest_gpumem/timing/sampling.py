@@ -1,4 +1,4 @@
-"""Sampling of a step's time: rounds of several steps until the median is known well enough or the time budget is spent."""
+"""Sampling of a step's time: rounds with several steps until the median is known well enough or the time budget is spent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_SECONDS = 2.0
 
 
 class TimeBudget:
-    """The seconds that a test has left for timing. A step may take half of it, so that there is some for the ones to come."""
+    """The remaining seconds for timing in a test. A step may use half of them, so later steps also have time."""
 
     __slots__ = ("_left", "_left_for_second_samples", "_seconds")
 
@@ -38,12 +38,15 @@ class TimeBudget:
 
     @property
     def second_sample(self) -> float:
-        """Seconds for a second sample of a step: as long as a first one, whatever is left."""
+        """Seconds for a second sample of a step: as many as for the test's first sample."""
         return self._seconds / 2
 
     @property
     def may_sample_again(self) -> bool:
-        """True if seconds are left for second samples that decide nothing. One that fails the test is always taken."""
+        """True if seconds are left for second samples that cannot fail the test.
+
+        A second sample that can fail the test is always taken.
+        """
         return self._left_for_second_samples > 0
 
     def spend_on_second_sample(self, seconds: float) -> None:
@@ -56,50 +59,60 @@ class TimeBudget:
 
 
 SECONDS_A_ROUND = 0.02
-"""A round is made of enough steps to last this long, so that the clock's resolution and a launch do not count."""
+"""The least seconds in a round. In this time the clock's resolution and a launch do not matter."""
 PRECISION = 0.005
-"""Sampling stops when the median is known to this ratio, to either side, with a confidence of 95 %."""
+"""Sampling stops if the median is known to this ratio in both directions, with a confidence of 95 %."""
 ROUNDS_BEFORE_A_STOP = 12
 ROUNDS_OF_PHASES = 3
 _SHORTEST = 1e-9
-"""Seconds of a step for which the clock did not move: it has no ratio to another one otherwise."""
+"""The seconds of a step during which the clock did not move. A ratio needs a time above 0."""
 
 
 def sample_step(step: Callable[[], object], device: Device, seconds: float, fewest: int = 1) -> Sample:
-    """Take a sample of ``step`` in about ``seconds``, of at least ``fewest`` rounds.
+    """Take a sample of ``step``.
 
-    The first step of all finds out how many make a round, and counts only when it filled one by itself. When it was slow
-    to start, so that the round after it is far too short, that one finds it out instead, and neither counts. A round that
-    something disturbed is kept and does not count, and sampling goes on without it while there is time.
+    The first step decides how many steps make a round, and counts only if it fills a round by itself. If the first step was
+    slow to start, the second round is far too short. Then this round decides again, and neither counts. A disturbed round is
+    stored and does not count, and sampling goes on while there is time.
 
-    On several ranks all run as many steps in as many rounds, by the longest time that a round took on one of them, until the
-    median is known on each. As they may wait for one another in a step, what disturbed one of them disturbed all.
+    All ranks run the same number of steps in the same number of rounds, until the median is known on each rank. The slowest
+    rank decides. A rank may wait for others in a step, so a disturbance on one rank counts on all.
+
+    Args:
+        step: Runs one step.
+        device: The device of the step.
+        seconds: The approximate time for the sample.
+        fewest: The least number of rounds.
+
+    Example:
+        The first step takes 4 ms, so a round has 5 steps and takes 20 ms. Within 1 s there are about 50 rounds. After 12
+        rounds sampling stops if the median is known to 0.5 %.
     """
     rounds = _Rounds(device)
     seconds = max(device.consensus.exchange(seconds))
-    mine = device.time(step)
-    took = spent = max(device.consensus.exchange(mine))
+    own_seconds = device.time(step)
+    took = spent = max(device.consensus.exchange(own_seconds))
     steps = _steps_a_round(took)
     rounds.read_pace()
     if steps == 1:
-        rounds.keep(mine, took)
+        rounds.keep(own_seconds, took)
     else:
         rounds.begin()
     sized = False
-    while len(rounds.kept) < max(fewest, _needed(took)) or (spent < seconds and not rounds.are_enough()):
-        mine = device.time(functools.partial(_repeat, step, steps))
-        took = max(device.consensus.exchange(mine))
+    while len(rounds.timed) < max(fewest, _fewest_rounds(took)) or (spent < seconds and not rounds.are_enough()):
+        own_seconds = device.time(functools.partial(_repeat, step, steps))
+        took = max(device.consensus.exchange(own_seconds))
         spent += took
         if sized or took >= SECONDS_A_ROUND / 2:
-            rounds.keep(mine / steps, took)
+            rounds.keep(own_seconds / steps, took)
         else:
             steps = max(steps, _steps_a_round(took / steps))
             rounds.read_pace()
             rounds.begin()
         sized = True
     rounds.end()
-    sample = Sample(tuple(rounds.kept), steps)
-    few = sum(one.disturbed is None for one in sample.rounds) < min(FEWEST_ROUNDS, len(sample.rounds))
+    sample = Sample(tuple(rounds.timed), steps)
+    few = sum(timed.disturbed is None for timed in sample.rounds) < min(FEWEST_ROUNDS, len(sample.rounds))
     invalid = (sample.most_disturbed_by if few else None) or device.consensus.first(rounds.load())
     if invalid is None:
         return sample
@@ -107,12 +120,12 @@ def sample_step(step: Callable[[], object], device: Device, seconds: float, fewe
 
 
 class _Rounds:
-    """The rounds of a sample, some at a time between two readings of the clock that steps run by and of what may disturb it."""
+    """The rounds of a sample. The clock and possible disturbances are read after every few rounds."""
 
     def __init__(self, device: Device) -> None:
-        self.kept: list[Round] = []
+        self.timed: list[Round] = []
         self._read = 0
-        """The number of rounds that are followed by a reading."""
+        """The number of rounds with a reading after them."""
         self._slowed_on_gpu = 1.0
         self._device = device
         self._begun = self._before = device.conditions()
@@ -121,52 +134,63 @@ class _Rounds:
         """Seconds of the rounds since the latest reading."""
 
     def read_pace(self) -> None:
-        """Read how fast the clock runs. Not before the first step: the clock of a GPU at rest is another one."""
+        """Read how fast the clock runs. Call it after the first step, because an idle GPU has another clock."""
         self._pace = self._device.pace()
 
     def begin(self) -> None:
-        """Discard what was timed so far."""
-        self.kept.clear()
+        """Discard all rounds so far."""
+        self.timed.clear()
         self._read, self._slowed_on_gpu = 0, 1.0
         self._unread = 0.0
         self._before = self._device.conditions()
 
     def keep(self, seconds: float, took: float) -> None:
-        """Keep a round of steps of so many seconds each, which ``took`` so many on the slowest rank."""
+        """Add a round.
+
+        Args:
+            seconds: Seconds per step on this rank.
+            took: Seconds of the round on the slowest rank.
+        """
         self._unread += took
-        self.kept.append(Round(max(seconds, _SHORTEST)))
+        self.timed.append(Round(max(seconds, _SHORTEST)))
         if self._unread >= self._device.seconds_between_readings:
             self.end()
 
     def end(self) -> None:
-        """Read clock and interference, and assign them to the rounds since the last reading."""
-        unread = self.kept[self._read :]
+        """Read the clock and the interference, and assign them to the rounds since the last reading."""
+        unread = self.timed[self._read :]
         if not unread:
             return
         pace = self._pace
-        # In this order: reading the conditions takes so long that a GPU may have come to rest.
+        # Read the pace first. Reading the conditions takes so long that the GPU may be idle afterwards.
         self.read_pace()
-        now = self._device.conditions()
-        disturbed = self._device.consensus.first(disturbance(self._before, now))
+        conditions = self._device.conditions()
+        disturbed = self._device.consensus.first(disturbance(self._before, conditions))
         pace = _lowest(self._device.consensus.exchange(_between(pace, self._pace)))
-        taken = 1.0 if disturbed is None else max(self._device.consensus.exchange(validity.taken(self._before, now)))
-        self.kept[self._read :] = [replace(one, pace=pace, disturbed=disturbed, taken=taken) for one in unread]
-        self._read, self._slowed_on_gpu = (
-            len(self.kept),
-            max(self._slowed_on_gpu, validity.slowed_on_gpu(self._before, now)),
+        taken = (
+            1.0 if disturbed is None else max(self._device.consensus.exchange(validity.taken(self._before, conditions)))
         )
-        self._before, self._unread = now, 0.0
+        self.timed[self._read :] = [replace(timed, pace=pace, disturbed=disturbed, taken=taken) for timed in unread]
+        self._read, self._slowed_on_gpu = (
+            len(self.timed),
+            max(self._slowed_on_gpu, validity.slowed_on_gpu(self._before, conditions)),
+        )
+        self._before, self._unread = conditions, 0.0
 
     def are_enough(self) -> bool:
-        """Return whether the median is known. Only called after a reading: between two rounds as little as possible is done."""
-        return self._read == len(self.kept) and self._device.consensus.all(_is_known(self.kept))
+        """Return whether the median is known. This is only computed after a reading, to do little between two rounds."""
+        return self._read == len(self.timed) and self._device.consensus.all(_is_known(self.timed))
 
     def load(self) -> str | None:
-        """Return what kept the machine busy during the whole sample, as a clause."""
+        """Return a clause on other work that kept the machine busy during the sample; ``None`` if there was none."""
         return load(self._begun, self._before)
 
     def slowed(self, *, disturbed: bool) -> Slowed:
-        """Return the largest factors by which interference slowed the steps; ``disturbed``: also in the rounds that count."""
+        """Return the largest factors by which interference slowed the steps.
+
+        Args:
+            disturbed: Whether rounds that count were disturbed as well.
+        """
         on_host = validity.slowed(self._begun, self._before)
         shared = max(on_host.shared, self._slowed_on_gpu) if disturbed else on_host.shared
         everywhere = self._device.consensus.exchange([shared, on_host.refilled])
@@ -177,8 +201,8 @@ def _steps_a_round(seconds: float) -> int:
     return max(1, math.ceil(SECONDS_A_ROUND / seconds)) if seconds > 0 else 1
 
 
-def _needed(took: float) -> int:
-    """Return the fewest rounds to take, whatever time is left, when the latest ``took`` so many seconds."""
+def _fewest_rounds(took: float) -> int:
+    """Return the least number of rounds. It depends only on the seconds that the last round took."""
     return FEWEST_ROUNDS if took < 2 * SECONDS_A_ROUND else 1
 
 
@@ -188,7 +212,17 @@ def time_step(
     device: Device,
     time_budget: TimeBudget,
 ) -> Times:
-    """Return the first sample of the time of ``step`` and the times of its ``phases``, with the device to itself."""
+    """Time a step with exclusive use of the device.
+
+    Args:
+        step: Runs one step.
+        phases: The step's phases by name, each with a function that runs the phase.
+        device: The step's device.
+        time_budget: The remaining seconds for timing.
+
+    Returns:
+        A sample with the step's time, and the times of its phases.
+    """
     with to_themselves(device) as refused:
         sample = sample_step(step, device, time_budget.share)
         time_budget.spend(sample.spent)
@@ -198,7 +232,7 @@ def time_step(
 
 @contextmanager
 def to_themselves(device: Device) -> Iterator[str | None]:
-    """Keep measured tests of others off the devices of all ranks; yields why not, as `Device.exclusive` does."""
+    """Keep other measured tests off the devices of all ranks. Yields the reason if this failed, like `Device.exclusive`."""
     with ExitStack() as stack:
         with device.consensus.in_turn():
             refused = stack.enter_context(device.exclusive())
@@ -206,7 +240,7 @@ def to_themselves(device: Device) -> Iterator[str | None]:
 
 
 def invalid_if(refused: str | None, sample: Sample, device: Device) -> Sample:
-    """Return ``sample``, which is invalid if the device was ``refused`` to it, as that clause of `to_themselves` says."""
+    """Return the sample. It is invalid if exclusive use was ``refused``, with this clause from `to_themselves`."""
     if refused is None:
         return sample
     slowed = sample.slowed or Slowed()
@@ -220,10 +254,16 @@ def time_phases(
     steps: int,
     time_budget: TimeBudget,
 ) -> Mapping[str, float]:
-    """Return the median seconds of each phase of a step, from rounds of ``steps`` steps. Phases of one name are one.
+    """Return the median seconds for each phase in a step. Phases with the same name are added up.
 
-    There are `ROUNDS_OF_PHASES`, or fewer when the share of the ``time_budget`` is spent. Nothing is run for a single phase.
-    They are not taken from the rounds of a sample: reading the clock at every boundary would be in them.
+    A sample's rounds are not used for this, because they would include a reading of the clock at every boundary. A step with
+    a single phase is not run.
+
+    Args:
+        phases: The phases by name, each with a function that runs the phase.
+        device: The step's device.
+        steps: The number of steps in a round.
+        time_budget: The remaining seconds. After its share is spent, there are fewer than `ROUNDS_OF_PHASES` rounds.
     """
     seconds: dict[str, list[float]] = {name: [] for name, _ in phases}
     if device.consensus.all(len(seconds) == 1):
@@ -244,7 +284,7 @@ def time_phases(
 
 
 def _is_known(rounds: Sequence[Round]) -> bool:
-    quiet = [one.seconds for one in rounds if one.disturbed is None]
+    quiet = [timed.seconds for timed in rounds if timed.disturbed is None]
     if len(quiet) < ROUNDS_BEFORE_A_STOP:
         return False
     sample = Sample(tuple(rounds))

@@ -1,13 +1,18 @@
-"""Validity of times: interference between two readings, whether it is too much, and how much it explains at most. Pure.
+"""Validity of times: the interference between two readings, its limits, and the slowdown that it explains. Pure.
 
-Each kind of interference can slow a step by a bounded factor; the rest is the code's. What *took time* from the step (another
-process on its core, say) is known interval by interval, and is divided out there. What *slowed* the step while it ran is known
-of a whole sample. What is shared with a neighbour (caches, memory, a core's two halves) slows the pace, too, so of both
-factors the larger one holds. That caches are another process's after waiting does not show in the pace, which is the best of a
-few, so it comes on top of what the pace lost.
+Each kind of interference can slow a step by a bounded factor. A larger slowdown comes from the code.
 
-Measured are those of the CPU, on virtual machines with two cores (AMD EPYC, Intel Xeon), as the time of a step without its
-waiting, over that of quiet runs (`benchmarks/results/cpu-x86_64/time-gate.md`).
+- Interference that *takes time* from the step, such as another process on its core, is known for each interval between two
+  readings. It is divided out there.
+- Interference that *slows* the running step is known for a whole sample. Sharing with a neighbour (caches, memory, the two
+  halves of a core) also slows the pace, so the larger factor counts. Cold caches after waiting do not show in the pace, which
+  is the best result from a few readings. So their factor multiplies the pace's factor.
+
+Example: a thread waited for 10 % of a 20 ms round. Without waiting the round took 20 * 0.9 = 18 ms, so ``taken`` is 1 / 0.9 =
+1.11.
+
+The constants for the CPU were measured on virtual machines with two cores (AMD EPYC, Intel Xeon): a step's time without
+waiting, divided by the time in quiet runs (`benchmarks/results/cpu-x86_64/time-gate.md`).
 """
 
 from __future__ import annotations
@@ -22,20 +27,20 @@ if TYPE_CHECKING:
 
 
 WAITED = 0.02
-"""Share of the time that the thread may have waited for a core: that much longer the step took, at least. A quiet machine
-has none, a busy process on each other core gave 1 %; one that shared the core for a tenth of the time gave 11 %, and
-steps that took 12 % to 33 % longer."""
+"""The largest share of the time that a thread may wait for a core. Waiting makes the step at least this much longer. It is
+0 % on a quiet machine, and was 1 % with a busy process on each other core. With a process that shared the core for a
+tenth of the time, waiting was 11 %, and steps took 12 % to 33 % longer."""
 STOLEN = 0.03
-"""Share of the time that the hypervisor may have taken from a core that was in use; acts as `WAITED` does."""
+"""The largest share that the hypervisor may take from a busy core's time. Its effect is the same as waiting."""
 OTHERS = 0.25
-"""Share of the other cores that other processes may have used. On two cores with a common L3 cache, computing on the other
-one cost GPT-2 steps up to 8 %, and copying through memory up to 41 %; copying for a quarter of the time, up to 9 %. Steps
-of 3 ms moved by 15 %, 76 % and 11 %, and by up to 38 % with no other process at work."""
+"""The largest share of the other cores for other processes. On two cores with a common L3 cache, computing on the
+other core cost GPT-2 steps up to 8 %, and copying through memory up to 41 %. Copying for a quarter of the time cost up to
+9 %. Steps of 3 ms changed by 15 %, 76 % and 11 %, and by up to 38 % without any other process."""
 SLOWEST_CLOCK = 0.75
-"""Share of the default SM clock, as in NVIDIA's nvbench, which discards samples below."""
+"""The least share of the default SM clock. NVIDIA's nvbench discards samples below the same share."""
 
 _TICK_COUNTERS = 5
-"""``others`` is the sum of so many counters of /proc/stat, each of which may be a tick off."""
+"""``others`` adds up this number of counters in /proc/stat. Each may be a tick off."""
 
 _TIMES = {1: "once", 2: "twice"}
 _SLOWDOWNS = {
@@ -45,16 +50,17 @@ _SLOWDOWNS = {
     "HwSlowdown": "slowdown by hardware",
 }
 _CLOCK_MEANS_NOTHING = frozenset({"GpuIdle", "SwPowerCap", "ApplicationsClocksSetting"})
-"""An idle GPU lowers its clock. Its power limit lowers it in every large matrix product, and is the step's own doing;
-lower application clocks are set on purpose, and the same in every run."""
+"""Reasons for a lower clock that are not interference. An idle GPU lowers its clock. The power limit lowers the clock in
+every large matrix product, so it is caused by the step. Lower application clocks are set on purpose, and are equal in
+every run."""
 
 
 def disturbance(before: Conditions, after: Conditions) -> str | None:
-    """Return, as a clause, what disturbed the time between two readings; ``None`` when nothing is known to have.
+    """Return a clause on everything that disturbed the time between two readings; ``None`` if nothing is known.
 
-    Sound for intervals of any length: what is counted in ticks is claimed only as far as it is beyond their resolution,
-    so that a round of 20 ms says nothing of them and a sample of a second does. The clock is judged as it was in the
-    end, since before its first work a GPU is at rest.
+    The function works for intervals of any length. Counters in ticks count only beyond their resolution, so a round of 20 ms
+    proves nothing about them and a sample of a second does. The clock is judged at the end, because a GPU is idle before its
+    first work.
     """
     return _clauses(
         _retried(before, after),
@@ -69,12 +75,12 @@ def disturbance(before: Conditions, after: Conditions) -> str | None:
 
 
 def load(before: Conditions, after: Conditions) -> str | None:
-    """Return the same as `disturbance` for what is counted in ticks: of a whole sample, whose rounds were judged singly."""
+    """Return the disturbances that are counted in ticks, for a whole sample."""
     return _clauses(_stolen(before, after), _others(before, after))
 
 
-def _clauses(*found: str | None) -> str | None:
-    return ", ".join(clause for clause in found if clause is not None) or None
+def _clauses(*clauses: str | None) -> str | None:
+    return ", ".join(clause for clause in clauses if clause is not None) or None
 
 
 def _retried(before: Conditions, after: Conditions) -> str | None:
@@ -90,14 +96,14 @@ def _compiled(before: Conditions, after: Conditions) -> str | None:
 
 
 def increase(before: int | None, after: int | None) -> int:
-    """Return the increase of a counter of events; one that is lower than before was reset to 0 in between."""
+    """Return a counter's increase. After a reset to 0, the second reading is the increase."""
     if before is None or after is None:
         return 0
     return after - before if after >= before else after
 
 
 def is_throttled(before: Conditions, after: Conditions) -> bool:
-    """Return whether the GPU's clock was lowered to protect it, at either end of the interval."""
+    """Return whether the clock was lowered to protect the GPU, at either end of the interval."""
     return not _SLOWDOWNS.keys().isdisjoint(_events(before, after))
 
 
@@ -109,13 +115,16 @@ def _throttled(before: Conditions, after: Conditions) -> str | None:
     events = _events(before, after)
     named = [words for event, words in _SLOWDOWNS.items() if event in events]
     if len(named) > 1 and "HwSlowdown" in events:
-        # NVML sets this one along with the hardware's two, which say why.
+        # NVML sets this event together with the two specific hardware events.
         named.remove(_SLOWDOWNS["HwSlowdown"])
     return f"the GPU was throttled: {' and '.join(named)}" if named else None
 
 
 def sm_clock_share(after: Conditions) -> float | None:
-    """Return the SM clock over its default where it is too low and neither the step's power nor a setting explains it."""
+    """Return the SM clock divided by its default if it is too low; otherwise ``None``.
+
+    A low clock that the step's power or a setting explains does not count.
+    """
     if not after.sm_clock or not after.sm_clock_default:
         return None
     if after.clock_events is None or after.clock_events & _CLOCK_MEANS_NOTHING:
@@ -130,7 +139,7 @@ def _slow_clock(after: Conditions) -> str | None:
 
 
 def other_processes(before: Conditions, after: Conditions) -> int:
-    """Return the number of other sessions' processes that used the GPU at either of the two readings."""
+    """Return the number of GPU processes from other sessions at either reading."""
     return max(len(before.other_pids | after.other_pids), before.other_processes or 0, after.other_processes or 0)
 
 
@@ -157,7 +166,7 @@ def _stolen(before: Conditions, after: Conditions) -> str | None:
     stolen = share(before, after, before.stolen, after.stolen)
     if stolen is None:
         return None
-    # Only from a core that has work can time be stolen: from ours, and from those that other processes keep busy.
+    # Time can only be stolen from busy cores: the step's core and the cores that other processes keep busy.
     busy = 1 + max(share(before, after, before.others, after.others) or 0.0, 0.0)
     if (stolen - after.tick / elapsed(before, after)) / busy <= STOLEN:
         return None
@@ -166,7 +175,7 @@ def _stolen(before: Conditions, after: Conditions) -> str | None:
 
 def _others(before: Conditions, after: Conditions) -> str | None:
     used = share(before, after, before.others, after.others)
-    # On a single core they take turns with the thread, which has waited then.
+    # On a single core they take turns with the thread, so its waiting time shows them.
     if used is None or after.cores is None or after.cores < 2:
         return None
     if used - _TICK_COUNTERS * after.tick / elapsed(before, after) <= OTHERS * (after.cores - 1):
@@ -174,10 +183,17 @@ def _others(before: Conditions, after: Conditions) -> str | None:
     return f"other processes used {used:.2f} of {after.cores} cores meanwhile"
 
 
-def share(before: Conditions, after: Conditions, then: float | None, now: float | None) -> float | None:
-    """Return the increase of a count of seconds over the time that has passed."""
+def share(before: Conditions, after: Conditions, earlier: float | None, later: float | None) -> float | None:
+    """Return the increase in a count of seconds, divided by the elapsed time; ``None`` if a reading is missing.
+
+    Args:
+        before: The first reading.
+        after: The second reading.
+        earlier: The count in the first reading.
+        later: The count in the second reading.
+    """
     seconds = elapsed(before, after)
-    return None if then is None or now is None or seconds <= 0 else (now - then) / seconds
+    return None if earlier is None or later is None or seconds <= 0 else (later - earlier) / seconds
 
 
 def elapsed(before: Conditions, after: Conditions) -> float:
@@ -191,47 +207,48 @@ def percent(ratio: float) -> str:
 
 
 OTHER_CORES = 0.2
-"""Bound of the slowdown for each other core that is kept busy. At most 0.12 was measured where the pace stayed; where it did
-not, it shows more."""
+"""The largest slowdown for each other busy core, as a share. At most 0.12 was measured while the pace stayed the same.
+Otherwise the pace shows a larger slowdown."""
 REFILLING = 0.45
-"""Bound of the slowdown for each second of waiting, over the seconds on a core: caches are another process's when the thread
-comes back. At most 0.25 was measured on the EPYC where it waited up to 60 % of the time (1.14 times as long at 40 %, 1.34 at
-50 %). It has no limit: with one of 1.7, 7 of 1,000 comparisons of a step with itself failed on the Xeon, with four processes
-for each core."""
+"""The largest slowdown for each second of waiting, divided by the seconds on a core: other processes fill the caches while
+the thread waits. At most 0.25 was measured on the EPYC with up to 60 % waiting (steps took 1.14 times as long at 40 %,
+1.34 times at 50 %). There is no upper limit: with a limit of 1.7, 7 of 1,000 comparisons of a step with itself failed on
+the Xeon, with four processes for each core."""
 MOST_SLOWED = 5.0
-"""Bound on machines with many cores, all of them busy: the memory's bandwidth is shared by all. Not measured."""
+"""The largest slowdown on machines with many busy cores, which share the memory's bandwidth. Not measured."""
 MOST_STOLEN = 0.95
 THROTTLED = 4.0
-"""Bound of a lowered clock: the hardware lowers the GPU's clock to a half (``nvmlClocksEventReasonHwSlowdown`` in nvml.h), and
-that may count twice."""
+"""The largest slowdown by a lowered clock. The hardware halves the GPU's clock (``nvmlClocksEventReasonHwSlowdown`` in
+nvml.h), and the factor 2 may count twice."""
 OTHERS_ON_GPU = 2.0
-"""Bound on a GPU, for each process including this one: they take turns by equal slices of time, and that may count twice."""
+"""The largest slowdown on a GPU for each process, including this process. They take turns with equal slices of time, and the
+factor may count twice."""
 SECONDS_A_RETRY = 1.0
-"""Bound of the time for the allocator to give back all that it cached, up to a whole GPU's memory, and to take it again."""
+"""The most seconds in which the allocator releases its cache, up to a whole GPU's memory, and allocates it again."""
 SECONDS_A_GRAPH = 100.0
-"""Bound of the time for torch.compile to compile a graph."""
+"""The most seconds in which torch.compile compiles a graph."""
 GPU_CLOCK = 2
-"""Power of the share that a GPU's clock lost by which a step may be slowed. Not measured."""
+"""The exponent with which a lowered GPU clock may slow a step. Not measured."""
 
 
 def taken(before: Conditions, after: Conditions) -> float:
-    """Return the largest factor by which interference that takes time from the step lengthens the time between two readings."""
+    """Return the largest factor by which interference that takes time lengthens the time between two readings."""
     waited = _waiting(before, after)
     events = SECONDS_A_RETRY * increase(before.retries, after.retries) + SECONDS_A_GRAPH * increase(
         before.graphs, after.graphs
     )
-    others = other_processes(before, after)
-    on_gpu = OTHERS_ON_GPU * (1 + others) if others else 1.0
+    other_count = other_processes(before, after)
+    on_gpu = OTHERS_ON_GPU * (1 + other_count) if other_count else 1.0
     seconds = elapsed(before, after)
-    # Of an interval that an event may have filled, nothing is known of the step.
+    # If an event may have filled the interval, nothing is known about the step.
     left = max(seconds - events, 1e-6 * seconds) / seconds if seconds > 0 else 1.0
     return on_gpu / left / (1 - waited)
 
 
 def slowed(before: Conditions, after: Conditions) -> Slowed:
-    """Return the largest factors by which the step ran slower while it ran, from the host's counters over a sample.
+    """Return the largest factors by which the running step was slowed, from the host's counters over a sample.
 
-    Stolen time is counted for all cores together, so all of it may have been taken from this step's.
+    Stolen time is counted for all cores together. It may have been stolen from this step's core only.
     """
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
     off_core = 1 - (1 - _waiting(before, after)) * (1 - stolen)
@@ -247,16 +264,19 @@ def slowed_on_gpu(before: Conditions, after: Conditions) -> float:
     return max(throttled, 1.0 if clock is None else clock**-GPU_CLOCK)
 
 
-def contended(now: Conditions) -> float:
-    """Return the largest factor by which another measured test can slow a step that was not alone on the device.
+def contended(conditions: Conditions) -> float:
+    """Return the largest factor by which another measured test can slow a step without exclusive use of the device.
 
-    Where other processes' CPU time is read, that one shows there. On a GPU it is none of them.
+    On the host, the CPU time of other processes shows the other test, so the factor is 1. A GPU has no such reading.
     """
-    return 1.0 if now.others is not None else 2 * OTHERS_ON_GPU
+    return 1.0 if conditions.others is not None else 2 * OTHERS_ON_GPU
 
 
 def _waiting(before: Conditions, after: Conditions) -> float:
-    """Return the share of the time in which the thread had no core, or that others used where it is not counted."""
+    """Return the share of the time in which the thread had no core.
+
+    If the device does not count waiting, return the share that other processes used.
+    """
     waited = share(before, after, before.waited, after.waited)
     if waited is None:
         waited = share(before, after, before.others, after.others)

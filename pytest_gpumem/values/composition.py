@@ -1,4 +1,4 @@
-"""Composition of the bytes live at a peak: category x module x line x dtype and shape. Frozen values, and their text."""
+"""Composition of live bytes at a peak: rows by category, module, line, dtype and shape. Frozen values."""
 
 from __future__ import annotations
 
@@ -19,92 +19,102 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 CATEGORIES = {
-    "parameter": "Found on a module that ran, or that the test's fixtures or the function passed to `measure` lead to.",
-    "buffer": "Found there as a buffer.",
-    "gradient": "Found there as a gradient. With `DistributedDataParallel` in a rank that runs alone, a bucket in "
-    "which it sends gradients is a gradient as well.",
-    "optimizer state": "Found on an optimizer that ran, or that the test's fixtures lead to.",
-    "input": "Allocated before the recording, and found on the batch, on the function passed to `measure`, or on a"
-    " fixture's value.",
-    "activation": "Made by Python code in forward, or in a part that is recomputed, and still alive when the innermost "
-    "module that made it returned: passed on, saved for backward, or kept. Outside of all modules: still "
-    "alive when backward begins its next node.",
-    "temporary": "Made there and freed before, but after its operator returned; or allocated by a node of the autograd "
-    "graph in backward; or allocated and freed in an optimizer's step.",
-    "workspace": "Freed before the operator that allocated it, or the call of it, returned. Also the backend's own "
-    "memory from earlier steps, without module and line.",
-    "other": "Allocated before the recording without any of these; or made outside of modules without a backward "
-    "after it; or made by an optimizer and kept.",
-    "unattributed": "Bytes of the step that were never seen one by one, in one row.",
+    "parameter": "A module that ran, a fixture or the function passed to `measure` refers to it as a "
+    "parameter. Example: the weights of `blocks.*.mlp.0` in a GPT with four blocks, 4 x float32[512, 128], 1.05 MB.",
+    "buffer": "One of these objects refers to it as a buffer. Example: `running_mean` in `BatchNorm2d(64)`, float32[64], "
+    "256 B.",
+    "gradient": "A parameter refers to it as its gradient, or `DistributedDataParallel` sends gradients in it and the "
+    "rank runs alone. Example: the gradients of `blocks.*.mlp.0`, 4 x float32[512, 128], 1.05 MB.",
+    "optimizer state": "An optimizer that ran, or that a fixture refers to, keeps it for its parameters. "
+    "Example: AdamW's two averages for `blocks.*.mlp.0`, 8 x float32[512, 128], 2.10 MB.",
+    "input": "It was allocated before the recording, and the batch, the function passed to `measure` or a fixture's value"
+    " refers to it. Example: a batch of token ids, int64[8, 256], 16.38 kB.",
+    "activation": "Python code in forward or in a recomputed part allocated it, and it was still alive when the innermost"
+    " module returned (outside of modules: when backward began its next node). Example: outputs of `addmm` that four "
+    "blocks save for backward, 4 x float32[2048, 512], 16.78 MB.",
+    "temporary": "It was allocated like an activation and freed earlier, but after its operator returned; or an "
+    "autograd node allocated it in backward; or an optimizer allocated and freed it in its step. Example: logits "
+    "that `flatten` copies in the loss, float32[8, 255, 256], 2.09 MB.",
+    "workspace": "It was freed before the operator that allocated it, or the call of this operator, returned. Memory that"
+    " the backend keeps from earlier steps is a workspace without module and line. Example: cuBLAS on an H100, 33.55 MB "
+    "for each thread.",
+    "other": "None of these rules holds: it was allocated before the recording, or outside of modules without a backward,"
+    " or an optimizer keeps it. Example: `torch.zeros(1024)` between two modules in a test without backward, 4.10 kB.",
+    "unattributed": "The step's bytes without a recorded block are one row. Example: a step has 40 MB, and "
+    "its recorded blocks have 38 MB, so 2 MB are unattributed.",
 }
-"""The uses of a block, and the rule of each."""
+"""The categories for a block, each with its rule and an example.
+
+The first rule that holds decides. The examples with four blocks come from `example_project/tiny_models/gpt.py`."""
 
 KEPT_SHARE = 0.95
-"""The share of the peak that a baseline's rows make up."""
+"""The share that a baseline's rows cover in the peak."""
 MOST_KEPT = 100
-"""The most rows that a baseline keeps. Of a transformer 30 make up 95 %, of a U-Net, whose blocks differ, 100 to 190."""
+"""The most rows that a baseline keeps. In a transformer, 30 rows cover 95 %. In a U-Net, whose blocks differ, 100 to 190
+rows do."""
 MOST_TIED = 50
-"""The most further rows that a baseline keeps because they have the size of its last row."""
+"""The most further rows that a baseline keeps because they have the same size as its last row."""
 REST = "smaller rows"
-"""The operator of a row that stands for all rows of its category that were not kept."""
+"""The operator of a row that sums up the unlisted rows in its category."""
 
 _SEPARATOR = " | "
 _DIGITS = re.compile(r"\d+")
 
 
 NOT_EXPLAINED = "it could not be run again to tell what its peak is made of"
-"""Prefix of the note of a step that raised when it was run once more."""
+"""Prefix of a note if the step raised when it was run once more for the explanation."""
 
 
 class MissingComposition(AttributeError):
-    """Raised if the composition of a measurement was not recorded. The message says how to record it."""
+    """Raised if a measurement's composition was not recorded. The message says how to record compositions."""
 
 
 class CompositionError(ValueError):
-    """A text that is not the row of a composition; the message says what would be right."""
+    """The text is not a row. The message has the expected form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """Memory blocks with the same category, module, line, operator, dtype and shape.
 
-    In backward, module and line are those of the forward operator that made the node. Code that backward calls (a checkpointed
-    part, the ``backward`` of a ``torch.autograd.Function``) has its own module and line.
+    A row in backward has the module and line from the forward operator behind the node. Code that backward calls (a
+    checkpointed part, or the ``backward`` method of a ``torch.autograd.Function``) has its own module and line.
 
     Example:
         ``Row("parameter", 65536, "blocks.*.0", "model.py:9", tensor="float32[64, 64]", count=4)``
     """
 
     category: str
-    """The use of the blocks, such as ``activation``; see [the categories](#categories)."""
+    """The blocks' use, such as ``activation``; see [the categories](#categories)."""
     nbytes: int
-    """Bytes of all blocks together, as they were asked for."""
+    """Requested bytes in all blocks together."""
     module: str = ""
-    """The path of the innermost module that made the blocks, with layer numbers folded: ``blocks.*.attn``. The model itself
-    has the name of its class. If several models ran, the path begins with the class of a further model: ``Discriminator.fc``.
-    Empty outside of modules.
-    """
+    """The innermost module's path, with layer numbers folded: ``blocks.*.attn``. The model itself
+    has the name of its class. If several models ran, the path in a further model begins with its class:
+    ``Discriminator.fc``. Empty outside of modules."""
     site: str = ""
-    """File and line of the innermost frame in your own code, from pytest's root directory: ``model.py:88``. Empty for none."""
+    """File and line for the innermost frame in your own code, relative to pytest's root directory: ``model.py:88``. Empty if
+    there is none."""
     library: str = ""
-    """Package with release, file and line of the library's frame beneath it:
+    """The library's line below ``site``, with its package and release:
     ``transformers 4.38.2: models/llama/modeling_llama.py:1074``. Empty if your code called torch itself."""
     operator: str = ""
-    """The operator that allocated (``_softmax``), or the node of the autograd graph in backward (``MulBackward0``). It is
-    ``autocast's cached cast`` for the copy of a weight that an operator such as ``linear`` makes at its first use."""
+    """The operator that allocated (``_softmax``), or in backward the autograd node (``MulBackward0``). An
+    operator such as ``linear`` copies a weight at its first use under autocast. This copy has the operator ``autocast's
+    cached cast``."""
     tensor: str = ""
     """Dtype and shape: ``float32[8, 12, 1024, 1024]``. Empty if no tensor was seen in the blocks."""
     count: int = 1
     """The number of blocks."""
     layers: Layers = ()
-    """The numbers of the layers that the row comes from, if layers differ: ``((0, 2),)``. There is one tuple for each ``*`` in
-    ``module``; an empty tuple stands for all layers."""
+    """The row's layer numbers, if layers differ: ``((0, 2),)``. There is one tuple for each ``*`` in ``module``. An
+    empty tuple stands for all layers."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
-    """The lines that led to the line, innermost first, one tuple for each way:
-    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 ways. Rows with different callers are
-    equal, and baselines do not keep callers."""
+    """The lines that led to the line, innermost first, with a tuple for each way:
+    ``(("gpytorch 1.13: models/exact_gp.py:426", "train.py:9"),)``. There are at most 4 ways. Rows that differ only in their
+    callers are equal, and baselines do not keep callers."""
     named: str = field(default="", compare=False)
-    """The caller that is named before the line, for example because it has changed. Empty for none."""
+    """The caller to name before the line, for example a changed caller. Empty without a named caller."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -147,7 +157,7 @@ class Row:
 
 
 def text_with_callers(row: Row) -> str:
-    """Return the text of a row, followed by the callers and the named caller if there are any."""
+    """Return a row's text, followed by the callers and the named caller if there are any."""
     if not row.callers and not row.named:
         return row.text()
     more = (chains_to_text(row.callers), row.named)
@@ -155,21 +165,25 @@ def text_with_callers(row: Row) -> str:
 
 
 def row_from_text(text: str) -> Row:
-    """Return the row that `Row.text` or `text_with_callers` wrote. Raises `CompositionError`."""
+    """Return the row that `Row.text` or `text_with_callers` wrote.
+
+    Raises:
+        CompositionError: The text is not a row.
+    """
     parts = text.split(_SEPARATOR)
     if len(parts) not in (7, 9):
         raise CompositionError(
             f"{text!r} has {len(parts)} parts, expected 7: category | module | operator | line | library's line | "
             "count x dtype[shape] | bytes"
         )
-    category, module, operator, site, library, what, nbytes = parts[:7]
+    category, module, operator, site, library, tensors, nbytes = parts[:7]
     callers, named = parts[7:] or ("", "")
     if category not in CATEGORIES:
         raise CompositionError(f"{text!r}: {category!r} is no category; {nearest(category, list(CATEGORIES))}")
-    count, times, tensor = what.partition(" x ")
+    count, times, tensor = tensors.partition(" x ")
     if not times or not count.isdecimal():
-        raise CompositionError(f"{text!r}: {what!r} is no count of tensors, like '4 x float32[8, 64]'")
-    # What is known one by one may be more than what was counted as the step's, and nothing else can be negative.
+        raise CompositionError(f"{text!r}: {tensors!r} is no count of tensors, like '4 x float32[8, 64]'")
+    # Unattributed bytes are negative if the recorded blocks have more bytes than the step. No other row can be negative.
     digits = nbytes.removeprefix("-") if category == "unattributed" else nbytes
     if not digits.isdecimal():
         raise CompositionError(f"{text!r}: {nbytes!r} is no number of bytes")
@@ -188,18 +202,18 @@ def row_from_text(text: str) -> Row:
 
 
 RowText = Annotated[Row, Form(str, text_with_callers, row_from_text)]
-"""A row that is written as its text, with its callers."""
+"""A row that is written as its text, including its callers."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composition(FrozenValue):
-    """The bytes that are live at one moment, a frozen value. ``rows`` and ``rest`` add up to ``total`` exactly.
+    """The live bytes at a moment, a frozen value. ``rows`` and ``rest`` add up to ``total`` exactly.
 
-    A pattern of modules matches the folded path of a module, or of a module around it: ``blocks.*.attn`` includes
-    ``blocks.*.attn.qkv``. ``*`` matches dots as well. The ``path`` of a row that names its layers may match, too.
+    A pattern matches a module's folded path, or the path of a module around it: ``blocks.*.attn`` includes
+    ``blocks.*.attn.qkv``. ``*`` also matches dots. If a row names its layers, the pattern may also match its ``path``.
 
-    Memory that earlier steps left behind (a list of losses) counts as kept by this step. On CUDA, memory from before the
-    recording is known only if the step or the test holds it.
+    Memory from earlier steps (a list of losses) counts as kept by this step. On CUDA, memory from before the recording is
+    known only if the step or the test refers to it.
 
     Example::
 
@@ -215,36 +229,36 @@ class Composition(FrozenValue):
     rows: tuple[RowText, ...]
     """The rows, the largest first."""
     recomputed: Mapping[str, int] = field(default_factory=dict)
-    """The number of calls that backward repeated, by the folded path of their module."""
+    """The calls that backward repeated: their number, by their module's folded path."""
     notes: tuple[str, ...] = ()
     """Clauses, for example if the recorded run had another peak than the measured run."""
     no_grad: Mapping[str, Calls] = field(default_factory=dict)
     """The calls with grad mode off (``no_grad``, ``inference_mode``), by module: ``(1, 1)`` is 1 of 1 call. For a function
-    (``step()``) they are the torch functions that it calls itself."""
+    (``step()``) they are its own calls to torch functions."""
     no_backward: Mapping[str, Calls] = field(default_factory=dict)
     """The calls in forward with grad mode on that backward did not reach (``detach``, parameters without gradients), by
-    module. Calls that neither made a part of the graph nor allocated are left out.
+    module. Calls without a part in the graph and without allocations are left out.
     """
     phase: str = ""
     """The phase of the moment: forward, backward or optimizer, also in code without phases. Empty if unknown."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_order)))
+        object.__setattr__(self, "rows", tuple(sorted(self.rows, key=_by_size)))
         self._freeze(
             **{name: dict(sorted(getattr(self, name).items())) for name in ("recomputed", "no_grad", "no_backward")}
         )
 
     def __repr__(self) -> str:
-        # Short, since it stands in every failed assertion about it.
+        # Short, because every failed assertion about a composition shows it.
         return f"<Composition: {format_bytes(self.total)} in {counted(len(self.rows), 'row')}>"
 
     @property
     def rest(self) -> int:
-        """Bytes that are in no row: 0, unless only the largest rows were kept."""
+        """The bytes that are in no row. They are 0 unless only the largest rows were kept."""
         return self.total - sum(row.nbytes for row in self.rows)
 
     def of(self, category: str, module: str = "*") -> int:
-        """Return the bytes of a category in the modules that match a pattern.
+        """Return a category's bytes in the modules that match a pattern.
 
         Args:
             category: One of [the categories](#categories).
@@ -255,38 +269,38 @@ class Composition(FrozenValue):
         """
         if category not in CATEGORIES:
             raise ValueError(f"{category!r} is no category; {nearest(category, list(CATEGORIES))}")
-        return sum(row.nbytes for row in self.rows if row.category == category and _within(row, module))
+        return sum(row.nbytes for row in self.rows if row.category == category and _is_within(row, module))
 
     def dtypes(self, module: str = "*", category: str | None = None) -> frozenset[str]:
-        """Return the dtypes of the tensors in the modules that match a pattern: ``{"bfloat16", "float32"}``.
+        """Return the tensors' dtypes in the modules that match a pattern: ``{"bfloat16", "float32"}``.
 
         Args:
             module: A pattern: ``"*.attn"``.
             category: One of [the categories](#categories); ``None`` for all.
         """
         return frozenset(
-            row.dtype for row in self.rows if row.dtype and category in (None, row.category) and _within(row, module)
+            row.dtype for row in self.rows if row.dtype and category in (None, row.category) and _is_within(row, module)
         )
 
     def kept(self) -> Composition:
-        """Return the composition as a baseline keeps it: the largest rows, at most 100.
+        """Return the composition in the form that a baseline keeps, with at most 100 rows.
 
-        The rows make up 95 % of all bytes, and 95 % of the bytes beside workspaces. The other rows are joined to one row for
-        each category, with the operator ``smaller rows``. In ``no_grad`` and ``no_backward`` the modules that differ from the
-        module around them are kept, with ``(all)`` for the sum.
+        The largest rows are kept. They cover 95 % of all bytes, and 95 % without workspaces. The other rows are
+        joined to one row for each category, with the operator ``smaller rows``. ``no_grad`` and ``no_backward`` keep only the
+        modules that differ from the module around them, and the sum as ``(all)``.
 
-        If up to 50 further rows have the size of the last row, they are kept, too. Example: ``to_q``, ``to_k`` and ``to_v``
-        have equal sizes. Without ``to_v`` a new row with this size would look like ``to_v``. A larger tie is split.
+        If up to 50 further rows have the same size as the last row, they are kept as well. Example: ``to_q``, ``to_k`` and
+        ``to_v`` have equal sizes. Without ``to_v`` a new row with this size would look like ``to_v``. A larger tie is split.
         """
         workspaces = sum(row.nbytes for row in self.rows if row.category == "workspace")
-        # Keep negative rows; without them the kept rows could add up to more than the total.
-        kept = [row for row in self.rows if row.nbytes < 0]
-        rests = [row for row in self.rows if row.nbytes >= 0 and row.operator == REST]
+        # Keep negative rows. Without them the kept rows could add up to more than the total.
+        kept_rows = [row for row in self.rows if row.nbytes < 0]
+        old_sums = [row for row in self.rows if row.nbytes >= 0 and row.operator == REST]
         rows = [row for row in self.rows if row.nbytes >= 0 and row.operator != REST]
-        missing = self.total - sum(row.nbytes for row in kept)
+        missing = self.total - sum(row.nbytes for row in kept_rows)
         missing_beside = missing - workspaces
         number = 0
-        while number < len(rows) and len(kept) + number < MOST_KEPT:
+        while number < len(rows) and len(kept_rows) + number < MOST_KEPT:
             row = rows[number]
             if missing <= (1 - KEPT_SHARE) * self.total and missing_beside <= (1 - KEPT_SHARE) * (
                 self.total - workspaces
@@ -297,88 +311,94 @@ class Composition(FrozenValue):
             missing_beside -= row.nbytes if row.category != "workspace" else 0
         tied = [row for row in rows[number:] if number and row.nbytes == rows[number - 1].nbytes]
         number += len(tied) if len(tied) <= MOST_TIED else 0
-        kept, others = [*kept, *rows[:number]], [*rests, *rows[number:]]
-        joined = merged(Row(row.category, row.nbytes, operator=REST, count=row.count) for row in others)
+        kept_rows, unlisted = [*kept_rows, *rows[:number]], [*old_sums, *rows[number:]]
+        sums = merged(Row(row.category, row.nbytes, operator=REST, count=row.count) for row in unlisted)
         return replace(
-            self, rows=(*kept, *joined), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward)
+            self, rows=(*kept_rows, *sums), no_grad=outermost(self.no_grad), no_backward=outermost(self.no_backward)
         )
 
 
 def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return rows with those joined that differ in nothing but count and bytes."""
-    found: dict[Row, tuple[int, int, dict[Chain, None]]] = {}
+    """Add up rows that differ only in count and bytes."""
+    sums: dict[Row, tuple[int, int, dict[Chain, None]]] = {}
     for row in rows:
         key = replace(row, nbytes=0, count=0)
-        nbytes, count, chains = found.get(key, (0, 0, {}))
-        found[key] = nbytes + row.nbytes, count + row.count, chains | dict.fromkeys(row.callers)
+        nbytes, count, chains = sums.get(key, (0, 0, {}))
+        sums[key] = nbytes + row.nbytes, count + row.count, chains | dict.fromkeys(row.callers)
     return tuple(
         replace(key, nbytes=nbytes, count=count, callers=all_chains(chains))
-        for key, (nbytes, count, chains) in found.items()
+        for key, (nbytes, count, chains) in sums.items()
     )
 
 
 def each_layer(row: Row) -> dict[Numbers, Row]:
-    """Return a row for each layer that is named, by its numbers; nothing where none is, or they cannot be alike."""
-    of = members(row.layers) or set()
-    if not of or row.nbytes % len(of) or row.count % len(of):
+    """Return a row for each named layer, by its numbers; nothing without named layers, or if they cannot have equal parts."""
+    layers = members(row.layers) or set()
+    if not layers or row.nbytes % len(layers) or row.count % len(layers):
         return {}
-    one = replace(row, nbytes=row.nbytes // len(of), count=row.count // len(of))
-    return {numbers: replace(one, layers=tuple((number,) for number in numbers)) for numbers in of}
+    layer_row = replace(row, nbytes=row.nbytes // len(layers), count=row.count // len(layers))
+    return {numbers: replace(layer_row, layers=tuple((number,) for number in numbers)) for numbers in layers}
 
 
-def joined(rows: Iterable[Row], there: Mapping[str, Collection[Numbers]]) -> tuple[Row, ...]:
-    """Return rows of single layers with those joined that are alike but for their layer, as few as that takes.
+def joined(rows: Iterable[Row], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Row, ...]:
+    """Join rows with single layers to as few rows as possible.
+
+    Example:
+        ``_softmax`` has rows with 8 MB in the layers 0, 1 and 2 and a row with 4 MB in layer 3. The result has one row with
+        24 MB for ``h.{0-2}.attn`` and one with 4 MB for ``h.3.attn``.
 
     Args:
         rows: The rows.
-        there: The layers that there are of each module.
+        all_layers: All layers of each module, by folded path.
     """
-    found: dict[Row, dict[Numbers, tuple[int, ...]]] = {}
+    layers_of: dict[Row, dict[Numbers, tuple[int, ...]]] = {}
     callers: dict[Row, dict[Chain, None]] = {}
-    whole = []
+    joined_rows = []
     for row in rows:
         layers_of_row = each_layer(row)
         key = replace(row, nbytes=0, count=0, layers=())
-        for numbers, one in layers_of_row.items():
-            found.setdefault(key, {})[numbers] = one.nbytes, one.count
+        for numbers, layer_row in layers_of_row.items():
+            layers_of.setdefault(key, {})[numbers] = layer_row.nbytes, layer_row.count
         callers.setdefault(key, {}).update(dict.fromkeys(row.callers))
-        whole += [] if layers_of_row else [row]
-    for key, each in found.items():
-        for layers, number, (nbytes, count) in kinds_of(each, there.get(key.module, ())):
+        joined_rows += [] if layers_of_row else [row]
+    for key, amounts in layers_of.items():
+        for layers, number, (nbytes, count) in kinds_of(amounts, all_layers.get(key.module, ())):
             chains = all_chains(callers[key])
-            whole.append(replace(key, nbytes=nbytes * number, count=count * number, layers=layers, callers=chains))
-    return merged(whole)
+            joined_rows.append(
+                replace(key, nbytes=nbytes * number, count=count * number, layers=layers, callers=chains)
+            )
+    return merged(joined_rows)
 
 
 def item_bits(dtype: str) -> int:
-    """Return the bits of an element of a dtype: 32 of ``float32``, 8 of ``bool`` and ``float8_e5m2``; 0 where unknown."""
-    found = _DIGITS.search(dtype)
-    return 8 if dtype == "bool" else int(found.group()) if found else 0
+    """Return the bits in an element: 32 for ``float32``, 8 for ``bool`` and ``float8_e5m2``, and 0 for an unknown dtype."""
+    digits = _DIGITS.search(dtype)
+    return 8 if dtype == "bool" else int(digits.group()) if digits else 0
 
 
-def _order(row: Row) -> tuple[int, str]:
+def _by_size(row: Row) -> tuple[int, str]:
     return -row.nbytes, row.text()
 
 
-def _within(row: Row, pattern: str) -> bool:
-    """Return whether a row's module, with layers folded or named, or one that it is in matches the pattern."""
-    parts = [path.split(".") for path in {row.module, row.path}]
+def _is_within(row: Row, pattern: str) -> bool:
+    """Return whether the pattern matches a row's module, or a module around it."""
+    paths = [path.split(".") for path in {row.module, row.path}]
     return any(
-        fnmatch.fnmatchcase(".".join(some[:count]), pattern) for some in parts for count in range(1, len(some) + 1)
+        fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for parts in paths for count in range(1, len(parts) + 1)
     )
 
 
 KEPT_IN = "kept in"
 HOLDER_NOT_FOUND = "holder not found"
 MOST_ALTERNATIVES = 3
-"""The most alternatives that the path of a holder names."""
+"""The most alternatives that a holder's path names."""
 FIRST_USE = "filled by the first use"
-"""Says of a holder that the measured run gave tensors to it, and the next run none: a cache."""
+"""The text before a cache: the measured run filled the cache, and the next run added nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder(FrozenValue):
-    """An attribute, variable or autograd graph that keeps tensors alive, with the tensors.
+    """An attribute, variable or autograd graph that keeps tensors alive, with these tensors.
 
     Example:
         ``Holder("Net.seen[...]", Composition(4096, (Row("activation", 4096, site="net.py:12"),)))``
@@ -390,78 +410,89 @@ class Holder(FrozenValue):
     ``"Net.seen[...] or Net.last"`` and ``"perhaps Net.seen[...]"`` name `alternatives`.
     """
     kept: Composition
-    """The composition of the tensors."""
+    """The tensors' composition."""
     first_use: bool = False
-    """True for a cache: the measured run filled it, and the next run finds it full."""
+    """True for a cache, which the measured run filled and the next run found full."""
     alternatives: tuple[str, ...] = ()
-    """The paths to several possible holders, if nothing proves which of them keeps the tensors; else empty.
+    """The paths to several possible holders, if nothing proves which holder keeps the tensors; else empty.
 
     An empty path stands for a holder that was not found.
     """
 
     @property
     def text(self) -> str:
-        """``"kept in: Net.seen[...]"``, as every report names the holder."""
+        """The text in every report: ``"kept in: Net.seen[...]"``."""
         if not self.path:
             return HOLDER_NOT_FOUND
         return f"{FIRST_USE if self.first_use else KEPT_IN}: {self.path}"
 
 
-def holder_at(paths: Iterable[str], kept: Composition) -> Holder:
-    """Return the holder at a path, or a holder with alternatives if there are several paths."""
+def holder_at(paths: Iterable[str], composition: Composition) -> Holder:
+    """Return the holder at a path, or a holder with alternatives if there are several paths.
+
+    Example:
+        ``holder_at(["Net.seen[...]", "Net.last"], composition)`` has the path ``"Net.last or Net.seen[...]"``.
+    """
     alternatives = tuple(sorted(set(paths)))
     if len(alternatives) < 2:
-        return Holder("".join(alternatives), kept)
+        return Holder("".join(alternatives), composition)
     named = [path for path in alternatives if path]
     more = len(named) - MOST_ALTERNATIVES
     text = " or ".join([*named[:MOST_ALTERNATIVES], *([counted(more, "other")] if more > 0 else [])])
-    return Holder(text if len(named) == len(alternatives) else f"perhaps {text}", kept, alternatives=alternatives)
+    return Holder(
+        text if len(named) == len(alternatives) else f"perhaps {text}", composition, alternatives=alternatives
+    )
 
 
 def ranked(holders: Iterable[Holder]) -> tuple[Holder, ...]:
-    """Return holders in the order of the bytes that they keep, the most first."""
+    """Return holders sorted by their kept bytes, the largest first."""
     return tuple(sorted(holders, key=lambda holder: (-holder.kept.total, holder.path)))
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The result of one recorded run of a step, a frozen value."""
+    """The result from a step's recorded run, a frozen value."""
 
     peak: Composition
-    """The composition of the peak, as `Measurement.composition`. If memory ran out, that of the moment before."""
+    """The peak's composition, as `Measurement.composition`. If memory ran out, the composition just before."""
     retained: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of the memory that the step left behind, after garbage was collected."""
+    """The composition of memory that the step left behind, after garbage collection."""
     garbage: Composition = field(default_factory=lambda: Composition(0, ()))
-    """The composition of the memory that only Python's cyclic collector freed."""
+    """The composition of memory that only Python's cyclic collector freed."""
     cycles: tuple[str, ...] = ()
     """The types in the reference cycles that held the garbage, at most 5: ``"Trainer -> dict -> method -> Trainer"``."""
     asked: int | None = None
-    """The bytes that were asked for when memory ran out; ``None`` if it did not."""
+    """The requested bytes when memory ran out; ``None`` if it did not."""
     over_time: OverTime | None = None
     """The step's bytes over time, if a report is written (``--gpumem-report``). ``None`` otherwise, and if a step is
     explained only to be accepted later.
     """
     holders: tuple[Holder, ...] = ()
-    """The holders of the tensors in ``retained``, the most bytes first. Their rows add up to the rows of ``retained``."""
+    """The holders for the tensors in ``retained``, the most bytes first. Their rows add up to the rows in ``retained``."""
     holders_of_inputs: tuple[Holder, ...] = ()
-    """The holders of inputs that each step frees and makes anew, such as ``self.last_output``. A failure names them under
-    ``what grew`` with the line that makes the inputs, unless several lines make tensors of this size."""
+    """The holders of replaced inputs, such as ``self.last_output``. Each step frees and makes these inputs anew. A failure
+    names the holders under ``what grew`` with the line that makes the inputs, unless several lines make tensors with this
+    size."""
     gpu: str | None = None
-    """The GPU of the run, ``"cuda:1"``, if the process sees several."""
+    """The run's GPU, ``"cuda:1"``, if the process sees several."""
     other_phases: Mapping[str, Composition] = field(default_factory=dict)
-    """The composition at the peak of each other phase in which anything was allocated."""
+    """The compositions at the peaks of all other phases with allocations."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """Callers of each module and function (``step()``, ``Net.target()``) that was called with grad mode on, by folded path."""
+    """Callers with grad mode on, by the folded path of the called module or function (``step()``, ``Net.target()``)."""
     function_at: Mapping[str, str] = field(default_factory=dict)
-    """The function of each line that ran with grad mode on, except lines in a module's ``forward``: ``step()``."""
+    """The function around each line with grad mode on, except lines in a module's ``forward``: ``step()``."""
 
     def kept(self) -> Explanation:
-        """Return the explanation with the largest rows of each composition only, as `Composition.kept`.
+        """Return the explanation with only the largest rows in each composition, as `Composition.kept`.
 
-        Other phases are kept if their peak is half of the step's or more, because the peak may move there. The composition of
-        the peak keeps all calls of modules.
+        A phase is kept if its peak is at least half of the step's peak, because the peak may move there. The peak's
+        composition keeps all module calls.
         """
-        near = {phase: one.kept() for phase, one in self.other_phases.items() if 2 * one.total >= self.peak.total}
+        near = {
+            phase: composition.kept()
+            for phase, composition in self.other_phases.items()
+            if 2 * composition.total >= self.peak.total
+        }
         return replace(
             self,
             peak=replace(self.peak.kept(), no_grad=self.peak.no_grad, no_backward=self.peak.no_backward),
@@ -474,12 +505,12 @@ class Explanation:
 
 
 def without_callers(composition: Composition) -> Composition:
-    """Return a composition without the callers of its rows' lines."""
+    """Return a composition without callers in its rows."""
     return replace(composition, rows=tuple(replace(row, callers=()) for row in composition.rows))
 
 
 def explanation_without_callers(explanation: Explanation) -> Explanation:
-    """Return an explanation without the callers of its rows' lines."""
+    """Return an explanation without callers in its rows."""
 
     def without(holders: Iterable[Holder]) -> tuple[Holder, ...]:
         return tuple(replace(holder, kept=without_callers(holder.kept)) for holder in holders)
@@ -491,5 +522,5 @@ def explanation_without_callers(explanation: Explanation) -> Explanation:
         garbage=without_callers(explanation.garbage),
         holders=without(explanation.holders),
         holders_of_inputs=without(explanation.holders_of_inputs),
-        other_phases={phase: without_callers(one) for phase, one in explanation.other_phases.items()},
+        other_phases={phase: without_callers(composition) for phase, composition in explanation.other_phases.items()},
     )

@@ -1,7 +1,9 @@
-"""Events of a recorded step: allocations and frees, among the operators and marks around them.
+"""Events of a recorded step: allocations and frees, and the operators and marks around them.
 
-One contract for every source (the CPU's profiler, CUDA's allocator history, fake tensors). Tokens stand in the order in
-which things happened, spans nest, and nothing here knows torch, so that a recording can be kept and read anywhere.
+All sources share this contract: the CPU's profiler, CUDA's allocator history, and fake tensors. Tokens have the order in which
+they happened, and spans nest. The module does not use torch, so a recording can be stored and read anywhere.
+
+Example: ``a @ b`` is ``Open(100, "operator", "aten::mm")``, ``AllocationEvent(120, 0x7f10, 4096)`` and ``Close(180)``.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ SpanKind = Literal["operator", "node", "mark"]
 
 
 NOWHERE = 0
-"""The address of an allocation of 0 bytes that tells that memory ran out."""
+"""The address in an allocation with 0 bytes, which marks the moment when memory ran out."""
 
 
 class AllocationEvent(NamedTuple):
-    """One allocation (``nbytes`` > 0) or free (``nbytes`` < 0) of a block of memory.
+    """An allocation (``nbytes`` > 0) or a free (``nbytes`` < 0) of a block.
 
-    One that is ``apart`` is another thread's: the operators, nodes and calls around it have nothing to do with it.
+    An event with ``apart`` comes from another thread, so the operators, nodes and calls around it did not cause it.
     """
 
     time_ns: int
@@ -28,10 +30,10 @@ class AllocationEvent(NamedTuple):
 
 
 class Open(NamedTuple):
-    """The beginning of a span: an operator (``aten::addmm``), a node of the autograd graph that runs, or a mark of ours.
+    """The beginning of a span: an operator (``aten::addmm``), a running autograd node, or a mark from this package.
 
-    ``sequence`` is autograd's number, which a node shares with the operator that made it; -1 for none. ``mark`` is the
-    index of a mark; -1 for none.
+    ``sequence`` is autograd's number, which a node shares with its operator; -1 without a number. ``mark`` is
+    the index of a mark; -1 for other spans.
     """
 
     time_ns: int
@@ -48,7 +50,7 @@ class Close(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A tensor that an operator took: what lies at an address, as ``float32`` and ``(8, 256)``."""
+    """A tensor that an operator took as an argument: its address, dtype (``float32``) and shape (``(8, 256)``)."""
 
     address: int
     dtype: str
@@ -56,7 +58,7 @@ class Seen(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """The thread that an operator or a node ran on, and the one that made the node (0 for none), by torch's numbers."""
+    """The thread that ran an operator or a node, and the thread that made the node (0 for operators), by torch's numbers."""
 
     ran: int
     made: int

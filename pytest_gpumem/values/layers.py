@@ -1,4 +1,7 @@
-"""Layers of a repeated module: paths with layer numbers folded, and the numbers beside them. Pure."""
+"""Layers of a repeated module: module paths with folded layer numbers, and the numbers. Pure.
+
+Example: ``h.0.attn``, ``h.1.attn`` and ``h.2.attn`` are the path ``h.*.attn`` with the numbers 0, 1 and 2.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
 Numbers = tuple[int, ...]
-"""The numbers in one path: of ``layers.3.experts.5``, 3 and 5."""
+"""The layer numbers in one path: 3 and 5 in ``layers.3.experts.5``."""
 Layers = tuple[tuple[int, ...], ...]
-"""For each number in a path those of the modules that are meant, every combination of them; of one without any, all."""
+"""The selected layers, with a tuple of numbers for each ``*`` in a path.
+
+All combinations are selected. Without any tuples, all layers are. Example: ``((0, 1), (5,))`` in
+``layers.*.experts.*`` means ``layers.0.experts.5`` and ``layers.1.experts.5``."""
 
 FOLDED = "*"
 _NAMED = re.compile(r"\d+|\{\d+(-\d+)?(,\d+(-\d+)?)*\}")
@@ -25,7 +31,7 @@ def folded(path: str) -> str:
 
 
 def apart(path: str) -> tuple[str, Layers]:
-    """Return a path that names layers as the folded one and these: ``h.{0-2}.attn`` is ``h.*.attn`` and ``((0, 1, 2),)``."""
+    """Split a path into the folded path and its layers: ``h.{0-2}.attn`` is ``h.*.attn`` and ``((0, 1, 2),)``."""
     if not any(character.isdigit() for character in path):
         return path, ()
     parts, layers = [], []
@@ -38,58 +44,71 @@ def apart(path: str) -> tuple[str, Layers]:
 
 
 def named(path: str, layers: Layers) -> str:
-    """Return a folded path with the layers that are meant: the inverse of `apart`."""
-    left = iter(layers)
-    return ".".join(_text(next(left, ())) if part == FOLDED else part for part in path.split(".")) if layers else path
+    """Return a folded path with its layers, the inverse of `apart`."""
+    remaining = iter(layers)
+    return (
+        ".".join(_part(next(remaining, ())) if part == FOLDED else part for part in path.split(".")) if layers else path
+    )
 
 
-def products(found: Collection[Numbers], there: Collection[Numbers] = ()) -> list[Layers]:
-    """Return numbers of paths as combinations, as few as that takes; ``there`` are those of all modules, if they are known.
+def products(numbers: Collection[Numbers], all_numbers: Collection[Numbers] = ()) -> list[Layers]:
+    """Return path numbers as few combinations of layers.
 
-    All of them are ``()``, and numbers of which all occur are left out of a combination.
+    If all numbers occur, the result is ``[()]``. If all numbers at one ``*`` occur, this ``*`` has an empty tuple.
+
+    Example:
+        ``products({(0,), (2,)}, {(0,), (1,), (2,)})`` is ``[((0, 2),)]``.
+
+    Args:
+        numbers: The layer numbers in the paths.
+        all_numbers: The layer numbers in all modules with this folded path, if they are known.
     """
-    found, there = set(found), set(there)
-    if found == there or not found:
+    numbers, all_numbers = set(numbers), set(all_numbers)
+    if numbers == all_numbers or not numbers:
         return [()]
-    return [_shortened(one, there) for one in _combined(found)]
+    return [_without_complete_numbers(layers, all_numbers) for layers in _combinations(numbers)]
 
 
 def layers_of(paths: Iterable[str]) -> dict[str, frozenset[Numbers]]:
-    """Return the layers that there are of each module, by its folded path."""
-    found: dict[str, set[Numbers]] = {}
+    """Return all layers by the module's folded path."""
+    layers_by_path: dict[str, set[Numbers]] = {}
     for path, layers in map(apart, paths):
-        found.setdefault(path, set()).update(members(layers) or ())
-    return {path: frozenset(numbers) for path, numbers in found.items()}
+        layers_by_path.setdefault(path, set()).update(members(layers) or ())
+    return {path: frozenset(numbers) for path, numbers in layers_by_path.items()}
 
 
 def members(layers: Layers) -> set[Numbers] | None:
-    """Return the numbers of each path that is meant; ``None`` where some are left out."""
+    """Return the numbers in each selected path; ``None`` if a ``*`` stands for all layers."""
     return set(product(*layers)) if layers and all(layers) else None
 
 
 def is_of(numbers: Numbers, layers: Layers) -> bool:
-    """Return whether a path with these numbers is meant."""
-    return not layers or all(not some or number in some for number, some in zip(numbers, layers, strict=True))
+    """Return whether the layers include a path with these numbers."""
+    return not layers or all(not meant or number in meant for number, meant in zip(numbers, layers, strict=True))
 
 
-def _combined(found: set[Numbers]) -> list[Layers]:
-    if not any(found):
+def _combinations(numbers: set[Numbers]) -> list[Layers]:
+    if not any(numbers):
         return [()]
     rests: dict[int, set[Numbers]] = defaultdict(set)
-    for first, *rest in found:
+    for first, *rest in numbers:
         rests[first].add(tuple(rest))
-    alike: dict[frozenset[Numbers], list[int]] = defaultdict(list)
-    for first, some in rests.items():
-        alike[frozenset(some)].append(first)
-    return [(tuple(sorted(firsts)), *rest) for some, firsts in alike.items() for rest in _combined(set(some))]
+    firsts_by_rests: dict[frozenset[Numbers], list[int]] = defaultdict(list)
+    for first, rest_set in rests.items():
+        firsts_by_rests[frozenset(rest_set)].append(first)
+    return [
+        (tuple(sorted(firsts)), *rest)
+        for rest_set, firsts in firsts_by_rests.items()
+        for rest in _combinations(set(rest_set))
+    ]
 
 
-def _shortened(layers: Layers, there: set[Numbers]) -> Layers:
-    """Return a combination without those numbers of which all that there are occur."""
+def _without_complete_numbers(layers: Layers, all_numbers: set[Numbers]) -> Layers:
+    """Return a combination with an empty tuple for each ``*`` at which all numbers occur."""
     meant = set(product(*layers))
     for index in range(len(layers)):
         shorter = (*layers[:index], (), *layers[index + 1 :])
-        if {one for one in there if len(one) == len(layers) and is_of(one, shorter)} == meant:
+        if {numbers for numbers in all_numbers if len(numbers) == len(layers) and is_of(numbers, shorter)} == meant:
             layers = shorter
     return layers
 
@@ -97,17 +116,17 @@ def _shortened(layers: Layers, there: set[Numbers]) -> Layers:
 def _numbers(part: str) -> tuple[int, ...]:
     if not _NAMED.fullmatch(part) or len(part) > 1000:
         return ()
-    found: list[int] = []
-    for one in part.strip("{}").split(","):
-        first, _, last = one.partition("-")
+    layer_numbers: list[int] = []
+    for span in part.strip("{}").split(","):
+        first, _, last = span.partition("-")
         if max(len(first), len(last)) > 6:
             return ()
-        found += range(int(first), int(last or first) + 1)
-    numbers = tuple(found)
-    return numbers if _text(numbers) == part else ()
+        layer_numbers += range(int(first), int(last or first) + 1)
+    numbers = tuple(layer_numbers)
+    return numbers if _part(numbers) == part else ()
 
 
-def _text(numbers: tuple[int, ...]) -> str:
+def _part(numbers: tuple[int, ...]) -> str:
     """Return ``*``, ``3``, ``{2,3}`` or ``{0-2,7}``."""
     if len(numbers) < 2:
         return str(numbers[0]) if numbers else FOLDED
@@ -115,31 +134,38 @@ def _text(numbers: tuple[int, ...]) -> str:
 
 
 def runs(numbers: Iterable[int], to: str) -> Iterator[str]:
-    """Yield ascending numbers as texts, three or more in a row as one of the first and the last with ``to`` in between."""
-    found: list[list[int]] = []
+    """Yield ascending numbers as texts, three or more consecutive numbers as a range.
+
+    Example:
+        ``runs([0, 1, 2, 7], "-")`` yields ``"0-2"`` and ``"7"``.
+    """
+    groups: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
         else:
-            found.append([number])
-    for run in found:
-        yield from [f"{run[0]}{to}{run[-1]}"] if len(run) > 2 else map(str, run)
+            groups.append([number])
+    for group in groups:
+        yield from [f"{group[0]}{to}{group[-1]}"] if len(group) > 2 else map(str, group)
 
 
 def kinds_of(
-    amounts: Mapping[Numbers, tuple[int, ...]], there: Collection[Numbers]
+    amounts: Mapping[Numbers, tuple[int, ...]], all_layers: Collection[Numbers]
 ) -> list[tuple[Layers, int, tuple[int, ...]]]:
-    """Return layers with the same amounts as combinations, as few as that takes: each with their number, and one's amounts.
+    """Return layers with equal amounts as few combinations.
 
     Args:
-        amounts: The amounts of each layer.
-        there: The layers that there are.
+        amounts: The amounts by layer.
+        all_layers: All layers of the module.
+
+    Returns:
+        For each combination its layers, their number, and the amounts in one layer.
     """
-    alike: dict[tuple[int, ...], set[Numbers]] = defaultdict(set)
+    layers_with: dict[tuple[int, ...], set[Numbers]] = defaultdict(set)
     for numbers, amount in amounts.items():
-        alike[amount].add(numbers)
+        layers_with[amount].add(numbers)
     return [
-        (layers, sum(is_of(numbers, layers) for numbers in some), amount)
-        for amount, some in alike.items()
-        for layers in products(some, there)
+        (layers, sum(is_of(numbers, layers) for numbers in layer_numbers), amount)
+        for amount, layer_numbers in layers_with.items()
+        for layers in products(layer_numbers, all_layers)
     ]

@@ -1,4 +1,7 @@
-"""Counts of a module's calls for which something holds: grad mode was off, backward did not come there. Pure."""
+"""Module calls with a property: grad mode was off, or backward did not reach the call. Pure.
+
+Example: ``Calls(6, 12)`` for ``blocks.*`` means that 6 of 12 calls ran with grad mode off.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _TEXT = re.compile(r"(\d{1,18}) of (\d{1,18}) x (.*)", re.DOTALL)
 
 
 class Calls(NamedTuple):
-    """The calls of a module that have a property, and all its calls, as a named tuple."""
+    """A module's calls with a property, and all its calls, as a named tuple."""
 
     these: int
     """The calls with the property."""
@@ -29,7 +32,7 @@ class Calls(NamedTuple):
         return self.total - self.these
 
     def text(self, path: str) -> str:
-        """Return ``"6 of 12 x blocks.*"``, for the store; `calls_from_text` is the inverse."""
+        """Return the text in the store: ``"6 of 12 x blocks.*"``. `calls_from_text` is the inverse."""
         return f"{self.these} of {self.total} x {path}"
 
 
@@ -37,9 +40,9 @@ class Caller(NamedTuple):
     """A caller of a module, as a named tuple."""
 
     module: str
-    """The folded path of the module around the call; empty for none."""
+    """The folded path of the module around the call; empty outside of modules."""
     line: str
-    """The line of the call: ``models.py:41``; empty for none."""
+    """The calling line: ``models.py:41``; empty if unknown."""
 
 
 ModuleCalls = dict[str, Calls]
@@ -47,27 +50,34 @@ ModuleCalls = dict[str, Calls]
 
 
 def calls_from_text(text: str) -> tuple[str, Calls]:
-    """Return the path and the calls that `Calls.text` wrote. Raises ``ValueError``."""
-    found = _TEXT.fullmatch(text)
-    if found is None or int(found.group(1)) > int(found.group(2)):
+    """Return the path and the calls that `Calls.text` wrote.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    match = _TEXT.fullmatch(text)
+    if match is None or int(match.group(1)) > int(match.group(2)):
         raise ValueError(f"{text!r} is no share of a module's calls, like '6 of 12 x blocks.*'")
-    return found.group(3), Calls(int(found.group(1)), int(found.group(2)))
+    return match.group(3), Calls(int(match.group(1)), int(match.group(2)))
 
 
 def counted(calls: Iterable[tuple[str, bool]]) -> ModuleCalls:
-    """Count single calls by path, each given as its module's path and whether something holds for it."""
-    found: ModuleCalls = {}
-    for path, holds in calls:
-        these, total = found.get(path, (0, 0))
-        found[path] = Calls(these + holds, total + 1)
-    return found
+    """Count calls by path. Each call is a module's path, with ``True`` if the call has the property."""
+    counts: ModuleCalls = {}
+    for path, has_property in calls:
+        these, total = counts.get(path, (0, 0))
+        counts[path] = Calls(these + has_property, total + 1)
+    return counts
 
 
 class KindsOfSteps:
-    """Module calls of the kinds of steps in a row: steps in which as large shares of each module's calls are alike.
+    """Module calls in several steps, with each kind of step counted once.
 
-    Ten training steps and two validations of a model are two kinds. They have one training step and one validation, so their
-    numbers of calls do not depend on how many steps of each kind came by.
+    Two steps are alike if the property holds for equal shares of each module's calls.
+
+    Example:
+        Ten training steps and two validations are two kinds. The result has the calls from one training step and one
+        validation, whatever the number of steps.
     """
 
     def __init__(self) -> None:
@@ -77,24 +87,30 @@ class KindsOfSteps:
     def add(
         self, no_grad: ModuleCalls, no_backward: ModuleCalls, callers: Mapping[str, tuple[Caller, ...]] | None = None
     ) -> None:
-        """Add the calls of a step: those with grad mode off, those that backward did not come to, and who called."""
+        """Add a step's calls.
+
+        Args:
+            no_grad: The calls with grad mode off.
+            no_backward: The calls that backward did not reach.
+            callers: The callers by module.
+        """
         self._kinds.setdefault((_shares(no_grad), _shares(no_backward)), (no_grad, no_backward))
-        for path, some in (callers or {}).items():
-            self._callers.setdefault(path, {}).update(dict.fromkeys(some))
+        for path, module_callers in (callers or {}).items():
+            self._callers.setdefault(path, {}).update(dict.fromkeys(module_callers))
 
     @property
     def no_grad(self) -> ModuleCalls:
-        """Calls with grad mode off, and all."""
-        return _together(no_grad for no_grad, _ in self._kinds.values())
+        """The calls with grad mode off, and all calls."""
+        return _added(no_grad for no_grad, _ in self._kinds.values())
 
     @property
     def no_backward(self) -> ModuleCalls:
-        """Calls that backward did not come to, and all that made a part of the graph."""
-        return _together(no_backward for _, no_backward in self._kinds.values())
+        """The calls that backward did not reach, and all calls with a part in the graph."""
+        return _added(no_backward for _, no_backward in self._kinds.values())
 
     @property
     def callers(self) -> dict[str, tuple[Caller, ...]]:
-        """Callers with grad mode on, by the path of the module that they call."""
+        """The callers with grad mode on, by the path of the called module."""
         return {path: tuple(callers) for path, callers in self._callers.items()}
 
 
@@ -102,69 +118,91 @@ def _shares(calls: ModuleCalls) -> frozenset[tuple[str, Fraction]]:
     return frozenset((path, Fraction(these, total)) for path, (these, total) in calls.items())
 
 
-def _together(steps: Iterable[ModuleCalls]) -> ModuleCalls:
-    found: ModuleCalls = {}
+def _added(steps: Iterable[ModuleCalls]) -> ModuleCalls:
+    sums: ModuleCalls = {}
     for step in steps:
         for path, calls in step.items():
-            before = found.get(path, Calls(0, 0))
-            found[path] = Calls(before.these + calls.these, before.total + calls.total)
-    return found
+            previous = sums.get(path, Calls(0, 0))
+            sums[path] = Calls(previous.these + calls.these, previous.total + calls.total)
+    return sums
 
 
 def outermost(calls: Mapping[str, Calls]) -> ModuleCalls:
-    """Return the fewest entries that imply all: a module without an entry is like the one around it.
+    """Return the fewest entries from which all others follow, because a module without an entry is like the module around it.
 
-    One of all modules together is among them, and alone where all are alike. What was left before is left as it is. Of
-    functions (``step()``) those stay in which grad mode was off.
+    The result has an entry for all modules together, and only this entry if all modules are alike. A result of `outermost` is
+    returned unchanged. A function (``step()``) is kept only if grad mode was off in some calls.
+
+    Example:
+        Grad mode was off in both calls of ``teacher`` and of ``teacher.blocks.*``, and on in the call of ``student``. The
+        result has entries for ``(all)`` and ``teacher``. ``teacher.blocks.*`` follows from ``teacher``.
     """
     if EVERYWHERE in calls:
         return dict(calls)
-    functions = {path: some for path, some in calls.items() if is_function(path)}
-    modules = {path: some for path, some in calls.items() if path not in functions}
-    return {**_outermost_modules(modules), **{path: some for path, some in functions.items() if some.these}}
+    functions = {path: module_calls for path, module_calls in calls.items() if is_function(path)}
+    modules = {path: module_calls for path, module_calls in calls.items() if path not in functions}
+    return {
+        **_outermost_modules(modules),
+        **{path: module_calls for path, module_calls in functions.items() if module_calls.these},
+    }
 
 
 def is_function(path: str) -> bool:
-    """Return whether a path is that of a function, ``Net.target()``, and not of a module."""
+    """Return whether the path belongs to a function (``Net.target()``) instead of a module."""
     return path.endswith("()")
 
 
 def _outermost_modules(calls: Mapping[str, Calls]) -> ModuleCalls:
-    together = Calls(sum(one.these for one in calls.values()), sum(one.total for one in calls.values()))
-    if not together.these:
+    all_calls = Calls(
+        sum(module_calls.these for module_calls in calls.values()),
+        sum(module_calls.total for module_calls in calls.values()),
+    )
+    if not all_calls.these:
         return {}
-    if not together.others:
-        return {EVERYWHERE: together}
-    found: ModuleCalls = {}
+    if not all_calls.others:
+        return {EVERYWHERE: all_calls}
+    listed: ModuleCalls = {}
     for path in sorted(calls, key=lambda path: (path.count("."), path)):
-        around = next((found[outer] for outer in _around(path) if outer in found), Calls(0, 1))
-        if calls[path].these * around.total != around.these * calls[path].total:
-            found[path] = calls[path]
-    return {EVERYWHERE: together, **found}
+        outer_calls = next((listed[outer] for outer in _outer_paths(path) if outer in listed), Calls(0, 1))
+        if calls[path].these * outer_calls.total != outer_calls.these * calls[path].total:
+            listed[path] = calls[path]
+    return {EVERYWHERE: all_calls, **listed}
 
 
-def no_longer(before: Mapping[str, Calls], now: Mapping[str, Calls], module: str) -> Calls | None:
-    """Return the calls for which it held around ``module`` in ``before``, if it holds for fewer of them now; else ``None``.
+def no_longer(baseline: Mapping[str, Calls], current: Mapping[str, Calls], module: str) -> Calls | None:
+    """Return the module's calls with the property in ``baseline``, if fewer calls have the property in ``current``.
 
-    ``before`` may be what `outermost` left; ``now`` has every module that was called. If it held for some calls only, as many
-    must have been made: calls may be gone, and others new.
+    If only some calls had the property in ``baseline``, both sides must have the same number of calls. Otherwise calls may have
+    disappeared, and others may be new.
+
+    Args:
+        baseline: The calls in the baseline, possibly reduced by `outermost`.
+        current: The calls in this step, with every called module.
+        module: A module's or function's path.
+
+    Returns:
+        The module's calls in ``baseline``, or the calls around it; ``None`` if no fewer calls have the property.
     """
-    here = now.get(module)
-    path = next((path for path in (module, *_around(module)) if path in before), None)
-    if path is None and not is_function(module) and EVERYWHERE in before and not before[EVERYWHERE].others:
+    module_calls = current.get(module)
+    path = next((path for path in (module, *_outer_paths(module)) if path in baseline), None)
+    if path is None and not is_function(module) and EVERYWHERE in baseline and not baseline[EVERYWHERE].others:
         path = EVERYWHERE
-    if here is None or not here.others or path is None or not before[path].these:
+    if module_calls is None or not module_calls.others or path is None or not baseline[path].these:
         return None
-    was = before[path]
-    if not was.others:
-        return was
-    around = now.get(path)
-    changed = around is not None and around.these < was.these and around.total == was.total
-    return was if changed else None
+    baseline_calls = baseline[path]
+    if not baseline_calls.others:
+        return baseline_calls
+    outer_calls = current.get(path)
+    changed = (
+        outer_calls is not None
+        and outer_calls.these < baseline_calls.these
+        and outer_calls.total == baseline_calls.total
+    )
+    return baseline_calls if changed else None
 
 
-def _around(path: str) -> Iterator[str]:
-    """Return the paths of the modules that a module is in, from the innermost to the outermost."""
+def _outer_paths(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around a module, from the innermost to the outermost."""
     while "." in path:
         path = path.rpartition(".")[0]
         yield path

@@ -1,4 +1,4 @@
-"""Counts of a step by operator, and by line and module. Frozen values, and their text."""
+"""A step's counts by operator, line and module. Frozen values and their text form."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.layers import Numbers
 
 MADE_OF_OPERATORS = tuple(name for name, metric in METRICS.items() if metric.made_of_operators)
-"""The metrics that are counted operator by operator."""
+"""The metrics that count operators."""
 MOST_PLACES = 150
-"""The most places that a baseline keeps of a metric; of the others it keeps the operators alone.
+"""The most places that a baseline keeps for a metric. All other places are reduced to their operators.
 
-A Llama trained with DoRA has 38 places with FLOPs, and 116 with operators.
-"""
+A Llama trained with DoRA has 38 places with FLOPs, and 116 with operators."""
 
 _SEPARATOR = " | "
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorSite:
-    """The place of an operator's call. In backward it is the forward call that made the node. Empty if unknown."""
+    """The place where an operator was called. In backward, the forward call behind the node. Empty if unknown."""
 
     module: str = ""
-    """The path of the innermost module, with a layer (``blocks.3.attn``) or ``*`` for all layers."""
+    """The innermost module's path, with a layer (``blocks.3.attn``) or ``*`` for all layers."""
     site: str = ""
-    """File and line of the innermost frame in your own code."""
+    """File and line for the innermost frame in your own code."""
     library: str = ""
-    """Package, file and line of the library's frame beneath it. Empty for none."""
+    """Package, file and line of the library's frame below ``site``. Empty without a library."""
     callers: tuple[Chain, ...] = field(default=(), compare=False)
     """The lines that led to the line, as in `Row`."""
     named: str = field(default="", compare=False)
@@ -57,81 +56,90 @@ NOWHERE = OperatorSite()
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The part of a count that comes from one operator at one place."""
+    """The calls to an operator at one place.
+
+    Example:
+        ``Tally("addmm", 8, OperatorSite("blocks.*.mlp.0", "gpt.py:58"))`` are 8 calls.
+    """
 
     operator: str
-    """``addmm`` for an ATen operator, ``library::name`` for another; for syncs and launches also a function or a kernel."""
+    """``addmm`` for an ATen operator, ``library::name`` for other operators. Syncs and launches may have a function or a
+    kernel."""
     amount: int
     """Calls, FLOPs, syncs or launches."""
     place: OperatorSite = NOWHERE
-    """The place; empty unless lines were recorded."""
+    """The place. Empty unless lines were recorded."""
 
 
 def summed(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
-    """Return tallies with those of the same operator and place added up, without empty ones, in a fixed order."""
-    found: dict[tuple[OperatorSite, str], int] = {}
+    """Return tallies in a fixed order, added up by operator and place, without empty tallies."""
+    amounts: dict[tuple[OperatorSite, str], int] = {}
     callers: dict[OperatorSite, dict[Chain, None]] = {}
     for tally in tallies:
         key = tally.place, tally.operator
-        found[key] = found.get(key, 0) + tally.amount
+        amounts[key] = amounts.get(key, 0) + tally.amount
         callers.setdefault(tally.place, {}).update(dict.fromkeys(tally.place.callers))
     nonzero = [
         Tally(operator, amount, replace(place, callers=all_chains(callers[place])) if callers[place] else place)
-        for (place, operator), amount in found.items()
+        for (place, operator), amount in amounts.items()
         if amount
     ]
     return tuple(sorted(nonzero, key=lambda tally: (*_order(tally.place), tally.operator)))
 
 
 MOST_KINDS = 3
-"""Into how many kinds of layers calls at one line are told apart: where all differ, there would be a row for each."""
+"""The most kinds of layers at a line. If there are more, all layers become one row."""
 
 
-def of_layers(tallies: Iterable[Tally], there: Mapping[str, Collection[Numbers]]) -> tuple[Tally, ...]:
-    """Return tallies of single layers with those joined that differ in nothing but their layer, as few as that takes.
+def of_layers(tallies: Iterable[Tally], all_layers: Mapping[str, Collection[Numbers]]) -> tuple[Tally, ...]:
+    """Join tallies with single layers to as few tallies as possible.
 
     Args:
         tallies: The tallies.
-        there: The layers that there are of each module.
+        all_layers: All layers by the module's folded path.
     """
-    found: dict[Tally, dict[Numbers, tuple[int, ...]]] = {}
-    whole = []
+    layers_by_kind: dict[Tally, dict[Numbers, tuple[int, ...]]] = {}
+    joined = []
     for tally in tallies:
         numbers = layer_of(tally.place)
         if numbers is None:
-            whole.append(tally)
+            joined.append(tally)
         else:
-            found.setdefault(replace(tally, amount=0, place=of_any_layer(tally.place)), {})[numbers] = (tally.amount,)
-    unknown = {(tally.operator, tally.place) for tally in whole}
-    for key, each in found.items():
-        kinds = kinds_of(each, there.get(key.place.module, ()))
+            layers_by_kind.setdefault(replace(tally, amount=0, place=of_any_layer(tally.place)), {})[numbers] = (
+                tally.amount,
+            )
+    unknown = {(tally.operator, tally.place) for tally in joined}
+    for key, amounts in layers_by_kind.items():
+        kinds = kinds_of(amounts, all_layers.get(key.place.module, ()))
         if len(kinds) > MOST_KINDS or (key.operator, key.place) in unknown:
-            kinds = [((), 1, (sum(amount for (amount,) in each.values()),))]
-        whole += [
+            kinds = [((), 1, (sum(amount for (amount,) in amounts.values()),))]
+        joined += [
             Tally(key.operator, amount * number, replace(key.place, module=named(key.place.module, layers)))
             for layers, number, (amount,) in kinds
         ]
-    return summed(whole)
+    return summed(joined)
 
 
 def each_layer(tally: Tally) -> list[Tally]:
-    """Return a tally for each layer that its place names; itself where that names none, or they cannot be alike."""
+    """Return a tally for each named layer, or the tally itself without named layers or equal parts."""
     return in_layers(tally, members(apart(tally.place.module)[1]) or ())
 
 
-def in_layers(tally: Tally, of: Collection[Numbers]) -> list[Tally]:
-    """Return equal parts of a tally at these layers of its module; itself where there are none, or they cannot be alike."""
-    if not of or tally.amount % len(of):
+def in_layers(tally: Tally, layers: Collection[Numbers]) -> list[Tally]:
+    """Return equal parts of a tally at some layers, or the tally itself if equal parts are impossible."""
+    if not layers or tally.amount % len(layers):
         return [tally]
     path = folded(tally.place.module)
-    modules = (named(path, tuple((number,) for number in numbers)) for numbers in sorted(of))
-    return [Tally(tally.operator, tally.amount // len(of), replace(tally.place, module=module)) for module in modules]
+    modules = (named(path, tuple((number,) for number in numbers)) for numbers in sorted(layers))
+    return [
+        Tally(tally.operator, tally.amount // len(layers), replace(tally.place, module=module)) for module in modules
+    ]
 
 
 def layer_of(place: OperatorSite) -> Numbers | None:
-    """Return the numbers of the only layer that a place is of; ``None`` where it names none, or several."""
-    of = members(apart(place.module)[1]) or set()
-    return next(iter(of)) if len(of) == 1 else None
+    """Return the numbers of a place's only layer; ``None`` without a layer or with several."""
+    layers = members(apart(place.module)[1]) or set()
+    return next(iter(layers)) if len(layers) == 1 else None
 
 
 def of_any_layer(place: OperatorSite) -> OperatorSite:
@@ -140,9 +148,12 @@ def of_any_layer(place: OperatorSite) -> OperatorSite:
 
 
 def kept(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]:
-    """Return the tallies of the places with the largest amounts, and of the other places by operator only."""
+    """Return the tallies that a baseline keeps.
+
+    The places with the largest amounts are kept. Tallies at other places keep only their operator.
+    """
     if len({tally.place for tally in tallies} - {NOWHERE}) > most:
-        # Which place it is tells more than which layer.
+        # The place is more useful than the layer.
         tallies = summed(replace(tally, place=of_any_layer(tally.place)) for tally in tallies)
     amounts: dict[OperatorSite, int] = {}
     for tally in tallies:
@@ -153,32 +164,35 @@ def kept(tallies: Sequence[Tally], most: int = MOST_PLACES) -> tuple[Tally, ...]
 
 
 def without_places(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
-    """Return the tallies by operator only."""
+    """Return the tallies with their operators only."""
     return summed(replace(tally, place=NOWHERE) for tally in tallies)
 
 
 def tallies_without_callers(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
-    """Return the tallies without the callers of their lines."""
+    """Return the tallies without callers."""
     return tuple(
         replace(tally, place=replace(tally.place, callers=())) if tally.place.callers else tally for tally in tallies
     )
 
 
 def total(tallies: Iterable[Tally]) -> int:
-    """Return the value of the metric that they add up to."""
+    """Return the sum over the amounts, which is the metric's value."""
     return sum(tally.amount for tally in tallies)
 
 
 def varied_clause(metric: str, lowest: int, highest: int) -> str:
-    """Return a clause that says how a count differed from step to step."""
+    """Return a clause on a varying count."""
     return f"{METRICS[metric].title} between {format_count(lowest)} and {format_count(highest)} from step to step"
 
 
 def to_texts(tallies: Iterable[Tally], *, with_callers: bool = False) -> list[str]:
-    """Return a line for each place: ``module | line | library's line | 4 addmm, 8 mm``; `from_texts` is the inverse.
+    """Return a line for each place: ``module | line | library's line | 4 addmm, 8 mm``. `from_texts` is the inverse.
 
-    Where the place is not known, a line each operator. If it is to be ``with_callers``, the callers, the named caller and the
-    reason of a place that has any follow.
+    Tallies without a place have a line for each operator.
+
+    Args:
+        tallies: The tallies.
+        with_callers: Whether to append a place's callers, named caller and reason, if there are any.
     """
     texts = []
     for place, group in groupby(summed(tallies), key=lambda tally: tally.place):
@@ -194,16 +208,20 @@ def to_texts(tallies: Iterable[Tally], *, with_callers: bool = False) -> list[st
 
 
 def from_texts(texts: Iterable[str]) -> tuple[Tally, ...]:
-    """Return the tallies that `to_texts` wrote. Raises ``ValueError`` for other texts."""
+    """Return the tallies that `to_texts` wrote.
+
+    Raises:
+        ValueError: A text has another form.
+    """
     return summed(tally for text in texts for tally in _from_text(text))
 
 
 Tallies = Annotated[tuple[Tally, ...], Form(tuple[str, ...], partial(to_texts, with_callers=True), from_texts)]
-"""Tallies that are written as the texts of their places."""
+"""Tallies in the text form of their places."""
 KeptTallies = Annotated[
     tuple[Tally, ...], Form(tuple[str, ...], lambda tallies: to_texts(kept(tallies), with_callers=True), from_texts)
 ]
-"""Tallies of which only the places with the largest amounts are written."""
+"""Tallies that are written with only the places with the largest amounts."""
 
 
 def _from_text(text: str) -> Iterable[Tally]:
@@ -227,7 +245,7 @@ def _plain(text: str) -> str:
 
 
 def _order(place: OperatorSite) -> tuple[bool, str, int, str, str]:
-    """Return the sort key, by file and line; tallies without a place come last."""
+    """Return the sort key: the file and the line. Tallies without a place come last."""
     file, _, line = place.site.rpartition(":")
     number = int(line) if line.isascii() and line.isdecimal() and len(line) <= 18 else 0
     return place == NOWHERE, file, number, place.library, place.module

@@ -1,4 +1,4 @@
-"""Words of options: devices, and which baselines an update writes."""
+"""Words in options: devices, and the baselines to update."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEFAULT_DEVICE = "cuda"
-"""The word of the device that is used where nobody names one."""
+"""The device if none is named."""
 EMULATED = "emulated:"
-"""Prefix of the words of emulated GPUs."""
+"""Prefix for emulated GPUs."""
 NO_CUDA = "no CUDA device"
-"""Beginning of the reason why a test is unmeasured where there is no GPU."""
+"""Beginning of the reason if a test is unmeasured without a GPU."""
 NO_CUDNN = "none"
-"""Stands for the release of cuDNN, among the details of an environment, where convolutions ran and none planned them."""
+"""The release of cuDNN in an environment's details if convolutions ran and cuDNN did not plan them."""
 LACKS_WORKSPACES = "without cuDNN the peak lacks workspaces of convolutions"
-"""Prefix of a measurement's note, where a workspace could have raised the peak."""
+"""Prefix of a measurement's note if a workspace may have raised the peak."""
 LOWER_BOUND = "lower bound"
-"""Stands for what recurrent layers take, among the details of an environment, where they ran on an emulated GPU."""
+"""The detail of an environment for recurrent layers on an emulated GPU, whose memory is a lower bound."""
 EMULATED_SLUG = "emulated-"
 
 
 def nearest_device(word: str, valid: list[str]) -> str:
-    """Return the name nearest to that of a device: ``gpu`` is closer to ``cuda`` than its letters say."""
+    """Return the valid name nearest to a word. ``gpu`` stands for ``cuda``, even if other names are spelled more alike."""
     from pytest_gpumem.units import nearest
 
     return nearest(DEFAULT_DEVICE if word.lower() == "gpu" else word, valid)
@@ -37,4 +37,4 @@ ROUTINGS: Mapping[str, str] = {
     "among the experts that are left to tokens with the same mask.",
     "worst": "The first experts that are not masked get all tokens.",
 }
-"""Assumptions about the experts that get tokens, for devices that do not compute the values which choose them."""
+"""Assumptions about the choice of experts, for devices that do not compute router values."""

@@ -1,8 +1,10 @@
-"""Values as JSON has them, and back, as the annotations of their types say.
+"""Conversion of values to and from JSON, by the annotations of their types.
 
-A dataclass is an object with a key for each field, a named tuple an array, and a frozen set a sorted one. If an
-array from an older version lacks the last fields of a named tuple, they have their defaults. `Form` in an
-annotation says what is otherwise, and `KEY` in a field's metadata names the key where that is not the field's name.
+A dataclass becomes an object with a key for each field, a named tuple an array, and a frozen set a sorted array. If an array
+from an older version lacks the last fields of a named tuple, they get their defaults. A `Form` in an annotation replaces these
+rules. `KEY` in a field's metadata names a key that differs from the field's name.
+
+Example: ``to_plain(PhaseSpan("forward", 0, 900))`` is ``{"name": "forward", "begin": 0, "end": 900}``.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 KEY = "key"
-"""The entry of a field's metadata that names its key."""
+"""The entry in a field's metadata that names its key."""
 
 
 class Form(NamedTuple):
-    """A codec in ``Annotated``: a value is written as one of the type ``plain``, by ``write``, and read by ``read``."""
+    """A codec in ``Annotated``: ``write`` converts a value to the type ``plain``, and ``read`` converts it back."""
 
     plain: Any
     write: Callable[[Any], Any]
@@ -32,7 +34,7 @@ class Form(NamedTuple):
 
 
 def to_plain(value: Any) -> Any:
-    """Return a dataclass as dicts, lists, texts and numbers only; `from_plain` is the inverse."""
+    """Return a dataclass as dicts, lists, texts and numbers. `from_plain` is the inverse."""
     kind: Any = type(value)
     return _codec(kind).write(value)
 
@@ -40,21 +42,27 @@ def to_plain(value: Any) -> Any:
 def from_plain(kind: Callable[..., _T], plain: Mapping[str, Any]) -> _T:
     """Return the ``kind`` that `to_plain` turned into plain values.
 
-    Numbers may be the texts ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``. Keys that the class has no field for are left out,
-    and fields without a key are what they are by default. Raises ``ValueError``, ``TypeError`` or ``KeyError`` for what is no
-    such value: a report is checked before, by its schema.
+    The texts ``"Infinity"``, ``"-Infinity"`` and ``"NaN"`` are accepted as numbers. Keys without a field are ignored, and
+    fields without a key get their defaults. A report is checked by its schema before.
+
+    Args:
+        kind: The class of the value.
+        plain: The plain value.
+
+    Raises:
+        ValueError: The plain value does not fit. ``TypeError`` and ``KeyError`` are raised as well.
     """
     value: _T = _codec(kind).read(plain)
     return value
 
 
 class FrozenValue:
-    """A frozen dataclass with read-only mappings, which is pickled as `to_plain` has it: those mappings cannot be."""
+    """A frozen dataclass with read-only mappings. It is pickled in its plain form, because these mappings cannot be pickled."""
 
     __slots__ = ()
 
     def _freeze(self, **mappings: Mapping[str, Any]) -> None:
-        """Set fields to copies that cannot be changed."""
+        """Set fields to copies of mappings that cannot be changed."""
         for name, mapping in mappings.items():
             object.__setattr__(self, name, MappingProxyType(dict(mapping)))
 
@@ -67,7 +75,7 @@ class _Codec(NamedTuple):
     write: Callable[[Any], Any]
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -79,9 +87,9 @@ def _whole(plain: Any) -> Any:
     return int(plain) if isinstance(plain, float) and plain.is_integer() else plain
 
 
-_AS_IT_IS = _Codec(_same, _same)
-# To JSON 2.0 is a whole number.
-_NUMBERS = {int: _Codec(int, _same), float: _Codec(_number, _same)}
+_UNCHANGED = _Codec(_unchanged, _unchanged)
+# JSON does not distinguish 2.0 from 2.
+_NUMBERS = {int: _Codec(int, _unchanged), float: _Codec(_number, _unchanged)}
 
 
 @functools.cache
@@ -96,12 +104,15 @@ def _codec(kind: Any) -> _Codec:
     if isinstance(kind, type) and issubclass(kind, tuple):
         hints = list(get_type_hints(kind, include_extras=True).values())
         return _array(lambda parts: kind(*parts), hints, defaults=len(getattr(kind, "_field_defaults", ())))
-    return _NUMBERS.get(kind, _AS_IT_IS)
+    return _NUMBERS.get(kind, _UNCHANGED)
 
 
 def _object(kind: Any) -> _Codec:
     hints = get_type_hints(kind, include_extras=True)
-    codecs = [(one.name, one.metadata.get(KEY, one.name), _codec(hints[one.name])) for one in fields(kind)]
+    codecs = [
+        (declared.name, declared.metadata.get(KEY, declared.name), _codec(hints[declared.name]))
+        for declared in fields(kind)
+    ]
     return _Codec(
         lambda plain: kind(**{name: codec.read(plain[key]) for name, key, codec in codecs if key in plain}),
         lambda value: {key: codec.write(getattr(value, name)) for name, key, codec in codecs},
@@ -113,11 +124,11 @@ def _array(make: Callable[[Any], Any], kinds: Iterable[Any], defaults: int = 0) 
 
     def read(plain: Any) -> Any:
         present = codecs[: max(len(plain), len(codecs) - defaults)]
-        return make([codec.read(one) for codec, one in zip(present, plain, strict=True)])
+        return make([codec.read(part) for codec, part in zip(present, plain, strict=True)])
 
     return _Codec(
         read,
-        lambda value: [codec.write(one) for codec, one in zip(codecs, value, strict=True)],
+        lambda value: [codec.write(part) for codec, part in zip(codecs, value, strict=True)],
     )
 
 
@@ -136,16 +147,16 @@ def _frozenset(kind: Any) -> _Codec:
 def _mapping(_: Any, kind: Any) -> _Codec:
     read, write = _codec(kind)
     return _Codec(
-        lambda plain: {name: read(one) for name, one in plain.items()},
-        lambda value: {name: write(one) for name, one in value.items()},
+        lambda plain: {name: read(value) for name, value in plain.items()},
+        lambda value: {name: write(value) for name, value in value.items()},
     )
 
 
 def _union(*kinds: Any) -> _Codec:
-    """Return a codec of one type and ``None``, or of types that are plain as they are."""
-    others = [kind for kind in kinds if kind is not NoneType]
-    read, write = _codec(others[0]) if len(others) == 1 else _AS_IT_IS
-    if len(others) > 1 and int in others and float not in others:
+    """Return the codec for a type or ``None``, or for several JSON types."""
+    types = [kind for kind in kinds if kind is not NoneType]
+    read, write = _codec(types[0]) if len(types) == 1 else _UNCHANGED
+    if len(types) > 1 and int in types and float not in types:
         read = _whole
     return _Codec(
         lambda plain: None if plain is None else read(plain), lambda value: None if value is None else write(value)

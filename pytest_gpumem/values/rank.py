@@ -1,4 +1,4 @@
-"""A rank of a distributed job, and how the names of measurements tell ranks apart. Pure."""
+"""A rank in a distributed job, and measurement names with ranks. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMED = re.compile(r"(.*) rank (\d+) of (\d+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rank:
-    """A rank, the first being 0, among ``world`` of them. As text ``"rank 3 of 4"``."""
+    """A rank, from 0 to ``world - 1``. Its text is ``"rank 3 of 4"``."""
 
     number: int
     world: int
@@ -22,29 +22,29 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """True if it is the one that writes."""
+        """True for rank 0, which writes files."""
         return self.number == 0
 
 
 def name_on(rank: Rank, name: str) -> str:
-    """Return the name of a measurement on a rank: ``"train_step rank 3 of 4"``."""
+    """Return a measurement's name on a rank: ``"train_step rank 3 of 4"``."""
     return f"{name} {rank}"
 
 
 def rank_in(name: str) -> Rank | None:
-    """Return the rank that the name of a measurement ends with; ``None`` where it was taken without ranks."""
-    found = _NAMED.fullmatch(name)
-    return None if found is None else Rank(int(found[2]), int(found[3]))
+    """Return the rank at the end of a measurement's name; ``None`` if it was measured without ranks."""
+    match = _NAMED.fullmatch(name)
+    return None if match is None else Rank(int(match[2]), int(match[3]))
 
 
 def without_rank(name: str) -> str:
-    """Return the name of a measurement as its test gave it."""
-    found = _NAMED.fullmatch(name)
-    return name if found is None else found[1]
+    """Return the name that the test gave a measurement."""
+    match = _NAMED.fullmatch(name)
+    return name if match is None else match[1]
 
 
 def in_words(numbers: list[int]) -> str:
-    """Return ``"rank 3"``, ``"ranks 0 and 2"``, ``"ranks 0 to 2 and 5"``."""
-    *others, last = runs(sorted(numbers), " to ")
-    listed = f"{', '.join(others)} and {last}" if others else last
+    """Return rank numbers as text: ``"rank 3"``, ``"ranks 0 and 2"`` or ``"ranks 0 to 2 and 5"``."""
+    *earlier, last = runs(sorted(numbers), " to ")
+    listed = f"{', '.join(earlier)} and {last}" if earlier else last
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed}"

@@ -17,26 +17,23 @@ class Selection:
     files: frozenset[str] = frozenset()
     """The test files whose tests were all selected."""
     idle_budgets: tuple[str, ...] = ()
-    """Sentences on settings without an effect: patterns (``budget``, ``mark``) that match nothing, and a table
-    ``[tool.gpumem]`` above pytest's root directory, which is not read.
-    """
+    """Sentences on settings without an effect: patterns (``budget``, ``mark``) without a matching test, and a table
+    ``[tool.gpumem]`` above pytest's root directory, which pytest does not read."""
     error: str | None = None
     """The usage error that stopped the collection."""
     collected: frozenset[tuple[str, str]] = frozenset()
-    """The measured tests, including deselected tests, which another shard may run."""
+    """The collected tests that are measured. Another shard may run the deselected ones among them."""
     collected_files: frozenset[str] = frozenset()
-    """The test files that were collected whole, even if tests were deselected."""
+    """The completely collected test files, even if tests were deselected."""
     skipped: frozenset[tuple[str, str]] = frozenset()
     """The tests with baselines in files that skipped themselves (``pytest.importorskip``). They are in ``measured`` as well.
-    In strict mode each file is one of the report's ``errors``.
-    """
+    In strict mode each file is an entry in the report's ``errors``."""
     uncollected: frozenset[tuple[str, str]] = frozenset()
-    """The tests with baselines in collected files, left out by ``python_functions`` or ``python_classes``. They are not gone.
-    """
+    """The tests with baselines in collected files that ``python_functions`` or ``python_classes`` leave out. Their baselines
+    are not unused."""
     omitted: tuple[str, ...] = ()
     """Sentences on tests with baselines that only settings leave out: ``"tests/test_a.py was not collected ..."``. In strict
-    mode they are ``errors``.
-    """
+    mode they are ``errors``."""
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Lines of code as texts: ``model.py:88``, or ``transformers 4.38.2: models/llama/modeling_llama.py:1074`` of a package."""
+"""Lines of code as texts: ``model.py:88``, or for a package ``transformers 4.38.2: models/llama/modeling_llama.py:1074``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_DIGITS = 18
 Chain = tuple[str, ...]
 """The callers of a line, innermost first: ``("models/exact_gp.py:426", "train.py:9")``."""
 MOST_CHAINS = 4
-"""The most chains kept for a row. A helper in a large model is called from dozens of lines."""
+"""The most chains in a row. A helper in a large model is called from dozens of lines."""
 _CALLED_BY, _NEXT_CHAIN = " < ", " ; "
 
 
@@ -33,7 +33,11 @@ def chains_of(site: str, library: str, callers: Iterable[Chain]) -> tuple[Chain,
 
 
 def line_of(site: str, library: str, named: str = "") -> str:
-    """Return a line as a person reads it: the library's own, and from which of the user's lines it was reached.
+    """Return the allocating line as reports show it, with the user's line that led to it.
+
+    Example:
+        ``line_of("test_hf.py:11", "transformers 5.0.0: models/gpt2/modeling_gpt2.py:63")`` is
+        ``"transformers 5.0.0: models/gpt2/modeling_gpt2.py:63 (from test_hf.py:11)"``.
 
     Args:
         site: The user's line.
@@ -48,7 +52,7 @@ def line_of(site: str, library: str, named: str = "") -> str:
 
 
 def one_of(lines: Sequence[str]) -> list[str]:
-    """Return a clause for several candidate lines, ``one of a.py:3, b.py:5``; nothing for a single line."""
+    """Return a clause for several candidate lines: ``["one of a.py:3, b.py:5"]``. The list is empty for a single line."""
     return [f"one of {', '.join(lines)}"] if len(lines) > 1 else []
 
 
@@ -58,7 +62,7 @@ def all_chains(chains: Iterable[Chain]) -> tuple[Chain, ...]:
 
 
 def chains_to_text(chains: Iterable[Chain]) -> str:
-    """Return chains as one text: ``a.py:3 < b.py:8 ; a.py:3 < c.py:5``; `chains_from_text` is the inverse."""
+    """Return chains as one text: ``a.py:3 < b.py:8 ; a.py:3 < c.py:5``. `chains_from_text` is the inverse."""
     return _NEXT_CHAIN.join(_CALLED_BY.join(chain) for chain in chains)
 
 
@@ -68,18 +72,18 @@ def chains_from_text(text: str) -> tuple[Chain, ...]:
 
 
 def without_release(line: str) -> str:
-    """Return a line without the release of its package, so that lines of two releases can be equal."""
+    """Return a line without its package's release, so lines from two releases can be equal."""
     return _PACKAGE.sub(r"\1: ", line, count=1)
 
 
 def package_of(line: str) -> str:
-    """Return the package that a line is in; empty where it is in none."""
-    found = _PACKAGE.match(line)
-    return found.group(1) if found else ""
+    """Return the package of a line, or an empty text for a project line."""
+    match = _PACKAGE.match(line)
+    return match.group(1) if match else ""
 
 
 def file_and_line(line: str) -> tuple[str, int]:
-    """Return the file of a line, without the release of its package, and its number; 0 where it has none."""
+    """Return a line's file, without its package's release, and the line number, or 0 without a number."""
     file, _, number = line.rpartition(":")
     if number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS:
         return without_release(file), int(number)

@@ -1,4 +1,4 @@
-"""The peaks of the steps that one measurement looked at."""
+"""The steps' peaks in a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """The peaks of all steps that were looked at, in order, in bytes.
+    """The peaks in all measured steps in order, in bytes.
 
     Example:
         >>> StepPeaks((900, 700, 700), left_out=1).repeated
@@ -22,15 +22,15 @@ class StepPeaks:
     """
 
     allocated: tuple[int, ...] = ()
-    """The allocated bytes at the peak of each step."""
+    """The allocated bytes at each step's peak."""
     reserved: tuple[int, ...] = ()
-    """The reserved bytes at the peak of each step. Empty if the device does not reserve."""
+    """The reserved bytes at each step's peak. Empty if the device does not reserve memory."""
     left_out: int = 0
-    """The number of first steps, which build state. Budgets count them; the metrics, which baselines keep, do not."""
+    """The number of first steps, which create state. Budgets include them. The metrics and baselines do not."""
 
     @property
     def repeated(self) -> tuple[int, ...]:
-        """``allocated`` without the first steps, which build state. `peak_allocated` is the highest."""
+        """``allocated`` without the first steps, which create state. `peak_allocated` is the highest of these peaks."""
         return self.allocated[self.left_out :]
 
     @property
@@ -39,7 +39,7 @@ class StepPeaks:
         return len({*self.repeated}) > 1
 
     def of(self, metric: str) -> tuple[int, ...]:
-        """Return the peaks for ``peak_allocated`` or ``peak_reserved``, and nothing for another metric."""
+        """Return the peaks for ``peak_allocated`` or ``peak_reserved``. Other metrics have no peaks."""
         return {"peak_allocated": self.allocated, "peak_reserved": self.reserved}.get(metric, ())
 
 
@@ -50,21 +50,29 @@ def spread(peaks: Sequence[int]) -> str:
 
 
 def differ_by_chance(higher: Sequence[int], lower: Sequence[int], allowed: float) -> bool:
-    """Return whether the highest of some steps may be above that of others by chance, as steps differ.
+    """Return whether a higher maximum may be chance, because the steps' peaks vary.
 
-    Not where ``lower`` are all alike: then ``higher`` have something new. Nor where each step needs at least what the same
-    step of ``lower`` needed, which a loop with a fixed seed shows and chance does not; where even the lowest is above the
-    highest of ``lower``; or where the highest is further above it than all of ``lower`` are apart.
+    It is not chance in four cases:
+
+    - The peaks in ``lower`` are all equal.
+    - Each step needs at least as much as the same step in ``lower``. A loop with a fixed seed shows this, and chance does
+      not.
+    - The lowest peak in ``higher`` is above the maximum in ``lower``.
+    - The maximum is higher than in ``lower`` by more than the range in ``lower``.
+
+    Example:
+        ``differ_by_chance((10, 30, 20), (25, 10, 12), 1)`` is ``True``: the maximum is 5 higher, the range of ``lower`` is
+        15, and the first step needs less than before.
 
     Args:
-        higher: Peaks in order, in bytes, of which the highest is more than ``allowed`` above that of ``lower``.
+        higher: Peaks in order, in bytes. Their maximum exceeds the maximum in ``lower`` by more than ``allowed``.
         lower: Peaks in order, in bytes.
-        allowed: Bytes that are no difference.
+        allowed: A difference in bytes that is ignored.
     """
     most = max(lower)
     if max(higher) - most > allowed + most - min(lower) or min(higher) - most > allowed:
         return False
     same_steps = list(zip(higher, lower, strict=False))
-    return max(one for one, _ in same_steps) - most <= allowed or any(
-        one < other - allowed for one, other in same_steps
+    return max(peak for peak, _ in same_steps) - most <= allowed or any(
+        peak < lower_peak - allowed for peak, lower_peak in same_steps
     )

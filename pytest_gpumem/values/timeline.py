@@ -9,7 +9,7 @@ from itertools import pairwise
 from pytest_gpumem.values.plain import FrozenValue
 
 MOST_MOMENTS = 300
-"""Moments that are enough for a picture: a bucket of moments gives its highest and its lowest."""
+"""The number of moments in a picture. Each bucket contributes its highest and its lowest moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +26,19 @@ class PhaseSpan:
 
 @dataclass(frozen=True, slots=True)
 class OverTime(FrozenValue):
-    """The bytes that a step held at each moment, from its beginning to its end. All series have the same length.
+    """A step's bytes at each moment, from its beginning to its end. All series have the same length.
 
-    Recording takes time, so the distances are longer than those of the step itself.
+    The recording takes time, so the moments are further apart than in the step itself.
     """
 
     time_ns: tuple[int, ...]
     """Nanoseconds from the first event: the beginning, then one moment for each allocation and free."""
     total: tuple[int, ...]
-    """Bytes that the step held from each moment to the next."""
+    """The step's bytes from each moment to the next."""
     categories: Mapping[str, tuple[int, ...]]
     """Bytes by category. At each moment they add up to ``total``."""
     peak: int
-    """The index of the peak's moment."""
+    """The peak's index."""
     phases: tuple[PhaseSpan, ...] = ()
     """The phases in order."""
 
@@ -51,17 +51,17 @@ class OverTime(FrozenValue):
             raise ValueError(f"over_time.peak is {self.peak}, expected the number of one of the {moments} moments")
 
     def thinned(self, most: int = MOST_MOMENTS) -> OverTime:
-        """Return the series with about ``most`` moments: the first, the last, the peak, and highest and lowest in between."""
+        """Return the series with about ``most`` moments: the first, the last, the peak, and extremes in between."""
         count = len(self.time_ns)
         if count <= most:
             return self
         buckets = max(1, (most - 3) // 2)
         borders = [number * count // buckets for number in range(buckets + 1)]
-        kept = {0, self.peak, count - 1}
+        moments_kept = {0, self.peak, count - 1}
         for first, end in pairwise(borders):
-            kept.add(max(range(first, end), key=self.total.__getitem__))
-            kept.add(min(range(first, end), key=self.total.__getitem__))
-        moments = sorted(kept)
+            moments_kept.add(max(range(first, end), key=self.total.__getitem__))
+            moments_kept.add(min(range(first, end), key=self.total.__getitem__))
+        moments = sorted(moments_kept)
         return OverTime(
             tuple(self.time_ns[moment] for moment in moments),
             tuple(self.total[moment] for moment in moments),

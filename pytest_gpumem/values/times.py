@@ -1,4 +1,4 @@
-"""Times of a step: rounds, a sample of them, and the times of a measurement. Frozen values."""
+"""Step times: rounds, samples with rounds, and a measurement's times. Frozen values."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FEWEST_ROUNDS = 6
-"""Rounds from which on the smallest and the largest enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
+"""The number of rounds whose smallest and largest time enclose the median in 96.9 % of all samples (1 - 2 / 2**6)."""
 MOST_SLOWED_RUN, MOST_TAKEN_RUN = 1.25, 1.1
-"""A run that was disturbed further than that is no measure for later ones: one that waited for a core a tenth of the time. What
-is not known as well as waiting took more (`pytest_gpumem.timing.validity`)."""
+"""The most interference in a run that later runs are compared with: slowed by 1.25 times, and 1.1 times longer through other
+work. The latter run waited a tenth of the time for a core. The first limit is higher, because slowdowns are less
+exactly known than waiting (`pytest_gpumem.timing.validity`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Several steps that were timed as one, about 20 ms in all."""
+    """Several steps that were timed together, about 20 ms in total."""
 
     seconds: float
     """Seconds per step."""
     pace: float | None = None
-    """The rate of the clock that steps run by: the GPU's SM clock in Hz; on the CPU the runs per second of a fixed piece of
-    work. ``seconds * pace`` is a step's time in cycles.
-    """
+    """The clock rate: the GPU's SM clock in Hz, or on the CPU the runs per second of a fixed
+    piece of work. ``seconds * pace`` is a step's time in cycles."""
     disturbed: str | None = None
     """A clause that names other work on the machine; ``None`` if the round was quiet."""
     taken: float = 1.0
@@ -39,7 +39,7 @@ class Round:
 
     @property
     def own(self) -> float:
-        """The least seconds per step without the time that other work took."""
+        """Seconds per step without the longest possible time for other work."""
         return self.seconds / self.taken
 
     @property
@@ -50,33 +50,33 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rounds one after another. A sample has ``invalid`` and ``slowed``, or neither."""
+    """Consecutive rounds. An invalid sample has both ``invalid`` and ``slowed``, and a valid sample has neither."""
 
     rounds: tuple[Round, ...]
     """The rounds in order."""
     steps: int = 1
     """The number of steps in a round."""
     invalid: str | None = None
-    """A clause: the reason why no verdict may rest on the sample as it is."""
+    """A clause with the reason why no verdict may depend on this sample alone."""
     slowed: Slowed | None = None
     """The largest factors by which an invalid sample can have been slowed."""
 
     def __post_init__(self) -> None:
         if (self.invalid is None) != (self.slowed is None):
             raise ValueError(
-                f"of an invalid sample it must be known how much that explains: {self.invalid}, {self.slowed}"
+                f"times.samples: invalid is {self.invalid!r} and slowed is {self.slowed}; give both or neither"
             )
 
     @property
     def counted(self) -> tuple[Round, ...]:
-        """The rounds that count: the quiet rounds if there are at least 6, otherwise all."""
-        quiet = tuple(one for one in self.rounds if one.disturbed is None)
+        """The rounds that count: the quiet rounds if there are at least 6, otherwise all rounds."""
+        quiet = tuple(timed for timed in self.rounds if timed.disturbed is None)
         return quiet if len(quiet) >= FEWEST_ROUNDS else self.rounds
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds per step of the rounds that count."""
-        return tuple(one.seconds for one in self.counted)
+        """Seconds per step in each round that counts."""
+        return tuple(timed.seconds for timed in self.counted)
 
     @property
     def median(self) -> float:
@@ -85,59 +85,59 @@ class Sample:
 
     @property
     def at_least(self) -> float:
-        """The least seconds per step on a quiet machine, as far as this sample shows."""
+        """The least seconds per step that a quiet machine may need, according to this sample."""
         return self.own / (self.slowed or Slowed()).alone
 
     @property
     def is_a_measure(self) -> bool:
         """True if later runs may be compared with this sample, because it was disturbed little or not at all."""
-        taken = statistics.median(one.taken for one in self.counted)
+        taken = statistics.median(timed.taken for timed in self.counted)
         return self.slowed is None or (self.slowed.by(1.0) <= MOST_SLOWED_RUN and taken <= MOST_TAKEN_RUN)
 
     @property
     def own(self) -> float:
-        """Median seconds per step without the time that other work took, such as waiting for a core."""
-        return statistics.median(one.own for one in self.counted)
+        """Median seconds per step without time for other work, such as waiting for a core."""
+        return statistics.median(timed.own for timed in self.counted)
 
     @property
     def spent(self) -> float:
-        """Seconds that all rounds took."""
-        return sum(one.seconds for one in self.rounds) * self.steps
+        """Seconds in all rounds together."""
+        return sum(timed.seconds for timed in self.rounds) * self.steps
 
     @property
     def cycles(self) -> float | None:
         """Median cycles per step; ``None`` if the clock was not read in every round that counts."""
-        cycles = [one.cycles for one in self.counted]
+        cycles = [timed.cycles for timed in self.counted]
         return None if None in cycles else statistics.median(value for value in cycles if value is not None)
 
     def percentile(self, percent: float) -> float:
         """Return the seconds per step that ``percent`` of all rounds do not exceed (nearest rank)."""
-        ordered = sorted(one.seconds for one in self.rounds)
+        ordered = sorted(timed.seconds for timed in self.rounds)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return a confidence interval of the median, in seconds. ``level`` is its confidence: 0.95 is 95 %."""
+        """Return a confidence interval for the median in seconds. ``level`` is its confidence: 0.95 is 95 %."""
         return interval_of_median(self.seconds, level)
 
     @property
     def most_disturbed_by(self) -> str | None:
         """The other work that disturbed most rounds; ``None`` if no round was disturbed."""
-        counts = Counter(one.disturbed for one in self.rounds if one.disturbed is not None)
+        counts = Counter(timed.disturbed for timed in self.rounds if timed.disturbed is not None)
         return counts.most_common(1)[0][0] if counts else None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleColumns:
-    """A sample as it is written: series over its rounds, and values of single rounds by their numbers."""
+    """A sample in its written form: series over its rounds, and values of single rounds by their numbers."""
 
     seconds: tuple[float, ...]
-    """`Round.seconds` of each round."""
+    """`Round.seconds` in each round."""
     pace: tuple[float | None, ...]
-    """`Round.pace` of each round."""
+    """`Round.pace` in each round."""
     disturbed: Mapping[str, str]
-    """`Round.disturbed` by the number of the round, for disturbed rounds."""
+    """`Round.disturbed` by round number, for disturbed rounds."""
     taken: Mapping[str, float]
-    """`Round.taken` by the number of the round, if it is not 1."""
+    """`Round.taken` by round number, for values other than 1."""
     steps: int
     """`Sample.steps`."""
     invalid: str | None
@@ -148,10 +148,10 @@ class SampleColumns:
 
 def _columns(sample: Sample) -> SampleColumns:
     return SampleColumns(
-        tuple(one.seconds for one in sample.rounds),
-        tuple(one.pace for one in sample.rounds),
-        {str(number): one.disturbed for number, one in enumerate(sample.rounds) if one.disturbed},
-        {str(number): one.taken for number, one in enumerate(sample.rounds) if one.taken != 1},
+        tuple(timed.seconds for timed in sample.rounds),
+        tuple(timed.pace for timed in sample.rounds),
+        {str(number): timed.disturbed for number, timed in enumerate(sample.rounds) if timed.disturbed},
+        {str(number): timed.taken for number, timed in enumerate(sample.rounds) if timed.taken != 1},
         sample.steps,
         sample.invalid,
         sample.slowed,
@@ -163,7 +163,7 @@ def _sample(columns: SampleColumns) -> Sample:
         Round(seconds, pace, columns.disturbed.get(str(number)), columns.taken.get(str(number), 1.0))
         for number, (seconds, pace) in enumerate(zip(columns.seconds, columns.pace, strict=True))
     )
-    wrong = next((number for number, one in enumerate(rounds) if not (one.seconds > 0 and one.taken >= 1)), None)
+    wrong = next((number for number, timed in enumerate(rounds) if not (timed.seconds > 0 and timed.taken >= 1)), None)
     if wrong is not None:
         raise ValueError(
             f"times.samples: round {wrong} has seconds {rounds[wrong].seconds} and taken {rounds[wrong].taken}, "
@@ -179,25 +179,25 @@ class Times(FrozenValue):
     samples: tuple[Annotated[Sample, Form(SampleColumns, _columns, _sample)], ...]
     """One sample, or several if the first was in doubt."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Median seconds of each phase."""
+    """Median seconds by phase."""
 
     def __post_init__(self) -> None:
         self._freeze(phases=self.phases)
 
     @property
     def best(self) -> Sample:
-        """The fastest sample, which counts because other work only adds time. It may be invalid."""
+        """The fastest sample, possibly invalid. It counts because other work only adds time."""
         return min(self.samples, key=lambda sample: sample.median)
 
     @property
     def median(self) -> float:
-        """Median seconds per step of the best sample."""
+        """Median seconds per step in the best sample."""
         return self.best.median
 
     @property
     def rounds(self) -> tuple[float, ...]:
-        """Seconds per step of each round of the best sample, disturbed rounds included."""
-        return tuple(one.seconds for one in self.best.rounds)
+        """Seconds per step in each round of the best sample, including disturbed rounds."""
+        return tuple(timed.seconds for timed in self.best.rounds)
 
     def percentile(self, percent: float) -> float:
         """Return the seconds per step that ``percent`` of the best sample's rounds do not exceed."""
@@ -205,15 +205,18 @@ class Times(FrozenValue):
 
 
 def interval_of_median(values: Sequence[float], level: float) -> tuple[float, float]:
-    """Return a confidence interval of the median of what ``values`` were drawn from, of at least ``level``.
+    """Return a confidence interval for the median of the distribution behind ``values``.
 
-    By ranks, for any distribution: the number of values below the median is binomial with p = 1/2. With too few values
-    for ``level``, the smallest and the largest.
+    The interval uses ranks, so it holds for any distribution: the number of values below the median is binomial with p = 1/2.
+    Its confidence is at least ``level``. If there are too few values, the smallest and the largest value are returned.
+
+    Example:
+        ``interval_of_median([1, 2, 3, 4, 5, 6], 0.95)`` is ``(1, 6)``, with a confidence of 96.9 %.
     """
     ordered = sorted(values)
     count = len(ordered)
     outside, below = 0.0, 0
-    # `below` values are cut off on each side while no more than (1 - level) / 2 of all samples are lost on that side.
+    # Cut `below` values off each side, as long as at most (1 - level) / 2 of all samples are lost there.
     while below < (count - 1) // 2:
         outside += math.comb(count, below) / 2**count
         if outside > (1 - level) / 2:

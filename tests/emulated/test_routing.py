@@ -250,7 +250,7 @@ def project(processes):
 def test_the_setting_is_said_and_another_one_is_another_workload(project, processes):
     done, report = project(BY_SETTING, "--gpumem-update=new", routing="balanced")
     assert done.returncode == 0, done.stdout
-    assert report.count("routing=balanced is assumed of choices that are not computed, read at ") == 1
+    assert report.count("routing=balanced is assumed for choices that are not computed, read at ") == 1
     (store,) = (processes.folder / "gpumem-baselines").rglob("*.toml")
     assert re.findall('config = "(.*)"', store.read_text()) == ["fp32", "fp32,routing=balanced"]
 

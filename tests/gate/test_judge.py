@@ -186,7 +186,7 @@ def test_a_metric_that_may_not_be_added_to_the_baseline_says_what_replaces_that(
     verdict = judged(measured(peak_allocated=GB, syncs=1), earlier)
     assert verdict.of("syncs").reason == (
         "not compared: the baseline (2026-11-02, torch 2.10.0) has no syncs; "
-        "--gpumem-update=all replaces it, as it was recorded in another environment"
+        "--gpumem-update=all replaces the baseline, because it was recorded in another environment"
     )
 
 
@@ -205,7 +205,7 @@ def test_what_is_not_compared_between_an_emulated_gpu_and_a_real_one_is_noted():
     verdict = judge(now, Budget(), stored(peak_allocated=GB, launches=5), tolerances_of_emulated(DEFAULT_TOLERANCES))
     assert verdict.of("launches").outcome is Outcome.RECORDED
     assert verdict.measurement.notes == (
-        "not compared: kernel launches of an emulated GPU, which mean nothing for a real one's",
+        "not compared: kernel launches of an emulated GPU, which cannot be compared with a real GPU's",
     )
 
 
@@ -833,7 +833,7 @@ def judged_over_releases(now: tuple[int, int], then: tuple[int, int], torch=(NEW
     ("now", "then", "outcome", "beside"),
     [
         pytest.param(
-            (267 * MB, 67 * MB), (234 * MB, 34 * MB), Outcome.REGRESSED, "is as it was", id="the release's growth"
+            (267 * MB, 67 * MB), (234 * MB, 34 * MB), Outcome.REGRESSED, "is unchanged", id="the release's growth"
         ),
         pytest.param(
             (277 * MB, 67 * MB),
@@ -843,7 +843,7 @@ def judged_over_releases(now: tuple[int, int], then: tuple[int, int], torch=(NEW
             id="both",
         ),
         pytest.param(
-            (234 * MB, 34 * MB), (267 * MB, 67 * MB), Outcome.IMPROVED, "is as it was", id="the release's saving"
+            (234 * MB, 34 * MB), (267 * MB, 67 * MB), Outcome.IMPROVED, "is unchanged", id="the release's saving"
         ),
         pytest.param(
             (254 * MB, 34 * MB),
@@ -859,15 +859,15 @@ def judged_over_releases(now: tuple[int, int], then: tuple[int, int], torch=(NEW
             "went from 200.00 MB to 200.00 MB (+4 B)",
             id="a few bytes",
         ),
-        pytest.param((267 * MB, 67 * MB), (200 * MB, 0), Outcome.REGRESSED, "is as it was", id="none before"),
+        pytest.param((267 * MB, 67 * MB), (200 * MB, 0), Outcome.REGRESSED, "is unchanged", id="none before"),
     ],
 )
 def test_a_note_says_which_part_of_a_change_is_of_another_release_of_torch(now, then, outcome, beside):
     verdict = judged_over_releases(now, then)
     assert verdict.outcome is outcome
     (note,) = verdict.measurement.notes
-    assert "with torch 2.15.0, and were" in note
-    assert note.endswith(f"that part of its change is the release's own; what is beside them {beside}")
+    assert "with torch 2.15.0, and took" in note
+    assert note.endswith(f"the torch release causes this part of the change; the rest of the peak {beside}")
 
 
 @pytest.mark.parametrize(

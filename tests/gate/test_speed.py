@@ -189,7 +189,10 @@ def test_a_sample_that_meets_the_budget_is_believed_before_one_that_does_not():
 
 def test_a_throughput_that_misses_its_budget_within_what_times_vary_by_is_uncertain():
     verdict = throughput("2 steps/s", sample_of(*[0.4] * 4, *[0.6] * 8))
-    assert (verdict.outcome, verdict.reason) == (Outcome.UNCERTAIN, "within what times vary by: at most 2.5 steps/s")
+    assert (verdict.outcome, verdict.reason) == (
+        Outcome.UNCERTAIN,
+        "within the variation of the times: at most 2.5 steps/s",
+    )
 
 
 def test_a_throughput_that_misses_its_budget_in_a_disturbed_sample_is_uncertain():
@@ -235,13 +238,12 @@ def test_a_budget_and_a_limit_on_slowdowns_of_a_test_that_times_no_step_hold_not
 @pytest.mark.parametrize(
     ("minimum", "work", "has"),
     [
-        (ThroughputLimit(5, "tokens"), {}, "nothing is known"),
-        (ThroughputLimit(5, "tokens"), {"samples": 4}, "only samples are known"),
-        (ThroughputLimit(5, "items"), DEFAULT, "only samples and tokens are known"),
+        (ThroughputLimit(5, "tokens"), {}, "the work of its steps is unknown"),
+        (ThroughputLimit(5, "tokens"), {"samples": 4}, "the work of its steps is only known in samples"),
+        (ThroughputLimit(5, "items"), DEFAULT, "the work of its steps is only known in samples and tokens"),
     ],
 )
 def test_a_budget_in_a_unit_that_no_step_is_known_to_work_on_holds_nothing(minimum, work, has):
     assert idle_throughput(minimum, [measured(1.0, work=work)]) == (
-        f"min_throughput='{minimum}' has no effect: {has} of what its steps work on; "
-        f"say items=, the number of {minimum.of} of a step"
+        f"min_throughput='{minimum}' has no effect: {has}; give items=, the number of {minimum.of} in a step"
     )

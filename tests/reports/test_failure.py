@@ -283,7 +283,7 @@ def test_a_measurement_that_is_not_taken_any_more():
     test = TestVerdict("tests/test_gpt.py", "test_train[amp-bf16]", taken, missing=("eval", "other"))
     assert missing_text(test) == literal(
         """
-        Measurement missing: it has baselines on this device of measurements that it no longer takes: eval, other
+        Measurement missing: it has baselines on this device for measurements that it no longer takes: eval, other
 
           accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
         """
@@ -294,7 +294,7 @@ def test_a_test_that_measures_nothing_any_more_has_no_command_that_accepts_that(
     test = TestVerdict("tests/test_gpt.py", "test_a", relations=1, missing=("measure",))
     assert missing_text(test) == literal(
         """
-        Measurement missing: it has baselines on this device of measurements that it no longer takes: measure
+        Measurement missing: it has baselines on this device for measurements that it no longer takes: measure
 
           mend:     measure it again, or take its baseline out of the store
         """

@@ -346,14 +346,14 @@ def test_where_the_clock_was_not_read_both_times_seconds_decide(pace, cycles):
 def test_a_slowdown_within_what_rounds_vary_by_is_uncertain():
     found = compare([noisy(1.10, spread=0.2)], stable(), TOLERANCE)
     assert found.outcome == "uncertain"
-    assert found.reason == f"within what times vary by, as far as 10 runs tell: {found.seconds}"
+    assert found.reason == f"within the variation of the times, as far as 10 runs tell: {found.seconds}"
 
 
 def test_a_slowdown_within_what_accepted_runs_vary_by_is_uncertain():
     baseline = Runs((0.9, 1.1, 1.0, 0.95, 1.05, 1.0))
     assert compare([noisy(1.10)], stable(), TOLERANCE).outcome == "slower"
     assert compare([noisy(1.10)], baseline, TOLERANCE).reason.startswith(
-        "within what times vary by, as far as 6 runs tell: +10.0 % ("
+        "within the variation of the times, as far as 6 runs tell: +10.0 % ("
     )
 
 

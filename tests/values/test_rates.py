@@ -74,7 +74,7 @@ def test_a_rate_can_be_calculated_with_and_travels_between_processes():
     assert rate + 0.7 == pytest.approx(1.0)
     assert 0.29 < rate <= 0.31
     again = pickle.loads(pickle.dumps(rate))
-    assert (again, again.said) == (rate, rate.said)
+    assert (again, again.figures) == (rate, rate.figures)
 
 
 # What a failed assertion prints
@@ -99,7 +99,7 @@ def test_a_rate_says_which_figures_it_was_made_of():
 )
 def test_a_saving_says_whether_anything_was_recomputed(peak, mine, other, said):
     rate = saves(measured(peak, recomputed=mine), measured(1_000_000_000, recomputed=other))
-    assert rate.said.endswith(f"against 1.00 GB{said}")
+    assert rate.figures.endswith(f"against 1.00 GB{said}")
 
 
 def test_a_failed_assertion_prints_the_figures(project):
