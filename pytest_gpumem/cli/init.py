@@ -333,8 +333,8 @@ def _is_inside(store: str) -> bool:
 
 def _here(environment: Mapping[str, str]) -> Here:
     """Return what can be measured on here. torch is imported in processes of their own."""
-    plain = looking.look(list(BUILT_IN), environment)
-    emulated = looking.look([DEVICES["emulated"]], environment)
+    plain = looking.probe(list(BUILT_IN), environment)
+    emulated = looking.probe([DEVICES["emulated"]], environment)
     able = {one.word for one in (*plain.devices, *emulated.devices) if one.trouble is None}
     release = plain.torch.release or emulated.torch.release
     return Here(
