@@ -65,7 +65,7 @@ def test_hints_have_the_name_that_starts_this_package(on_path, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(main, ["show", "--store", str(store), "test_nowhere"])
     assert result.exit_code == 2
-    assert f"`{typed} show` lists them all" in result.output
+    assert f"`{typed} show` lists all baselines" in result.output
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")

@@ -132,7 +132,7 @@ def test_a_job_that_was_repeated_does_not_stand_for_one_that_got_lost(folder):
     refused = merge("a.json", "again.json", "b.json", "--shards", "3")
     assert refused.exit_code == 2
     said = " ".join(refused.output.split())
-    assert "again.json ran the same tests as a.json, and 1 test ran in none of the shards: a.py::test_c" in said
+    assert "again.json ran the same tests as a.json, and 1 test ran in no shard: a.py::test_c" in said
     assert merge("a.json", "again.json", "b.json").exit_code == 0
     # Every test is in some shard, or what is left out is so on each of several GPUs: nothing seems to be lost.
     write(folder, "c.json", part("c"))
@@ -149,7 +149,7 @@ def test_a_folder_that_ran_twice_does_not_stand_for_one_that_got_lost(folder):
     assert refused.exit_code == 2
     said = " ".join(refused.output.split())
     assert (
-        "again.json ran the same tests as a.json, and 1 test with baselines on these devices is in none of the shards: "
+        "again.json ran the same tests as a.json, and 1 test with baselines on these devices is in no shard: "
         "c.py::test_it; add the shard that ran them, remove what is gone with `gpumem prune`"
     ) in said
     assert merge("a.json", "b.json", "c.json", "--shards", "3").exit_code == 0

@@ -72,7 +72,7 @@ def folders(_context: click.Context, _parameter: click.Parameter, incomplete: st
 def _beginning(words: Iterable[str], incomplete: str) -> list[str]:
     """Return the words that begin with ``incomplete``, without duplicates.
 
-    A word with a line break is left out, because a shell reads one word in each line.
+    A word with an unprintable character, for example a line break, is left out, because a shell reads a word per line.
     """
     return list(dict.fromkeys(word for word in words if word.startswith(incomplete) and word.isprintable()))
 
