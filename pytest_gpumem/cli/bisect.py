@@ -267,9 +267,7 @@ def bisect(
         first = f", install {needed} first" if needed else ""
         with text_beside(files):
             click.echo(f"to accept it{first}: pytest {shlex.join(accepted)} --gpumem-update=all")
-    write_reports(
-        files, {".json": lambda found: to_json(found, red), ".md": lambda found: markdown(found, red)}, result
-    )
+    write_reports(files, {".json": lambda end: to_json(end, red), ".md": lambda end: markdown(end, red)}, result)
 
 
 @dataclass(frozen=True)

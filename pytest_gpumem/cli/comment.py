@@ -78,7 +78,7 @@ def _name(text: str) -> str:
     metavar="ID",
     type=WholeNumber(min=1),
     help="Comment on the pull request of this workflow run, for example `1234567`. Its artifact contains the reports. Only "
-    "JSON is read, because a stranger's code may have written them.",
+    "JSON is read, because a stranger's code may have written the reports.",
 )
 @click.option(
     "--pull-request",
@@ -156,8 +156,8 @@ def comment(
       gpumem comment gpumem.json --run 1234567
       gpumem comment gpumem.json --issue open --name nightly
 
-    Exit status: 0 if the comment or issue was written, or nothing had to be written, 1 if GitHub refused or did not answer, or
-    after Ctrl-C, 2 for wrong usage or input.
+    Exit status: 0 if the comment or issue was written, the token is read-only or the job runs for no pull request, 1 if GitHub
+    refused or did not answer, or after Ctrl-C, 2 for wrong usage or input.
     \f
     ## `--run`
 

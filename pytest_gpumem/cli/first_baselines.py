@@ -43,14 +43,14 @@ class FirstBaselines:
         root: The root directory of pytest.
         tests: The folder whose tests are set up, as a path from the root directory.
         proposed: The proposal that was written.
-        found: The tests in the repository's source.
+        collected: The tests in the repository's source.
         environment: The environment variables of pytest sessions.
     """
 
     root: Path
     tests: str
     proposed: Proposal
-    found: FoundTests
+    collected: FoundTests
     environment: Mapping[str, str]
 
     def record(self, agreed: Callable[[str], bool]) -> None:
@@ -176,11 +176,13 @@ class FirstBaselines:
             False if nothing was changed, because there are no such functions, the settings were not written by this command,
             or no test that runs a model would remain.
         """
-        remaining = [replace(test, runs_model=False) if test.nodeid in functions else test for test in self.found.tests]
+        remaining = [
+            replace(test, runs_model=False) if test.nodeid in functions else test for test in self.collected.tests
+        ]
         edit = next((edit for edit in self.proposed.edits if edit.path == SETTINGS), None)
         if not functions or edit is None or not patterns_of(remaining):
             return False
-        write_edits(self.root, [with_patterns(edit, patterns_of(self.found.tests), patterns_of(remaining))])
+        write_edits(self.root, [with_patterns(edit, patterns_of(self.collected.tests), patterns_of(remaining))])
         return True
 
 

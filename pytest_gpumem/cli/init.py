@@ -178,7 +178,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     check_pyproject()
     place = _place()
     sources = sources_of(_texts(place.root))
-    found = find_tests(sources, place.names)
+    tests = find_tests(sources, place.names)
     write_lines(
         [
             f"{place.root / place.tests}: {counts(found)}",
@@ -186,12 +186,12 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
             *_perhaps_ignored(found),
         ]
     )
-    if not any(test.runs_model or test.is_measured for test in found.tests):
+    if not any(test.runs_model or test.is_measured for test in tests.tests):
         write_lines(_NONE)
         sys.exit(1)
     project = _project(place)
     with input_errors(ProposalError):
-        proposed = proposal(project, found, _this_machine(environment), cast("Runner | None", runner))
+        proposed = proposal(project, tests, _this_machine(environment), cast("Runner | None", runner))
     check_edits(place.root, proposed.edits)
     _show(proposed)
     if dry_run:
@@ -210,7 +210,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
                 [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds the missing baselines"]
             )
         else:
-            first = FirstBaselines(place.root, place.tests, proposed, found, environment)
+            first = FirstBaselines(place.root, place.tests, proposed, tests, environment)
             first.record(lambda question: yes or _ask(question))
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted", err=True)
@@ -231,9 +231,9 @@ def _unparsed_files(sources: Sources, names: Names) -> Iterator[str]:
             )
 
 
-def _perhaps_ignored(found: FoundTests) -> Iterator[str]:
+def _perhaps_ignored(tests: FoundTests) -> Iterator[str]:
     """Yield a sentence for each file that pytest may not collect."""
-    for path in found.perhaps_ignored:
+    for path in tests.perhaps_ignored:
         yield (
             f"a conftest.py ignores {path} under a condition that is only known when it runs, so its tests are counted. If "
             f"pytest never collects them, remove them from {MARK_KEY}"
