@@ -178,20 +178,20 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     check_pyproject()
     place = _place()
     sources = sources_of(_texts(place.root))
-    tests = find_tests(sources, place.names)
+    found_tests = find_tests(sources, place.names)
     write_lines(
         [
-            f"{place.root / place.tests}: {counts(found)}",
+            f"{place.root / place.tests}: {counts(found_tests)}",
             *_unparsed_files(sources, place.names),
-            *_perhaps_ignored(found),
+            *_perhaps_ignored(found_tests),
         ]
     )
-    if not any(test.runs_model or test.is_measured for test in tests.tests):
+    if not any(test.runs_model or test.is_measured for test in found_tests.tests):
         write_lines(_NONE)
         sys.exit(1)
     project = _project(place)
     with input_errors(ProposalError):
-        proposed = proposal(project, tests, _this_machine(environment), cast("Runner | None", runner))
+        proposed = proposal(project, found_tests, _this_machine(environment), cast("Runner | None", runner))
     check_edits(place.root, proposed.edits)
     _show(proposed)
     if dry_run:
@@ -210,7 +210,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
                 [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds the missing baselines"]
             )
         else:
-            first = FirstBaselines(place.root, place.tests, proposed, tests, environment)
+            first = FirstBaselines(place.root, place.tests, proposed, found_tests, environment)
             first.record(lambda question: yes or _ask(question))
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted", err=True)
@@ -231,9 +231,9 @@ def _unparsed_files(sources: Sources, names: Names) -> Iterator[str]:
             )
 
 
-def _perhaps_ignored(tests: FoundTests) -> Iterator[str]:
+def _perhaps_ignored(found_tests: FoundTests) -> Iterator[str]:
     """Yield a sentence for each file that pytest may not collect."""
-    for path in tests.perhaps_ignored:
+    for path in found_tests.perhaps_ignored:
         yield (
             f"a conftest.py ignores {path} under a condition that is only known when it runs, so its tests are counted. If "
             f"pytest never collects them, remove them from {MARK_KEY}"
