@@ -348,7 +348,7 @@ def test_wrong_usage_says_what_would_be_right(advise, args, message):
 def test_several_gpus_are_refused_for_a_model_that_runs_on_one():
     result = CliRunner().invoke(main, ["advise", "hf:x", "--device", "emulated:h100x8"])
     assert result.exit_code == 2
-    assert "name emulated:h100, with --shard fsdp,world=8 for one rank of several" in result.stderr
+    assert "use emulated:h100, with --shard fsdp,world=8 to measure one of 8 ranks" in result.stderr
 
 
 @pytest.mark.parametrize(

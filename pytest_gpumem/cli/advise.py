@@ -488,7 +488,7 @@ def _gpus(names: Sequence[str]) -> list[Gpu]:
     for gpu in gpus:
         if gpu.count > 1:
             raise InputError(
-                f"{gpu.device}: a model runs on a single GPU; use {gpu.device.removesuffix(f'x{gpu.count}')}, with "
+                f"{gpu.device}: advise measures a single GPU; use {gpu.device.removesuffix(f'x{gpu.count}')}, with "
                 f"--shard fsdp,world={gpu.count} to measure one of {gpu.count} ranks"
             )
     return list(dict.fromkeys(gpus))
