@@ -401,7 +401,7 @@ def test_a_limit_without_an_effect_fails_a_test_whatever_its_baseline_is(project
 
 
 def test_what_is_as_its_baseline_has_nothing_to_accept(grown):
-    refused(grown, "not accepted: test_it.py::test_same: it passed, and is as its baseline", "test_same")
+    refused(grown, "not accepted: test_it.py::test_same: it passed and equals its baseline", "test_same")
     assert "1 accepted, 1 refused (nothing to accept)" in accept("report.json", "test_same", "test_b", code=1)
 
 

@@ -272,7 +272,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["advised_models:make"], "say how much memory there is: --fits 24GB"),
+        (["advised_models:make"], "this device needs a limit: give its memory, for example --fits 24GB"),
         (["advised_models:make", "--fits", "24"], "'24' has no unit; write it like '24 GB' or '24 MiB'"),
         (
             ["advised_models:mak", "--fits", "1GB"],
@@ -293,7 +293,7 @@ def test_all_measures_every_combination(advise, monkeypatch):
         (["hf:x", "--generate", "4", "--train"], "--generate measures inference; leave --train out"),
         (["hf:x", "--lora", "r=8", "--infer"], "is that of the plain model: leave --lora or --"),
         (["hf:x", "--lora", "r=8", "--generate", "4"], "is that of the plain model: leave --lora or --"),
-        (["hf:x", "--lora", "r=8", "--shard", "tp:2"], "--lora cannot be shared out by --shard tp"),
+        (["hf:x", "--lora", "r=8", "--shard", "tp:2"], "--lora cannot be combined with --shard tp"),
         (["hf:x", "--infer", "--blocks", "h"], "--blocks is for a training step"),
         (["hf:x", "--lora", "r=0"], "r of LoRA is '0', expected a whole number, 1 or more"),
         (["advised_models:make", "--fits", "1GB", "--lora", "r=8"], "--lora is for a model by name; advised_"),
@@ -303,18 +303,21 @@ def test_all_measures_every_combination(advise, monkeypatch):
             "'4*16' is not the size of a batch: write SAMPLES like 32",
         ),
         (["advised_models:make", "--config", "amp-bf17"], "step config 'amp-bf17': "),
-        (["advised_models:make", "--config", "fp32", "--all"], "or all are measured with --all, not both"),
-        (["advised_models:make", "--device", "emulated:h100"], "several devices have to be emulated ones"),
+        (["advised_models:make", "--config", "fp32", "--all"], "use only one option"),
+        (["advised_models:make", "--device", "emulated:h100"], "several devices are only possible if all are emulated"),
         (
             ["advised_models:make", "--fits", "1GB", "--largest-batch"],
             "--largest-batch is for a model by name; advised_",
         ),
-        (["hf:x", "--largest-batch", "--longest-sequence"], "are looked for one at a time"),
-        (["hf:x", "--config", "fp32", "--largest-batch"], "say how much memory there is: --fits 24GB\n"),
+        (["hf:x", "--largest-batch", "--longest-sequence"], "exclude each other: use one at a time"),
+        (
+            ["hf:x", "--config", "fp32", "--largest-batch"],
+            "this device needs a limit: give its memory, for example --fits 24GB\n",
+        ),
         (["hf:", "--fits", "1GB"], "'hf:' names no model; write hf:ORG/NAME"),
         (
             ["hf.py:make", "--fits", "1GB"],
-            "write it under another module's name, as hf: is a source of models: from hf ",
+            "write it under another module's name, because hf: is a source of models: from hf ",
         ),
         (["advised_models:make", "--shard", "fsdp"], "shard=fsdp needs the number of ranks; add world=N"),
         (
@@ -326,7 +329,10 @@ def test_all_measures_every_combination(advise, monkeypatch):
             ["advised_models:make", "--shard", "ddp,world=2", "--config", "fp32,shard=ddp,world=4"],
             "has a sharding of its own, beside shard=ddp,world=2; leave one of them out",
         ),
-        (["hf:./gone", "--fits", "1GB", "--device", "emulated:h100"], "several devices have to be emulated ones"),
+        (
+            ["hf:./gone", "--fits", "1GB", "--device", "emulated:h100"],
+            "several devices are only possible if all are emulated",
+        ),
         (
             ["advised_models:make_nonsense", "--fits", "1GB"],
             "expected (model, batch) or (model, batch, loss) of make_nonsense(), got Model",
@@ -342,7 +348,7 @@ def test_wrong_usage_says_what_would_be_right(advise, args, message):
 def test_several_gpus_are_refused_for_a_model_that_runs_on_one():
     result = CliRunner().invoke(main, ["advise", "hf:x", "--device", "emulated:h100x8"])
     assert result.exit_code == 2
-    assert "name emulated:h100, with --shard fsdp,world=8 for one rank of several" in result.stderr
+    assert "use emulated:h100, with --shard fsdp,world=8 to measure one of 8 ranks" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -379,7 +385,7 @@ def test_a_module_that_is_called_like_a_source_is_told_of(advise, tmp_path):
     (tmp_path / "hf.py").write_text("def make(): ...", encoding="utf-8")
     result = advise("hf:./make", "--fits", "1GB")
     assert result.exit_code == 2
-    assert "; hf: is a source of models, so import the function into a module of another name\n" in result.stderr
+    assert "; hf: is a source of models, so import the function into a module with another name\n" in result.stderr
 
 
 def test_configs_that_are_named_are_measured_and_no_others(advise):

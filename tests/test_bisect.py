@@ -180,7 +180,7 @@ def test_the_commit_since_the_baseline_that_made_a_gate_red_is_named(gate):
     (gate.path.parent / "shallow" / ".git").rename(gate.path / ".git")
     result = gpumem(*FROM)
     assert result.exit_code != 0
-    assert "this clone is shallow, so that it is not known" in result.stderr
+    assert "this clone is shallow, so the commit that accepted the baseline of" in result.stderr
     assert "fetch-depth: 0" in result.stderr
 
 

@@ -65,7 +65,7 @@ def test_hints_have_the_name_that_starts_this_package(on_path, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(main, ["show", "--store", str(store), "test_nowhere"])
     assert result.exit_code == 2
-    assert f"`{typed} show` lists them all" in result.output
+    assert f"`{typed} show` lists all baselines" in result.output
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
@@ -82,7 +82,7 @@ def test_the_doctor_tells_of_another_packages_command_and_what_to_type(on_path):
     )
     assert row.status == "limited"
     assert row.fact == f"the first gpumem on the path belongs to another package: {path}, of the module gpumem.cli"
-    assert row.mend == "type pytest-gpumem, which is this package's command, too"
+    assert row.mend == "type pytest-gpumem, the second name of this package's command"
     assert not [one for one in findings(FACTS) if one.subject == "command"]
 
 

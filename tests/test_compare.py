@@ -376,7 +376,7 @@ def test_programs_and_comments_get_the_same(repository):
         (["v1", "nothing"], "there is no revision 'nothing'"),
         (["none.json", "v1"], "there is no file none.json"),
         (["v1", "pyproject.toml"], "pyproject.toml: it is not JSON"),
-        (["v1", "HEAD", "--store", "memory://x"], "is no folder"),
+        (["v1", "HEAD", "--store", "memory://x"], "is not a folder"),
         (["v1", "HEAD", "--store", "elsewhere"], "is in no git repository"),
         (["HEAD", "HEAD", "--store", "empty"], "nothing could be compared"),
     ],

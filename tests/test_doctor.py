@@ -109,7 +109,7 @@ def test_a_torch_that_only_an_emulated_gpu_can_load_is_limited():
         torch_emulated=TorchFacts("2.15.0", "13.0"),
     )
     found = row(facts, "torch")
-    assert (found.status, "on an emulated GPU it can" in found.fact) == ("limited", True)
+    assert (found.status, "it can be imported on an emulated GPU" in found.fact) == ("limited", True)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_the_store_is_told_by_device_and_which_of_them_are_here():
     assert row(FACTS, "store").mend == "pytest --gpumem-update=new"
     facts = replace(FACTS, store=stored(H100, "peak_allocated"))
     found = row(facts, "store")
-    assert (found.status, "none is of cpu-x86_64" in found.fact) == ("limited", True)
+    assert (found.status, "none from cpu-x86_64" in found.fact) == ("limited", True)
     assert row(facts, "baselines of nvidia-h100").status == "no"
     assert row(replace(FACTS, store=StoreFacts("s", trouble="s/a.toml: not TOML")), "store").status == "no"
 
@@ -260,10 +260,10 @@ def test_json_has_the_facts_as_they_were():
 def seen_once(monkeypatch):
     """What a process sees is made up: each would import torch."""
 
-    def look(words, environment):
-        return looking.Looked(FACTS.torch, (NO_CUDA, ON_CPU) if "cpu" in words else (NO_EMULATION,))
+    def probe(words, environment):
+        return looking.ProbeResult(FACTS.torch, (NO_CUDA, ON_CPU) if "cpu" in words else (NO_EMULATION,))
 
-    monkeypatch.setattr(looking, "look", look)
+    monkeypatch.setattr(looking, "probe", probe)
 
 
 def doctor(*arguments):
@@ -392,7 +392,7 @@ def test_a_torch_that_ends_its_process_is_a_finding(tmp_path):
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("import os\nos.abort()\n")
     paths = os.pathsep.join([str(broken.parent), str(ROOT)])
-    seen = looking.look(["cuda", "cpu"], {**os.environ, "PYTHONPATH": paths})
+    seen = looking.probe(["cuda", "cpu"], {**os.environ, "PYTHONPATH": paths})
     assert "ended with status -6" in str(seen.torch.trouble)
     assert [one.word for one in seen.devices] == ["cuda", "cpu"]
 

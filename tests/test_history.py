@@ -205,8 +205,8 @@ def test_whatever_a_test_a_reason_and_a_subject_are_called_each_change_is_one_li
         (["a.py::test_aa"], "there never was; there is a.py::test_a"),
         (["test_a", "--metric", "flops"], "ever had flops"),
         (["test_a", "--slug", "a10"], "--slug a10"),
-        (["test_a", "--store", "memory://x"], "is no folder"),
-        (["test_a", "--store", "fresh"], "is in no commit yet: `git add fresh/h100/a.py.toml`"),
+        (["test_a", "--store", "memory://x"], "is not a folder"),
+        (["test_a", "--store", "fresh"], "is in no commit yet: run `git add fresh/h100/a.py.toml`"),
         (["test_a", "--store", "OUTSIDE"], "is in no git repository"),
     ],
 )

@@ -24,7 +24,7 @@ from pytest_gpumem.cli.main import main
 from pytest_gpumem.cli.shown_session import run_shown
 from pytest_gpumem.config.settings import KEYS, matches_test
 from pytest_gpumem.doctor import looking
-from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
+from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
 from pytest_gpumem.init.addopts import addopts_of, ignored_by
 from pytest_gpumem.init.proposal import ATTRIBUTES, MARK_KEY, SETTINGS, WORKFLOW
 from pytest_gpumem.init.workflow import (
@@ -98,11 +98,11 @@ def here(monkeypatch):
     """Have the machine measure on the CPU, or what a test says, without torch being imported for it."""
 
     def set_to(*able: str, release: str = "2.15.0"):
-        def look(words, environment):
+        def probe(words, environment):
             found = tuple(DeviceFacts(word, trouble=None if word in able else "no") for word in words)
-            return Looked(TorchFacts(release), found)
+            return ProbeResult(TorchFacts(release), found)
 
-        monkeypatch.setattr(looking, "look", look)
+        monkeypatch.setattr(looking, "probe", probe)
 
     set_to("cpu")
     return set_to
@@ -708,7 +708,7 @@ def test_a_session_that_a_signal_ends_is_said(repository):
     repository({**FLAT, "test_more.py": kills})
     done = init("--yes")
     assert done.exit_code == 1
-    assert "SIGTERM ended the session, which recorded nothing" in done.output
+    assert "SIGTERM ended the session, so no baselines were recorded" in done.output
 
 
 def test_the_summary_is_shown_where_many_tests_fail(repository):

@@ -132,7 +132,7 @@ def test_a_job_that_was_repeated_does_not_stand_for_one_that_got_lost(folder):
     refused = merge("a.json", "again.json", "b.json", "--shards", "3")
     assert refused.exit_code == 2
     said = " ".join(refused.output.split())
-    assert "again.json ran the same tests as a.json, and 1 test ran in none of the shards: a.py::test_c" in said
+    assert "again.json ran the same tests as a.json, and 1 test ran in no shard: a.py::test_c" in said
     assert merge("a.json", "again.json", "b.json").exit_code == 0
     # Every test is in some shard, or what is left out is so on each of several GPUs: nothing seems to be lost.
     write(folder, "c.json", part("c"))
@@ -149,8 +149,8 @@ def test_a_folder_that_ran_twice_does_not_stand_for_one_that_got_lost(folder):
     assert refused.exit_code == 2
     said = " ".join(refused.output.split())
     assert (
-        "again.json ran the same tests as a.json, and 1 test with baselines on these devices is in none of the shards: "
-        "c.py::test_it; add the shard that ran them, remove what is gone with `gpumem prune`"
+        "again.json ran the same tests as a.json, and 1 test with baselines on these devices is in no shard: "
+        "c.py::test_it; add the shard that ran them, remove baselines of deleted tests with `gpumem prune`"
     ) in said
     assert merge("a.json", "b.json", "c.json", "--shards", "3").exit_code == 0
     assert "1 test with baselines" in merge("a.json", "b.json", "--shards", "2").output
@@ -184,7 +184,7 @@ def test_under_github_actions_it_annotates_and_writes_the_summary(folder, monkey
         (["."], ". is a folder"),
         (["text.json"], "text.json: it is not JSON"),
         (["other.json"], "other.json: it is JSON, but not a report of pytest-gpumem"),
-        (["latin.json"], "latin.json is not UTF-8"),
+        (["latin.json"], "latin.json is not a JSON report of pytest-gpumem, because it is not UTF-8"),
         (["a.json", "terms.json"], "a.json was run with baseline = true, terms.json with baseline = false"),
         (["a.json", "--report", "whole.xml"], "whole.xml has to end with .sarif, .json, .md or .html"),
         (["a.json", "--report", "a.json/whole.json"], "the report cannot be written"),

@@ -258,7 +258,7 @@ def test_a_test_that_breaks_is_red_and_named_though_no_figure_can_be_searched_fo
 def test_without_the_permission_the_run_is_as_red_and_says_that_there_is_no_issue(red, github):
     github.read_only = True
     red.tells("tomorrow")
-    assert "no issue was written, since the token may not write one: give the job" in red.log
+    assert "no issue was written, because the token may not write issues: give the job" in red.log
     assert github.issues == []
 
 

@@ -15,7 +15,7 @@ from pytest_gpumem.config.errors import SettingsError
 from pytest_gpumem.config.kinds import FOLDER, MODELS, REPORTS, STORE
 from pytest_gpumem.config.settings import KEYS, settings_from_table
 from pytest_gpumem.doctor import looking
-from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
+from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
 from pytest_gpumem.reports.json_report import to_json
 from tests.git_store import Repository, entry
 from tests.reports.sessions import OK, session
@@ -70,7 +70,7 @@ def planted(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(repository.path)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     found = (DeviceFacts("cpu", environment=entry().environment),)
-    monkeypatch.setattr(looking, "look", lambda *_: Looked(TorchFacts("2.15.0"), found))
+    monkeypatch.setattr(looking, "probe", lambda *_: ProbeResult(TorchFacts("2.15.0"), found))
     return ran
 
 
@@ -101,7 +101,7 @@ def test_the_process_that_looks_at_devices_imports_nothing_from_the_current_fold
     for name in ("torch", "tomllib", "runpy", "json", "numpy"):
         (tmp_path / f"{name}.py").write_text(PLANTED.format(str(ran)), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    seen = looking.look(["cpu"], os.environ)
+    seen = looking.probe(["cpu"], os.environ)
     assert seen.devices[0].environment is not None
     assert not ran.exists()
 
@@ -111,7 +111,7 @@ def test_a_device_of_a_conftest_is_looked_for_only_if_that_is_typed(planted):
     settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "theirs"'), encoding="utf-8")
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 2
-    assert "if a conftest.py adds it, `gpumem doctor --conftest` runs that file and looks at it" in done.output
+    assert "if a conftest.py adds it, `gpumem doctor --conftest` runs that file and checks the device" in done.output
     assert not planted.exists()
 
 

@@ -90,8 +90,11 @@ def test_a_file_whose_name_is_a_dash_is_written_with_its_folder(folder):
     ("arguments", "said"),
     [
         (["merge", "-", "-"], "- is given twice"),
-        (["merge", "a.json", "--report", "-", "--report", "-"], "- is given twice, and there is one standard output"),
-        (["ab", "main", "--report", "-", "--report", "-"], "- is given twice, and there is one standard output"),
+        (
+            ["merge", "a.json", "--report", "-", "--report", "-"],
+            "- is given twice, but there is only one standard output",
+        ),
+        (["ab", "main", "--report", "-", "--report", "-"], "- is given twice, but there is only one standard output"),
         (["merge", "-"], "standard input: it is not JSON"),
         (["export", "bencher", "-"], "standard input: it is not JSON"),
         (["export", "tensorboard", "a.json", "-o", "-"], "event files are written into a folder"),

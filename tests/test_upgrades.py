@@ -336,8 +336,8 @@ def test_the_release_that_did_it_is_found_and_one_that_cannot_be_imported_is_ski
         ),
         ("1.0", "9.9", "9.9 cannot be measured: tinymodels==9.9 cannot be installed: "),
         ("1.0", "1.0", "--good and --bad are the same release of tinymodels: 1.0"),
-        ("1.0+cpu", "1.0", "tinymodels 1.0+cpu and 1.0 are one release on the index"),
-        ("main", "1.0", "'main' is no release of tinymodels, like 4.38.2"),
+        ("1.0+cpu", "1.0", "tinymodels 1.0+cpu and 1.0 are the same release on the index; give two different releases"),
+        ("main", "1.0", "'main' is not a release of tinymodels; give a release such as 4.38.2"),
     ],
 )
 def test_ends_that_hold_nothing_to_find_are_told_in_a_sentence(project, releases, tmp_path, good, bad, said):
@@ -432,7 +432,10 @@ def test_without_git_an_interrupted_bisection_goes_on_if_no_code_was_edited(proj
     [
         (["--from", "gone.json"], "'gone.json' does not exist"),
         (["--from", "test_it.py"], "test_it.py: "),
-        (["--from", "ab.json", "test_it.py"], "--from names the test and both ends: leave TEST, --good, --bad and"),
+        (
+            ["--from", "ab.json", "test_it.py"],
+            "--from already names the test and both ends; leave out TEST, --good, --bad,",
+        ),
         ([], "Missing argument 'TEST...', or --from."),
         (["--from", "ab.json", "--report", "found.txt"], "found.txt has to end with .json or .md"),
     ],
@@ -466,7 +469,7 @@ def test_of_several_packages_the_one_that_did_it_is_found_and_then_its_release(p
         (project / file).write_text("".join(f"{name}=={version}\n" for name in names), encoding="utf-8")
     result = gpumem("bisect", "--packages", "--good", "old.txt", "--bad", "new.txt", "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
-    assert "these differ: another 1.2, was 1.0; tinymodels 1.2, was 1.0\n" in result.stderr
+    assert "packages that differ: another 1.2, was 1.0; tinymodels 1.2, was 1.0\n" in result.stderr
     assert (
         "gpumem bisect: tinymodels 1.1 did it: peak allocated 10.00 MB to 12.00 MB (+20.0 %), after 1.0\n"
         in result.stdout
@@ -487,7 +490,7 @@ def test_packages_that_differ_in_their_build_only_are_one_release(project, index
     assert result.exit_code == 2, result.output
     assert result.stderr == (
         "Error: another 1.0+cpu and 1.0+cu126 are one release on the index; "
-        "tinymodels 1.4 and 1.4+local are one release on the index, so that there is no release to search in\n"
+        "tinymodels 1.4 and 1.4+local are one release on the index, so there is no release to search\n"
     )
 
 
@@ -497,19 +500,19 @@ def test_of_packages_that_differ_those_of_another_release_are_searched(project, 
     result = gpumem("bisect", *locks, "test_it.py", "--", *PLAIN)
     assert result.exit_code == 0, result.output
     assert "another 1.0+cpu and 1.0+cu126 are one release on the index\n" in result.stderr
-    assert "these differ: tinymodels 1.1+local, was 1.0\n" in result.stderr
+    assert "packages that differ: tinymodels 1.1+local, was 1.0\n" in result.stderr
     assert "gpumem bisect: tinymodels 1.1 did it: " in result.stdout
-    assert "to accept it, install what new.txt pins first: pytest test_it.py" in result.stdout
+    assert "to accept it, install the packages in new.txt first: pytest test_it.py" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("memlib[x]", "'memlib[x]' is more than the name of a package: give memlib alone\n"),
-        ("memlib==1.0", "'memlib==1.0' is more than the name of a package: give memlib alone\n"),
-        ("memlib @ https://example.org/m.whl", "is more than the name of a package: give memlib alone\n"),
-        ("", "'' is no name of a package, like transformers\n"),
-        ("-r x", "'-r x' is no name of a package, like transformers\n"),
+        ("memlib[x]", "'memlib[x]' is more than the name of a package; give only memlib\n"),
+        ("memlib==1.0", "'memlib==1.0' is more than the name of a package; give only memlib\n"),
+        ("memlib @ https://example.org/m.whl", "is more than the name of a package; give only memlib\n"),
+        ("", "'' is not the name of a package; give a name such as transformers\n"),
+        ("-r x", "'-r x' is not the name of a package; give a name such as transformers\n"),
     ],
 )
 def test_what_is_no_name_of_a_package_is_told_before_anything_runs(project, index, name, said):
@@ -696,7 +699,7 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, at_once, monkeypat
         (["--good", "HEAD~63", "--bad", "beside", "--metric", "flops"], "no test has FLOPs on both sides"),
         (["--good", "nowhere"], "there is no revision 'nowhere'"),
         (["--bad", "main"], "Missing option '--good'"),
-        (["--package", "a", "--good", "1.0"], "both ends have to be named here"),
+        (["--package", "a", "--good", "1.0"], "name both ends"),
         (["--package", "a", "--packages"], "exclude each other"),
     ],
 )

@@ -39,50 +39,50 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 PYTEST_ARGUMENTS = "pytest_gpumem.cli.ab"
-_OF_FILES = ("-r", "--requirement")
+_FILE_OPTIONS = ("-r", "--requirement")
 
 
 class WithPytestArguments(click.Command):
     """A command that passes everything after ``--`` to pytest."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        mine, pytests = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
-        ctx.meta[PYTEST_ARGUMENTS] = pytests
-        return super().parse_args(ctx, list(_with_files(mine)))
+        separator = args.index("--") if "--" in args else len(args)
+        ctx.meta[PYTEST_ARGUMENTS] = args[separator + 1 :]
+        return super().parse_args(ctx, list(_join_file_options(args[:separator])))
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- PYTEST_ARGS...]"]
 
 
-def _with_files(words: Sequence[str]) -> Iterator[str]:
-    """Yield words of a command line with ``-r`` and the file after it as one: ``--base-with -r old.txt``."""
-    left = iter(words)
-    for word in left:
-        yield f"{word} {next(left, '')}" if word in _OF_FILES else word
+def _join_file_options(words: Sequence[str]) -> Iterator[str]:
+    """Join ``-r`` and the file after it into a single word, so ``--base-with -r old.txt`` has the value ``-r old.txt``."""
+    remaining = iter(words)
+    for word in remaining:
+        yield f"{word} {next(remaining, '')}" if word in _FILE_OPTIONS else word
 
 
 _MOST_OF_MARKDOWN = 50_000
-"""Characters: a comment has room for other text as well."""
+"""Characters. GitHub's limit for a comment is 65,536, and the comment contains other text as well."""
 _RENDERERS: dict[str, Callable[[Ended], str]] = {
     ".json": lambda ended: to_json(_report_of(ended), finished=ended.why is None),
     ".md": lambda ended: markdown(_report_of(ended), ended.units, finished=ended.why is None, most=_MOST_OF_MARKDOWN),
 }
-"""The formats of `--report`, by suffix."""
-_OF_NOTHING: dict[str, Callable[[str], str]] = {".json": nothing_as_json, ".md": nothing_as_markdown}
-"""The formats for a comparison without a result."""
+"""The formats for ``--report``, by suffix."""
+_ERROR_RENDERERS: dict[str, Callable[[str], str]] = {".json": nothing_as_json, ".md": nothing_as_markdown}
+"""The formats for a comparison without a result, by suffix."""
 
 
 def _reports(_context: click.Context, _parameter: click.Parameter, files: tuple[Path, ...]) -> tuple[Path, ...]:
     check_one_stream(files)
     for file in files:
         if suffix_of(file) not in _RENDERERS:
-            raise click.BadParameter(f"{file} has to end with {' or '.join(_RENDERERS)}, which says the format")
+            raise click.BadParameter(f"{file} has to end with {' or '.join(_RENDERERS)}, which selects the format")
         if not file.absolute().parent.is_dir():
             raise click.BadParameter(f"there is no folder {file.parent}")
     return files
 
 
-def _with(side: str) -> Callable[[FC], FC]:
+def _requirement_option(side: str) -> Callable[[FC], FC]:
     return click.option(
         f"--{side}-with",
         metavar="REQUIREMENT",
@@ -92,7 +92,7 @@ def _with(side: str) -> Callable[[FC], FC]:
     )
 
 
-def _python(side: str) -> Callable[[FC], FC]:
+def _python_option(side: str) -> Callable[[FC], FC]:
     return click.option(
         f"--{side}-python",
         metavar="PYTHON",
@@ -115,7 +115,11 @@ def with_pip_options(command: FC) -> FC:
 
 
 def max_slowdown_option(condition: str = "") -> Callable[[FC], FC]:
-    """Return the option for the tolerated slowdown. ``condition`` is a sentence that says when it matters."""
+    """Return the option ``--max-slowdown``.
+
+    Args:
+        condition: A sentence for the help text that says when the option is used.
+    """
     return click.option(
         "--max-slowdown",
         metavar="RATIO",
@@ -144,17 +148,17 @@ report_option = click.option(
 
 
 def environments() -> Environments:
-    """Return the environments of the user's cache."""
+    """Return the environments in the user's cache."""
     return Environments(cache_folder(), plain_environment())
 
 
 @click.command(cls=WithPytestArguments)
 @click.argument("base", required=False)
 @click.argument("head", required=False)
-@_with("base")
-@_with("head")
-@_python("base")
-@_python("head")
+@_requirement_option("base")
+@_requirement_option("head")
+@_python_option("base")
+@_python_option("head")
 @with_pip_options
 @max_slowdown_option()
 @click.option(
@@ -184,17 +188,17 @@ def ab(
 ) -> None:
     """Compare two revisions, or two sets of packages, by running both.
 
-    The command compares memory and step time of the tests, on this machine. It checks BASE and HEAD out into temporary
+    The command compares the memory and step time of tests on this machine. It checks BASE and HEAD out into temporary
     worktrees, and runs pytest with PYTEST_ARGS in both by turns: base, head, head, base, base, head. BASE and HEAD are
-    branches, tags or other revisions that git knows. HEAD is the checked-out commit by default. Only commits are compared: a
+    branches, tags or other revisions that git knows. HEAD is the checked-out commit by default. Only commits are compared. A
     line on standard error counts the files with uncommitted changes.
 
     Two neighbouring runs give one ratio of the step times. Bytes and counts are compared as the gate compares them with a
     baseline. Baselines are neither read nor written.
 
     With --base-with, --head-with, --base-python or --head-python, a side runs with other packages. Without BASE, both sides
-    then run the current checkout with its uncommitted changes, which need not be a git repository. The requirements are
-    installed into cached environments (`gpumem cache`); the current environment is not changed.
+    then run the project in the current folder with its uncommitted changes. It need not be a git repository. The requirements
+    are installed into cached environments (`gpumem cache`), so the current environment is not changed.
 
     \b
     Examples:
@@ -296,7 +300,7 @@ def ab(
     `outcome`, `base`, `head`, `ratio`, `low`, `high`, `allowed` and `reason`.
     """
     arguments: list[str] = context.meta[PYTEST_ARGUMENTS]
-    with told_in(files, _OF_NOTHING), input_errors(GitError, RequirementError):
+    with error_reports(files, _ERROR_RENDERERS), input_errors(GitError, RequirementError):
         requirements = [
             requirement_set(lines, constraints, python) if lines or python else None
             for lines, python in ((base_with, base_python), (head_with, head_python))
@@ -315,13 +319,13 @@ def ab(
             raise click.UsageError(why_not)
     variants = without_folders([Variant(*side) for side in zip(revisions, requirements, strict=True)])
     plan = Plan(checkout, variants[0], variants[1], arguments, setup, rounds, max_slowdown)
-    tell_uncommitted(uncommitted)
+    print_uncommitted(uncommitted)
     with noted_signals() as stop:
         ended = compare_variants(plan, environments(), stop, Progress(sys.stderr, 2 * rounds))
     if ended.report is not None:
         _print(ended, files)
     elif ended.why is not None:
-        write_reports(files, _OF_NOTHING, ended.why)
+        write_reports(files, _ERROR_RENDERERS, ended.why)
     if setup is not None:
         click.echo(AFTER_SETUP, err=True)
     if ended.why is not None:
@@ -329,8 +333,8 @@ def ab(
     context.exit(ended.exit_status)
 
 
-def tell_uncommitted(files: int) -> None:
-    """Print the number of files whose uncommitted changes are not compared, if there are any."""
+def print_uncommitted(files: int) -> None:
+    """Print the number of files with uncommitted changes, which are not compared."""
     if files:
         click.echo(
             f"{counted(files, 'file is', 'files are')} changed and not committed: only commits are compared", err=True
@@ -338,7 +342,7 @@ def tell_uncommitted(files: int) -> None:
 
 
 def _report_of(ended: Ended) -> Compared:
-    assert ended.report is not None, "there is a result"
+    assert ended.report is not None, "the comparison has a result"
     return ended.report
 
 
@@ -349,7 +353,7 @@ def _print(ended: Ended, files: Sequence[Path]) -> None:
 
 
 def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], str]], result: T) -> None:
-    """Write a result into ``files``, each in the format of its suffix. Raises `InputError`."""
+    """Write a result to each file in the format of its suffix. Raises `InputError`."""
     try:
         for file in files:
             write_file(file, renderers[suffix_of(file)](result))
@@ -358,8 +362,8 @@ def write_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[T], s
 
 
 @contextmanager
-def told_in(files: Sequence[Path], renderers: Mapping[str, Callable[[str], str]]) -> Iterator[None]:
-    """Write the reason into ``files``, each in the format of its suffix, if the command ends because of wrong input."""
+def error_reports(files: Sequence[Path], renderers: Mapping[str, Callable[[str], str]]) -> Iterator[None]:
+    """If the command ends because of wrong input, write the error to each file in the format of its suffix."""
     try:
         yield
     except click.ClickException as error:

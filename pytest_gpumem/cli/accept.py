@@ -74,8 +74,8 @@ def _reason(_context: click.Context, _parameter: click.Parameter, value: str | N
 @click.option(
     "--force-commit",
     is_flag=True,
-    help="Accept a report of another commit than `HEAD`, or one that was compared with other baselines than the store's. The "
-    "stored reason says so.",
+    help="Accept a report from another commit than `HEAD`, or a report that was compared with other baselines than the "
+    "store contains. The stored reason says so.",
 )
 def accept(
     *,
@@ -88,9 +88,9 @@ def accept(
 ) -> None:
     """Write baselines from the report of a session on another machine.
 
-    REPORT.json is what `pytest --gpumem-baseline --gpumem-report=REPORT.json` or `gpumem merge` wrote, for example in a CI job
-    on a GPU. Nothing is measured. The store gets the baselines that --gpumem-update=all would have written in that session:
-    those of tests that passed, or that failed only because of their baselines.
+    `pytest --gpumem-baseline --gpumem-report=REPORT.json` or `gpumem merge` wrote REPORT.json, for example in a CI job on a
+    GPU. Nothing is measured. The store gets the baselines that --gpumem-update=all would have written in that session: a
+    baseline for each test that passed, or that failed only because of its baseline.
 
     A TEST is a test's id, a part of it, or a pattern with `*` and `?`. Without one, all tests in the report are accepted. On a
     terminal, the command then shows each cause of growth and each other test that differs from its baseline, and asks: accept,
@@ -166,7 +166,7 @@ def accept(
       `git fetch origin pull/NUMBER/merge`. Outside a repository, a report without a commit fits.
     """
     if tests and causes:
-        raise click.UsageError("tests are named, or chosen by --cause, not both")
+        raise click.UsageError("name tests or use --cause, not both")
     report = read_report(report_file)
     backend = backend_in(store)
     units = report.terms.units
@@ -216,15 +216,20 @@ def accept(
 
 
 def _write(store: Store, accepted: Sequence[Candidate]) -> set[str | None]:
-    """Write the accepted baselines, and return for each device why the store could not be locked, or ``None``.
+    """Write the accepted baselines device by device.
 
-    Raises `BackendError`, which says how much was written, and `StoreError`.
+    Returns:
+        For each device the reason why the store could not be locked, or ``None``.
+
+    Raises:
+        BackendError: A write failed. The message has the number of baselines that were written.
+        StoreError: A file in the store is wrong.
     """
     unlocked: set[str | None] = set()
     written = 0
-    for entries, gone in by_device(accepted).values():
+    for entries, removed in by_device(accepted).values():
         try:
-            unlocked.add(store.change(entries, gone))
+            unlocked.add(store.change(entries, removed))
         except BackendError as error:
             written += error.written if isinstance(error, IncompleteChangeError) else 0
             raise BackendError(f"{error}; {counted(written, 'baseline')} written") from error
@@ -237,12 +242,12 @@ def _is_terminal() -> bool:
 
 
 def _source(report: SessionReport, reason: str | None, backend: Backend, *, force: bool) -> Source:
-    """Return the source that is stored with each baseline. Raises `InputError` for a report from another commit."""
+    """Return the date, commit and reason to store with each baseline. Raises `InputError` for a report from another commit."""
     folder = backend.root if isinstance(backend, Folder) else None
     why = why_other_commit(report.commit, Path.cwd(), folder)
     if why is not None:
         if not force:
-            raise InputError(f"{why}; --force-commit accepts it all the same, and says so in each baseline")
+            raise InputError(f"{why}; --force-commit accepts it anyway, and says so in each baseline")
         at = f"measured at {report.commit or 'an unknown commit'}, accepted at {commit_of(Path.cwd()) or 'none'}"
         reason = f"{reason} ({at})" if reason else at
     return Source(report.ended[:10], report.commit, reason)
@@ -314,17 +319,17 @@ def _answer() -> str:
 def _with_nothing_to_accept(
     report: SessionReport, tests: Sequence[str], candidates: Sequence[Candidate]
 ) -> Iterator[tuple[str, Refusal]]:
-    """Yield each named test that equals its baseline. A pattern is fine if it matches other tests as well."""
+    """Yield each named test that equals its baseline. A pattern is accepted if it also matches tests that differ."""
     for test in tests:
         titles = {result.verdict.nodeid for result in chosen(report, [test])}
         named = [candidate for candidate in candidates if candidate.title in titles]
         if not any(candidate.changes_store or candidate.refused or candidate.is_noticed for candidate in named):
             for candidate in named:
-                yield candidate.title, Refusal("nothing to accept", "it passed, and is as its baseline")
+                yield candidate.title, Refusal("nothing to accept", "it passed and equals its baseline")
 
 
 def _figures(candidate: Candidate, units: UnitSystem) -> Iterator[str]:
-    """Yield a line for each entry that accepting a test writes or removes."""
+    """Yield a line for each baseline that is written or removed when a test is accepted."""
     changes = candidate.changes
     assert changes is not None, "the test changes the store"
     for key, entry in changes.entries.items():
@@ -349,7 +354,7 @@ def _accounting(
     changing: Sequence[Candidate],
     refused: Sequence[Refusal],
 ) -> str:
-    """Return the line that accounts for every test: ``"gpumem accept: 12 accepted, 1 refused (over budget), 3 skipped"``."""
+    """Return the accounting line, for example ``"gpumem accept: 12 accepted, 1 refused (over budget), 3 skipped"``."""
     kinds = ", ".join(dict.fromkeys(refusal.kind for refusal in refused))
     skipped = len(changing) - len(accepted)
     unchanged = len(candidates) - len(changing) - len(refused)

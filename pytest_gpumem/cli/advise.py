@@ -175,16 +175,16 @@ def advise(
     A training step uses AdamW. On CUDA the reserved memory has to fit, on a CPU the memory in tensors.
 
     \b
-    MODEL is a model by its name, or a function:
-      hf:ORG/NAME       a transformers model by its configuration on the hub;
-                        instead of ORG/NAME a folder or a `config.json`
+    MODEL is the name of a model, or a function:
+      hf:ORG/NAME       a transformers model with its configuration on the hub;
+                        ORG/NAME can also be a folder or a `config.json`
       hf-tiny:ORG/NAME  the same model with two layers of each kind
       timm:NAME         a timm model
       torchvision:NAME  a torchvision model
-      diffusers:CLASS   a network from diffusers, also by a configuration
-      MODULE:FACTORY    a function that returns `(model, batch)`, or with a
-                        loss, a function of output and batch,
-                        `(model, batch, loss)`
+      diffusers:CLASS   a network from diffusers, or its configuration
+      MODULE:FACTORY    a function that returns `(model, batch)` or
+                        `(model, batch, loss)`; `loss` is called with the
+                        output and the batch
 
     A named model has random weights and a random batch. No checkpoint is loaded, and no code from the hub is run.
 
@@ -357,36 +357,43 @@ def advise(
     page = format_of("advice.html")
     if form == "html" and page is not None and page.lacking():
         raise InputError(f"--format html: {page.lacking()}")
-    typed = click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT
+    is_typed = click.get_current_context().get_parameter_source("trains") != ParameterSource.DEFAULT
     with input_errors(ModelError):
         task = task_of(
-            trains if typed else None, new_tokens, adapters, TaskWords("--train", "--infer", "--generate", "--lora")
+            trains if is_typed else None, new_tokens, adapters, TaskWords("--train", "--infer", "--generate", "--lora")
         )
     if sharding is not None and not task.trains:
-        said = "--infer" if new_tokens is None else "--generate"
-        raise click.UsageError(f"--shard is for a training step: no step of inference is sharded, leave {said} out")
+        option = "--infer" if new_tokens is None else "--generate"
+        raise click.UsageError(f"--shard is for a training step, because inference is not sharded; leave out {option}")
     shared = None if sharding is None else sharding.sharding
     if shared is not None and task.lora is not None and "tp" in dict(shared.parts):
-        raise click.UsageError("--lora cannot be shared out by --shard tp: the model's plan names no adapters")
+        raise click.UsageError(
+            "--lora cannot be combined with --shard tp, because the model's tensor-parallel plan names no adapters"
+        )
     if blocks is not None and not task.trains:
-        raise click.UsageError("--blocks is for a training step: inference recomputes nothing, leave it out")
+        raise click.UsageError("--blocks is for a training step, because inference recomputes nothing; leave it out")
     with input_errors(ConfigError):
         configs, refused = named_configs(words, sharding, blocks)
     if words and everything:
-        raise click.UsageError("configs are named by --config, or all are measured with --all, not both")
+        raise click.UsageError("--config names configs and --all measures all of them: use only one option")
     if largest_batch and longest_sequence:
-        raise click.UsageError("--largest-batch and --longest-sequence are looked for one at a time")
-    sought: Sought | None = "samples" if largest_batch else "tokens" if longest_sequence else None
-    search = Search(fits, configs, everything, blocks, task, sought, sharding, refused)
+        raise click.UsageError("--largest-batch and --longest-sequence exclude each other: use one at a time")
+    dimension: Sought | None = "samples" if largest_batch else "tokens" if longest_sequence else None
+    search = Search(fits, configs, everything, blocks, task, dimension, sharding, refused)
     with input_errors(ModelError):
         name = model_name(subject_name)
     if name is None:
         check_form(subject_name)
-        given = {"--batch": size, OPTIONS[sought or "samples"]: sought, "--generate": new_tokens, "--lora": adapters}
-        for option, value in given.items():
+        for_named_models = {
+            "--batch": size,
+            OPTIONS[dimension or "samples"]: dimension,
+            "--generate": new_tokens,
+            "--lora": adapters,
+        }
+        for option, value in for_named_models.items():
             if value is not None:
                 raise click.UsageError(f"{option} is for a model by name; {subject_name} returns its own batch")
-    advice = _advised(search, _Named(subject_name, name, size), device_names, over_time=form == "html")
+    advice = _search(search, _ModelArgument(subject_name, name, size), device_names, over_time=form == "html")
     status = INTERRUPTED if not advice.finished else 0 if advice.fits(every=_EVERY not in device_names) else 1
     _print(advice, form, status)
     sys.exit(status)
@@ -402,15 +409,15 @@ def _print(advice: Advice, form: str, status: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Named:
-    """The model argument: the name of a library's model, or of a function."""
+class _ModelArgument:
+    """The argument MODEL: the name of a library's model, for example ``timm:resnet50``, or a function."""
 
     text: str
     name: ModelName | None
     size: BatchSize | None
 
-    def here(self, search: Search, device: Device) -> AdviceSubject:
-        """Return the model with its batch on a device in this process."""
+    def on_device(self, search: Search, device: Device) -> AdviceSubject:
+        """Make the model and its batch on a device in this process."""
         with warnings_kept() as warned:
             if self.name is not None:
                 subject = subject_by_name(self._model(self.name, search), search.blocks)
@@ -419,7 +426,10 @@ class _Named:
         return replace(subject, warnings=tuple(warned))
 
     def on_cards(self, search: Search, gpus: Sequence[Gpu]) -> AdviceSubject:
-        """Return the model for processes with emulated GPUs. This process must not use CUDA, as a function might."""
+        """Return the model for processes with emulated GPUs.
+
+        A named model is made in this process, which must not use CUDA. A function might use CUDA, so it is called in forks.
+        """
         if self.name is not None:
             with gpu_unseen(), warnings_kept() as warned:
                 subject = subject_by_name(self._model(self.name, search), search.blocks)
@@ -438,22 +448,24 @@ class _Named:
         try:
             model = named_model(name, self.size, search.task)
         except ModelError as error:
-            own = any(Path(path).is_file() for path in (f"{name.source}.py", f"{name.source}/__init__.py"))
-            hint = f"; {name.source}: is a source of models, so import the function into a module of another name"
-            raise InputError(f"{error}{hint if own else ''}") from None
+            is_own_module = any(Path(path).is_file() for path in (f"{name.source}.py", f"{name.source}/__init__.py"))
+            hint = f"; {name.source}: is a source of models, so import the function into a module with another name"
+            raise InputError(f"{error}{hint if is_own_module else ''}") from None
         click.echo(model.title, err=True)
         return model
 
 
-def _advised(search: Search, named: _Named, device_names: Sequence[str], *, over_time: bool) -> Advice:
+def _search(search: Search, model: _ModelArgument, device_names: Sequence[str], *, over_time: bool) -> Advice:
     """Search on the named devices. Raises ``click.ClickException``."""
     gpus = _gpus(device_names)
     if len(device_names) > 1 and not gpus:
-        raise click.UsageError("several devices have to be emulated ones, like emulated:h100")
+        raise click.UsageError("several devices are only possible if all are emulated, for example emulated:h100")
     try:
         if gpus:
-            return _advised_on_cards(search, gpus, lambda: named.on_cards(search, gpus), over_time=over_time)
-        return _advised_here(search, device_names[0], lambda device: named.here(search, device), over_time=over_time)
+            return _search_on_cards(search, gpus, lambda: model.on_cards(search, gpus), over_time=over_time)
+        return _search_on_device(
+            search, device_names[0], lambda device: model.on_device(search, device), over_time=over_time
+        )
     except SubjectError as error:
         raise click.UsageError(str(error)) from None
     except TrialFailed as error:
@@ -461,7 +473,7 @@ def _advised(search: Search, named: _Named, device_names: Sequence[str], *, over
 
 
 class _ModelFailed(InputError):
-    """The model exists, and fails on its own."""
+    """The model exists, but fails by itself."""
 
     exit_code = 1
 
@@ -472,31 +484,31 @@ def _gpus(names: Sequence[str]) -> list[Gpu]:
         return []
     own = own_gpus_around()
     with input_errors(ValueError):
-        found = [gpu for name in names for gpu in (known_gpus(own) if name == _EVERY else (emulated_gpu(name, own),))]
-    for gpu in found:
+        gpus = [gpu for name in names for gpu in (known_gpus(own) if name == _EVERY else (emulated_gpu(name, own),))]
+    for gpu in gpus:
         if gpu.count > 1:
             raise InputError(
-                f"{gpu.device}: a model that is not sharded runs on one GPU; name {gpu.device.removesuffix(f'x{gpu.count}')}, "
-                f"with --shard fsdp,world={gpu.count} for one rank of several"
+                f"{gpu.device}: advise measures a single GPU; use {gpu.device.removesuffix(f'x{gpu.count}')}, with "
+                f"--shard fsdp,world={gpu.count} to measure one of {gpu.count} ranks"
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(gpus))
 
 
 _EVERY = f"{EMULATED}{EVERY}"
 
 
-def _advised_here(
+def _search_on_device(
     search: Search, device_name: str, subject_on: Callable[[Device], AdviceSubject], *, over_time: bool
 ) -> Advice:
     """Search on a device in this process."""
     if search.fits is None and (search.sought is not None or not (search.everything or search.configs)):
-        instead = "" if search.sought is not None else " (or --all, to see every combination)"
-        raise click.UsageError(f"say how much memory there is: --fits 24GB{instead}")
+        alternative = "" if search.sought is not None else " (or measure every combination with --all)"
+        raise click.UsageError(f"this device needs a limit: give its memory, for example --fits 24GB{alternative}")
     device = _device(device_name)
     subject = subject_on(device)
 
     def try_on_device(sized: AdviceSubject, config: StepConfig) -> tuple[Tried, str | None]:
-        # An emulated GPU's peaks may lack what convolutions take on a GPU.
+        # Peaks on an emulated GPU may lack the convolution workspaces of a real GPU.
         emulation = current_emulation()
         return try_config(device, sized, config), None if emulation is None else emulation.cudnn.lacking()
 
@@ -504,8 +516,8 @@ def _advised_here(
     trials = Trials(search.fits, subject, search, try_on_device, WholeLines().write).run(name)
     notes = _notes(search)
     if trials.tried and not device.tells_time:
-        notes += (f"{name}: memory as of PyTorch's own allocator, no times",)
-    found = Advice(
+        notes += (f"{name}: memory from PyTorch's own allocator, no times",)
+    advice = Advice(
         subject.title,
         subject.task,
         False,
@@ -517,15 +529,15 @@ def _advised_here(
         attention=subject.attention,
     )
     return _with_code(
-        found,
+        advice,
         subject,
         device.torch_device.type,
         lambda _, config: explain_config(device, subject, config, over_time=over_time),
     )
 
 
-def _advised_on_cards(
-    search: Search, gpus: Sequence[Gpu], made: Callable[[], AdviceSubject], *, over_time: bool
+def _search_on_cards(
+    search: Search, gpus: Sequence[Gpu], make_subject: Callable[[], AdviceSubject], *, over_time: bool
 ) -> Advice:
     """Search on emulated GPUs, with a process for each config."""
     try:
@@ -533,17 +545,24 @@ def _advised_on_cards(
         begin(gpus[0])
     except EmulationError as error:
         raise click.ClickException(str(error)) from None
-    subject = made()
-    done: list[DeviceTrials] = []
+    subject = make_subject()
+    card_trials: list[DeviceTrials] = []
     elsewhere: dict[StepConfig, list[SizeTrial]] = {}
     for gpu in gpus:
         card = gpu if search.fits is None else with_capacity(gpu, search.fits)
-        where = f"{card.title}: " if len(gpus) > 1 else ""
+        prefix = f"{card.title}: " if len(gpus) > 1 else ""
         trials = Trials(
-            capacity_of(card), subject, search, partial(try_on, card), WholeLines().write, where, bool(done), elsewhere
+            capacity_of(card),
+            subject,
+            search,
+            partial(try_on, card),
+            WholeLines().write,
+            prefix,
+            bool(card_trials),
+            elsewhere,
         )
-        done.append(trials.run(card.title))
-        if not done[-1].finished:
+        card_trials.append(trials.run(card.title))
+        if not card_trials[-1].finished:
             break
     by_title = {gpu.title: gpu for gpu in gpus}
     return _with_code(
@@ -551,9 +570,9 @@ def _advised_on_cards(
             subject.title,
             subject.task,
             True,
-            tuple(done),
-            finished=done[-1].finished,
-            notes=(*_notes(search), *_notes_on_faster(search, done)),
+            tuple(card_trials),
+            finished=card_trials[-1].finished,
+            notes=(*_notes(search), *_notes_on_faster(search, card_trials)),
             sought=search.sought,
             sharding=search.sharding,
             attention=subject.attention,
@@ -569,51 +588,54 @@ def _notes(search: Search) -> tuple[str, ...]:
     return notes if search.task.lora is None else (*notes, DTYPE_OF_ADAPTERS)
 
 
-def _notes_on_faster(search: Search, done: Sequence[DeviceTrials]) -> Iterator[str]:
-    """Yield notes on faster configs that were not tried, with the names of the cards."""
+def _notes_on_faster(search: Search, trials: Sequence[DeviceTrials]) -> Iterator[str]:
+    """Yield notes on faster precisions that were not tried, with the names of the cards."""
     cards: dict[str, list[str]] = {}
-    for card in done:
+    for card in trials:
         note = search.note_on_faster(card.tried, card.limit) if card.finished else None
         if note is not None:
             cards.setdefault(note, []).append(card.name)
-    yield from (f"{', '.join(names)}: {note}" if len(done) > 1 else note for note, names in cards.items())
+    yield from (f"{', '.join(names)}: {note}" if len(trials) > 1 else note for note, names in cards.items())
 
 
 def _with_code(
-    found: Advice, subject: AdviceSubject, device_type: str, explain: Callable[[str, StepConfig], Explanation | str]
+    advice: Advice, subject: AdviceSubject, device_type: str, explain: Callable[[str, StepConfig], Explanation | str]
 ) -> Advice:
-    """Return the advice with the code of each recommended config, and its peak's composition on the first such device."""
-    first: dict[StepConfig, str] = {}
-    for device in found.devices:
+    """Add the code for each recommended config, and the composition of its peak.
+
+    A config that is recommended for several devices is explained on the first of them.
+    """
+    first_device: dict[StepConfig, str] = {}
+    for device in advice.devices:
         if device.chosen is not None:
-            first.setdefault(device.chosen.config, device.name)
+            first_device.setdefault(device.chosen.config, device.name)
     configs = []
-    for config, device_name in first.items():
+    for config, device_name in first_device.items():
         code = tuple(code_of(config, device_type, subject.containers, subject.task))
         explanation: Explanation | str = ""
-        # After Ctrl-C nothing more is begun.
-        if found.finished:
+        # After Ctrl-C, no other step is run.
+        if advice.finished:
             progress = WholeLines()
-            progress.write(f"{config}: what its peak is made of ... ")
+            progress.write(f"{config}: the composition of its peak ... ")
             try:
                 explanation = explain(device_name, config)
                 progress.write(f"{explanation if isinstance(explanation, str) else 'known'}\n")
             except KeyboardInterrupt:
                 progress.write("interrupted\n")
-                found = replace(found, finished=False)
-        why_not, known = (explanation, None) if isinstance(explanation, str) else ("", explanation)
-        configs.append(Recommended(config, device_name, code, known, why_not))
-    return replace(found, recommended=tuple(configs))
+                advice = replace(advice, finished=False)
+        why_not, composition = (explanation, None) if isinstance(explanation, str) else ("", explanation)
+        configs.append(Recommended(config, device_name, code, composition, why_not))
+    return replace(advice, recommended=tuple(configs))
 
 
 def _device(name: str) -> Device:
-    known = factories(name, () if name in (*BUILT_IN, AUTO) else devices_of_plugins())
-    if name not in (*known, AUTO):
-        near = nearest_device_or_emulated(name, [*known, AUTO], own_gpus_around())
+    all_factories = factories(name, () if name in (*BUILT_IN, AUTO) else devices_of_plugins())
+    if name not in (*all_factories, AUTO):
+        near = nearest_device_or_emulated(name, [*all_factories, AUTO], own_gpus_around())
         raise click.UsageError(f"--device {name}: no such device; {near}")
     try:
-        return Devices(known).get(name)
+        return Devices(all_factories).get(name)
     except DeviceUnavailable as unavailable:
         raise click.ClickException(
-            f"{unavailable}; --device emulated:h100 measures on a GPU that is emulated, --device cpu on the CPU"
+            f"{unavailable}; use an emulated GPU (--device emulated:h100) or the CPU (--device cpu)"
         ) from None

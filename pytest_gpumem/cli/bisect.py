@@ -30,11 +30,11 @@ from pytest_gpumem.cli.ab import (
     PYTEST_ARGUMENTS,
     WithPytestArguments,
     environments,
+    error_reports,
     max_slowdown_option,
+    print_uncommitted,
     report_option,
     setup_option,
-    tell_uncommitted,
-    told_in,
     write_reports,
 )
 from pytest_gpumem.cli.files import FilePath, name_of, read_text, text_beside
@@ -64,20 +64,20 @@ if TYPE_CHECKING:
     from pytest_gpumem.bisect.red_report import Red
 
 
-def _name_alone(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+def _package_name(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
     """Return the name of a package. Raises ``click.BadParameter`` for other requirements, such as ``torch==2.6``."""
     if value is None:
         return None
     try:
-        wanted = Requirement(value)
+        requirement = Requirement(value)
     except InvalidRequirement:
-        raise click.BadParameter(f"{value!r} is no name of a package, like transformers") from None
-    if str(wanted) != wanted.name:
-        raise click.BadParameter(f"{value!r} is more than the name of a package: give {wanted.name} alone")
-    return wanted.name
+        raise click.BadParameter(f"{value!r} is not the name of a package; give a name such as transformers") from None
+    if str(requirement) != requirement.name:
+        raise click.BadParameter(f"{value!r} is more than the name of a package; give only {requirement.name}")
+    return requirement.name
 
 
-_OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
+_ERROR_RENDERERS = {".json": nothing_as_json, ".md": nothing_as_markdown}
 
 
 @click.command(cls=WithPytestArguments)
@@ -87,8 +87,8 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
     "source",
     metavar="REPORT",
     type=FilePath(exists=True),
-    help="Take the test and both ends from this red JSON report of a session or of `gpumem ab`, for example `gpumem.json`. It "
-    "replaces TEST, --good and --bad.",
+    help="Take the test and both ends from the JSON report of a failed session or of `gpumem ab`, for example `gpumem.json`. "
+    "The report replaces TEST, --good and --bad.",
 )
 @click.option(
     "--good",
@@ -104,7 +104,7 @@ _OF_NOTHING = {".json": nothing_as_json, ".md": nothing_as_markdown}
 @click.option(
     "--package",
     metavar="NAME",
-    callback=_name_alone,
+    callback=_package_name,
     help="Search the releases of this package from --good to --bad, for example `transformers`.",
 )
 @click.option(
@@ -225,56 +225,58 @@ def bisect(
     | `after` | the last good candidate |
     | `why` | the reason, if nothing was found |
     """
-    given: list[str] = context.meta[PYTEST_ARGUMENTS]
-    with told_in(files, _OF_NOTHING), input_errors(GitError, ReportError, NothingFound):
-        red = None if source is None else _red(source)
+    pytest_arguments: list[str] = context.meta[PYTEST_ARGUMENTS]
+    with error_reports(files, _ERROR_RENDERERS), input_errors(GitError, ReportError, NothingFound):
+        red = None if source is None else _red_test(source)
         _check_ends(tests, good, bad, package, packages=packages, red=red)
         of_code = package is None and not packages and red is None
         checkout = Checkout.around(Path.cwd()) if of_code else Checkout.as_it_is(Path.cwd())
         metric = metric or (red.metric if red is not None else None)
-        options, store = (given, None) if red is None else without_baselines(given)
+        options, store = (pytest_arguments, None) if red is None else without_baselines(pytest_arguments)
         arguments = [*([] if metric == TIMED else ["--no-gpumem-time"]), *options, *tests]
         why_not = refused(arguments, checkout.top)
         if why_not is not None:
             raise click.UsageError(why_not)
     only = () if red is None else (red.nodeid,)
     if of_code:
-        tell_uncommitted(checkout.uncommitted())
-    with told_in(files, _OF_NOTHING), noted_signals() as stop:
+        print_uncommitted(checkout.uncommitted())
+    with error_reports(files, _ERROR_RENDERERS), noted_signals() as stop:
         try:
             with set_up(checkout, arguments, setup, environments(), stop, _say, only) as (runner, provisioner):
-                rows = _Rows(runner, provisioner, metric, jobs, max_slowdown)
+                searches = _CandidateSearches(runner, provisioner, metric, jobs, max_slowdown)
                 if red is not None:
-                    found = _of_red(red, rows, checkout, store, first_parent=not everything)
+                    result = _search_for_red_test(red, searches, checkout, store, first_parent=not everything)
                 elif of_code:
                     ends = checkout.revision(good or ""), checkout.revision(bad or "HEAD")
-                    found = rows.find(commits(checkout, *ends, first_parent=not everything))
+                    result = searches.find(commits(checkout, *ends, first_parent=not everything))
                 elif package is not None:
-                    found = rows.find(rows.releases(package, good or "", bad or ""))
+                    result = searches.find(searches.releases(package, good or "", bad or ""))
                 else:
-                    found = _in_packages(rows, *_two_sides(good, bad, tests[0], slug))
+                    result = _search_packages(searches, *_releases_at_ends(good, bad, tests[0], slug))
         except (RunFailed, NothingFound, NotInstalled, GitError, RequirementError) as failure:
             raise InputError(*str(failure).splitlines()) from None
         except Stopped as stopped:
-            click.echo("interrupted: the same command goes on from here", err=True)
+            click.echo("interrupted; run the same command again to continue the search", err=True)
             context.exit(stopped.exit_status)
     with text_beside(files):
-        write_lines(lines(found, screen()))
-    accepted = [*tests, *given] if red is None else [red.nodeid, *options]
-    release_mended_it = found.bad.backwards and bool(found.bad.package)
-    if (red is None or red.gated) and not release_mended_it:
-        needed = "" if found.bad.variant.revision is not None else _not_here(package, bad, red)
+        write_lines(lines(result, screen()))
+    accepted = [*tests, *pytest_arguments] if red is None else [red.nodeid, *options]
+    release_fixed_it = result.bad.backwards and bool(result.bad.package)
+    if (red is None or red.gated) and not release_fixed_it:
+        needed = "" if result.bad.variant.revision is not None else _missing_packages(package, bad, red)
         first = f", install {needed} first" if needed else ""
         with text_beside(files):
             click.echo(f"to accept it{first}: pytest {shlex.join(accepted)} --gpumem-update=all")
-    write_reports(
-        files, {".json": lambda result: to_json(result, red), ".md": lambda result: markdown(result, red)}, found
-    )
+    write_reports(files, {".json": lambda end: to_json(end, red), ".md": lambda end: markdown(end, red)}, result)
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Searches in several rows of candidates with the same tests and the same metric."""
+class _CandidateSearches:
+    """Searches in several lists of candidates with the same tests and the same metric.
+
+    For example, ``--packages`` first searches all packages that differ, and then the releases of the package that caused the
+    change.
+    """
 
     runner: Runner
     provisioner: Provisioner
@@ -282,20 +284,25 @@ class _Rows:
     jobs: int
     max_slowdown: float
 
-    def find(self, row: Sequence[Candidate]) -> Found:
-        """Search a row of candidates. An interrupted search keeps its runs for the next call. Raises as `Search.find`."""
-        _say(f"{counted(len(row), 'candidate')}, {row[0].name} to {row[-1].name}")
+    def find(self, searched: Sequence[Candidate]) -> Found:
+        """Search a list of candidates in order. An interrupted search stores its runs for the next call.
+
+        Raises the exceptions of `Search.find`, for example `NothingFound` if the bad end is not worse than the good end.
+        """
+        _say(f"{counted(len(searched), 'candidate')}, {searched[0].name} to {searched[-1].name}")
         runner = self.runner
-        of_code = row[0].variant.revision is not None
+        of_code = searched[0].variant.revision is not None
         state = "" if of_code else state_of(runner.checkout)
         identity = [str(runner.checkout.top), state, runner.arguments, runner.setup, self.metric, *runner.only]
         identity += [
             str(candidate.variant.requirements and candidate.variant.requirements.lines) + candidate.name
-            for candidate in row
+            for candidate in searched
         ]
         journal = Journal.of(identity)
         try:
-            found = Search(row, runner, self.provisioner, journal, self.metric, self._jobs(), self.max_slowdown).find()
+            result = Search(
+                searched, runner, self.provisioner, journal, self.metric, self._jobs(), self.max_slowdown
+            ).find()
         except (RunFailed, NothingFound, NotInstalled, GitError):
             journal.remove()
             raise
@@ -303,62 +310,83 @@ class _Rows:
             if of_code and runner.setup is not None:
                 _say(AFTER_SETUP)
         journal.remove()
-        return found
+        return result
 
     def _jobs(self) -> int:
         """Return the number of simultaneous runs, and print a line if it is lower than requested."""
         if self.jobs > 1 and self.runner.setup is not None:
-            _say("with --setup, only one run is made at a time, because all runs share what it installs")
+            _say("with --setup, only one run is made at a time, because all runs share the packages that it installs")
             return 1
         return most_jobs(self.jobs)
 
     def releases(self, package: str, good: str, bad: str, beside: Mapping[str, str] | None = None) -> list[Candidate]:
-        """Return the releases of a package that its index has from one to another."""
+        """Return the candidates from release ``good`` to release ``bad`` on the package index.
+
+        Args:
+            package: The name of the package.
+            good: The first release, for example ``"4.45.0"``.
+            bad: The last release, or an address such as ``"@ git+https://..."``.
+            beside: Releases of other packages to install in each candidate, by name.
+
+        Raises:
+            RequirementError: An end is not a release, or both ends are the same release.
+            NotInstalled: The index cannot be read.
+        """
         for release in (good, bad):
             if release.startswith(AT):
                 continue
             try:
                 Version(release)
             except InvalidVersion:
-                raise RequirementError(f"{release!r} is no release of {package}, like 4.38.2") from None
+                raise RequirementError(
+                    f"{release!r} is not a release of {package}; give a release such as 4.38.2"
+                ) from None
         if good == bad:
-            raise RequirementError(f"--good and --bad are the same release of {package}: {good}")
+            raise RequirementError(
+                f"--good and --bad are the same release of {package}: {good}; give two different releases"
+            )
         if not bad.startswith(AT) and is_same(good, bad):
-            raise RequirementError(f"{package} {good} and {bad} are one release on the index")
+            raise RequirementError(
+                f"{package} {good} and {bad} are the same release on the index; give two different releases"
+            )
         try:
             listed = releases_of(package, plain_environment(), self.provisioner.stop)
         except NotInstalled:
             if not bad.startswith(AT):
                 raise
-            # It may be on no index at all.
+            # A package that was installed from an address may be on no index.
             listed = []
         return releases(package, listed, good, bad, beside)
 
 
-def _not_here(package: str | None, bad: str | None, red: Red | None) -> str:
-    """Return the packages at the bad end that are not installed here. Its figures cannot be measured without them."""
+def _missing_packages(package: str | None, bad: str | None, red: Red | None) -> str:
+    """Return the packages to install before the bad end can be measured here, for example ``"tinymodels 1.4"``."""
     if package is not None:
         needed = {package: bad or ""}
     elif red is not None:
         needed = dict(red.now)
     else:
         needed = pins_of(requirement_set([f"-r {bad}"])) if bad is not None else {}
-    here = versions(needed)
-    others = [f"{name} {one}" for name, one in needed.items() if name not in here or not is_same(here[name], one)]
-    return f"what {bad} pins" if others and package is None and red is None else " and ".join(others)
+    installed = versions(needed)
+    missing = [
+        f"{name} {release}"
+        for name, release in needed.items()
+        if name not in installed or not is_same(installed[name], release)
+    ]
+    return f"the packages in {bad}" if missing and package is None and red is None else " and ".join(missing)
 
 
-def _red(source: Path) -> Red:
-    """Return the red test in a report. Raises `ReportError`, `NothingFound` and `InputError`."""
+def _red_test(source: Path) -> Red:
+    """Return the first test in a report that regressed. Raises `ReportError`, `NothingFound` and `InputError`."""
     try:
         return red_of(read_text(source), name_of(source))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name_of(source)} cannot be read: {error}") from None
 
 
-def _of_red(
+def _search_for_red_test(
     red: Red,
-    rows: _Rows,
+    searches: _CandidateSearches,
     checkout: Checkout,
     store: str | None,
     *,
@@ -368,21 +396,21 @@ def _of_red(
     why_no_package = ""
     if red.then or not red.gated:
         try:
-            return _in_packages(rows, dict(red.then), dict(red.now))
+            return _search_packages(searches, dict(red.then), dict(red.now))
         except (NothingFound, NotInstalled, RunFailed) as failure:
             if not red.gated:
                 raise
             why_no_package = f"; packages: {str(failure).splitlines()[0]}"
     try:
-        row = commits(checkout, _accepted(red, store), checkout.revision("HEAD"), first_parent=first_parent)
-        return rows.find(row)
+        good, bad = _accepting_commit(red, store), checkout.revision("HEAD")
+        return searches.find(commits(checkout, good, bad, first_parent=first_parent))
     except (GitError, InputError, NothingFound) as failure:
-        told = failure.format_message() if isinstance(failure, InputError) else str(failure)
-        raise NothingFound(f"{told}{why_no_package}") from None
+        message = failure.format_message() if isinstance(failure, InputError) else str(failure)
+        raise NothingFound(f"{message}{why_no_package}") from None
 
 
-def _accepted(red: Red, store: str | None) -> Revision:
-    """Return the commit that accepted a test's baseline. Raises `NothingFound`, `GitError` and `InputError`."""
+def _accepting_commit(red: Red, store: str | None) -> Revision:
+    """Return the commit that accepted a test's current baseline. Raises `NothingFound`, `GitError` and `InputError`."""
     backend = store_backend(project_settings(store))
     checkout, folder = checkout_of(backend)
     path = path_of(red.slug, red.key.file)
@@ -390,14 +418,18 @@ def _accepted(red: Red, store: str | None) -> Revision:
     events = events_of(changes, texts_of(checkout.top, changes), red.key)
     commit = events[-1].commit if events else None
     if commit is None:
-        raise NothingFound(f"the baseline of {red.key} is in no commit, so that it is not known since when it was good")
+        raise NothingFound(
+            f"no commit contains the baseline of {red.key}, so no good commit is known; give TEST and --good instead of --from"
+        )
     if commit.cut_off:
         raise NothingFound(
-            f"this clone is shallow, so that it is not known which commit accepted the baseline of {red.key}: fetch its "
+            f"this clone is shallow, so the commit that accepted the baseline of {red.key} is not known: fetch the "
             "history with `git fetch --unshallow`, or on GitHub Actions with fetch-depth: 0 for actions/checkout"
         )
     if commit.name == checkout.revision("HEAD").commit:
-        raise NothingFound(f"the last commit accepted the baseline of {red.key}, so that no commit after it did it")
+        raise NothingFound(
+            f"HEAD accepted the baseline of {red.key}, so no later commit can have caused the regression"
+        )
     return Revision(commit.name, commit.name)
 
 
@@ -407,63 +439,78 @@ def _check_ends(
     """Raise ``click.UsageError`` if an end is missing, or if a report already names both."""
     if red is not None:
         if tests or good or bad or package or packages:
-            raise click.UsageError("--from names the test and both ends: leave TEST, --good, --bad and --package out")
+            raise click.UsageError(
+                "--from already names the test and both ends; leave out TEST, --good, --bad, --package and --packages"
+            )
         return
     if not tests:
         raise click.UsageError("Missing argument 'TEST...', or --from.")
     if package is not None and packages:
         raise click.UsageError("--package and --packages exclude each other")
     if good is None and not packages:
-        raise click.UsageError("Missing option '--good': the revision, or with --package the release, that needs less.")
+        raise click.UsageError(
+            "Missing option '--good': the revision, or with --package the release, at which the test needs less."
+        )
     if (package is not None and bad is None) or (packages and (good is None) != (bad is None)):
-        raise click.UsageError("Missing option '--bad' or '--good': both ends have to be named here.")
+        raise click.UsageError("Missing option '--bad' or '--good': name both ends.")
 
 
 def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _two_sides(good: str | None, bad: str | None, test: str, slug: str | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the releases on both sides: in two lock files, or in a test's baseline and in this environment."""
+def _releases_at_ends(
+    good: str | None, bad: str | None, test: str, slug: str | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the packages' releases at both ends: of two lock files, or of a test's baseline and this environment.
+
+    For example, ``({"transformers": "4.45.0"}, {"transformers": "4.50.0"})``. Raises `InputError`.
+    """
     if good is not None and bad is not None:
-        then, now = (pins_of(requirement_set([f"-r {file}"])) for file in (good, bad))
-        return then, now
+        good_releases, bad_releases = (pins_of(requirement_set([f"-r {file}"])) for file in (good, bad))
+        return good_releases, bad_releases
     settings = project_settings()
     stored = read_baselines(store_backend(settings), slug)
-    keys = selected((one.key for one in stored), test)
-    found = [one for one in stored if one.key in keys]
-    if not found:
+    keys = selected((baseline.key for baseline in stored), test)
+    of_test = [baseline for baseline in stored if baseline.key in keys]
+    if not of_test:
         check_is_no_file(test)
-        lists = f"`{command_name()} show` lists what there is"
-        sentence = f"there is no baseline of {test!r}, whose packages could be compared"
-        raise no_such_test(test, sentence, [one.key for one in stored], lists)
-    slugs = sorted({one.slug for one in found})
+        hint = f"`{command_name()} show` lists the baselines"
+        sentence = f"there is no baseline of {test!r} with packages to compare"
+        raise no_such_test(test, sentence, [baseline.key for baseline in stored], hint)
+    slugs = sorted({baseline.slug for baseline in of_test})
     if len(slugs) > 1:
-        raise InputError(f"{test!r} has baselines of {len(slugs)} devices; say which one: --slug {' or '.join(slugs)}")
-    then = {name: version for one in found for name, version in one.entry.environment.releases.items()}
-    return then, versions(then)
+        raise InputError(f"{test!r} has baselines from {len(slugs)} devices; choose one: --slug {' or '.join(slugs)}")
+    recorded = {name: version for baseline in of_test for name, version in baseline.entry.environment.releases.items()}
+    return recorded, versions(recorded)
 
 
-def _in_packages(rows: _Rows, then: dict[str, str], now: dict[str, str]) -> Found:
-    """Search the packages that differ, and then the releases between the two of the package that is the cause."""
-    differ, row = candidates.packages(then, now)
-    same = one_release(then, now)
-    if not differ:
-        why = "; ".join(same) or "the packages are the same on both sides, as far as both are known"
-        raise NothingFound(f"{why}, so that there is no release to search in" if same else why)
+def _search_packages(searches: _CandidateSearches, good: dict[str, str], bad: dict[str, str]) -> Found:
+    """Search the packages that differ, and then the releases of the package that caused the change.
+
+    For example, with ``{"torch": "2.12.0", "transformers": "4.45.0"}`` and ``{"torch": "2.13.0", "transformers": "4.50.0"}``,
+    the first search ends with transformers, and the second searches its releases from 4.45.0 to 4.50.0 beside torch 2.13.0.
+    """
+    differing, by_package = candidates.packages(good, bad)
+    same = one_release(good, bad)
+    if not differing:
+        why = "; ".join(same) or "all packages that are known at both ends have the same releases"
+        raise NothingFound(f"{why}, so there is no release to search" if same else why)
     for sentence in same:
         _say(sentence)
-    _say(
-        f"these differ: {'; '.join(changed_releases(*({name: side[name] for name in differ} for side in (then, now))))}"
-    )
-    found = rows.find(row) if len(differ) > 1 else None
-    at = 1 if found is None else row.index(found.bad)
-    if found is not None and found.skipped:
-        return found
-    culprit = differ[at - 1]
-    beside = {name: (now if number < at - 1 else then)[name] for number, name in enumerate(differ) if name != culprit}
-    between = rows.releases(culprit, _on_index(then[culprit]), _on_index(now[culprit]), beside)
-    return found if found is not None and len(between) == len(row[:2]) else rows.find(between)
+    changed = changed_releases(*({name: end[name] for name in differing} for end in (good, bad)))
+    _say(f"packages that differ: {'; '.join(changed)}")
+    result = searches.find(by_package) if len(differing) > 1 else None
+    position = 1 if result is None else by_package.index(result.bad)
+    if result is not None and result.skipped:
+        return result
+    culprit = differing[position - 1]
+    # Candidate N has the bad releases of the first N packages, and the good releases of the rest.
+    beside = {
+        name: (bad if number < position - 1 else good)[name] for number, name in enumerate(differing) if name != culprit
+    }
+    between = searches.releases(culprit, _on_index(good[culprit]), _on_index(bad[culprit]), beside)
+    return result if result is not None and len(between) == len(by_package[:2]) else searches.find(between)
 
 
 def _on_index(release: str) -> str:

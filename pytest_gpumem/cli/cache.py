@@ -24,8 +24,8 @@ def cache(*, clear: bool) -> None:
     """List the cached environments of ab and bisect, or remove them.
 
     `gpumem ab` and `gpumem bisect` install requirements such as `transformers==4.38.2` into virtual environments, and use
-    them again. Each line has the requirements, the installed packages, the day and the size. Unfinished environments are
-    counted: another command is installing them, or an installation was interrupted and will be repeated.
+    them again. A line shows the requirements, the installed packages, the day and the size. Unfinished environments are
+    only counted: another command is installing them, or an installation was interrupted and will be repeated.
 
     \b
     Examples:
@@ -53,9 +53,9 @@ def cache(*, clear: bool) -> None:
     - In GitHub Actions, the [action](../ci.md) uses a folder in the job's temporary folder, so no earlier job can have changed
       the cache.
     """
-    kept = environments()
+    cached = environments()
     with input_errors(OSError):
-        finished, unfinished = kept.kept(), kept.unfinished()
+        finished, unfinished = cached.kept(), cached.unfinished()
         sizes = [bytes_in(environment.folder) for environment in finished]
     columns = (Column("requirements", left=True), Column("holds", left=True, weight=2), Column("made"), Column("size"))
     rows = tuple(
@@ -80,4 +80,4 @@ def cache(*, clear: bool) -> None:
     if clear:
         with input_errors(OSError):
             user_cache.clear()
-    click.echo(f"gpumem cache: {'removed ' if clear else ''}{summary}, in {kept.folder}")
+    click.echo(f"gpumem cache: {'removed ' if clear else ''}{summary}, in {cached.folder}")

@@ -44,7 +44,7 @@ DEFAULT_NAME = "gpumem"
 DEFAULT_TITLE = "the gate is red"
 _LONGEST_NAME = 100
 _LONGEST_REASON = 1_000
-_WITHOUT_COMMENT = "there is no comment: run {} was not for the newest commit in exactly one open pull request"
+_NO_PULL_REQUEST = "there is no comment, because run {} was not for the newest commit of exactly one open pull request"
 
 
 def _address(text: str) -> str:
@@ -61,7 +61,7 @@ def _repository(text: str) -> str:
 
 def _name(text: str) -> str:
     if len(text) > _LONGEST_NAME:
-        raise ValueError(f"it has {len(text)} characters, and may have {_LONGEST_NAME}")
+        raise ValueError(f"it has {len(text)} characters; use at most {_LONGEST_NAME}")
     return text
 
 
@@ -77,8 +77,8 @@ def _name(text: str) -> str:
     "--run",
     metavar="ID",
     type=WholeNumber(min=1),
-    help="Comment on the pull request of this workflow run, for example `1234567`, whose artifact contains the reports. Only "
-    "JSON is read, because a stranger's code may have written it.",
+    help="Comment on the pull request of this workflow run, for example `1234567`. Its artifact contains the reports. Only "
+    "JSON is read, because a stranger's code may have written the reports.",
 )
 @click.option(
     "--pull-request",
@@ -99,8 +99,8 @@ def _name(text: str) -> str:
     default=DEFAULT_NAME,
     show_default=True,
     callback=parsed(_name),
-    help="Tells several comments or issues apart, for example `nightly`. Another name than the default is the title of the "
-    "comment.",
+    help="Distinguish several comments or issues by this name, for example `nightly`. A name other than the default is also "
+    "the title of the comment.",
 )
 @click.option(
     "--issue",
@@ -123,8 +123,8 @@ def _name(text: str) -> str:
 @click.option(
     "--artifact",
     metavar="NAME",
-    help="The run's artifact with the report, for example `gpumem-report`. If baselines made the report red, or are missing, "
-    "the comment contains the commands that accept the new figures.",
+    help="The run's artifact with the report, for example `gpumem-report`. If tests failed because of their baselines, or have "
+    "none, the comment contains the commands that accept the new figures.",
 )
 def comment(
     *,
@@ -140,13 +140,13 @@ def comment(
 ) -> None:
     """Post a report in a pull request on GitHub, or in an issue.
 
-    A pull request gets one comment, which later runs update. REPORT is a file that `pytest --gpumem-report=FILE`, `gpumem ab`
-    or `gpumem bisect` wrote. JSON is shortened to its most important parts. Markdown is posted unchanged, and refused if it
-    is too long. Several reports become one comment.
+    A pull request gets a single comment, which later runs update. REPORT is a file that `pytest --gpumem-report=FILE`,
+    `gpumem ab` or `gpumem bisect` wrote. JSON is shortened to its most important parts. Markdown is posted unchanged, and
+    refused if it is too long. Several reports are joined in the same comment.
 
     The variable `GITHUB_TOKEN` contains the token. It needs the permission `pull-requests: write`, or with --issue `issues:
-    write`. A token that may only read, as that of a pull request from a fork, is not an error. A job that runs for no pull
-    request is not an error either. In both cases the command says so.
+    write`. If the token is read-only, for example in a pull request from a fork, or if the job runs for no pull request, the
+    command says so and writes nothing. This is not an error.
 
     A job that runs a pull request's tests should not have a token that can write. Comment in another job, with --run.
 
@@ -156,8 +156,8 @@ def comment(
       gpumem comment gpumem.json --run 1234567
       gpumem comment gpumem.json --issue open --name nightly
 
-    Exit status: 0 if the comment or issue is written, or must not be, 1 if GitHub refused or did not answer, or after Ctrl-C, 2
-    for wrong usage or input.
+    Exit status: 0 if the comment or issue was written, the token is read-only or the job runs for no pull request, 1 if GitHub
+    refused or did not answer, or after Ctrl-C, 2 for wrong usage or input.
     \f
     ## `--run`
 
@@ -190,7 +190,7 @@ def comment(
     is_of_event = issue is None and pull_request is None and run is None
     number = _number_of_event() if is_of_event else pull_request
     if is_of_event and number is None:
-        _print("there is no comment, since this job runs for no pull request")
+        _print("there is no comment, because this job runs for no pull request")
         return
     try:
         if issue == "closed":
@@ -201,7 +201,7 @@ def comment(
         if ran is not None and issue is None and number is None:
             number = pull_request_of_run(api, repository, ran)
             if number is None:
-                _print(_WITHOUT_COMMENT.format(ran.number))
+                _print(_NO_PULL_REQUEST.format(ran.number))
                 return
         accept = "" if number is None or artifact is None else _how_to_accept(contents, run, artifact, number)
         body = _body(contents, name, link, accept, ran)
@@ -211,15 +211,15 @@ def comment(
             is_new, address = put_comment(api, PullRequest(repository, number), name, body)
     except NotAllowedError as error:
         _print(
-            "no issue was written, since the token may not write one: give the job the permission issues: write "
+            "no issue was written, because the token may not write issues: give the job the permission issues: write "
             f"({error})"
             if issue is not None
-            else "there is no comment, since the token may not write one, as for pull requests from forks; otherwise give the "
-            f"job the permission pull-requests: write ({error})"
+            else "there is no comment, because the token may not write comments, as in pull requests from forks; otherwise "
+            f"give the job the permission pull-requests: write ({error})"
         )
     except GitHubError as error:
-        what = "comment" if issue is None else "issue"
-        raise click.ClickException(f"the {what} could not be put: {error}") from None
+        kind = "comment" if issue is None else "issue"
+        raise click.ClickException(f"the {kind} could not be written: {error}") from None
     else:
         click.echo(f"{'made' if is_new else 'changed'} {address}")
 
@@ -237,7 +237,7 @@ def _api() -> Api:
 
 def _known(repository: str | None) -> str:
     if repository is None:
-        raise InputError("which repository is not known: give --repository OWNER/NAME")
+        raise InputError("the repository is not known: give --repository OWNER/NAME")
     return repository
 
 
@@ -248,7 +248,7 @@ def _title(contents: Sequence[_Content]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A report: its result if the file is JSON, else its text."""
+    """A report: its result if the file is JSON, otherwise its text."""
 
     file: Path
     result: JobResult | None
@@ -260,14 +260,15 @@ def _content(file: Path, *, strict: bool) -> _Content:
 
     Args:
         file: Its path.
-        strict: False if a stranger may have written it. It must be JSON, and if it is missing or broken its text says so.
+        strict: False if a stranger may have written the file. It must then be JSON. If it is missing or broken, the content
+            says so instead of raising.
 
     Raises:
-        InputError: It cannot be used.
+        InputError: The file cannot be used.
     """
     if not strict and suffix_of(file) != ".json":
         raise InputError(
-            f"{file} is Markdown, which --run does not read because a stranger may have written it: give the report as JSON"
+            f"{file} is Markdown, which --run does not read because a stranger may have written it; give the report as JSON"
         )
     try:
         text = _text(file)
@@ -282,10 +283,10 @@ def _content(file: Path, *, strict: bool) -> _Content:
 def _text(file: Path) -> str:
     """Return the content of a regular file of bounded size. Raises `ReportError`."""
     if file != STANDARD and (file.is_symlink() or not file.is_file()):
-        kind = "is no file" if file.is_symlink() or file.exists() else "does not exist"
+        kind = "is not a file" if file.is_symlink() or file.exists() else "does not exist"
         raise ReportError(f"{str(file)!r} {kind}")
     if file != STANDARD and file.stat().st_size > MOST_BYTES:
-        raise ReportError(f"{file} has {file.stat().st_size:,} bytes, and {MOST_BYTES:,} are read at most")
+        raise ReportError(f"{file} has {file.stat().st_size:,} bytes, more than the limit of {MOST_BYTES:,}")
     try:
         return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
@@ -293,7 +294,7 @@ def _text(file: Path) -> str:
 
 
 def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str, pull_request: int) -> str:
-    """Return a paragraph with the commands that accept a report's figures; empty if no baseline would make it green."""
+    """Return a paragraph with the commands that accept a report's figures. Empty if accepting them would not help."""
     number = os.environ.get("GITHUB_RUN_ID", "") if run is None else str(run)
     for content in contents:
         report = None if content.result is None else content.result.session
@@ -305,8 +306,8 @@ def _how_to_accept(contents: Sequence[_Content], run: int | None, artifact: str,
             f"gh run download {number} --name {shlex.quote(artifact)} --dir {folder}",
             f'{command_name()} accept {shlex.quote(f"{folder}/{content.file.name}")} --reason "..."',
         ]
-        told = block("\n".join(commands))
-        return f"\n{details('To accept what was measured, in the branch of this pull request', told)}\n"
+        code = block("\n".join(commands))
+        return f"\n{details('To accept the measured figures in the branch of this pull request', code)}\n"
     return ""
 
 
@@ -318,22 +319,22 @@ def _may_be_accepted(result: TestResult) -> bool:
 
 
 def _body(contents: Sequence[_Content], name: str, link: str, accept: str, run: Run | None) -> str:
-    """Return the text without its marker. Raises `InputError`."""
+    """Return the comment's text without its hidden first line. Raises `InputError`."""
     above = "" if name == DEFAULT_NAME else f"**{plain(name)}**\n\n"
     link = link or ("" if run is None else run.address)
-    # The job wrote the report, but GitHub itself says whether the run failed.
+    # The report may claim success, because the job wrote it. GitHub knows whether the run failed.
     passed = any(content.result is not None and content.result.passed for content in contents)
     of_run = ", from a run that failed" if run is not None and run.failed and passed else ""
     beneath = f"{accept}\n[The whole report{of_run}]({link})\n" if link else accept
     left = room(name) - len(above) - len(beneath) - (len(contents) - 1)
     texts: dict[Path, str] = {}
-    # JSON is shortened to the room that the other texts leave.
+    # Markdown comes first, because only JSON can be shortened to the remaining characters.
     for content in sorted(contents, key=lambda content: content.result is not None):
         texts[content.file] = content.text if content.result is None else content.result.markdown(left)
         if len(texts[content.file]) > left:
             raise InputError(
-                f"{content.file} has {len(texts[content.file]):,} characters, and a comment has room for {left:,}: give the "
-                "report as JSON, of which the most important is taken"
+                f"{content.file} has {len(texts[content.file]):,} characters, but the comment has room for only {left:,}: give "
+                "the report as JSON, which is shortened to its most important parts"
             )
         left -= len(texts[content.file])
     return f"{above}{chr(10).join(texts[content.file] for content in contents)}{beneath}"
@@ -343,7 +344,7 @@ def _number_of_event() -> int | None:
     """Return the pull request that this job runs for. Raises `InputError` outside a job."""
     file = os.environ.get("GITHUB_EVENT_PATH")
     if not file:
-        raise InputError("which pull request is not known: give --pull-request NUMBER")
+        raise InputError("the pull request is not known: give --pull-request NUMBER")
     try:
         return pull_request_of_event(Path(file))
     except (OSError, ValueError) as error:
@@ -351,5 +352,5 @@ def _number_of_event() -> int | None:
 
 
 def _print(sentence: str) -> None:
-    """Print a sentence, in GitHub Actions as a notice of the run."""
+    """Print a sentence. In GitHub Actions, print it as a notice, which the run's page shows."""
     click.echo(notice_line(sentence) if is_github(os.environ) else f"gpumem: {sentence}")

@@ -1,7 +1,9 @@
-"""Words that a shell completes: tests and devices of the store, cards and files.
+"""Shell completion for tests and devices in the store, cards, and files.
 
-Nothing of the project is run: pressing the tab key is no consent. So only a store in a folder is read, and the devices that a
-conftest.py adds are not known.
+No code from the project runs, because a press of the tab key is not consent. So a store at a URL is not read, and devices
+from a conftest.py are not completed.
+
+For example, ``gpumem why tests/test_gpt.py::t<TAB>`` offers ``tests/test_gpt.py::test_train``.
 """
 
 from __future__ import annotations
@@ -30,45 +32,48 @@ if TYPE_CHECKING:
 
 
 def tests(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the ids of tests with baselines that begin with ``incomplete``, or else their names without the file."""
+    """Return test ids with baselines that begin with ``incomplete``. If no id does, return test names without the file."""
     ids = sorted({f"{key.file}::{key.test}" for _, key in _stored(context)})
-    return _beginning(ids, incomplete) or _beginning((one.partition("::")[2] for one in ids), incomplete)
+    return _beginning(ids, incomplete) or _beginning((test_id.partition("::")[2] for test_id in ids), incomplete)
 
 
 def slugs(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of devices' folders in the store."""
+    """Return the devices in the store by their slugs, for example ``nvidia-h100-80gb-hbm3``."""
     return _beginning((slug for slug, _ in _stored(context)), incomplete)
 
 
 def slugs_and_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the names of devices' folders in the store, and have the shell complete files."""
-    found = slugs(context, parameter, incomplete)
-    return [*map(CompletionItem, found), *files(context, parameter, incomplete)]
+    """Return the devices in the store by their slugs, and let the shell complete files."""
+    stored_slugs = slugs(context, parameter, incomplete)
+    return [*map(CompletionItem, stored_slugs), *files(context, parameter, incomplete)]
 
 
 def cards(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the words of GPUs that can be emulated: ``l4``."""
+    """Return the words for emulated GPUs, for example ``l4``."""
     return _beginning(_cards(), incomplete)
 
 
 def devices(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the words of devices: ``cuda``, ``emulated:l4``."""
+    """Return the words for devices, for example ``cuda`` and ``emulated:l4``."""
     emulated = (f"{EMULATED}{card}" for card in (EVERY, *_cards()))
     return _beginning((*BUILT_IN, AUTO, *emulated), incomplete)
 
 
 def files(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Have the shell complete the path of a file."""
+    """Let the shell complete the path of a file."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def folders(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Have the shell complete the path of a folder."""
+    """Let the shell complete the path of a folder."""
     return [CompletionItem(incomplete, type="dir")]
 
 
 def _beginning(words: Iterable[str], incomplete: str) -> list[str]:
-    """Return the words that begin so, each once. A shell reads lines, so a word with the end of a line in it is left out."""
+    """Return the words that begin with ``incomplete``, without duplicates.
+
+    A word with an unprintable character, for example a line break, is left out, because a shell reads a word per line.
+    """
     return list(dict.fromkeys(word for word in words if word.startswith(incomplete) and word.isprintable()))
 
 
@@ -80,7 +85,7 @@ def _cards() -> tuple[str, ...]:
 
 
 def _stored(context: click.Context) -> list[tuple[str, Key]]:
-    """Return every baseline of the store as (slug, key); none if the store is no folder, or cannot be read."""
+    """Return the slug and key of each baseline. Empty if the store is not a folder, or cannot be read."""
     try:
         location, base = _store_of(context)
         return [] if is_url(location) else Store(backend_of(location, base)).keys()
@@ -89,13 +94,13 @@ def _stored(context: click.Context) -> list[tuple[str, Key]]:
 
 
 def _store_of(context: click.Context) -> tuple[str, Path]:
-    """Return the location that ``--store`` or the nearest pyproject.toml names, and what it is relative to."""
-    here, typed = Path.cwd(), context.params.get("store")
+    """Return the store's location, from ``--store`` or the nearest pyproject.toml, and the folder to which it is relative."""
+    current_folder, typed = Path.cwd(), context.params.get("store")
     if typed:
-        return typed, here
-    for folder in (here, *here.parents):
+        return typed, current_folder
+    for folder in (current_folder, *current_folder.parents):
         table = read_table(folder / "pyproject.toml")
         if table is not None:
             named = table.get("store", DEFAULT_STORE)
             return named if isinstance(named, str) else DEFAULT_STORE, folder
-    return DEFAULT_STORE, here
+    return DEFAULT_STORE, current_folder

@@ -28,7 +28,7 @@ from pytest_gpumem.devices.registry import AUTO, BUILT_IN
 from pytest_gpumem.doctor import looking
 from pytest_gpumem.doctor.facts import DeviceFacts, Facts, StoreFacts
 from pytest_gpumem.doctor.findings import exit_status, findings
-from pytest_gpumem.doctor.probe import opened
+from pytest_gpumem.doctor.probe import open_device
 from pytest_gpumem.doctor.texts import lines, to_json
 from pytest_gpumem.emulated_process.before_torch import DESCRIPTION
 from pytest_gpumem.emulation.gpus import DEFAULT, described, emulated_gpu
@@ -113,7 +113,7 @@ def doctor(*, store: str | None, form: str, conftest: bool) -> None:
     `--format json` prints `format` (1), `exit_status`, `findings` (each with `status`, `subject`, `fact` and `mend`, the fix)
     and `facts`, the values from which the findings were made.
     """
-    # Before a conftest.py can change it.
+    # A conftest.py that runs later could change the environment.
     environment = dict(os.environ)
     files = files_around()
     if not files.is_plugin_loaded:
@@ -134,8 +134,8 @@ def _facts(files: ProjectFiles, store: str | None, environment: Mapping[str, str
     emulated = word if word.startswith(EMULATED) else EMULATED + DEFAULT
     with input_errors(ValueError):
         gpu = emulated_gpu(emulated, settings.gpus)
-    in_process = looking.look(list(BUILT_IN), environment)
-    on_emulated = looking.look([emulated], {**environment, DESCRIPTION: described(gpu)})
+    in_process = looking.probe(list(BUILT_IN), environment)
+    on_emulated = looking.probe([emulated], {**environment, DESCRIPTION: described(gpu)})
     added = () if word in (*BUILT_IN, AUTO, emulated) else (_added(settings, conftest=conftest),)
     return Facts(
         device=word,
@@ -156,8 +156,9 @@ def _facts(files: ProjectFiles, store: str | None, environment: Mapping[str, str
 
 def _ignored(root: Path) -> str | None:
     """Return the nearest pyproject.toml if pytest does not read its settings, because the root directory is above it."""
-    here = Path.cwd()
-    nearest = next((each for each in (here, *here.parents) if (each / _SETTINGS).exists()), None)
+    current_folder = Path.cwd()
+    folders = (current_folder, *current_folder.parents)
+    nearest = next((folder for folder in folders if (folder / _SETTINGS).exists()), None)
     if nearest is None or root not in nearest.parents:
         return None
     with input_errors(SettingsError):
@@ -166,15 +167,17 @@ def _ignored(root: Path) -> str | None:
 
 def _added(settings: Settings, *, conftest: bool) -> DeviceFacts:
     """Return the facts about a device from a plugin or a conftest.py. Raises `InputError` if no such device exists."""
-    factories = {name: make for added in devices_of_plugins(conftest=conftest) for name, make in added.items()}
+    factories = {name: make for devices in devices_of_plugins(conftest=conftest) for name, make in devices.items()}
     try:
         check_device(settings, [*BUILT_IN, AUTO, *factories], typed=False)
     except SettingsError as error:
         hint = (
-            "" if conftest else "; if a conftest.py adds it, `gpumem doctor --conftest` runs that file and looks at it"
+            ""
+            if conftest
+            else "; if a conftest.py adds it, `gpumem doctor --conftest` runs that file and checks the device"
         )
         raise InputError(f"{error}{hint}") from None
-    return opened(settings.device, factories[settings.device])
+    return open_device(settings.device, factories[settings.device])
 
 
 def _store(settings: Settings) -> StoreFacts:

@@ -1,4 +1,4 @@
-"""Files of a proposal, written all or none."""
+"""Write all files of a proposal, or none of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ if TYPE_CHECKING:
 
 
 def check_edits(root: Path, edits: Sequence[Edit]) -> None:
-    """Raise `InputError` for the first file that cannot be written, or that only a symbolic link in the repository leads to.
+    """Raise `InputError` for the first file that cannot be written, or whose path below the project contains a symbolic link.
 
-    A stranger's branch can have such a link. A diff of the file behind it would show what is not the repository's.
+    A stranger's branch can contain such a link. The diff would then show a file from outside the repository.
     """
     for edit in edits:
         _check_writable(*_placed(root, edit))
 
 
 def write_edits(root: Path, edits: Sequence[Edit]) -> None:
-    """Write all files, or none: each is checked before the first is written. Raises `InputError`."""
+    """Check all files, then write them. If a write fails, restore the files written before.
+
+    Raises:
+        InputError: A file cannot be written.
+    """
     check_edits(root, edits)
     written: list[Edit] = []
     try:
@@ -39,7 +43,7 @@ def write_edits(root: Path, edits: Sequence[Edit]) -> None:
             write_whole(path, edit.after, root=top, errors="surrogateescape")
     except OSError as error:
         for edit in written:
-            _put_back(*_placed(root, edit), edit.before)
+            _restore(*_placed(root, edit), edit.before)
         raise InputError(
             f"{edits[len(written) - 1].path} cannot be written: {error.strerror}; nothing was written"
         ) from None
@@ -47,7 +51,7 @@ def write_edits(root: Path, edits: Sequence[Edit]) -> None:
 
 
 def _placed(root: Path, edit: Edit) -> tuple[Path, Path]:
-    """Return the path of an edited file, after the folder that has both this file and the project."""
+    """Return the innermost folder that contains both the project and an edited file, and the path of the file."""
     project = root.resolve()
     path = Path(os.path.normpath(project / edit.path))
     return Path(os.path.commonpath([project, path])), path
@@ -56,28 +60,28 @@ def _placed(root: Path, edit: Edit) -> tuple[Path, Path]:
 def _check_writable(top: Path, path: Path) -> None:
     *folders, name = path.relative_to(top).parts
     try:
-        # What does not exist yet can be made.
+        # A missing folder is created later.
         with suppress(FileNotFoundError, NotADirectoryError), open_folder(top, folders) as folder:
             folder.refuse_link(name)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error}; nothing was written") from None
-    there = next(one for one in (path, *path.parents) if one.exists())
-    what = "a file" if path == there else "a folder"
-    if path != there and not there.is_dir():
-        raise InputError(f"{path} cannot be written: {there} is a file, expected a folder; nothing was written")
-    # A file is replaced, for which its folder is written to.
-    for one in {there, path.parent if path == there else there}:
-        if not os.access(one, os.W_OK):
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    kind = "a file" if path == existing else "a folder"
+    if path != existing and not existing.is_dir():
+        raise InputError(f"{path} cannot be written: {existing} is a file, expected a folder; nothing was written")
+    # A file is replaced by a new file, so its folder must also be writable.
+    for target in {existing, path.parent if path == existing else existing}:
+        if not os.access(target, os.W_OK):
             raise InputError(
-                f"{path} cannot be written: {one} is {what} that you may not write to; nothing was written"
+                f"{path} cannot be written: {target} is {kind} that you may not write to; nothing was written"
             )
 
 
-def _put_back(top: Path, path: Path, before: str | None) -> None:
+def _restore(top: Path, path: Path, before: str | None) -> None:
     try:
         if before is None:
             path.unlink(missing_ok=True)
         else:
             write_whole(path, before, root=top, errors="surrogateescape")
     except OSError as error:
-        click.echo(f"{path} could not be put back: {error.strerror}", err=True)
+        click.echo(f"{path} could not be restored: {error.strerror}", err=True)

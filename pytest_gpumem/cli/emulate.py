@@ -33,7 +33,7 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
     `emulated:` is allowed.
 
     The CUDA build of torch runs unchanged on stand-ins for CUDA's libraries. PyTorch's own allocator manages the memory. Values
-    in large tensors are not computed, and durations are not those of a GPU. COMMAND may be any program: every Python that it
+    in large tensors are not computed, and durations differ from a GPU's. COMMAND may be any program: every Python that it
     starts sees the GPU.
 
     \b
@@ -66,7 +66,7 @@ def emulate(*, quiet: bool, gpu: str, command: tuple[str, ...]) -> None:
         raise click.ClickException(str(error)) from None
     command = command[1:] if command[0] == "--" else command
     if not command:
-        raise click.UsageError("there is no command after --")
+        raise click.UsageError("there is no command after --; give one, for example: -- python train.py")
     environment = {**os.environ, **environment_for(emulated, os.environ), PEAKS: QUIET if quiet else "1"}
     try:
         os.execvpe(command[0], command, environment)  # noqa: S606 -- it takes this process's place, signals and status

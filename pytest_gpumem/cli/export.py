@@ -117,8 +117,8 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
     type=click.Choice(["smaller", "bigger"]),
     default="smaller",
     show_default=True,
-    help="Export the metrics in which a smaller value is better (bytes, counts, times), or those in which a bigger one is "
-    "(throughput).",
+    help="Export the metrics in which a smaller value is better (bytes, counts, times), or the metrics in which a bigger value "
+    "is better (throughput).",
 )
 @_common
 def for_github_action_benchmark(

@@ -1,4 +1,4 @@
-"""Files that commands read and write: each takes ``-`` for standard input or output."""
+"""Read and write the files of commands. ``-`` is standard input or output."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 STANDARD = Path("-")
-"""Standard input or output, in place of a file. A file of this name is written ``./-``."""
+"""Standard input or output instead of a file. A file with this name is given as ``./-``."""
 LARGEST_REPORT = 2**29
-"""Characters of the largest report that is read. One of three million numbers has 60 million."""
+"""Maximum characters in a report. For comparison, a report with three million numbers has 60 million characters."""
 _STDIN = "pytest_gpumem.stdin"
-"""The key in click's context under which the text of standard input is kept."""
+"""The key in click's context that stores the text of standard input."""
 
 
 class FilePath(click.Path):
@@ -36,44 +36,44 @@ class FilePath(click.Path):
 
 
 def path_of(name: str | Path) -> Path:
-    """Return the path that a user typed, and `STANDARD` only for ``-`` itself: ``./-`` is a file."""
+    """Return the path that a user typed: `STANDARD` for ``-``, and a file in the current folder for ``./-``."""
     path = Path(name)
     return Path.cwd() / path if path == STANDARD and name not in ("-", STANDARD) else path
 
 
 def suffix_of(file: Path) -> str:
-    """Return the suffix that says the format of ``file``. A standard stream has JSON."""
+    """Return the suffix that selects the format: ``.json`` for a standard stream."""
     return ".json" if file == STANDARD else file.suffix
 
 
 def check_one_stream(files: Sequence[Path]) -> None:
-    """Raise ``click.BadParameter`` if ``-`` is among ``files`` twice."""
+    """Raise ``click.BadParameter`` if ``files`` contain ``-`` twice."""
     if files.count(STANDARD) > 1:
-        raise click.BadParameter("- is given twice, and there is one standard output")
+        raise click.BadParameter("- is given twice, but there is only one standard output")
 
 
 def write_file(file: Path, text: str) -> None:
-    """Write ``text`` as UTF-8 to ``file``, which is replaced whole, or to standard output. Raises ``OSError``."""
+    """Write ``text`` as UTF-8 to standard output, or to a file, which is replaced atomically. Raises ``OSError``."""
     if file == STANDARD:
         click.echo(text.encode("utf-8", "backslashreplace"), nl=False)
         return
     try:
         write_whole(file, text)
     except LinkFound:
-        raise LinkFound(file, "name the file that it leads to, or - for standard output") from None
+        raise LinkFound(file, "name the target of the link, or - for standard output") from None
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a report's file, or of standard input.
+    """Return the text of a report, from a file or standard input.
 
     Raises:
-        OSError: The file cannot be read, or has more than 512 MB.
+        OSError: The file cannot be read, or has more than 2**29 characters.
         UnicodeDecodeError: The file is not UTF-8.
     """
     if file != STANDARD:
         with file.open(encoding="utf-8") as opened:
             return _bounded(opened.read(LARGEST_REPORT + 1), name_of(file))
-    # A command may look at a report twice, and a stream has it once.
+    # A command may read a report twice, but a stream can be read only once.
     meta = click.get_current_context().meta
     if _STDIN not in meta:
         meta[_STDIN] = _bounded(sys.stdin.buffer.read(LARGEST_REPORT + 1).decode("utf-8"), name_of(file))
@@ -83,18 +83,18 @@ def read_text(file: Path) -> str:
 
 def _bounded(text: str, name: str) -> str:
     if len(text) > LARGEST_REPORT:
-        raise OSError(errno.EFBIG, f"it has more than {LARGEST_REPORT} characters, and a report has fewer", name)
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST_REPORT} characters, the limit for a report", name)
     return text
 
 
 def name_of(file: Path) -> str:
-    """Return the name of a file that is read, for messages."""
+    """Return the name of an input file for messages."""
     return "standard input" if file == STANDARD else str(file)
 
 
 @contextmanager
 def text_beside(files: Sequence[Path]) -> Iterator[None]:
-    """Print to standard error, within the context, if one of ``files`` is standard output."""
+    """Redirect printed lines to standard error if a file in ``files`` is standard output."""
     if STANDARD in files:
         with redirect_stdout(sys.stderr):
             yield

@@ -118,7 +118,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     ## Columns
 
     - `reserved` and `allocated` are the highest values in PyTorch's allocator, even if the program resets its peaks.
-      They differ between GPUs because kernels and the workspaces of cuBLAS differ. Expandable segments change
+      They differ between GPUs because kernels and cuBLAS workspaces differ. Expandable segments change
       `reserved`.
     - `left` is `memory` minus `reserved` and minus the CUDA context, which is assumed to take 545 MB in each process.
     - For several GPUs (`h100x8`) the figures are those of the GPU with the highest peak. Each process can use a
@@ -204,7 +204,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
         sys.exit(interrupted)
     if fits[0].plain.without_statistics:
         raise InputError(
-            "the program's memory is unknown, because the program has an allocator of its own, which keeps no statistics"
+            "the program's memory is unknown, because it uses its own allocator, which keeps no statistics"
         )
     if fits[0].plain.outcome is FitOutcome.UNUSED:
         raise InputError("the program uses no GPU memory: PyTorch allocated nothing on a CUDA device")
@@ -224,11 +224,11 @@ def _with_python(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _gpus(words: Sequence[str]) -> list[Gpu]:
-    """Return the requested GPUs, or all GPUs with the default first."""
+    """Return the requested GPUs, or all known GPUs with the default first."""
     own = own_gpus_around()
     with input_errors(EmulationError, ValueError):
-        asked = [emulated_gpu(word, own) for word in words]
-        gpus = asked or sorted(known_gpus(own), key=lambda gpu: gpu.word != DEFAULT)
+        requested = [emulated_gpu(word, own) for word in words]
+        gpus = requested or sorted(known_gpus(own), key=lambda gpu: gpu.word != DEFAULT)
         prepare()
     return list(dict.fromkeys(gpus))
 
@@ -243,43 +243,46 @@ def _try_all(
     *,
     every: bool,
 ) -> None:
-    """Add the result on each GPU to ``fits``: first on the first GPU, then on ``jobs`` others at a time."""
+    """Run the program on the first GPU, then on ``jobs`` GPUs at a time, and add the results to ``fits``.
+
+    ``every`` means that the user named the GPUs. Otherwise a failure on the first GPU ends the search.
+    """
     expandable = with_expandable_segments(os.environ)
 
-    def tried(gpu: Gpu, more: dict[str, str]) -> Found:
+    def run_on(gpu: Gpu, extra_variables: dict[str, str]) -> Found:
         stop.check()
-        how = " with expandable segments" if more else ""
-        begun = f"[{gpus.index(gpu) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){how} ... "
+        segments = " with expandable segments" if extra_variables else ""
+        begin = f"[{gpus.index(gpu) + 1}/{len(gpus)}] {name_of(gpu)} (emulated){segments} ... "
         line = WholeLines()
         # Simultaneous runs would mix their lines.
         if jobs == 1:
-            line.write(begun)
+            line.write(begin)
         try:
-            run = runs.on(gpu, more)
+            run = runs.on(gpu, extra_variables)
         except OSError as error:
             raise InputError(f"{program}: {error.strerror or error}") from None
         result = found_of(run, gpu, CONTEXT_BYTES)
-        line.write(f"{'' if jobs == 1 else begun}{progress(result, str(Path.cwd()))}\n")
+        line.write(f"{'' if jobs == 1 else begin}{progress(result, str(Path.cwd()))}\n")
         return result
 
     def complete(gpu: Gpu, plain: Found) -> None:
-        again = plain.outcome in NOT_ENOUGH and not plain.expandable and expandable is not None
-        fits[gpu] = Fit(gpu, plain, tried(gpu, expandable or {}) if again else None)
+        is_repeated = plain.outcome in NOT_ENOUGH and not plain.expandable and expandable is not None
+        fits[gpu] = Fit(gpu, plain, run_on(gpu, expandable or {}) if is_repeated else None)
 
-    first, *others = gpus
-    plain = tried(first, {})
+    first_gpu, *other_gpus = gpus
+    plain = run_on(first_gpu, {})
     if ends_it(plain, every=every):
-        complete(first, plain)
+        complete(first_gpu, plain)
         return
-    runs.prepare(others)
-    complete(first, plain)
+    runs.prepare(other_gpus)
+    complete(first_gpu, plain)
     with ThreadPoolExecutor(jobs) as threads:
-        futures = [threads.submit(lambda gpu: complete(gpu, tried(gpu, {})), gpu) for gpu in others]
+        futures = [threads.submit(lambda gpu: complete(gpu, run_on(gpu, {})), gpu) for gpu in other_gpus]
         try:
             for future in as_completed(futures):
                 future.result()
         except BaseException:
-            stop.note(signal.SIGTERM)  # ends the other runs
+            stop.note(signal.SIGTERM)  # This ends the other runs.
             raise
         finally:
             threads.shutdown(cancel_futures=True)
@@ -291,6 +294,6 @@ def _print(fits: Sequence[Fit], command: Sequence[str], status: int, *, as_json:
         return
     click.echo(err=True)
     write_lines([*laid_out(table(fits, CONTEXT_BYTES), screen()), ""])
-    more = details(fits, str(Path.cwd()))
-    write_lines([*more, ""] if more else [])
+    detail_lines = details(fits, str(Path.cwd()))
+    write_lines([*detail_lines, ""] if detail_lines else [])
     write_lines([conclusion(fits)])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.stored import StoredBaseline
 
 _Entry = tuple[str, Key, Baseline | None]
-"""Slug, key and baseline. The baseline is ``None`` if it was removed."""
+"""Slug, key and baseline. The baseline is ``None`` if the store no longer has it."""
 _SHALLOW = (
     "this clone is shallow, so changes are missing: fetch them with `git fetch --unshallow`, "
     "or on GitHub Actions with fetch-depth: 0 for actions/checkout"
@@ -50,8 +50,8 @@ _SHALLOW = (
 def history(*, test: str, metric: str, slug: str | None, store: str | None) -> None:
     """Show when and why a baseline changed, from the git history of the store.
 
-    The command prints a row for each commit that changed the metric, the latest
-    last, and below the rows a plot of the values. Each measurement and each device has a table of its own.
+    The command prints a row for each commit that changed the metric, the latest last, and a plot of the values below. Each
+    measurement and each device has a table of its own.
 
     TEST is a test's id, for example `tests/test_gpt.py::test_train`, or a part of the id that no other test has. Add
     the name of a measurement to see only this measurement: `test_train (train_step)`. A baseline that was removed from
@@ -116,13 +116,13 @@ def history(*, test: str, metric: str, slug: str | None, store: str | None) -> N
 
 
 def _named(name: str, baselines: Sequence[StoredBaseline]) -> Sequence[_Entry]:
-    """Return the baselines of the test that ``name`` selects; empty if no test matches. Raises `InputError` for several."""
+    """Return the baselines of the test that ``name`` matches. Raises `InputError` if several tests match."""
     keys = keys_of_one_test(name, (baseline.key for baseline in baselines))
     return [baseline for baseline in baselines if baseline.key in keys]
 
 
 def _removed(name: str, top: Path, folder: str, below: str, device: str | None) -> Sequence[_Entry]:
-    """Return the baselines of the test with exactly this id that the store no longer has. Raises `GitError`."""
+    """Return removed baselines of the test with exactly this id. Raises `GitError`."""
     file, _, test = name.partition("::")
     if not test:
         return []
@@ -145,7 +145,7 @@ def _events(top: Path, below: str, at_head: Backend, slug: str, key: Key, entry:
     changes = file_changes(top, below + path)
     events = events_of(changes, texts_of(top, changes), key)
     if not events:
-        raise InputError(f"the baseline of {key} is in no commit yet: `git add {below}{path}`, and commit it")
+        raise InputError(f"the baseline of {key} is in no commit yet: run `git add {below}{path}` and commit it")
     text = at_head.read(path)
     last = None if text is None else state_in(text.encode("utf-8"), key)
     return events if last == entry else [*events, Event(None, last, entry)]

@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
 _SKIPPED = frozenset({"build", "dist", "node_modules", "site-packages", "venv", "__pycache__"})
 _LARGEST = 2**20
-"""Bytes of a source file that is read: larger ones are data."""
+"""Maximum bytes of a source file. Larger files are assumed to be data."""
 _NONE = (
     (
-        "nothing is proposed: no test was found that runs a model. Mark those that do with @pytest.mark.gpumem, name them in "
-        f"[tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture; then run {command_name()} init again. "
+        "nothing is proposed, because no test was found that runs a model. Mark such tests with @pytest.mark.gpumem, name them "
+        f"in [tool.gpumem] {MARK_KEY}, or measure a step with the gpumem fixture; then run {command_name()} init again. "
         "For example:"
     ),
     "",
@@ -99,7 +99,7 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
 
     Exit status: 0 if everything is set up, shown or declined, 1 if no test runs a model, so nothing was written, or
     if not every test could be recorded, 2 for wrong usage, an invalid `pyproject.toml`, a file that cannot be read or
-    written, or a question without a terminal,  130 after Ctrl-C, 143 after SIGTERM.
+    written, or a question without a terminal, 130 after Ctrl-C, 143 after SIGTERM.
     \f
     ## `--runner`
 
@@ -178,20 +178,26 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
     check_pyproject()
     place = _place()
     sources = sources_of(_texts(place.root))
-    found = find_tests(sources, place.names)
-    write_lines([f"{place.root / place.tests}: {counts(found)}", *_not_read(sources, place.names), *_not_known(found)])
-    if not any(one.runs_model or one.is_measured for one in found.tests):
+    found_tests = find_tests(sources, place.names)
+    write_lines(
+        [
+            f"{place.root / place.tests}: {counts(found_tests)}",
+            *_unparsed_files(sources, place.names),
+            *_perhaps_ignored(found_tests),
+        ]
+    )
+    if not any(test.runs_model or test.is_measured for test in found_tests.tests):
         write_lines(_NONE)
         sys.exit(1)
     project = _project(place)
     with input_errors(ProposalError):
-        proposed = proposal(project, found, _here(environment), cast("Runner | None", runner))
+        proposed = proposal(project, found_tests, _this_machine(environment), cast("Runner | None", runner))
     check_edits(place.root, proposed.edits)
     _show(proposed)
     if dry_run:
         return
     try:
-        if proposed.edits and (yes or _asked(f"Write {counted(len(proposed.edits), 'file')}?")):
+        if proposed.edits and (yes or _ask(f"Write {counted(len(proposed.edits), 'file')}?")):
             write_edits(place.root, proposed.edits)
         elif proposed.edits:
             write_lines(["nothing was written"])
@@ -204,19 +210,19 @@ def init(*, yes: bool, dry_run: bool, runner: str | None) -> None:
                 [f"{project.store} has baselines; `python -m pytest --gpumem-update=new` adds the missing baselines"]
             )
         else:
-            first = FirstBaselines(place.root, place.tests, proposed, found, environment)
-            first.record(lambda question: yes or _asked(question))
+            first = FirstBaselines(place.root, place.tests, proposed, found_tests, environment)
+            first.record(lambda question: yes or _ask(question))
     except (KeyboardInterrupt, click.Abort):
         click.echo("\ninterrupted", err=True)
         sys.exit(INTERRUPTED)
     except Stopped as stopped:
-        more = "`python -m pytest --gpumem-update=new` records the missing baselines"
-        click.echo(f"\ninterrupted: {more}", err=True)
+        hint = "`python -m pytest --gpumem-update=new` records the missing baselines"
+        click.echo(f"\ninterrupted: {hint}", err=True)
         sys.exit(stopped.exit_status)
 
 
-def _not_read(sources: Sources, names: Names) -> Iterator[str]:
-    """Yield a sentence for each file of tests that cannot be parsed."""
+def _unparsed_files(sources: Sources, names: Names) -> Iterator[str]:
+    """Yield a sentence for each test file or conftest.py that cannot be parsed."""
     for path, why in sources.not_parsed.items():
         if names.has_file(path) or PurePosixPath(path).name == "conftest.py":
             yield (
@@ -225,9 +231,9 @@ def _not_read(sources: Sources, names: Names) -> Iterator[str]:
             )
 
 
-def _not_known(found: FoundTests) -> Iterator[str]:
+def _perhaps_ignored(found_tests: FoundTests) -> Iterator[str]:
     """Yield a sentence for each file that pytest may not collect."""
-    for path in found.perhaps_ignored:
+    for path in found_tests.perhaps_ignored:
         yield (
             f"a conftest.py ignores {path} under a condition that is only known when it runs, so its tests are counted. If "
             f"pytest never collects them, remove them from {MARK_KEY}"
@@ -235,27 +241,30 @@ def _not_known(found: FoundTests) -> Iterator[str]:
 
 
 class _Place(NamedTuple):
-    """The project around this folder: pytest's root directory, what it collects, and where its repository begins."""
+    """The project around the current folder: its root directory, test names, repository and tests."""
 
     root: Path
+    """pytest's root directory."""
     names: Names
+    """The patterns by which pytest collects files, classes and functions."""
     top: Path | None
+    """The top of the git repository, or ``None`` outside a repository."""
     tests: str
-    """The folder whose tests are set up, from the root directory: this one."""
+    """The current folder, whose tests are set up, as a path from the root directory."""
 
 
 def _place() -> _Place:
     def read(config: pytest.Config) -> tuple[Path, Names, str]:
         names = Names(*map(config.getini, ("python_files", "python_classes", "python_functions")))
-        # What is there has to be right: it is left alone, and every session would end at it.
+        # init leaves existing settings unchanged, and wrong settings would end every session.
         settings_of(config)
         root = config.rootpath
         tests = Path.cwd().relative_to(root).as_posix() if Path.cwd().is_relative_to(root) else "."
-        # As pytest does: in a folder below the root directory, it collects what is there.
+        # In a folder below the root directory, pytest ignores testpaths and collects that folder.
         folders = config.getini("testpaths") if tests == "." else [tests]
-        words = addopts_of(config.inipath.name, _text(config.inipath) or "") if config.inipath is not None else ()
-        more = {"not_entered": config.getini("norecursedirs"), "ignored": ignored_by(words, tests)}
-        return root, replace(names, folders=folders, **more), tests
+        addopts = addopts_of(config.inipath.name, _text(config.inipath) or "") if config.inipath is not None else ()
+        excluded = {"not_entered": config.getini("norecursedirs"), "ignored": ignored_by(addopts, tests)}
+        return root, replace(names, folders=folders, **excluded), tests
 
     root, names, tests = read_config(read)
     try:
@@ -266,26 +275,29 @@ def _place() -> _Place:
 
 
 def _texts(root: Path) -> dict[str, str]:
-    """Return the text of each Python file, by path from the root; not of virtual environments, builds and hidden folders."""
+    """Return the text of each Python file by its path from the root.
+
+    Virtual environments, builds and hidden folders are left out.
+    """
     return {path.relative_to(root).as_posix(): text for path in _files(root) if (text := _text(path)) is not None}
 
 
 def _files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        here = Path(folder)
+        parent = Path(folder)
         folders[:] = sorted(
             name
             for name in folders
-            if name not in _SKIPPED and not name.startswith(".") and not (here / name / "pyvenv.cfg").exists()
+            if name not in _SKIPPED and not name.startswith(".") and not (parent / name / "pyvenv.cfg").exists()
         )
         for name in sorted(names):
-            path = here / name
+            path = parent / name
             if name.endswith(".py") and path.is_file() and path.stat().st_size <= _LARGEST:
                 yield path
 
 
 def _text(path: Path) -> str | None:
-    """Return a file as it is, line ends included; ``None`` where there is none. Raises `InputError`."""
+    """Return the text of a file with its line ends, or ``None`` if the file does not exist. Raises `InputError`."""
     try:
         return path.read_bytes().decode("utf-8", "strict" if path.name == SETTINGS else "surrogateescape")
     except (FileNotFoundError, NotADirectoryError):
@@ -300,7 +312,7 @@ def _project(place: _Place) -> Project:
     root, top = place.root, place.top or place.root
     settings = _text(root / SETTINGS)
     store = (Project(settings=settings).settings_table or {}).get("store", DEFAULT_STORE)
-    workflow, comment_workflow = (_there(top, path) for path in (WORKFLOW, COMMENT_WORKFLOW))
+    workflow, comment_workflow = (_existing(top, path) for path in (WORKFLOW, COMMENT_WORKFLOW))
     return Project(
         settings=settings,
         attributes=_text(root / ATTRIBUTES),
@@ -312,7 +324,7 @@ def _project(place: _Place) -> Project:
         comment_workflow_text=None if comment_workflow is None else _text(top / comment_workflow),
         setup_cfg=_text(root / "setup.cfg"),
         has_setup_py=(root / "setup.py").exists(),
-        folders=sorted(one.name for one in root.iterdir() if one.is_dir()),
+        folders=sorted(path.name for path in root.iterdir() if path.is_dir()),
         tests=place.tests,
         store=store.rstrip("/") if isinstance(store, str) and _is_inside(store) else None,
         in_git=place.top is not None,
@@ -321,8 +333,8 @@ def _project(place: _Place) -> Project:
     )
 
 
-def _there(top: Path, workflow: str) -> str | None:
-    """Return the path of a workflow that is there, with either suffix."""
+def _existing(top: Path, workflow: str) -> str | None:
+    """Return the path of an existing workflow, with the suffix ``.yml`` or ``.yaml``."""
     return next((path for path in (workflow, f"{workflow[:-3]}yaml") if (top / path).exists()), None)
 
 
@@ -331,16 +343,16 @@ def _is_inside(store: str) -> bool:
     return not (is_url(store) or Path(store).is_absolute() or store.startswith(("~", "..")))
 
 
-def _here(environment: Mapping[str, str]) -> Here:
-    """Return what can be measured on here. torch is imported in processes of their own."""
-    plain = looking.look(list(BUILT_IN), environment)
-    emulated = looking.look([DEVICES["emulated"]], environment)
-    able = {one.word for one in (*plain.devices, *emulated.devices) if one.trouble is None}
+def _this_machine(environment: Mapping[str, str]) -> Here:
+    """Return the devices and versions on this machine. torch is imported in separate processes."""
+    plain = looking.probe(list(BUILT_IN), environment)
+    emulated = looking.probe([DEVICES["emulated"]], environment)
+    usable = {device.word for device in (*plain.devices, *emulated.devices) if device.trouble is None}
     release = plain.torch.release or emulated.torch.release
     return Here(
-        has_gpu="cuda" in able,
-        can_emulate=DEVICES["emulated"] in able,
-        has_cpu="cpu" in able,
+        has_gpu="cuda" in usable,
+        can_emulate=DEVICES["emulated"] in usable,
+        has_cpu="cpu" in usable,
         torch=None if release is None else release.partition("+")[0],
         python=".".join(platform.python_version_tuple()[:2]),
         account=account(),
@@ -358,10 +370,10 @@ def _has_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _asked(question: str) -> bool:
+def _ask(question: str) -> bool:
     if not _has_terminal():
         raise InputError(
-            "there is no terminal for the question: add --yes to write the files, or --dry-run to see them; nothing was "
-            "written"
+            "there is no terminal for the question, so nothing was written: add --yes to write the files, or --dry-run to see "
+            "them"
         )
     return click.confirm(question, default=True)

@@ -1,4 +1,4 @@
-"""Option for the number of simultaneous runs, limited by this machine's memory."""
+"""The option ``--jobs``: the number of simultaneous runs, limited by this machine's memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 A_RUN = 2 * 2**30
-"""Bytes assumed for a run: torch and a model library take 0.6 to 1 GB, the model takes the rest."""
+"""Bytes assumed for each run. torch and a model library need 0.6 to 1 GB, and the model needs the rest."""
 
 
 def jobs_option(limit: str) -> Callable[[_Function], _Function]:
-    """Return the option ``--jobs``. ``limit`` is a sentence about another limit on the number."""
+    """Return the option ``--jobs``. ``limit`` is a sentence for the help text about another limit on the number."""
     return click.option(
         "--jobs",
         type=WholeNumber(min=1),
@@ -36,21 +36,24 @@ def jobs_option(limit: str) -> Callable[[_Function], _Function]:
 def available() -> int | None:
     """Return the bytes of free memory, including file caches; ``None`` if the system does not report them."""
     with suppress(OSError):
-        found = re.search(
+        match = re.search(
             r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE
         )
-        if found:
-            return int(found.group(1)) * 1024
+        if match:
+            return int(match.group(1)) * 1024
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return None
 
 
-def most_jobs(wanted: int, free: Callable[[], int | None] = available) -> int:
-    """Return the number of simultaneous runs that fit into memory, from 1 to ``wanted``. A lower number is printed."""
+def most_jobs(requested: int, free: Callable[[], int | None] = available) -> int:
+    """Return the number of simultaneous runs that fit into memory, from 1 to ``requested``. Print a lower number.
+
+    For example, with 9 GB of free memory, 8 requested runs become 4.
+    """
     memory = free()
-    jobs = wanted if memory is None else max(1, min(wanted, memory // A_RUN))
-    if jobs < wanted:
+    jobs = requested if memory is None else max(1, min(requested, memory // A_RUN))
+    if jobs < requested:
         click.echo(f"there is memory for {counted(jobs, 'run')} at a time", err=True)
     return jobs

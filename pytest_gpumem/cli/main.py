@@ -1,4 +1,4 @@
-"""The ``gpumem`` command: its subcommands, each in a module that is imported when it is used."""
+"""The ``gpumem`` command. It imports the module of a subcommand only when the subcommand is used."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ COMMANDS = {
     "show": "Show the baselines in the store.",
     "why": "Explain the verdict on one test, from the last report.",
 }
-"""Each subcommand with its line in the help, which therefore imports none of them."""
+"""The help line of each subcommand. It is repeated here, so ``gpumem --help`` imports no subcommand."""
 
 
 class _LazyGroup(click.Group):
-    """A group that imports a subcommand when it is used: the function ``show`` in the module ``cli/show.py``."""
+    """A group that imports a subcommand when it is used. For example, ``gpumem show`` is ``show`` in ``cli/show.py``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -71,7 +71,7 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        # A shell that completes words shows no error.
+        # Shell completion does not show errors.
         if not ctx.resilient_parsing and name not in COMMANDS and not name.startswith("-"):
             raise click.UsageError(f"No such command {name!r}; {nearest(name, list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)
@@ -105,7 +105,7 @@ def main(context: click.Context) -> None:
     Find GPUs for a program:           gpumem fit train.py --batch 8
     Gate a training script:            gpumem run train.py --gpumem-baseline
 
-    The help of each command says what its exit statuses mean.
+    The help of each command lists its exit statuses.
 
     Exit status: 0 if all is well, 1 if a result is worse than it should be, 2 for wrong usage or input, such as a file that is
     not a report, 130 after Ctrl-C in a command that runs tests or models.
@@ -129,7 +129,8 @@ def main(context: click.Context) -> None:
 
     ## Colours
 
-    Output has colours as pytest's has: on a terminal, and by the variables `PY_COLORS`, `NO_COLOR`, `FORCE_COLOR` and `TERM`.
+    Output has colours under the same conditions as pytest's output: on a terminal, and by the variables `PY_COLORS`,
+    `NO_COLOR`, `FORCE_COLOR` and `TERM`.
 
     ## Completion
 

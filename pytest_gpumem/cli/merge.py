@@ -34,7 +34,7 @@ def _files(_context: click.Context, _parameter: click.Parameter, value: tuple[Pa
     for path in value:
         form = format_of(f"report{suffix_of(path)}")
         if form is None:
-            raise click.BadParameter(f"{path} has to end with {ENDINGS}, which says the format")
+            raise click.BadParameter(f"{path} has to end with {ENDINGS}, which selects the format")
         why_not = form.lacking()
         if why_not is not None:
             raise click.BadParameter(why_not)
@@ -119,63 +119,67 @@ def merge(*, reports: tuple[str, ...], files: tuple[Path, ...], shards: int | No
         if earlier < number and part.results:
             raise InputError(f"{paths[number]} is the same report as {paths[earlier]}: give each shard once")
     with input_errors(MergeError):
-        whole = merged(parts, [str(path) for path in paths])
+        report = merged(parts, [str(path) for path in paths])
     if shards is not None:
-        _check_shards(shards, paths, parts, whole)
+        _check_shards(shards, paths, parts, report)
     with text_beside(files):
-        _print(whole, parts, verbose)
-        # These are commands for the CI runner, which sanitizing would break.
-        write_lines((Span(screen().encodable(line)),) for line in report_to_github(whole, Path.cwd(), os.environ))
+        _print(report, parts, verbose)
+        # These lines are commands for the CI runner, so they are not sanitized.
+        write_lines((Span(screen().encodable(line)),) for line in report_to_github(report, Path.cwd(), os.environ))
     for path in files:
         form = format_of(f"report{suffix_of(path)}")
-        assert form is not None, "options are checked"
+        assert form is not None, "the option's callback checked the suffix"
         try:
-            write_file(path, form.render(whole))
+            write_file(path, form.render(report))
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: the report cannot be written: {error}") from None
-    sys.exit(0 if whole.passed else 1)
+    sys.exit(0 if report.passed else 1)
 
 
-def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], whole: SessionReport) -> None:
-    """Raise `InputError` unless there are ``shards`` shards that account for every baseline on their devices."""
-    if whole.shards != shards:
-        count = counted(whole.shards, "shard")
+def _check_shards(shards: int, paths: list[Path], parts: list[SessionReport], report: SessionReport) -> None:
+    """Check that the merged report covers ``shards`` shards and every baseline on their devices.
+
+    Raises:
+        InputError: The number of shards differs, a job probably ran twice, or a test with a baseline ran in no shard.
+    """
+    if report.shards != shards:
+        count = counted(report.shards, "shard")
         raise InputError(f"there are reports of {count}, expected {shards}: {', '.join(map(str, paths))}")
-    idle, twice = in_no_shard(whole), run_twice(parts)
+    idle, twice = in_no_shard(report), run_twice(parts)
     if idle and twice is not None:
         earlier, later = twice
         raise InputError(
-            f"{paths[later]} ran the same tests as {paths[earlier]}, and {counted(len(idle), 'test')} ran in none of the "
-            f"shards: {_named(idle)}; give each shard once, or, if this is meant, leave out --shards"
+            f"{paths[later]} ran the same tests as {paths[earlier]}, and {counted(len(idle), 'test')} ran in no "
+            f"shard: {_named(idle)}; give each shard once, or leave out --shards if this is intended"
         )
     lost = sorted({(key.file, key.test) for _, key in in_no_report(parts)})
     if lost:
         are = agreeing(len(lost), "is", "are")
         again = "" if twice is None else f"{paths[twice[1]]} ran the same tests as {paths[twice[0]]}, and "
         raise InputError(
-            f"{again}{counted(len(lost), 'test')} with baselines on these devices {are} in none of the shards: "
-            f"{_named(lost)}; add the shard that ran them, remove what is gone with `{command_name()} prune`, or, if "
-            "this is meant, leave out --shards"
+            f"{again}{counted(len(lost), 'test')} with baselines on these devices {are} in no shard: "
+            f"{_named(lost)}; add the shard that ran them, remove baselines of deleted tests with `{command_name()} prune`, "
+            "or leave out --shards if this is intended"
         )
 
 
-def _print(whole: SessionReport, parts: list[SessionReport], verbose: int) -> None:
-    again, idle = several(parts), in_no_shard(whole)
-    lines = [*whole.said, f"merged: {counted(whole.shards, 'shard')}"]
-    if again:
+def _print(report: SessionReport, parts: list[SessionReport], verbose: int) -> None:
+    repeated, idle = several(parts), in_no_shard(report)
+    lines = [*report.said, f"merged: {counted(report.shards, 'shard')}"]
+    if repeated:
         lines.append(
-            f"merged: {counted(len(again), 'test')} ran in several shards; the worst result counts: {_named(again)}"
+            f"merged: {counted(len(repeated), 'test')} ran in several shards; the worst result counts: {_named(repeated)}"
         )
     if idle:
         lines.append(f"merged: {counted(len(idle), 'test')} collected, but selected in no shard: {_named(idle)}")
-    if whole.unused:
-        lines.append(unused_line(whole.unused))
-    text = terminal_text(replace(whole, said=tuple(lines)), screen(), verbose)
+    if report.unused:
+        lines.append(unused_line(report.unused))
+    text = terminal_text(replace(report, said=tuple(lines)), screen(), verbose)
     write_lines(text.tables)
-    write_lines(failure_lines(whole, screen()))
-    # terminal_text prints the others, because pytest does not print them at the end of a session.
-    printed = {*whole.errors, whole.nothing_done}
-    write_lines(f"gpumem: {problem}" for problem in whole.problems if problem not in printed)
+    write_lines(failure_lines(report, screen()))
+    # terminal_text prints errors, because pytest does not print them at the end of a session.
+    printed = {*report.errors, report.nothing_done}
+    write_lines(f"gpumem: {problem}" for problem in report.problems if problem not in printed)
     write_lines(text.lines)
 
 

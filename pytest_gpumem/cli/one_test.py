@@ -1,4 +1,4 @@
-"""Finds the test that a command's argument names."""
+"""Find the test that a command's argument names."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _MOST_LISTED = 20
 
 
 def check_is_no_file(name: str) -> None:
-    """Raise `InputError` for a file of this package in the place of a test."""
+    """Raise `InputError` if the argument is a file from pytest-gpumem, for example a report, and not a test."""
     kind = kind_of_file(Path(name))
     if kind is not None:
         raise InputError(f"{name} is {kind}, expected a test")
 
 
 def no_such_test(name: str, sentence: str, keys: Iterable[Key], otherwise: str = "") -> InputError:
-    """Return the error for a name that no test has: it names near tests, or lists those there are.
+    """Return the error for an unknown test. The error names similar tests, or lists all tests.
 
     Args:
-        name: The test as it was typed.
-        sentence: What is wrong, for example ``"there is no baseline of 'test_gpt'"``.
+        name: The test as the user typed it.
+        sentence: The error, for example ``"there is no baseline of 'test_gpt'"``.
         keys: The measurements of all tests.
-        otherwise: A clause for the case that no test comes near. Without it the tests are listed.
+        otherwise: A clause to use if no test is similar. By default, all tests are listed.
     """
-    known = list(keys)
-    near = nearest_tests(known, name)
+    all_keys = list(keys)
+    near = nearest_tests(all_keys, name)
     if near:
         return InputError(f"{sentence}; there is {' and '.join(near)}")
-    if otherwise or not known:
+    if otherwise or not all_keys:
         return InputError(f"{sentence}; {otherwise}" if otherwise else sentence)
-    return InputError(f"{sentence}; there is:", *_listed(sorted({f"{key.file}::{key.test}" for key in known})))
+    return InputError(f"{sentence}; there is:", *_listed(sorted({f"{key.file}::{key.test}" for key in all_keys})))
 
 
 def _listed(tests: Sequence[str]) -> list[str]:
@@ -48,12 +48,13 @@ def _listed(tests: Sequence[str]) -> list[str]:
 
 
 def keys_of_one_test(name: str, keys: Iterable[Key]) -> list[Key]:
-    """Return those of ``keys`` that are of the one test that ``name`` means, none if there is no such test.
+    """Return the keys of the only test that ``name`` matches. Empty if no test matches.
 
-    Raises `InputError`, which lists them, where there are several tests.
+    Raises:
+        InputError: Several tests match. The error lists up to 20 of them.
     """
-    found = selected(keys, name)
-    tests = sorted({f"{key.file}::{key.test}" for key in found})
+    matching = selected(keys, name)
+    tests = sorted({f"{key.file}::{key.test}" for key in matching})
     if len(tests) > 1:
         raise InputError(f"{name!r} matches {len(tests)} tests; name one of them:", *_listed(tests))
-    return found
+    return matching

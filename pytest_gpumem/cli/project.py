@@ -1,4 +1,4 @@
-"""The project that a command was started in: its settings as pytest would find them, and its store."""
+"""The project around the current folder: its settings as pytest would read them, and its store."""
 
 from __future__ import annotations
 
@@ -39,40 +39,40 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulation.gpus import Gpu
 
 QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
-"""A command has imported the plugin before pytest could, of which pytest warns."""
+"""Arguments that silence pytest's warning about a plugin that was imported before pytest could rewrite it."""
 
 NOT_LOADED = (
     "pytest does not load pytest-gpumem here: PYTEST_DISABLE_PLUGIN_AUTOLOAD is set, addopts has -p no:gpumem, or the package "
     "is not installed (pip install pytest-gpumem); -p pytest_gpumem.plugin in addopts loads it in any case"
 )
-"""An error, and what to do."""
+"""The error if pytest does not load this plugin, with the fix."""
 
 T = TypeVar("T")
 
 
 class _NotEmulating:
-    """A plugin by which the plugin emulates no GPU, whatever options and settings say."""
+    """A pytest plugin that prevents this package's plugin from emulating a GPU, despite options and settings."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, None, None]:
-        # What is known so early decides about emulation; options are parsed once more afterwards.
+        # These early arguments decide about emulation. pytest parses all options again afterwards.
         early_config.known_args_namespace.gpumem_device = DEFAULT_DEVICE
         return (yield)
 
 
 def files_around() -> ProjectFiles:
-    """Return the files of the project around this folder. Its code is not run. Raises `InputError`."""
+    """Return the files of the project around the current folder. No code from it runs. Raises `InputError`."""
     with input_errors(SettingsError):
         return project_files(Path.cwd(), os.environ)
 
 
 def project_settings(store: str | None = None) -> Settings:
-    """Return the settings of the project around this folder, with ``addopts``. Its code is not run.
+    """Return the settings of the project around the current folder, with ``addopts``. No code from it runs.
 
-    Settings that are not read are pointed out on stderr.
+    Settings that pytest does not read, for example in a mistyped table, are reported on standard error.
 
     Args:
-        store: Replaces the store of the settings; relative to this folder.
+        store: Replaces the store in the settings. It is relative to the current folder.
 
     Raises:
         InputError: A setting is wrong, or a file cannot be read.
@@ -86,23 +86,27 @@ def project_settings(store: str | None = None) -> Settings:
 
 
 def with_store(settings: Settings, store: str | None) -> Settings:
-    """Return settings with the store that was typed, relative to this folder, if one was. Raises `InputError`."""
-    return settings if store is None else replace(settings, store=_named(store), store_base=Path.cwd())
+    """Return settings with the store from the command line, relative to the current folder. Raises `InputError`."""
+    return settings if store is None else replace(settings, store=_checked(store), store_base=Path.cwd())
 
 
 def backend_in(store: str | None) -> Backend:
-    """Return the backend of the store that is named, relative to this folder, or of the project around it.
+    """Return the backend of ``store``, relative to the current folder, or of the project's store.
 
-    If it is named, the project's settings are not read. Raises `InputError`.
+    If ``store`` is given, the project's settings are not read. Raises `InputError`.
     """
     if store is not None:
-        return backend_at(_named(store), Path.cwd())
+        return backend_at(_checked(store), Path.cwd())
     settings = project_settings()
     return backend_at(settings.store, settings.store_base)
 
 
 def backend_at(location: str, base: Path) -> Backend:
-    """Return the backend for a location. Raises `InputError`, which says what a file is that is given for a store."""
+    """Return the backend for a folder or URL.
+
+    Raises:
+        InputError: The location is not a store. If it is a file from pytest-gpumem, the error says so.
+    """
     try:
         return backend_of(location, base)
     except BackendError as error:
@@ -110,45 +114,55 @@ def backend_at(location: str, base: Path) -> Backend:
         raise InputError(str(error) if kind is None else f"{error}; it is {kind}") from None
 
 
-def _named(store: str) -> str:
+def _checked(store: str) -> str:
     if not store:
         raise InputError("--store is empty, expected a folder or a URL")
     return store
 
 
 def store_backend(settings: Settings) -> Backend:
-    """Return the backend with the project's baselines. Raises `InputError` when there is no store there."""
+    """Return the backend with the project's baselines. Raises `InputError` if the store does not exist."""
     backend = backend_at(settings.store, settings.store_base)
     if isinstance(backend, Folder) and not backend.root.is_dir():
         restore = restoring_command(backend.root)
         restored = f"restore it from git with `{restore}`, " if restore is not None else ""
         raise InputError(
-            f"there is no store at {backend.root}; {restored}record baselines with `pytest --gpumem-update=new`, or say where "
-            "they are: --store PATH"
+            f"there is no store at {backend.root}; {restored}record baselines with `pytest --gpumem-update=new`, or name "
+            "another store with --store PATH"
         )
     return backend
 
 
 def read_baselines(backend: Backend, device: str | None = None) -> list[StoredBaseline]:
-    """Return the baselines in ``backend``, or those of the device with this slug, sorted. Raises `InputError`."""
+    """Return the baselines in a store, sorted by test and slug.
+
+    Args:
+        backend: The store.
+        device: A slug. If it is given, only the baselines of this device are returned.
+
+    Raises:
+        InputError: The store cannot be read, or has no baseline of the device.
+    """
     store = Store(backend)
     with input_errors(StoreError, BackendError):
         keys = store.keys()
         slugs = sorted({slug for slug, _ in keys})
         if device is not None and device not in slugs:
             raise InputError(
-                f"--slug {device}: the store has no baseline of it; "
+                f"--slug {device}: the store has no baseline from this device; "
                 + (nearest(device, slugs) if slugs else "it is empty")
             )
-        found = [(slug, key, store.find(key, slug)) for slug, key in keys if device in (None, slug)]
-    baselines = [StoredBaseline(slug, key, entry) for slug, key, entry in found if isinstance(entry, Baseline)]
-    return sorted(baselines, key=lambda one: (one.key, one.slug))
+        entries = [(slug, key, store.find(key, slug)) for slug, key in keys if device in (None, slug)]
+    baselines = [StoredBaseline(slug, key, entry) for slug, key, entry in entries if isinstance(entry, Baseline)]
+    return sorted(baselines, key=lambda baseline: (baseline.key, baseline.slug))
 
 
 def checkout_of(backend: Backend) -> tuple[Checkout, str]:
-    """Return the checkout that the store lies in, and the store's path from its top. Raises `InputError`."""
+    """Return the git checkout around the store, and the store's path from its top. Raises `InputError`."""
     if not isinstance(backend, Folder):
-        raise InputError(f"the store {backend.shown('')} is no folder: only in a git repository does it have a history")
+        raise InputError(
+            f"the store {backend.shown('')} is not a folder, but only a store in a git repository has a history"
+        )
     try:
         checkout = Checkout.around(backend.root)
     except GitError as error:
@@ -157,11 +171,11 @@ def checkout_of(backend: Backend) -> tuple[Checkout, str]:
 
 
 def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Backend]:
-    """Return a revision as people write it, and the store as it is there. Raises `InputError`."""
+    """Return the readable name of a revision, and the store at this revision. Raises `InputError`."""
     checkout, folder = checkout_of(backend)
     try:
-        found = checkout.revision(revision)
-        return str(found), GitBackend(checkout.top, found.commit, folder, revision)
+        resolved = checkout.revision(revision)
+        return str(resolved), GitBackend(checkout.top, resolved.commit, folder, revision)
     except GitError as error:
         raise InputError(f"{error}{hint}") from None
     except BackendError as error:
@@ -169,35 +183,43 @@ def committed(revision: str, backend: Backend, hint: str = "") -> tuple[str, Bac
 
 
 def devices_of_plugins(*, conftest: bool = True) -> list[Mapping[str, DeviceFactory]]:
-    """Return the devices that installed plugins add, and if ``conftest`` is set those of the project's conftest.py.
+    """Return the devices from installed plugins, by name.
 
-    Raises `InputError`.
+    Args:
+        conftest: Also return the devices from the project's conftest.py. This runs that file.
+
+    Raises:
+        InputError: pytest cannot be started here.
     """
 
     def devices(config: pytest.Config) -> list[Mapping[str, DeviceFactory]]:
-        found: list[Mapping[str, DeviceFactory]] = config.hook.pytest_gpumem_devices(config=config)
-        return found
+        factories: list[Mapping[str, DeviceFactory]] = config.hook.pytest_gpumem_devices(config=config)
+        return factories
 
     return _from_pytest(devices) if conftest else read_config(devices)
 
 
 def read_config(read: Callable[[pytest.Config], T]) -> T:
-    """Return what ``read`` finds in pytest's config of the project around this folder; no conftest.py is run.
+    """Call ``read`` with pytest's config for the project around the current folder, and return its result.
 
-    Raises `InputError`.
+    No conftest.py runs, and no GPU is emulated. For example, ``read_config(lambda config: config.rootpath)`` returns pytest's
+    root directory.
+
+    Raises:
+        InputError: pytest cannot be started here, or ``read`` raised a `SettingsError`.
     """
     return _from_pytest(read, "--noconftest", "-o", "addopts=", emulates=False)
 
 
 def own_gpus_around() -> dict[str, Gpu]:
-    """Return the GPUs that the nearest pyproject.toml with settings defines, in this folder or one around it, by name.
+    """Return the project's own GPUs by name, from the nearest pyproject.toml with settings in this folder or its parents.
 
-    Nothing of the project is run for them, as a program on an emulated GPU need not be pytest's. Raises `InputError`.
+    pytest is not started, because a program on an emulated GPU need not be a test. Raises `InputError`.
     """
-    here = Path.cwd()
+    current_folder = Path.cwd()
     with input_errors(SettingsError):
-        for folder in (here, *here.parents):
-            table = read_table(folder / "pyproject.toml") if _is_there(folder / "pyproject.toml") else None
+        for folder in (current_folder, *current_folder.parents):
+            table = read_table(folder / "pyproject.toml") if _exists(folder / "pyproject.toml") else None
             if table is not None:
                 return {**gpu_told(), **own_gpus_in(table, f"{folder / 'pyproject.toml'}: [tool.gpumem]")}
     return dict(gpu_told())
@@ -206,7 +228,8 @@ def own_gpus_around() -> dict[str, Gpu]:
 def run_pytest(arguments: Sequence[str], plugin: object) -> int:
     """Run pytest in this process with a plugin, and return its exit status.
 
-    Raises `InputError` where pytest ends by a pyproject.toml that cannot be read: it expects one that can, with a table `tool`.
+    Raises:
+        InputError: pytest failed because the nearest pyproject.toml cannot be read, or its ``tool`` is not a table.
     """
     try:
         return int(pytest.main([*arguments, *QUIET], plugins=[plugin]))
@@ -216,47 +239,48 @@ def run_pytest(arguments: Sequence[str], plugin: object) -> int:
 
 
 def check_pyproject() -> None:
-    """Raise `InputError` where the nearest pyproject.toml, in this folder or one around it, cannot be read."""
-    here = Path.cwd()
-    path = next((each / "pyproject.toml" for each in (here, *here.parents) if _is_there(each / "pyproject.toml")), None)
+    """Raise `InputError` if the nearest pyproject.toml, in this folder or its parents, cannot be read."""
+    current_folder = Path.cwd()
+    paths = (folder / "pyproject.toml" for folder in (current_folder, *current_folder.parents))
+    path = next(filter(_exists, paths), None)
     if path is not None:
         with input_errors(SettingsError):
             check_readable(path)
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
-        return True  # it cannot be looked at, which reading it says
+        return True  # Reading the file will raise the same error with its path.
 
 
 def _from_pytest(read: Callable[[pytest.Config], T], *arguments: str, emulates: bool = True) -> T:
-    """Start pytest, which finds the root folder, and stop it before it collects; return what ``read`` finds in its config."""
-    found: list[T | SettingsError] = []
+    """Start pytest, which finds the root directory. Call ``read`` with its config, and stop before tests are collected."""
+    results: list[T | SettingsError] = []
 
     class Reader:
         def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
-            # The one that is registered last is called first.
+            # Register it after the plugin, because pytest calls the last registered plugin first.
             if not emulates and getattr(plugin, "__name__", None) == "pytest_gpumem.plugin":
                 manager.register(_NotEmulating())
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_cmdline_main(self, config: pytest.Config) -> pytest.ExitCode:
             if not is_loaded(config):
-                found.append(SettingsError(NOT_LOADED))
+                results.append(SettingsError(NOT_LOADED))
                 return pytest.ExitCode.OK
             try:
-                found.append(read(config))
+                results.append(read(config))
             except SettingsError as error:
-                found.append(error)
+                results.append(error)
             return pytest.ExitCode.OK
 
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
         run_pytest(["-s", *arguments], Reader())
-    if not found:
+    if not results:
         raise InputError("pytest cannot be started here:", *output.getvalue().strip().splitlines())
-    if isinstance(found[0], SettingsError):
-        raise InputError(str(found[0]))
-    return found[0]
+    if isinstance(results[0], SettingsError):
+        raise InputError(str(results[0]))
+    return results[0]

@@ -59,8 +59,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
     - If none of the store's test files exists below the root directory, the store seems to belong to another project,
       and nothing is removed.
     """
-    collected = _Collected()
-    # A gate without a measured test would make the collection fail.
+    collected = _Collector()
+    # With --gpumem-baseline, a collection without a measured test fails.
     arguments = [argument for argument in pytest_args if argument != "--gpumem-baseline"]
     status = run_pytest(["--collect-only", "-qq", "--no-header", *arguments], collected)
     if status == pytest.ExitCode.USAGE_ERROR:
@@ -91,11 +91,11 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         else:
             measured = session.living(collected.items)
             candidates = unused(stored, measured=measured, whole_files=selection.files, exists=exists)
-        # Listing the devices loads torch, so it is only done if the answer matters.
+        # Listing the devices imports torch, so the devices are listed only if the answer matters.
         present = session.present_devices() if any(exists(key.file) for _, key in candidates) else frozenset[str]()
-        # Suites are parametrised over a machine's devices, so a test for another device may exist on another machine.
-        kept = [(slug, key) for slug, key in candidates if slug not in present and exists(key.file)]
-        removable = [entry for entry in candidates if entry not in kept]
+        # Suites are parametrised over a machine's devices, so another machine may collect tests for other devices.
+        elsewhere = [(slug, key) for slug, key in candidates if slug not in present and exists(key.file)]
+        removable = [entry for entry in candidates if entry not in elsewhere]
         unlocked = store.change({}, removable) if removable and not dry_run else None
     except (StoreError, BackendError) as error:
         raise click.ClickException(str(error)) from None
@@ -103,9 +103,9 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         write_lines([f"{'would remove' if dry_run else 'removed'} {slug}: {key}"])
     verb = agreeing(len(removable), "is", "are") if dry_run else agreeing(len(removable), "was", "were")
     click.echo(f"{len(removable)} of {counted(len(stored), 'baseline')} {verb} unused")
-    if kept:
-        devices = ", ".join(sorted({slug for slug, _ in kept}))
-        have = counted(len(kept), "baseline has no test here and was", "baselines have no test here and were")
+    if elsewhere:
+        devices = ", ".join(sorted({slug for slug, _ in elsewhere}))
+        have = counted(len(elsewhere), "baseline has no test here and was", "baselines have no test here and were")
         click.echo(
             f"{have} kept: this machine does not have the device ({devices}), and a machine that has it may collect the "
             f"tests; run {command_name()} prune there"
@@ -114,8 +114,8 @@ def prune(*, dry_run: bool, pytest_args: tuple[str, ...]) -> None:
         click.echo(f"warning: {unlocked}", err=True)
 
 
-class _Collected:
-    """A plugin that keeps the session and the collected tests."""
+class _Collector:
+    """A pytest plugin that stores the session and the collected tests."""
 
     def __init__(self) -> None:
         self.session: GpumemSession | None = None
@@ -136,7 +136,7 @@ class _Collected:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        # A session registers itself only if it measures a test. Here it is needed in any case.
+        # A session registers itself only if it measures a test. This command always needs the session.
         collecting = config.pluginmanager.get_plugin("gpumem-collecting")
         assert collecting is not None, "the plugin registers it when pytest is configured"
         collecting.session()

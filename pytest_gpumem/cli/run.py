@@ -48,8 +48,8 @@ def _name(_context: click.Context, _parameter: click.Parameter, value: str) -> s
 def _check_option(word: str) -> None:
     """Raise ``click.UsageError`` for an unknown option that begins with ``--gpumem-``; it names the nearest known option."""
     if word.startswith("--gpumem-"):
-        known = [option.flag for option in OPTIONS if not option.for_tests]
-        raise click.UsageError(f"no such option: {word}; {nearest(word.partition('=')[0], known)}")
+        flags = [option.flag for option in OPTIONS if not option.for_tests]
+        raise click.UsageError(f"no such option: {word}; {nearest(word.partition('=')[0], flags)}")
 
 
 class _ScriptPath(click.Path):
@@ -126,12 +126,12 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     for word in arguments:
         _check_option(word)
     path = script.resolve()
-    given = _as_typed(options)
-    chosen = [*([f"--steps={steps}"] if steps != STEPS else []), *([f"--as={name}"] if name != "run" else [])]
-    again = Command(("gpumem", "run", os.path.relpath(path), *chosen), ("--", *arguments) if arguments else ())
-    session = ScriptSession(Script(path, arguments, steps, name, again))
-    status = run_pytest([str(path), "-s", "-rs", "-p", "no:warnings", *given], session)
-    # A test may be skipped, but a script is run to be measured.
+    typed_options = _as_typed(options)
+    own_options = [*([f"--steps={steps}"] if steps != STEPS else []), *([f"--as={name}"] if name != "run" else [])]
+    repeat = Command(("gpumem", "run", os.path.relpath(path), *own_options), ("--", *arguments) if arguments else ())
+    session = ScriptSession(Script(path, arguments, steps, name, repeat))
+    status = run_pytest([str(path), "-s", "-rs", "-p", "no:warnings", *typed_options], session)
+    # A skipped test is not a failure, but a script that was not measured is a failure.
     status = 1 if session.skipped and status == 0 else _STATUS.get(status, status)
     session.has_ended(passed=status == 0)
     sys.exit(status)

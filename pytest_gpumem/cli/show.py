@@ -57,12 +57,12 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
     | `composition` | the rows of the peak's composition, as texts; or `null` |
     """
     settings = project_settings(store)
-    where = without_credentials(settings.store)
+    location = without_credentials(settings.store)
     baselines = read_baselines(store_backend(settings), slug)
     for pattern in patterns:
         if not any(matches(baseline.key, pattern) for baseline in baselines):
             check_is_no_file(pattern)
-            hint = f"`{command_name()} show` lists them all"
+            hint = f"`{command_name()} show` lists all baselines"
             raise no_such_test(
                 pattern, f"no baseline matches {pattern}", [baseline.key for baseline in baselines], hint
             )
@@ -72,8 +72,8 @@ def show(*, patterns: tuple[str, ...], store: str | None, slug: str | None, form
         if not patterns or any(matches(baseline.key, pattern) for pattern in patterns)
     ]
     if form == "json":
-        click.echo(to_json(selected, where), nl=False)
+        click.echo(to_json(selected, location), nl=False)
         return
     rows = table(selected, settings.units, everything=verbose)
     write_lines([*laid_out(rows, screen()), ""] if rows is not None else [])
-    write_lines([f"gpumem: {accounting(selected, len(baselines), where)}"])
+    write_lines([f"gpumem: {accounting(selected, len(baselines), location)}"])

@@ -1,4 +1,4 @@
-"""Session of pytest whose progress is shown as it comes, and of the rest the end."""
+"""Run a pytest session that shows its progress lines at once, and only the end of its other output."""
 
 from __future__ import annotations
 
@@ -18,63 +18,66 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.verdict import TestVerdict
 
 _END = 25
-"""Lines that are shown of a session that recorded baselines."""
+"""Number of output lines that are shown at the end of a session."""
 _SUMMARY = ("gpumem:", "gpumem store:")
-"""Beginnings of the lines that are shown of it, wherever they are."""
+"""Prefixes of summary lines, which are shown even if they come earlier."""
 _PROGRESS = re.compile(r"\[ *[0-9]+(%|/[0-9]+)\]$")
-"""The end of a line of pytest's progress, as each of its styles has it."""
+"""The end of a progress line in each of pytest's styles: ``[ 50%]`` or ``[ 6/12]``."""
 
 
 def run_shown(
     command: Sequence[str], folder: Path, environment: Mapping[str, str]
 ) -> tuple[int, Sequence[TestVerdict]]:
-    """Run a session of pytest, show its progress and the end of what it said, and return its exit status and its verdicts.
+    """Run a pytest session, and show its progress and the end of its output.
 
     Args:
-        command: The arguments of Python.
-        folder: The folder that it is run in.
-        environment: Its environment.
+        command: The arguments for Python, for example ``["-m", "pytest", "--gpumem-update=new"]``.
+        folder: The working folder of the session.
+        environment: Its environment variables.
+
+    Returns:
+        The exit status, and the verdicts on measured tests. No verdicts if the session wrote no report.
 
     Raises:
-        Stopped: A signal asked for the end.
+        Stopped: This process received a signal, for example SIGTERM.
     """
     with TemporaryDirectory(prefix="gpumem-init-") as name, noted_signals() as stop:
         report = Path(name) / "report.json"
-        said = _Said(Path(name) / "output.txt")
+        shown = _ShownOutput(Path(name) / "output.txt")
         status = run(
             [sys.executable, *command, f"--gpumem-report={report}"],
             folder=folder,
             environment=environment,
-            output=said.output,
+            output=shown.output,
             stop=stop,
-            tick=said.show_progress,
+            tick=shown.show_progress,
         )
-        said.show_end()
+        shown.show_end()
         if status < 0:
-            write_lines(["", f"{_name_of(-status)} ended the session, which recorded nothing"])
+            write_lines(["", f"{_name_of(-status)} ended the session, so no baselines were recorded"])
         results = read_report(report).results if report.exists() else ()
-    return status, [one.verdict for one in results]
+    return status, [result.verdict for result in results]
 
 
-class _Said:
-    """The output of a session, in a file."""
+class _ShownOutput:
+    """The output file of a session, and the part of it that was shown."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
         self._read = 0
         self._lines: list[str] = []
-        """Those to be shown at the end: what came before the first test is not, once there was one."""
+        """Lines to show at the end. Lines before the first progress line are dropped once a test has run."""
         self._began = False
 
     def show_progress(self, *, ended: bool = False) -> None:
-        """Show the lines of progress that have come; ``ended`` tells that the last line is whole."""
+        """Show new progress lines. ``ended`` means that the last line is complete."""
         with self.output.open("rb") as file:
             file.seek(self._read)
-            found = file.read()
+            new_bytes = file.read()
         if not ended:
-            found = found[: found.rfind(b"\n") + 1]
-        self._read += len(found)
-        lines = found.decode("utf-8", errors="replace").splitlines()
+            new_bytes = new_bytes[: new_bytes.rfind(b"\n") + 1]
+        self._read += len(new_bytes)
+        lines = new_bytes.decode("utf-8", errors="replace").splitlines()
         for line in lines:
             if not _PROGRESS.search(line):
                 self._lines.append(line)
@@ -85,14 +88,17 @@ class _Said:
                 self._lines.clear()
 
     def show_end(self) -> None:
-        """Show the rest: the last lines, and those of its summary before. Of each failed test pytest has one behind that."""
+        """Show the last 25 lines, and earlier summary lines.
+
+        pytest prints a line for each failed test after the summary, so many failures would hide it.
+        """
         self.show_progress(ended=True)
         earlier, last = self._lines[:-_END], self._lines[-_END:]
         write_lines([*(line for line in earlier if line.startswith(_SUMMARY)), *last])
 
 
 def _name_of(number: int) -> str:
-    """Return the name of a signal, or its number where it has none."""
+    """Return the name of a signal, for example ``"SIGTERM"``, or its number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""Input and output of commands: reports that they read, lines on standard output, and errors of usage."""
+"""Input and output of commands: reports to read, lines to print, and errors about the input."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
 
 
 class InputError(click.ClickException):
-    """An error about an input. The message names the input, and a correct one.
+    """An error about an input. The message names the wrong input, and a correct input.
 
-    Each of ``lines`` is sanitized, because a test's id in it could contain a command for the log of a CI.
+    Args:
+        lines: The lines of the message. They are sanitized, because a test's id could contain a command for a CI's log, for
+            example ``::error::``.
     """
 
     exit_code = 2
@@ -42,10 +44,10 @@ class InputError(click.ClickException):
 
 
 class WholeNumber(click.IntRange):
-    """A whole number in ASCII digits, because Python also reads the digits of other scripts."""
+    """A whole number in ASCII digits. Python's ``int`` would also accept digits from other scripts."""
 
     def get_metavar(self, *_context: Any, **_parameter: Any) -> str:
-        """Return the placeholder for its values in a help text."""
+        """Return the placeholder in the help text."""
         return "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -55,7 +57,11 @@ class WholeNumber(click.IntRange):
 
 
 def format_option(*formats: str) -> Callable[[_Function], _Function]:
-    """Return the option ``--format`` for a command that prints a table, or the same figures in one of ``formats``."""
+    """Return the option ``--format`` for a command that prints a table, or the same figures in another format.
+
+    Args:
+        formats: Some of ``"json"``, ``"markdown"`` and ``"html"``.
+    """
     purposes = {
         "json": "`json` for programs, with all figures in bytes and seconds",
         "markdown": "`markdown` for a comment",
@@ -73,7 +79,7 @@ def format_option(*formats: str) -> Callable[[_Function], _Function]:
 
 @contextmanager
 def input_errors(*errors: type[Exception]) -> Iterator[None]:
-    """Raise each of ``errors`` as an `InputError` with its message."""
+    """Turn these exceptions into an `InputError` with the same message."""
     try:
         yield
     except errors as error:
@@ -81,7 +87,11 @@ def input_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 def parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a callback that parses an option. ``parse`` raises ``ValueError`` with a sentence about the mistake."""
+    """Return a click callback that parses an option.
+
+    Args:
+        parse: Returns the parsed value, or raises ``ValueError`` with a sentence about the mistake.
+    """
 
     def callback(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
         try:
@@ -96,32 +106,36 @@ _COLOURS: dict[Style | None, str] = {"good": "green", "bad": "red", "doubtful": 
 
 
 def screen() -> Screen:
-    """Return the width and encoding of standard output; a file, a pipe and a CI's log have lines of any length."""
+    """Return the width and encoding of standard output. The width of a file, a pipe or a CI's log is unlimited."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")
 
 
 def write_lines(lines: Iterable[Line | str]) -> None:
-    """Write lines to standard output; texts among them are sanitized first."""
-    shows = screen()
+    """Write lines to standard output. Plain texts are sanitized first."""
+    target = screen()
     for line in lines:
-        for text, style in [(shows.legible(line), None)] if isinstance(line, str) else map(astuple, line):
+        for text, style in [(target.legible(line), None)] if isinstance(line, str) else map(astuple, line):
             bold = True if style == "heading" else None
             click.echo(text if style is None else click.style(text, fg=_COLOURS.get(style), bold=bold), nl=False)
         click.echo()
 
 
 class WholeLines:
-    """Writes to standard error in whole lines, since torch writes warnings of its own there in between.
+    """Writes to standard error in whole lines, because torch writes its warnings there in between.
 
-    A terminal shows a line that has begun as well, and the whole line in its place once it ends.
+    A terminal shows an unfinished line at once, and overwrites it when the line ends.
+
+    Example:
+        After ``write("fp32 ... ")`` and ``write("12.00 GB\\n")``, a file contains ``fp32 ... 12.00 GB``. A terminal showed
+        ``fp32 ...`` in the meantime.
     """
 
     def __init__(self) -> None:
         self._begun = ""
 
     def write(self, text: str) -> None:
-        """Write a text, which ends a line or is continued by the next one."""
+        """Write a text. If it does not end with a line break, the next text continues the line."""
         self._begun += text
         has_ended = self._begun.endswith("\n")
         if can_redraw(sys.stderr):
@@ -132,30 +146,32 @@ class WholeLines:
 
 
 def read_report(path: Path) -> SessionReport:
-    """Return the report in a JSON file, or on standard input. Raises `InputError`, which names the file."""
+    """Return the report in a JSON file or on standard input. Raises `InputError`, which names the file."""
     name = name_of(path)
     try:
         text = read_text(path)
     except IsADirectoryError:
-        raise InputError(f"{path} is a folder; name the files in it: {path}/*.json") from None
+        raise InputError(f"{path} is a folder; name the reports in it: {path}/*.json") from None
     except FileNotFoundError:
         raise InputError(f"there is no file {path}; `pytest --gpumem-report={path}` writes one") from None
     except UnicodeDecodeError:
-        raise InputError(f"{name} is not UTF-8, and so no JSON report of pytest-gpumem") from None
+        raise InputError(f"{name} is not a JSON report of pytest-gpumem, because it is not UTF-8") from None
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}") from None
     with input_errors(ReportError):
         return from_json(text, name)
 
 
-def files_of(given: Sequence[str]) -> list[Path]:
-    """Return the files that are named, with patterns expanded where no shell did; ``-`` is standard input.
+def files_of(names: Sequence[str]) -> list[Path]:
+    """Return the files that a user named. ``-`` is standard input.
+
+    Patterns that the shell did not expand are expanded: ``shards/*.json`` becomes ``shards/a.json`` and ``shards/b.json``.
 
     Raises:
-        InputError: A pattern matches nothing, or a file is given twice, which would count for two shards.
+        InputError: A pattern matches no file, or a file is given twice. A repeated report would count as two shards.
     """
-    found: dict[Path, str] = {}
-    for name in given:
+    files: dict[Path, str] = {}
+    for name in names:
         if Path(name).exists() or not glob.has_magic(name):
             paths = [name]
         else:
@@ -164,7 +180,7 @@ def files_of(given: Sequence[str]) -> list[Path]:
                 raise InputError(f"{name} matches no file")
         for path in paths:
             real = Path(path).resolve()
-            if real in found:
-                raise InputError(f"{path} is given twice{'' if found[real] == path else f', also as {found[real]}'}")
-            found[real] = path
-    return [path_of(path) for path in found.values()]
+            if real in files:
+                raise InputError(f"{path} is given twice{'' if files[real] == path else f', also as {files[real]}'}")
+            files[real] = path
+    return [path_of(path) for path in files.values()]

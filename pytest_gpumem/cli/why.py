@@ -71,14 +71,14 @@ def why(*, test: str, file: Path | None) -> None:
     check_is_no_file(test)
     path = _kept(test) if file is None else file
     report = read_report(path)
-    # A test without a measurement gets a key as well.
+    # A test without a measurement gets a key with an empty name.
     tests = tests_of(report)
     keys = [Key(*test_id, name) for test_id, names in tests.items() for name in names or ("",)]
     selected = keys_of_one_test(test, keys)
     if not selected:
-        where = "the last session" if file is None else name_of(path)
+        source = "the last session" if file is None else name_of(path)
         raise no_such_test(
-            test, f"none of the {counted(len(tests), 'measured test')} in {where} matches {test!r}", keys
+            test, f"none of the {counted(len(tests), 'measured test')} in {source} matches {test!r}", keys
         )
     write_lines(why_lines(report, selected[0].file, selected[0].test, screen()))
 

@@ -1,1 +1,1 @@
-"""Measurability of a machine and a project: facts that are collected, and findings that are made of them."""
+"""Checks for ``gpumem doctor``: collect facts about the machine and the project, then derive findings from them."""

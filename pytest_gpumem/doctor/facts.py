@@ -1,4 +1,7 @@
-"""Facts about a machine, its Python and a project: frozen values that `looking` collects, and `findings` judges."""
+"""Facts about a machine, its Python and a project: frozen values that `looking` collects and `findings` judges.
+
+Field names are keys in ``gpumem doctor --format json``.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,40 @@ from pytest_gpumem.values.interference import Conditions
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """The torch that an import found."""
+    """The installed torch, for example ``TorchFacts("2.13.0+cpu")`` for a build without CUDA."""
 
     release: str | None = None
-    """``None`` where none is installed."""
+    """``None`` if torch is not installed, or its release is unknown."""
     cuda: str | None = None
-    """The release of CUDA that it was built for."""
+    """The CUDA release of this build, for example ``"13.0"``."""
     trouble: str | None = None
-    """The exception of its import, or how the process ended."""
+    """The exception that the import raised, or the way in which the importing process ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A device that was opened and closed; no step was run."""
+    """A device that was opened and closed. No step ran on it.
+
+    For example, on a machine without a GPU: ``DeviceFacts("cuda", trouble="no CUDA device: ...")``.
+    """
 
     word: str
-    """The word of ``--gpumem-device``."""
+    """The word for ``--gpumem-device``."""
     environment: Environment | None = None
     trouble: str | None = None
-    """The reason why it cannot be used here, as its `DeviceUnavailable` or `EmulationError` has it."""
+    """The message of the `DeviceUnavailable` or `EmulationError`, if the device cannot be used here."""
     tells_time: bool = True
     pace: float | None = None
-    """The rate of its clock: Hz of a GPU, runs per second of the reference workload on the CPU."""
+    """The rate of its clock: Hz of a GPU's SM clock, or runs per second of the reference workload on the CPU."""
     conditions: tuple[Conditions, Conditions] | None = None
     """Two readings, half a second apart."""
     lacking: str | None = None
-    """Of an emulated GPU: why workspaces of convolutions are taken as 0."""
+    """On an emulated GPU, the reason why convolution workspaces count as 0 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """All that a process which imported torch tells."""
+class ProbeResult:
+    """Everything that a process reports after it imported torch and opened devices."""
 
     torch: TorchFacts = field(default_factory=TorchFacts)
     devices: tuple[DeviceFacts, ...] = ()
@@ -50,62 +56,65 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class StoredFacts:
-    """The baselines of one device in one environment. ``metrics`` are the names of all that they hold."""
+    """The baselines from one device in one environment."""
 
     environment: Environment
     baselines: int
+    """The number of baselines."""
     metrics: frozenset[str] = frozenset()
+    """The names of all metrics in these baselines."""
     has_times: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFacts:
-    """The project's store. ``location`` has no credentials."""
+    """The project's store."""
 
     location: str
+    """Its folder or URL, without credentials."""
     stored: tuple[StoredFacts, ...] = ()
     is_there: bool = True
     trouble: str | None = None
-    """The reason why it cannot be read."""
+    """The reason why the store cannot be read."""
     restore: str | None = None
-    """The command that restores it from git; ``None`` if it is there, or git does not know it."""
+    """The command that restores the store from git. ``None`` if the store exists, or git does not track it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that the findings are made of."""
+    """All facts from which the findings are derived."""
 
     device: str
-    """The device of the project's settings."""
+    """The device in the project's settings."""
     releases: Mapping[str, str]
     """Releases of Python, pytest and this plugin, by name."""
     driver: str
-    """NVML's release of the driver, or ``unknown`` with what NVML says."""
+    """The driver release that NVML reports, or ``unknown`` with NVML's error."""
     torch: TorchFacts
     torch_emulated: TorchFacts
-    """As imported on an emulated GPU, where there can be one."""
+    """torch as imported on an emulated GPU. Empty if this machine cannot emulate a GPU."""
     devices: tuple[DeviceFacts, ...]
     store: StoreFacts
     compiling: str | None = None
-    """A sentence on what torch.compile lacks on an emulated GPU, with its mend."""
+    """A sentence about what torch.compile lacks on an emulated GPU, with its fix."""
     ignored: str | None = None
-    """The pyproject.toml nearest to this folder, where it has settings that are not read, as pytest's root is above it."""
+    """The pyproject.toml nearest to this folder, if pytest ignores its settings because the root directory is above it."""
     is_default_device: bool = False
     """True if no setting names the device."""
     unread: str | None = None
-    """A sentence on settings that are not read, such as those in a mistyped table, with its mend."""
+    """A sentence about settings that are not read, for example in a mistyped table, with its fix."""
     reports: tuple[str, ...] = ()
-    """A sentence for each format of reports that cannot be written, with its mend."""
+    """A sentence for each report format that cannot be written, with its fix."""
     other_command: OtherCommand | None = None
     """The command ``gpumem`` that a shell finds first, if it belongs to another package."""
 
     def of(self, word: str) -> DeviceFacts | None:
         """Return the facts about the device called ``word``."""
-        return next((one for one in self.devices if one.word == word), None)
+        return next((device for device in self.devices if device.word == word), None)
 
     @property
     def chosen(self) -> DeviceFacts | None:
-        """The device that the project's settings take here: of ``auto``, CUDA where it can be used, and the CPU otherwise."""
+        """The device that the project measures on. ``auto`` chooses CUDA if it can be used, otherwise the CPU."""
         if self.device != "auto":
             return self.of(self.device)
         cuda = self.of("cuda")

@@ -1,4 +1,4 @@
-"""Findings of facts: what can be measured, what only in part, what not, and what mends it. Pure."""
+"""Derive findings from facts: which measurements work fully, partly or not at all, and how to fix the others. Pure."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ Status = Literal["ok", "limited", "no"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 _MACHINE = "machine"
 _EMULATE = "measure on an emulated GPU (--gpumem-device=emulated:h100) or on the CPU (--gpumem-device=cpu)"
-_RECORD_HERE = '`pytest --gpumem-update=all --gpumem-reason="{}"` records them anew'
+_RECORD_HERE = '`pytest --gpumem-update=all --gpumem-reason="{}"` records them again'
 _INSTRUCTION_SETS = ("DEFAULT", "AVX2", "AVX512")
-"""Those of torch on x86-64, each of which has the ones before it."""
+"""torch's instruction sets on x86-64, in ascending order. Each includes the previous sets."""
 _MEGA = 1e6
 _PYPI, _BUILDS = "https://pypi.org/simple", "https://download.pytorch.org/whl"
-"""The index that has the CUDA build on Linux, and the one that has each build in a folder of its name."""
+"""The index with the CUDA build for Linux, and the index with a folder for each build, for example ``cu126``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A row: of what, how it stands with it, the fact, and what mends it."""
+    """A row of the output.
+
+    For example, ``Finding("limited", "store", "there is no gpumem-baselines: nothing can be compared", "pytest
+    --gpumem-update=new")``. ``mend`` is the fix, or ``None`` if there is nothing to fix.
+    """
 
     status: Status
     subject: str
@@ -45,12 +49,12 @@ class Finding:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Return all findings, those that others follow from first."""
+    """Return all findings. A cause precedes its consequences: torch, then devices, then the store and the project."""
     return [
         _python(facts),
         _torch(facts),
         _driver(facts),
-        *(_device(one, facts) for one in facts.devices),
+        *(_device(device, facts) for device in facts.devices),
         _auto(facts),
         *_convolutions(facts),
         *_compiling(facts),
@@ -82,19 +86,19 @@ def _torch(facts: Facts) -> Finding:
     if torch.release is None and torch.trouble is not None and "No module named 'torch'" in torch.trouble:
         return Finding("no", "torch", "it is not installed", "pip install torch")
     build = "" if torch.trouble is not None else f" for CUDA {torch.cuda}" if torch.cuda else " without CUDA"
-    fact = f"torch {torch.release or 'of an unknown release'}{build}"
+    fact = f"torch {torch.release or '(unknown release)'}{build}"
     if torch.trouble is not None:
         fact = f"{fact} cannot be imported: {torch.trouble}"
         if emulated.release is not None and emulated.trouble is None:
             return Finding(
                 "limited",
                 "torch",
-                f"{fact}; on an emulated GPU it can",
+                f"{fact}; it can be imported on an emulated GPU",
                 f"pip install --force-reinstall torch=={_public(torch.release)} brings NVIDIA's libraries, which the CPU and a "
                 "real GPU need",
             )
-        wanted = f"torch=={_public(torch.release)}" if torch.release else "torch"
-        return Finding("no", "torch", fact, f"pip install --force-reinstall {wanted}")
+        requirement = f"torch=={_public(torch.release)}" if torch.release else "torch"
+        return Finding("no", "torch", fact, f"pip install --force-reinstall {requirement}")
     if _numbers(torch.release) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         return Finding(
@@ -113,12 +117,12 @@ def _torch(facts: Facts) -> Finding:
 def _command(facts: Facts) -> Iterator[Finding]:
     other = facts.other_command
     if other is not None:
-        belongs = "" if other.module is None else f", of the module {other.module}"
+        module = "" if other.module is None else f", of the module {other.module}"
         yield Finding(
             "limited",
             "command",
-            f"the first gpumem on the path belongs to another package: {other.path}{belongs}",
-            f"type {LONG}, which is this package's command, too",
+            f"the first gpumem on the path belongs to another package: {other.path}{module}",
+            f"type {LONG}, the second name of this package's command",
         )
 
 
@@ -127,18 +131,18 @@ def _numbers(release: str | None) -> tuple[int, ...]:
 
 
 def _public(release: str | int | None) -> str:
-    """Return a release without the build, as pip has it: ``"2.13.0"`` of ``"2.13.0+cpu"``."""
+    """Return a release without its build, for pip: ``"2.13.0"`` for ``"2.13.0+cpu"``."""
     return str(release or "").partition("+")[0]
 
 
 def _cuda_build(release: str | None) -> str:
-    """Return the command that replaces a build of torch by the one for CUDA of the same release."""
-    wanted = f"torch=={_public(release)}" if release else "torch"
-    return f"pip install --force-reinstall {wanted} --index-url {_PYPI} brings the CUDA build"
+    """Return the command that installs the CUDA build of the same torch release."""
+    requirement = f"torch=={_public(release)}" if release else "torch"
+    return f"pip install --force-reinstall {requirement} --index-url {_PYPI} brings the CUDA build"
 
 
 def _install(release: str) -> str:
-    """Return the command that installs a release of torch in its build, as ``"2.12.0+cpu"`` names it."""
+    """Return the command that installs a release of torch with its build, for example ``"2.12.0+cpu"``."""
     build = release.partition("+")[2]
     if re.fullmatch(r"cpu|cu[0-9]+|rocm[0-9.]+|xpu", build):
         return f"pip install torch=={release} --index-url {_BUILDS}/{build}"
@@ -151,22 +155,22 @@ def _has_driver(facts: Facts) -> bool:
 
 def _driver(facts: Facts) -> Finding:
     if _has_driver(facts):
-        return Finding("ok", "driver", f"NVML has release {facts.driver}")
-    says = facts.driver.removeprefix("unknown").strip(" ()")
-    fact = f"NVML has none ({says})" if says else "there is no NVML"
-    return Finding("no", "driver", fact, f"no real GPU is measured without one: install NVIDIA's driver, or {_EMULATE}")
+        return Finding("ok", "driver", f"NVML reports release {facts.driver}")
+    error = facts.driver.removeprefix("unknown").strip(" ()")
+    fact = f"NVML reports no driver ({error})" if error else "there is no NVML"
+    return Finding("no", "driver", fact, f"install NVIDIA's driver to measure a real GPU, or {_EMULATE}")
 
 
 def _device(device: DeviceFacts, facts: Facts) -> Finding:
     subject = device.word
     if device.trouble is None:
-        assert device.environment is not None, "a device that was opened has one"
+        assert device.environment is not None, "an opened device has an environment"
         memory = device.environment.details.get("total_memory")
         size = f", {format_bytes(memory)}" if isinstance(memory, int) else ""
         times = "bytes, counts and times" if device.tells_time else "bytes and counts, no times"
         return Finding("ok", subject, f"{device.environment.device}{size}: {times}")
     if device.word.startswith(EMULATED):
-        # "no C compiler was found, which ...: install one": an EmulationError has the mend behind a colon.
+        # An EmulationError has its fix after a colon: "no C compiler was found, which ...: install one".
         fact, _, mend = device.trouble.partition(": ")
         return Finding("no", subject, fact, mend or None)
     if device.word == "cuda":
@@ -190,10 +194,10 @@ def _mend_of_cuda(facts: Facts) -> str:
 def _auto(facts: Facts) -> Finding:
     cuda, cpu = facts.of("cuda"), facts.of("cpu")
     if cuda is not None and cuda.trouble is None:
-        return Finding("ok", "auto", "takes cuda")
+        return Finding("ok", "auto", "uses cuda")
     if cpu is not None and cpu.trouble is None:
-        return Finding("ok", "auto", "takes the CPU, as cuda cannot be used")
-    return Finding("no", "auto", "neither cuda nor the CPU can be used", "see the rows of both")
+        return Finding("ok", "auto", "uses the CPU, because cuda cannot be used")
+    return Finding("no", "auto", "neither cuda nor the CPU can be used", "see the rows of cuda and cpu")
 
 
 def _ignored(facts: Facts) -> Iterator[Finding]:
@@ -204,7 +208,7 @@ def _ignored(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "limited",
             "settings",
-            f"{facts.ignored} has [tool.gpumem], which is not read: pytest's root directory is above it",
+            f"{facts.ignored} has [tool.gpumem], which is not read, because pytest's root directory is above it",
             "move the table into the pyproject.toml of the root directory, or give this one [tool.pytest.ini_options]",
         )
 
@@ -214,87 +218,89 @@ def _project(facts: Facts) -> Finding:
     trouble = _trouble_of_project(facts)
     if trouble is None:
         environment = facts.chosen.environment if facts.chosen is not None else None
-        assert environment is not None, "without trouble it has been opened"
+        assert environment is not None, "a device without trouble was opened"
         return Finding("ok", "project", f"{fact} measures on {environment.device}")
-    able = [one.word for one in facts.devices if one.trouble is None]
-    others = f"; here --gpumem-device={' or --gpumem-device='.join(able)} can" if able else ""
-    return Finding("no", "project", f"{fact} cannot be measured here", f"see the row of {facts.device}{others}")
+    usable = [device.word for device in facts.devices if device.trouble is None]
+    alternatives = f"; here --gpumem-device={' or --gpumem-device='.join(usable)} can" if usable else ""
+    return Finding("no", "project", f"{fact} cannot be measured here", f"see the row of {facts.device}{alternatives}")
 
 
 def _convolutions(facts: Facts) -> Iterator[Finding]:
-    for one in facts.devices:
-        if one.trouble is not None or not one.word.startswith(EMULATED) or one.environment is None:
+    for device in facts.devices:
+        if device.trouble is not None or not device.word.startswith(EMULATED) or device.environment is None:
             continue
-        if one.lacking is None:
-            release = one.environment.details.get("emulated_cudnn")
-            yield Finding("ok", "convolutions", f"cuDNN {release} plans them on the emulated GPU")
+        if device.lacking is None:
+            release = device.environment.details.get("emulated_cudnn")
+            yield Finding("ok", "convolutions", f"cuDNN {release} plans convolutions on the emulated GPU")
             continue
-        wheel = re.search(r"\(pip install (.+?)\)", one.lacking)
-        fact = one.lacking.replace(wheel[0], "").rstrip() if wheel else one.lacking
-        # cuDNN needs cuBLASLt, of which pip knows: without it the package is not used.
+        wheel = re.search(r"\(pip install (.+?)\)", device.lacking)
+        fact = device.lacking.replace(wheel[0], "").rstrip() if wheel else device.lacking
+        # pip also installs cuBLASLt, without which cuDNN is not used.
         yield Finding("limited", "convolutions", fact, f"pip install {wheel[1]}" if wheel else None)
 
 
 def _compiling(facts: Facts) -> Iterator[Finding]:
-    if any(one.trouble is None and one.word.startswith(EMULATED) for one in facts.devices):
+    if any(device.trouble is None and device.word.startswith(EMULATED) for device in facts.devices):
         if facts.compiling is None:
-            yield Finding(
-                "ok", "torch.compile", "Triton, a C compiler and Python's headers are there for the emulated GPU"
-            )
+            yield Finding("ok", "torch.compile", "the emulated GPU has Triton, a C compiler and Python's headers")
         else:
             fact, _, mend = facts.compiling.partition(": ")
             yield Finding("limited", "torch.compile", fact, mend)
 
 
 def _clocks(facts: Facts) -> Iterator[Finding]:
-    """Yield whether a step's time can be told in cycles of the device's clock."""
-    for one in facts.devices:
-        if one.trouble is not None or not one.tells_time or one.conditions is None:
+    """Yield whether a step's time can be measured in cycles of the device's clock."""
+    for device in facts.devices:
+        if device.trouble is not None or not device.tells_time or device.conditions is None:
             continue
-        subject, after = f"clock of {one.word}", one.conditions[1]
-        if one.word == "cpu":
-            if one.pace is None:
+        subject, conditions = f"clock of {device.word}", device.conditions[1]
+        if device.word == "cpu":
+            if device.pace is None:
                 yield Finding(
-                    "limited", subject, "no work of a fixed size can be timed: times are judged in seconds only"
+                    "limited", subject, "the reference workload cannot be timed, so times are compared in seconds only"
                 )
-            elif after.waited is None or after.cores is None:
-                lacks = "the waiting for a core" if after.waited is None else "how busy the cores are"
+            elif conditions.waited is None or conditions.cores is None:
+                load = "the time spent waiting for a core" if conditions.waited is None else "the load on the cores"
                 yield Finding(
                     "limited",
                     subject,
-                    f"the reference workload runs {one.pace:,.0f} times a second; {lacks} is not told here, so what slows a "
-                    "step by it counts as the step's own",
-                    "Linux tells it in /proc: let the container read /proc/stat and /proc/thread-self/schedstat",
+                    f"the reference workload runs {device.pace:,.0f} times a second; the system does not report {load}, so a "
+                    "slowdown from it counts as the step's own",
+                    "on Linux, let the container read /proc/stat and /proc/thread-self/schedstat",
                 )
             else:
-                counts = f"waiting and {counted(after.cores, 'core')} are counted"
-                yield Finding("ok", subject, f"the reference workload runs {one.pace:,.0f} times a second; {counts}")
-        elif one.pace is None or after.clock_events is None:
+                yield Finding(
+                    "ok",
+                    subject,
+                    f"the reference workload runs {device.pace:,.0f} times a second; the wait for a core and the load on "
+                    f"{counted(conditions.cores, 'core')} are known",
+                )
+        elif device.pace is None or conditions.clock_events is None:
             yield Finding(
                 "limited",
                 subject,
-                "NVML does not tell the SM clock or what lowers it: times are judged in seconds only",
-                "update the driver, or run where NVML is allowed (in a container: --gpus with the capability utility)",
+                "NVML does not report the SM clock and its limits, so times are compared in seconds only",
+                "update the driver, or give the container access to NVML (--gpus with the capability utility)",
             )
         else:
-            default = f" of {after.sm_clock_default / _MEGA:,.0f} MHz" if after.sm_clock_default else ""
-            lowered = f", limited by {', '.join(sorted(after.clock_events))}" if after.clock_events else ""
-            yield Finding("ok", subject, f"{one.pace / _MEGA:,.0f} MHz{default}{lowered}")
+            default = f" of {conditions.sm_clock_default / _MEGA:,.0f} MHz" if conditions.sm_clock_default else ""
+            limits = f", limited by {', '.join(sorted(conditions.clock_events))}" if conditions.clock_events else ""
+            yield Finding("ok", subject, f"{device.pace / _MEGA:,.0f} MHz{default}{limits}")
 
 
 def _disturbances(facts: Facts) -> Iterator[Finding]:
-    for one in facts.devices:
-        if one.conditions is None or one.trouble is not None:
+    for device in facts.devices:
+        if device.conditions is None or device.trouble is not None:
             continue
-        disturbed = disturbance(*one.conditions)
-        if disturbed is None:
-            yield Finding("ok", f"load on {one.word}", "nothing else was at work while it was looked at")
+        subject, cause = f"load on {device.word}", disturbance(*device.conditions)
+        if cause is None:
+            yield Finding("ok", subject, "no other load during the check")
         else:
             yield Finding(
                 "limited",
-                f"load on {one.word}",
-                f"{disturbed}: a slowdown that this explains is `uncertain`; bytes and counts do not change",
-                "end what else runs, or take no times (--no-gpumem-time)",
+                subject,
+                f"{cause}: a slowdown that this explains is `uncertain`; bytes and counts do not change",
+                "end the other programs, or take no times (--no-gpumem-time)",
             )
 
 
@@ -311,78 +317,88 @@ def _store(facts: Facts) -> Iterator[Finding]:
     if store.trouble is not None:
         yield Finding("no", "store", store.trouble, _mend_of_store(store.location))
         return
-    here = facts.chosen
-    slug = here.environment.slug if here is not None and here.environment is not None else None
+    device = facts.chosen
+    slug = device.environment.slug if device is not None and device.environment is not None else None
     if not store.stored:
-        lacks = f"{store.location} has no baselines" if store.is_there else f"there is no {store.location}"
+        absence = f"{store.location} has no baselines" if store.is_there else f"there is no {store.location}"
         yield Finding(
-            "limited", "store", f"{lacks}: nothing can be compared", store.restore or "pytest --gpumem-update=new"
+            "limited", "store", f"{absence}: nothing can be compared", store.restore or "pytest --gpumem-update=new"
         )
         return
-    slugs = sorted({one.environment.slug for one in store.stored})
-    number = sum(one.baselines for one in store.stored)
-    fact = f"{store.location} has {counted(number, 'baseline')} of {counted(len(slugs), 'device')}: {', '.join(slugs)}"
+    slugs = sorted({stored.environment.slug for stored in store.stored})
+    number = sum(stored.baselines for stored in store.stored)
+    fact = (
+        f"{store.location} has {counted(number, 'baseline')} from {counted(len(slugs), 'device')}: {', '.join(slugs)}"
+    )
     if slug is not None and slug not in slugs:
         yield Finding(
-            "limited", "store", f"{fact}; none is of {slug}, which is measured here", "pytest --gpumem-update=new"
+            "limited", "store", f"{fact}; none from {slug}, which is measured here", "pytest --gpumem-update=new"
         )
     else:
         yield Finding("ok", "store", fact)
-    present = {one.environment.slug: one for one in facts.devices if one.environment is not None}
+    present = {device.environment.slug: device for device in facts.devices if device.environment is not None}
     for name in slugs:
-        of_device = [one for one in store.stored if one.environment.slug == name]
+        of_device = [stored for stored in store.stored if stored.environment.slug == name]
         if name in present:
-            yield from _compared(f"baselines of {name}", of_device, present[name])
+            yield from _comparison(f"baselines of {name}", of_device, present[name])
         else:
-            yield _absent(f"baselines of {name}", name, sum(one.baselines for one in of_device))
+            yield _absent(f"baselines of {name}", name, sum(stored.baselines for stored in of_device))
 
 
 def _mend_of_store(location: str) -> str:
     if is_url(location):
-        return (
-            f"mend what it names, until `{command_name()} show --store {location}` works; --store names another store"
-        )
-    return "fix or remove what it names; its history is in git"
+        return f"fix this until `{command_name()} show --store {location}` works, or name another store with --store"
+    return "fix or remove the file or folder that it names; its history is in git"
 
 
 def _absent(subject: str, slug: str, number: int) -> Finding:
     fact = f"{counted(number, 'baseline')}; this machine does not have that device"
     if slug.startswith(EMULATED_SLUG):
-        return Finding(
-            "no", subject, fact, "see the row of the emulated GPU; another one is emulated by its name: --gpumem-device"
-        )
-    return Finding("no", subject, fact, "gate them where that device is")
+        mend = "see the row of the emulated GPU; --gpumem-device emulates another GPU by its name"
+        return Finding("no", subject, fact, mend)
+    return Finding("no", subject, fact, "run their gate on a machine with that device")
 
 
-def _compared(subject: str, stored: Iterable[StoredFacts], device: DeviceFacts) -> Iterator[Finding]:
-    """Yield a finding for each way in which baselines of a device that is here were recorded otherwise."""
-    assert device.environment is not None, "its slug is here"
+def _comparison(subject: str, stored: Iterable[StoredFacts], device: DeviceFacts) -> Iterator[Finding]:
+    """Yield a finding for each difference between the current environment and the baselines' environments.
+
+    For example, three baselines from torch 2.13.0 with ``operators``, under torch 2.15.0, are ``limited``:
+    "3 baselines: torch was 2.13.0, now 2.15.0; a change of operators may be `uncertain`". Baselines with only
+    ``peak_allocated`` are ``ok``, because this metric is compared across releases of torch.
+    """
+    assert device.environment is not None, "the device has a slug"
     numbers: Counter[tuple[str, tuple[str, ...], str | None]] = Counter()
-    for one in stored:
-        all_differing = differences(one.environment, device.environment)
-        moved = _moved(one, all_differing)
-        if _MACHINE in all_differing and one.has_times:
+    for stored_facts in stored:
+        all_differing = differences(stored_facts.environment, device.environment)
+        moved = _moved(stored_facts, all_differing)
+        if _MACHINE in all_differing and stored_facts.has_times:
             moved[_MACHINE] = all_differing[_MACHINE]
-        said = "; ".join(f"{name} was {then}, now {now}" for name, (then, now) in moved.items())
-        numbers[said, tuple(_consequences(one, moved)), _mend_of(moved) if moved else None] += one.baselines
-    for (said, follows, mend), number in sorted(numbers.items(), key=lambda item: item[0][0]):
+        changes = "; ".join(f"{name} was {recorded}, now {current}" for name, (recorded, current) in moved.items())
+        mend = _mend_of(moved) if moved else None
+        numbers[changes, tuple(_consequences(stored_facts, moved)), mend] += stored_facts.baselines
+    for (changes, consequences, mend), number in sorted(numbers.items(), key=lambda item: item[0][0]):
         fact = counted(number, "baseline")
-        if said:
-            yield Finding("limited", subject, f"{fact}: {said}; {', and '.join(follows)}", mend)
+        if changes:
+            yield Finding("limited", subject, f"{fact}: {changes}; {', and '.join(consequences)}", mend)
         else:
-            yield Finding("ok", subject, f"{fact}; nothing in the environment differs that moves what they hold")
+            yield Finding("ok", subject, f"{fact}; no difference in the environment can change their figures")
 
 
-def differences(there: Environment, here: Environment) -> dict[str, tuple[str | int, str | int]]:
-    """Return the details that both environments know and that differ: what each was ``there``, and is ``here``."""
-    pairs = {name: (then, here.details[name]) for name, then in there.details.items() if name in here.details}
-    return {name: (then, now) for name, (then, now) in pairs.items() if then != now}
+def differences(recorded: Environment, current: Environment) -> dict[str, tuple[str | int, str | int]]:
+    """Return the recorded and the current value of each differing detail, for example ``{"torch": ("2.12.0", "2.13.0")}``.
+
+    A detail that only one environment has is left out.
+    """
+    pairs = {
+        name: (value, current.details[name]) for name, value in recorded.details.items() if name in current.details
+    }
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
 def _moved(
     stored: StoredFacts, differing: Mapping[str, tuple[str | int, str | int]]
 ) -> dict[str, tuple[str | int, str | int]]:
-    """Return the details among ``differing`` that move a metric of the baselines."""
+    """Return the differing details that can change a metric in the baselines."""
     decisive = {detail for name in stored.metrics for detail in METRICS[name].details}
     return {name: pair for name, pair in differing.items() if name in decisive}
 
@@ -391,13 +407,13 @@ def _consequences(stored: StoredFacts, moved: Mapping[str, object]) -> list[str]
     titles = [
         METRICS[name].title for name in METRICS if name in stored.metrics and moved.keys() & {*METRICS[name].details}
     ]
-    found = [f"a change of {_listed(titles)} may be `uncertain`"] if titles else []
-    return [*found, "times are not compared"] if _MACHINE in moved else found
+    consequences = [f"a change of {_listed(titles)} may be `uncertain`"] if titles else []
+    return [*consequences, "times are not compared"] if _MACHINE in moved else consequences
 
 
 def _listed(words: list[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last
+    *first_words, last = words
+    return f"{', '.join(first_words)} or {last}" if first_words else last
 
 
 def _mend_of(differing: Mapping[str, tuple[str | int, str | int]]) -> str:
@@ -405,16 +421,16 @@ def _mend_of(differing: Mapping[str, tuple[str | int, str | int]]) -> str:
     if "torch" in differing:
         mends.append(_install(str(differing["torch"][0])))
     if "emulated_cudnn" in differing:
-        then = differing["emulated_cudnn"][0]
-        mends.append("pip uninstall the cuDNN that is here" if then == "none" else f"install cuDNN {then}")
+        release = differing["emulated_cudnn"][0]
+        mends.append("uninstall cuDNN with pip" if release == "none" else f"install cuDNN {release}")
     if "cpu_capability" in differing:
-        then, now = differing["cpu_capability"]
-        if {then, now} <= {*_INSTRUCTION_SETS} and _INSTRUCTION_SETS.index(str(then)) < _INSTRUCTION_SETS.index(
-            str(now)
+        recorded, current = differing["cpu_capability"]
+        if {recorded, current} <= {*_INSTRUCTION_SETS} and (
+            _INSTRUCTION_SETS.index(str(recorded)) < _INSTRUCTION_SETS.index(str(current))
         ):
-            mends.append(f"set {CPU_CAPABILITY}={str(then).lower()}")
+            mends.append(f"set {CPU_CAPABILITY}={str(recorded).lower()}")
     if "allocator" in differing:
         mends.append(f"set {CUDA_ALLOC_CONF}={differing['allocator'][0]}")
-    said = ", ".join(f"{name} {now}" for name, (_, now) in differing.items() if name != _MACHINE)
-    again = _RECORD_HERE.format(said or "another machine")
-    return f"{', '.join(mends)}; or {again}" if mends else again
+    reason = ", ".join(f"{name} {current}" for name, (_, current) in differing.items() if name != _MACHINE)
+    record_again = _RECORD_HERE.format(reason or "another machine")
+    return f"{', '.join(mends)}; or {record_again}" if mends else record_again

@@ -1,4 +1,7 @@
-"""Collecting of facts: from files, NVML, and processes that import torch. Nothing is written but the stand-ins' cache."""
+"""Collect facts from files, from NVML, and from processes that import torch.
+
+The only files written are the compiled stand-ins for CUDA's libraries, in the user's cache.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 
 from pytest_gpumem import __version__, command_name
 from pytest_gpumem.devices.nvml import NvmlGpu
-from pytest_gpumem.doctor.facts import DeviceFacts, Looked, StoredFacts, TorchFacts
+from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, StoredFacts, TorchFacts
 from pytest_gpumem.emulation.torch_build import what_compiling_lacks
 from pytest_gpumem.reports.formats import FORMATS
 from pytest_gpumem.values.plain import from_plain
@@ -25,12 +28,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.stored import StoredBaseline
 
 _PATIENCE = 180.0
-"""Seconds after which a process that looks is given up; compiling the stand-ins takes some."""
+"""Seconds after which the probe is stopped. The first probe of an emulated GPU compiles the stand-ins."""
 _RUN_MODULE = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 )
-"""Runs a module as ``-m`` does, but not from the current folder, in which a stranger may have put a ``torch.py``."""
+"""Python code that runs a module as ``-m`` does, without the current folder on the path.
+
+A stranger may have put a ``torch.py`` into the current folder.
+"""
 
 
 def releases() -> dict[str, str]:
@@ -39,18 +45,18 @@ def releases() -> dict[str, str]:
 
 
 def driver() -> str:
-    """Return NVML's release of the driver; ``unknown``, with what NVML says, where there is none."""
+    """Return the driver release that NVML reports, or ``unknown`` with NVML's error."""
     return NvmlGpu("").driver_version()
 
 
 def compiling(environment: Mapping[str, str]) -> str | None:
-    """Return what torch.compile lacks on an emulated GPU, as a sentence."""
+    """Return a sentence about what torch.compile lacks on an emulated GPU, or ``None``."""
     return what_compiling_lacks(environment)
 
 
 def reports() -> tuple[str, ...]:
-    """Return a sentence for each format of reports that cannot be written here."""
-    return tuple(lacking for one in FORMATS if (lacking := one.lacking()) is not None)
+    """Return a sentence for each report format that cannot be written here."""
+    return tuple(lacking for report_format in FORMATS if (lacking := report_format.lacking()) is not None)
 
 
 def other_command() -> OtherCommand | None:
@@ -58,16 +64,21 @@ def other_command() -> OtherCommand | None:
     return command_name.other_command()
 
 
-def look(words: Sequence[str], environment: Mapping[str, str]) -> Looked:
-    """Return what a new process with this environment sees of devices, and of its torch.
+def probe(words: Sequence[str], environment: Mapping[str, str]) -> ProbeResult:
+    """Import torch and open devices in a new process, and return what it reports.
+
+    If the process aborts or takes longer than 180 s, the result contains this as the trouble with torch and each device.
 
     Args:
-        words: Those built in, or one that is emulated.
-        environment: The variables of the process; its Python finds the modules that this one does.
+        words: Words for ``--gpumem-device``: built-in devices, or a single emulated GPU.
+        environment: The environment variables of the process. It runs the same Python as this process.
+
+    Example:
+        ``probe(["cuda", "cpu"], os.environ).devices`` has two `DeviceFacts`.
     """
     command = [sys.executable, "-c", _RUN_MODULE, "pytest_gpumem.doctor.probe", *words]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
@@ -78,40 +89,43 @@ def look(words: Sequence[str], environment: Mapping[str, str]) -> Looked:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _nothing(words, f"a process that looked for it did not end within {_PATIENCE:g} s")
-    said = done.stdout.strip().rpartition("\n")[2]
-    if done.returncode == 0 and said.startswith("{"):
-        found = from_plain(Looked, json.loads(said))
-        return found if found.torch.trouble is None else _with_release(found)
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
-    return _nothing(words, f"its process ended with status {done.returncode}: {last.strip()}")
+        return _failure(words, f"the process that checks it did not end within {_PATIENCE:g} s")
+    last_line = process.stdout.strip().rpartition("\n")[2]
+    if process.returncode == 0 and last_line.startswith("{"):
+        result = from_plain(ProbeResult, json.loads(last_line))
+        return result if result.torch.trouble is None else _with_release(result)
+    error = next((line for line in reversed(process.stderr.splitlines()) if line.strip()), "it printed no error")
+    return _failure(words, f"its process ended with status {process.returncode}: {error.strip()}")
 
 
-def _with_release(found: Looked) -> Looked:
-    """Return it with the release of the torch that cannot be imported, where one is installed."""
+def _with_release(result: ProbeResult) -> ProbeResult:
+    """Add the release of an installed torch that cannot be imported."""
     try:
         release = version("torch")
     except PackageNotFoundError:
-        return found
-    return Looked(TorchFacts(release, found.torch.cuda, found.torch.trouble), found.devices)
+        return result
+    return ProbeResult(TorchFacts(release, result.torch.cuda, result.torch.trouble), result.devices)
 
 
-def _nothing(words: Sequence[str], trouble: str) -> Looked:
+def _failure(words: Sequence[str], trouble: str) -> ProbeResult:
     torch = TorchFacts(trouble=trouble)
-    return _with_release(Looked(torch, tuple(DeviceFacts(word, trouble=trouble) for word in words)))
+    return _with_release(ProbeResult(torch, tuple(DeviceFacts(word, trouble=trouble) for word in words)))
 
 
 def stored(baselines: Iterable[StoredBaseline]) -> tuple[StoredFacts, ...]:
-    """Return the baselines of each environment, those of a slug together, sorted."""
-    found: dict[str, StoredFacts] = {}
-    for one in baselines:
-        environment, metrics = one.entry.environment, frozenset(one.entry.metrics)
+    """Count the baselines from each environment, sorted by slug.
+
+    For example, three baselines recorded on the CPU, two with torch 2.12 and one with torch 2.13, are two `StoredFacts`.
+    """
+    by_environment: dict[str, StoredFacts] = {}
+    for baseline in baselines:
+        environment, metrics = baseline.entry.environment, frozenset(baseline.entry.metrics)
         key = f"{environment.slug} {sorted(environment.details.items())}"
-        before = found.get(key, StoredFacts(environment, 0))
-        found[key] = StoredFacts(
+        previous = by_environment.get(key, StoredFacts(environment, 0))
+        by_environment[key] = StoredFacts(
             environment,
-            before.baselines + 1,
-            before.metrics | metrics,
-            before.has_times or one.entry.runs is not None,
+            previous.baselines + 1,
+            previous.metrics | metrics,
+            previous.has_times or baseline.entry.runs is not None,
         )
-    return tuple(found[key] for key in sorted(found))
+    return tuple(by_environment[key] for key in sorted(by_environment))

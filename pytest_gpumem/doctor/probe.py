@@ -1,7 +1,7 @@
-"""A process of its own that imports torch and opens devices: ``python -m pytest_gpumem.doctor.probe cuda cpu``.
+"""Import torch and open devices in a separate process: ``python -m pytest_gpumem.doctor.probe cuda cpu``.
 
-It prints what it saw as a line of JSON. A torch that ends its process, and an emulated GPU, which has to be there before torch,
-concern nobody else.
+The process prints a `ProbeResult` as a line of JSON. If torch aborts, only this process ends. An emulated GPU needs a new
+process because it must exist before torch is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.devices.contract import DeviceUnavailable
 from pytest_gpumem.devices.registry import factories
-from pytest_gpumem.doctor.facts import DeviceFacts, Looked, TorchFacts
+from pytest_gpumem.doctor.facts import DeviceFacts, ProbeResult, TorchFacts
 from pytest_gpumem.emulated_process.before_torch import gpu_told
 from pytest_gpumem.emulated_process.start import emulate
 from pytest_gpumem.emulation.errors import EmulationError
@@ -30,37 +30,37 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.interference import Conditions
 
 _SECONDS = 0.5
-"""The time between two readings of interference: ticks of /proc/stat are 10 ms."""
+"""Seconds between two readings of interference. One tick in /proc/stat is 10 ms, or 2 % of this time."""
 
 
-def looked(words: Sequence[str]) -> Looked:
-    """Return what there is of these devices: those built in, or one that is emulated."""
+def probe(words: Sequence[str]) -> ProbeResult:
+    """Import torch and open the devices: built-in devices, or a single emulated GPU."""
     if words[0].startswith(EMULATED):
         try:
             emulate(emulated_gpu(words[0], gpu_told()))
         except EmulationError as error:
-            return Looked(devices=(DeviceFacts(words[0], trouble=str(error)),))
-    torch = imported()
+            return ProbeResult(devices=(DeviceFacts(words[0], trouble=str(error)),))
+    torch = import_torch()
     if torch.trouble is not None:
-        return Looked(torch, tuple(DeviceFacts(word, trouble="torch cannot be imported") for word in words))
-    return Looked(torch, tuple(opened(word, factories(word, ())[word]) for word in words))
+        return ProbeResult(torch, tuple(DeviceFacts(word, trouble="torch cannot be imported") for word in words))
+    return ProbeResult(torch, tuple(open_device(word, factories(word, ())[word]) for word in words))
 
 
-def imported() -> TorchFacts:
-    """Import torch, and return what it is, or which exception came."""
+def import_torch() -> TorchFacts:
+    """Import torch, and return its release, or the exception."""
     try:
         import torch
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
-        first = str(error).strip().splitlines() or [""]
-        return TorchFacts(trouble=f"{type(error).__name__}: {first[0]}")
+        error_lines = str(error).strip().splitlines() or [""]
+        return TorchFacts(trouble=f"{type(error).__name__}: {error_lines[0]}")
     return TorchFacts(str(torch.__version__), torch.version.cuda)
 
 
-def opened(word: str, make: DeviceFactory) -> DeviceFacts:
-    """Make a device, open it to see whether it counts, read what disturbs it, and close it."""
+def open_device(word: str, make: DeviceFactory) -> DeviceFacts:
+    """Make a device, open it to check that it can count bytes, read its conditions, and close it."""
     try:
         device = make()
-        # Others may have it to themselves for minutes, and nothing is timed here.
+        # Another process may hold the lock for minutes. This process times nothing, so it needs no lock.
         device.lock = None
         device.open()
     except DeviceUnavailable as unavailable:
@@ -89,12 +89,12 @@ def _read(word: str, device: Device) -> DeviceFacts:
 
 
 def _conditions(device: Device) -> tuple[Conditions, Conditions]:
-    before = device.conditions()
+    first_reading = device.conditions()
     end = time.perf_counter() + _SECONDS
     while time.perf_counter() < end:
-        pass  # at work, since a thread that sleeps does not wait for a core
-    return before, device.conditions()
+        pass  # A busy loop, because a sleeping thread does not wait for a core.
+    return first_reading, device.conditions()
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"\n{json.dumps(to_plain(looked(sys.argv[1:])))}\n")
+    sys.stdout.write(f"\n{json.dumps(to_plain(probe(sys.argv[1:])))}\n")

@@ -1,4 +1,4 @@
-"""Findings as lines for people, and with all facts as JSON for programs. Pure."""
+"""Findings as lines for people, and as JSON together with all facts. Pure."""
 
 from __future__ import annotations
 
@@ -19,31 +19,37 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.layout import Line, Screen, Style
 
 FORMAT = 1
-"""The number of the JSON's format."""
+"""The version of the JSON format."""
 _STYLES: dict[Status, Style] = {"ok": "good", "limited": "doubtful", "no": "bad"}
 
 
-def lines(found: Sequence[Finding], screen: Screen) -> list[Line]:
-    """Return a line for each finding: status, subject and fact, and below what mends it; then how many there are of each."""
-    wide = max(map(len, STATUSES))
-    widest = max(len(one.subject) for one in found)
+def lines(findings: Sequence[Finding], screen: Screen) -> list[Line]:
+    """Return a line with status, subject and fact for each finding, its fix below, and a last line with the counts.
+
+    Example:
+        ``limited  torch    torch 2.13.0+cpu without CUDA: no GPU can be measured, real or emulated``
+    """
+    status_width = max(map(len, STATUSES))
+    subject_width = max(len(finding.subject) for finding in findings)
     shown: list[Line] = []
-    for one in found:
-        rest = screen.legible(f"{'':{wide - len(one.status)}}  {one.subject:{widest}}  {one.fact}")
-        shown.append((Span(one.status, _STYLES[one.status]), Span(rest)))
-        if one.mend is not None:
-            shown.append((Span(screen.legible(f"{'':{wide + 2}}fix: {one.mend}")),))
-    counts = Counter(one.status for one in found)
+    for finding in findings:
+        rest = screen.legible(
+            f"{'':{status_width - len(finding.status)}}  {finding.subject:{subject_width}}  {finding.fact}"
+        )
+        shown.append((Span(finding.status, _STYLES[finding.status]), Span(rest)))
+        if finding.mend is not None:
+            shown.append((Span(screen.legible(f"{'':{status_width + 2}}fix: {finding.mend}")),))
+    counts = Counter(finding.status for finding in findings)
     total = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
-    return [*shown, (), (Span(screen.legible(f"gpumem: {total}; {found[-1].fact}")),)]
+    return [*shown, (), (Span(screen.legible(f"gpumem: {total}; {findings[-1].fact}")),)]
 
 
-def to_json(facts: Facts, found: Sequence[Finding]) -> str:
-    """Return the findings and the facts that they were made of."""
+def to_json(facts: Facts, findings: Sequence[Finding]) -> str:
+    """Return the findings, and the facts that they come from, as a JSON object."""
     report = {
         "format": FORMAT,
         "exit_status": exit_status(facts),
-        "findings": [asdict(one) for one in found],
+        "findings": [asdict(finding) for finding in findings],
         "facts": to_plain(facts),
     }
     return json.dumps(report, indent=2) + "\n"

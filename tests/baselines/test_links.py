@@ -307,7 +307,7 @@ def test_a_command_that_runs_no_tests_writes_through_no_link(measured, outside, 
     Path("out.json").symlink_to(outside / "file.toml")
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 2
-    assert "which is not followed; name the file that it leads to, or - for standard output" in result.output
+    assert "which is not followed; name the target of the link, or - for standard output" in result.output
     assert (outside / "file.toml").read_text(encoding="utf-8") == "precious\n"
 
 

@@ -102,7 +102,7 @@ def test_an_export_of_nothing_is_an_error_and_leaves_no_file(written, name):
     ("text", "said"),
     [
         (b"", "a.json: it is empty"),
-        (b"\xff\xfe", "a.json is not UTF-8"),
+        (b"\xff\xfe", "a.json is not a JSON report of pytest-gpumem, because it is not UTF-8"),
         (b"{}", "a.json: it is JSON, but not a report of pytest-gpumem"),
     ],
 )

@@ -251,7 +251,7 @@ def test_markdown_that_is_too_long_is_refused_before_github_does(run, github, tm
     (tmp_path / "gpumem.md").write_text("é" * (room("gpumem") + 1))
     done = run("gpumem.md")
     assert done.exit_code == 2
-    assert "a comment has room for 65,505" in done.output
+    assert "the comment has room for only 65,505" in done.output
     assert github.requests == []
     (tmp_path / "gpumem.md").write_text("é" * room("gpumem"))
     assert run("gpumem.md").exit_code == 0
@@ -262,7 +262,7 @@ def test_a_token_that_may_only_read_fails_nothing_and_is_said(run, github, monke
     github.read_only = True
     done = run("gpumem.md")
     assert done.exit_code == 0
-    assert done.output.startswith("gpumem: there is no comment, since the token may not write one")
+    assert done.output.startswith("gpumem: there is no comment, because the token may not write comments")
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     assert run("gpumem.md").output.startswith("::notice title=gpumem::there is no comment")
 
@@ -272,7 +272,7 @@ def test_a_job_for_no_pull_request_fails_nothing_and_says_so(run, github, tmp_pa
     done = run("gpumem.md")
     assert (done.exit_code, done.output) == (
         0,
-        "gpumem: there is no comment, since this job runs for no pull request\n",
+        "gpumem: there is no comment, because this job runs for no pull request\n",
     )
     assert run("gpumem.md", "--pull-request", str(NUMBER)).exit_code == 0
     assert len(github.comments) == 1
@@ -282,7 +282,7 @@ def test_what_github_refuses_is_an_error(run, github):
     github.wrong = [("POST", 422, {})]
     done = run("gpumem.md")
     assert done.exit_code == 1
-    assert done.output.startswith("Error: the comment could not be put: POST ")
+    assert done.output.startswith("Error: the comment could not be written: POST ")
     assert "422 not now" in done.output
 
 
@@ -313,7 +313,7 @@ def test_a_token_that_may_write_no_issue_fails_nothing_and_is_said(run, github, 
     done = run("gpumem.md", "--issue", state)
     assert done.exit_code == 0
     assert done.output.startswith(
-        "gpumem: no issue was written, since the token may not write one: give the job the permission"
+        "gpumem: no issue was written, because the token may not write issues: give the job the permission"
     )
 
 
@@ -321,7 +321,7 @@ def test_an_issue_that_github_refuses_is_an_error(run, github):
     github.wrong = [("POST", 410, {})]
     done = run("gpumem.md", "--issue", "open")
     assert done.exit_code == 1
-    assert done.output.startswith("Error: the issue could not be put: POST ")
+    assert done.output.startswith("Error: the issue could not be written: POST ")
 
 
 WRONG = {
@@ -393,7 +393,7 @@ OTHERS = {
 def test_a_run_for_no_pull_request_that_is_open_gets_no_comment_and_says_so(other, github, case):
     github.run(**OTHERS[case])
     done = other("gpumem.json")
-    assert (done.exit_code, done.output.partition(": run")[0]) == (0, "gpumem: there is no comment")
+    assert (done.exit_code, done.output.partition(" run")[0]) == (0, "gpumem: there is no comment, because")
     assert github.comments == []
 
 
@@ -424,7 +424,7 @@ BROKEN = {
     "that mentions somebody": ('{"format": "@maintainer", "terms": {}}', "<span>@</span>maintainer"),
     "nested": ("[" * 100_000, "it is nested too deeply for a report"),
     "not UTF-8": (b"\xff", "cannot be read"),
-    "large": (b" " * (32 * 2**20 + 1), "has 33,554,433 bytes, and 33,554,432 are read at most"),
+    "large": (b" " * (32 * 2**20 + 1), "has 33,554,433 bytes, more than the limit of 33,554,432"),
 }
 
 
@@ -447,7 +447,7 @@ def test_a_link_in_place_of_a_report_is_not_followed(other, run, github, tmp_pat
     (tmp_path / "gpumem.json").unlink()
     (tmp_path / "gpumem.json").symlink_to("secret.json")
     assert other("gpumem.json").exit_code == 0
-    assert "'gpumem.json' is no file" in github.comments[0]["body"].replace("\\", "")
+    assert "'gpumem.json' is not a file" in github.comments[0]["body"].replace("\\", "")
 
 
 def test_a_report_that_passed_does_not_hide_that_its_run_failed(other, github, tmp_path):
