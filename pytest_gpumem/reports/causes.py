@@ -103,13 +103,13 @@ def name_of(cause: Cause, units: UnitSystem) -> str:
     return f"{HOLDER_NOT_FOUND}; made at {place}" if cause.lacks_holder and cause.lines else place
 
 
-def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
+def cause_cells(session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
     """Return a table's cells for each cause, the first ``most`` of them."""
     return [
         CauseCells(
             str(number),
             name_of(cause, units),
-            f"{len(cause.tests)} of {found.measured}",
+            f"{len(cause.tests)} of {session_causes.measured}",
             difference(cause.metric, cause.total, units),
             difference(cause.metric, cause.largest.amount, units),
             METRICS[cause.metric].title,
@@ -118,21 +118,23 @@ def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
             cause.what if cause.has_tensors else "",
             cause.tests[0],
         )
-        for number, cause in enumerate(found.causes.causes[:most], start=1)
+        for number, cause in enumerate(session_causes.causes.causes[:most], start=1)
     ]
 
 
-def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = "") -> list[str]:
+def cause_notes(
+    session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = ""
+) -> list[str]:
     """Return notes on the causes, on causes without a row, and on growth without an explanation.
 
     Args:
-        found: The causes.
+        session_causes: The causes.
         units: The unit system for bytes.
         most: The number of causes to show; ``None`` for all.
         hint: How the user can see the other causes, such as an option; empty if that is impossible.
     """
     lines = []
-    causes = found.causes.causes
+    causes = session_causes.causes.causes
     for cause in causes[:most]:
         made_at = cause.lines[:1] if cause.holder else ()
         also = cause.lines[1:]
@@ -146,13 +148,13 @@ def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
         lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
     if most is not None and len(causes) > most:
         lines.append(f"... and {counted(len(causes) - most, 'other cause')}{f' ({hint})' if hint else ''}")
-    unproven = found.causes.unproven
+    unproven = session_causes.causes.unproven
     unproven_amounts = Counter[Any]()
     for alternatives in unproven:
         unproven_amounts.update({share.growth: share.amount for share in alternatives.shares})
     unexplained = [
         replace(share, amount=share.amount - unproven_amounts[share.growth])
-        for share in found.causes.unexplained
+        for share in session_causes.causes.unexplained
         if share.amount - unproven_amounts[share.growth] > (1 - ENOUGH) * share.growth.amount
     ]
     notes: list[tuple[str, Sequence[Any]]] = [("not explained", unexplained)] if unexplained else []
@@ -184,7 +186,7 @@ def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
     )
 
 
-def cause_table(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
+def cause_table(session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
     """Return the causes as a table for the terminal. A narrow terminal omits columns from the right."""
     # A table that is too wide prints its first column on a separate line, so this column includes the number.
     columns = (
@@ -198,11 +200,11 @@ def cause_table(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
         Column(HEADER.tensors, left=True, weight=0),
         Column(HEADER.first, left=True, weight=1),
     )
-    rows = [(f"{cells.number} {cells.name}", *cells[2:]) for cells in cause_cells(found, units, most)]
+    rows = [(f"{cells.number} {cells.name}", *cells[2:]) for cells in cause_cells(session_causes, units, most)]
     return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(_ALWAYS - 1))
 
 
-def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
+def causes_in_markdown(session_causes: CausesOf, units: UnitSystem) -> str:
     """Return the causes as a table in GitHub's Markdown, and what else is known of them as a list."""
     rows = [
         [
@@ -211,9 +213,9 @@ def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
             *map(escaping.plain, cells[2:6]),
             *(escaping.code_in_table(cell) if cell else "" for cell in cells[6:]),
         ]
-        for cells in cause_cells(found, units)
+        for cells in cause_cells(session_causes, units)
     ]
-    notes = [f"- {escaping.plain(note)}" for note in cause_notes(found, units)]
+    notes = [f"- {escaping.plain(note)}" for note in cause_notes(session_causes, units)]
     if not rows:
         return "\n".join(notes)
     header, rows = without_empty(HEADER, rows, range(_ALWAYS))
@@ -221,7 +223,7 @@ def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
     return "\n".join([text, "", *notes]) if notes else text
 
 
-def plain_causes(found: CausesOf) -> dict[str, Any]:
+def plain_causes(session_causes: CausesOf) -> dict[str, Any]:
     """Return the causes for JSON. Amounts are in the metric's unit: bytes or counts."""
 
     def plain_shares(shares: Iterable[Any]) -> list[dict[str, Any]]:
@@ -254,7 +256,7 @@ def plain_causes(found: CausesOf) -> dict[str, Any]:
                 "tests": list(cause.tests),
                 "shares": plain_shares(cause.shares),
             }
-            for cause in found.causes.causes
+            for cause in session_causes.causes.causes
         ],
-        "not_explained": plain_shares(found.causes.not_explained),
+        "not_explained": plain_shares(session_causes.causes.not_explained),
     }
