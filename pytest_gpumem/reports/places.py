@@ -1,4 +1,4 @@
-"""Places in a test's explanation: its first row, and lines in the project's own code. Pure."""
+"""Places in a test's explanation: its first row, and lines in the project's code. Pure."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _SITE = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
 
 
 Place = tuple[str, int]
-"""File, relative to the root directory, and line."""
+"""A file, relative to the root directory, and a line number."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """First row in the explanation of a failed test."""
+    """The first row in the explanation of a failed test."""
 
     text: str
     """The row as a clause: ``"+1.00 GB activations at model.py:88, by _softmax in blocks.*.attn: was bfloat16"``."""
     place: Place | None = None
-    """The project's line with the growth; ``None`` if the growth may be at another line, or a package's."""
+    """The project's line with the growth; ``None`` if another line or a package may be responsible."""
 
 
 def grown_lines(row: ReportRow) -> Iterator[Place]:
@@ -80,7 +80,7 @@ def first_row(row: ReportRow, units: UnitSystem) -> FirstRow | None:
         metrics = [*failing_metrics(verdict, failing), *failing_metrics(verdict, failing, "work")]
         if metrics:
             rows = (_kept_row, _peak_row, _count_row)
-            return next((found for make in rows if (found := make(verdict, metrics, units)) is not None), None)
+            return next((result for make in rows if (result := make(verdict, metrics, units)) is not None), None)
     return None
 
 
