@@ -129,7 +129,7 @@ def test_a_changed_batch_is_stale_and_says_what_changed(project):
     result.stdout.fnmatch_lines(
         [
             "stale: batch float32?8, 64?, was float32?4, 64?; peak *, baseline * kB",
-            "gpumem: 0 gated, 1 stale (the baseline is of another workload: --gpumem-update=all replaces it)",
+            "gpumem: 0 gated, 1 stale (the baseline has another workload: --gpumem-update=all replaces it)",
         ]
     )
     strict = project.run("--gpumem-baseline", "--gpumem-strict")

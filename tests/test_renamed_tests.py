@@ -56,7 +56,7 @@ def test_a_renamed_test_that_did_not_grow_is_named_and_passes(recorded, peak):
     result.stdout.fnmatch_lines(
         [
             (
-                "gpumem: renamed? 1 new test has figures no worse than an unused baseline of the same step, batch and device: "
+                "gpumem: renamed? 1 new test has figures no worse than an unused baseline for the same step, batch and device: "
                 "test_it.py::test_block (was test_it.py::test_own)"
             )
         ]

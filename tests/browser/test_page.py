@@ -84,7 +84,7 @@ def test_what_failed_comes_first_and_a_panel_closes_again_and_on_paper_there_is_
     button = page.locator("tbody[data-outcome] th button").first
     button.click()
     assert button.get_attribute("aria-expanded") == "true"
-    page.get_by_text("as it was told").click()
+    page.get_by_text("The full text of the failure").click()
     assert page.locator("pre.failure").inner_text() == REGRESSED.verdict.failure
     button.click()
     assert button.get_attribute("aria-expanded") == "false"
