@@ -52,13 +52,13 @@ class Figure:
 
     @property
     def series(self) -> tuple[str, str, str, str]:
-        """Return a key that figures from several sessions share if they belong to the same curve."""
+        """Return the key of the figure's curve over several sessions."""
         return self.test, self.measurement, self.environment.slug, self.metric
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedFigures:
-    """The figures to export, and the figures that were left out."""
+    """The figures to export, and notes on omitted figures."""
 
     figures: tuple[Figure, ...]
     without: int = 0
@@ -66,11 +66,11 @@ class ExportedFigures:
     disturbed: tuple[str, ...] = ()
     """A clause for each measurement without valid times, with the reason."""
     not_finite: tuple[str, ...] = ()
-    """A clause for each value that is infinite or NaN."""
+    """A clause for each infinite or NaN value."""
 
     @property
     def summary(self) -> str:
-        """Return a line that counts the exported tests and figures, and those left out with a reason."""
+        """Return a line with the numbers of exported tests and figures, and of omitted ones with a reason."""
         tests = len({(figure.test, figure.ended) for figure in self.figures})
         parts = [f"{counted(len(self.figures), 'figure')} of {counted(tests, 'test')}"]
         if self.without:
@@ -169,7 +169,7 @@ def _twice(figure: Figure, earlier: str, name: str, *, over_time: bool) -> str:
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
-"""Backslashes that a reader would take for part of a spelled surrogate."""
+"""Backslashes before a spelled surrogate, which a reader would mistake for its part."""
 
 
 def benchmark_name(figure: Figure) -> str:

@@ -20,7 +20,7 @@ _MEASURES = {"step_time": "latency", "throughput": "throughput"}
 """Measures that Bencher creates for every project: ``latency`` in nanoseconds, ``throughput`` in operations per second."""
 _NANOSECONDS = 1e9
 _LONGEST_NAME = 1024
-"""The longest benchmark name that Bencher accepts, in bytes."""
+"""Bencher's limit for a benchmark name, in bytes."""
 _DIGITS = 12
 _UNITS: dict[Unit, str] = {"bytes": "_bytes", "count": "", "seconds": "_seconds", "items/s": "_items_per_second"}
 """The suffix of a family's name in OpenMetrics; counts have no unit."""
@@ -113,7 +113,7 @@ def openmetrics(figures: Sequence[Figure]) -> str:
 
 
 def family(metric: Metric) -> str:
-    """Return the name of a metric's family: ``"gpumem_peak_allocated_bytes"``."""
+    """Return a metric's family name: ``"gpumem_peak_allocated_bytes"``."""
     return f"gpumem_{metric.name}{_UNITS[metric.unit]}"
 
 

@@ -38,7 +38,7 @@ def seconds(figure: Figure) -> int:
     """Return when the figure's session ended, in seconds since 1970.
 
     Raises:
-        ExportError: The report has a text that is not a time.
+        ExportError: The report has an invalid time.
     """
     try:
         ended = datetime.datetime.strptime(figure.ended, "%Y-%m-%dT%H:%M:%S%z")

@@ -96,7 +96,7 @@ class Api:
             raise UnavailableError(f"{method} {address}: the answer is not JSON") from None
 
     def pages(self, path: str) -> Iterator[Any]:
-        """Yield the elements from all pages of a list. Raises `GitHubError`."""
+        """Yield a list's elements from all pages. Raises `GitHubError`."""
         following: str | None = path
         while following is not None:
             plain, next_page = self.request("GET", following)
@@ -119,7 +119,7 @@ class Api:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A handler that refuses redirects, which would send the token elsewhere or turn a POST into a GET."""
+    """Refuse redirects, which would send the token elsewhere or turn a POST into a GET."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: object, code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -179,7 +179,7 @@ class PullRequest:
 
 
 def marker(name: str) -> str:
-    """Return the hidden first line of the comment called ``name``.
+    """Return the hidden first line for the comment called ``name``.
 
     A ``--`` in the name is encoded, because it could end the HTML comment early.
     """
@@ -291,7 +291,7 @@ def _with_marker(name: str, body: str) -> str:
 
 
 def _text(text: str) -> str:
-    # GitHub would refuse a text with half of a surrogate pair.
+    # GitHub would refuse a text with a lone surrogate.
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -314,13 +314,13 @@ def _address(answer: Any) -> str:
 
 
 def _find(api: Api, pull_request: PullRequest, first_line: str) -> int | None:
-    """Return the id of the oldest comment by the token's owner that begins with the marker. Others may quote the marker."""
+    """Return the id of the token owner's oldest comment with the marker. Others may quote the marker."""
     comment = _first_own_post(api, f"{pull_request.comments}?per_page=100", first_line)
     return None if comment is None else int(comment["id"])
 
 
 def _find_issue(api: Api, repository: str, first_line: str) -> int | None:
-    """Return the number of the oldest open issue by the token's owner that begins with the marker."""
+    """Return the number of the token owner's oldest open issue with the marker."""
     query = "state=open&sort=created&direction=asc&per_page=100"
     issue = _first_own_post(api, f"/repos/{repository}/issues?{query}", first_line)
     return None if issue is None else int(issue["number"])

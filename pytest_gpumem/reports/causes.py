@@ -1,4 +1,4 @@
-"""Causes of growth in a session, for every report format. Pure.
+"""Causes behind a session's growth, for every report format. Pure.
 
 For example, six tests grew because of ``blocks.*.attention`` at ``tiny_models/gpt.py:38``: a report shows this cause once.
 """
@@ -50,12 +50,12 @@ class CauseCells(NamedTuple):
 
 HEADER = CauseCells()
 _ALWAYS = 6
-"""The number of leading columns that a table shows even if they are empty."""
+"""The first so many columns stay even if they are empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class CausesOf:
-    """The causes of the growth in a session, and the number of measured tests."""
+    """The causes behind a session's growth, and the number of measured tests."""
 
     causes: Causes
     measured: int
@@ -86,7 +86,7 @@ def causes_in(report: SessionReport) -> CausesOf:
 
 
 def _measured(tests: Iterable[TestVerdict]) -> int:
-    """Return the number of measured tests. A test that shards measured on several devices counts once."""
+    """Count the measured tests. A test on several devices counts once."""
     return len({test.nodeid for test in tests if not test.unmeasured})
 
 
@@ -104,7 +104,7 @@ def name_of(cause: Cause, units: UnitSystem) -> str:
 
 
 def cause_cells(session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
-    """Return a table's cells for each cause, the first ``most`` of them."""
+    """Return table cells for the first ``most`` causes."""
     return [
         CauseCells(
             str(number),
@@ -170,7 +170,7 @@ def cause_notes(
 
 
 def _ranks(cause: Cause) -> Iterator[str]:
-    """Yield the ranks of a distributed job that have the cause, unless all ranks have it."""
+    """Yield a distributed job's ranks with the cause, unless all ranks have it."""
     ranks = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
     for world in sorted({rank.world for rank in ranks}):
         numbers = sorted(rank.number for rank in ranks if rank.world == world)
@@ -188,7 +188,7 @@ def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
 
 def cause_table(session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
     """Return the causes as a table for the terminal. A narrow terminal omits columns from the right."""
-    # A table that is too wide prints its first column on a separate line, so this column includes the number.
+    # A wide table prints its first column on a separate line, so this column includes the number.
     columns = (
         Column(f"{HEADER.number} {HEADER.name}", left=True, least=24),
         Column(HEADER.tests),
@@ -205,7 +205,7 @@ def cause_table(session_causes: CausesOf, units: UnitSystem, most: int | None = 
 
 
 def causes_in_markdown(session_causes: CausesOf, units: UnitSystem) -> str:
-    """Return the causes as a table in GitHub's Markdown, and what else is known of them as a list."""
+    """Return the causes as a table in GitHub's Markdown, with notes as a list."""
     rows = [
         [
             cells.number,

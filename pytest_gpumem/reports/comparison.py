@@ -1,4 +1,4 @@
-"""Comparison of two sides (revisions, reports, or states of the store), test by test and metric by metric."""
+"""Comparison between two sides (revisions, reports, or store states), test by test and metric by metric."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ComparedChange:
     allowed: float | None = None
     reason: str | None = None
     interval: Interval | None = None
-    """The ratio of new to old with its confidence interval, for a time that was measured in turns."""
+    """The ratio of new to old with its confidence interval, for a time measured in turns."""
 
     @property
     def word(self) -> str:
@@ -62,7 +62,7 @@ class ComparedChange:
 
     @property
     def is_shown(self) -> bool:
-        """True if reports show the change: bytes and counts that differ, and times that differ by more than the tolerance."""
+        """True if reports show the change: different bytes or counts, and times beyond the tolerance."""
         if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
             return True
         if METRICS[self.metric].unit in WHOLE:
@@ -106,7 +106,7 @@ class ComparedRow:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A test or measurement that is not compared.
+    """A test or measurement without a comparison.
 
     ``reason`` is a clause. ``stored_key`` and ``peak`` (in bytes) belong to a measurement that exists on a single side.
 
@@ -123,7 +123,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A test that failed or did not finish. ``why`` is a clause. ``slugs`` are the devices for which the test has figures."""
+    """A failed or unfinished test. ``why`` is a clause. ``slugs`` are the devices for which the test has figures."""
 
     file: str
     test: str
@@ -147,7 +147,7 @@ class ChangedPackage:
     requested: bool = False
     """True if the new side's requirements name the package; False for a dependency."""
     url: str | None = None
-    """The address that the new release was installed from; ``None`` for a release from an index."""
+    """The new release's source address; ``None`` for a release from an index."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.new or 'none'}, was {self.old or 'not installed'}"
@@ -155,7 +155,7 @@ class ChangedPackage:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The comparison of two sides, sorted by test.
+    """A comparison between two sides, sorted by test.
 
     ``failed`` are all tests that failed only on the new side, including tests with a row.
     """
@@ -166,15 +166,15 @@ class Compared:
     left_out: tuple[LeftOut, ...] = ()
     failed: tuple[Failure, ...] = ()
     pairs: int | None = None
-    """The number of pairs of runs, for revisions that ran in turns; ``None`` if the figures were read from files."""
+    """The number of run pairs, for revisions that ran in turns; ``None`` if the figures were read from files."""
     tolerance: float = 0.0
     """The tolerated slowdown for revisions that ran in turns, as a ratio."""
     packages: tuple[ChangedPackage, ...] = ()
-    """The packages that differ between two sets of requirements."""
+    """The packages with different releases on the two sides."""
 
     @property
     def speeds(self) -> dict[Key, ComparedChange]:
-        """The changes in step times that were measured in turns."""
+        """The step time changes, measured in turns."""
         return {row.key: change for row in self.rows for change in row.changes if change.interval is not None}
 
     @property
@@ -183,7 +183,7 @@ class Compared:
         is_worse = any(row.outcome is Outcome.REGRESSED for row in self.rows)
         is_worse |= any(left_out.word in ("failed", "broken") for left_out in self.left_out)
         is_anything_compared = any(row.compared for row in self.rows)
-        # A test that breaks while running in turns counts as compared. A test that failed in a report has no figures.
+        # A test counts as compared if it breaks while running in turns. A failed test in a report has no figures.
         if not is_anything_compared and (self.pairs is None or not is_worse):
             return NOTHING_COMPARED
         return WORSE if is_worse else 0
@@ -191,7 +191,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A side of the comparison.
+    """A side in a comparison.
 
     ``unmeasured`` gives the reason for each (file, test) without figures. ``failures`` include tests with figures.
     ``not_collected`` are files that pytest could not collect.
@@ -204,7 +204,7 @@ class Side:
     not_collected: frozenset[str] = frozenset()
 
     def peak(self, stored_key: StoredKey) -> float | None:
-        """Return the peak of a measurement in bytes."""
+        """Return a measurement's peak in bytes."""
         return self.figures[stored_key].metrics.get("peak_allocated")
 
     def why_gone(self, key: Key) -> tuple[Word, str | None]:
@@ -221,7 +221,7 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
 
     Args:
         old: The side with the baselines.
-        new: The side that is judged.
+        new: The judged side.
         tolerances: The tolerances by metric.
     """
     pairs = _pairs(old.figures.keys(), new.figures.keys())
@@ -276,7 +276,7 @@ def _is_emulated(stored_key: StoredKey) -> bool:
 
 
 def side_of_report(name: str, report: SessionReport) -> Side:
-    """Return a session's report as a side of a comparison."""
+    """Return a session's report as a side in a comparison."""
     figures: dict[StoredKey, Measurement | Baseline] = {}
     unmeasured: dict[tuple[str, str], tuple[Word, str]] = {}
     failures: list[Failure] = []
@@ -334,13 +334,13 @@ def changes_of(
 def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping[str, Tolerance]) -> Verdict:
     """Return the verdict on ``new`` with ``old`` as the baseline.
 
-    If ``old`` has no composition of its peak, the explanation of ``new`` has a note with the reason. Example: ``base has no
+    If ``old`` lacks a composition, a note in the explanation for ``new`` gives the reason. Example: ``base has no
     composition to compare with: the recorded run needed 5 B, 1 B more than the measured one``.
 
     Args:
         old: The earlier measurement.
         side: The name for ``old`` in the note: ``base``.
-        new: The measurement that is judged.
+        new: The judged measurement.
         tolerances: The tolerances by metric.
     """
     baseline = baseline_of(old, "", None)
@@ -356,9 +356,9 @@ def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping
 
 
 def _lacking(metric: Metric, old_value: float | None, new_value: float | None) -> str | None:
-    """Return a clause that names the side without a metric that would be judged; ``None`` if both or none have the metric.
+    """Return a clause on the side that lacks a judged metric; ``None`` if both or none have the metric.
 
-    Times are skipped, because they have reasons of their own.
+    Times are skipped, because they have their own reasons.
     """
     if metric.tolerance is None or metric.unit not in WHOLE or (old_value is None) == (new_value is None):
         return None

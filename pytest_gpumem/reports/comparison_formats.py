@@ -57,7 +57,7 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The header of a command's table, and the keys of its JSON in their order."""
+    """A command's table header, and the ordered keys in its JSON."""
 
     command: str
     header: Cells
@@ -109,7 +109,7 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
 
 
 def explanations(report: Compared, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield each regressed test's title with the lines that explain the regression; ``None`` is an empty line."""
+    """Yield each regressed test's title with its explanation; ``None`` is an empty line."""
     causes = causes_between(report)
     explained_tests = told_before(causes.causes, _grown(report)) if causes.tell else {}
     for row in report.rows:
@@ -127,7 +127,7 @@ def explanations(report: Compared, units: UnitSystem) -> Iterator[tuple[str, lis
 
 
 def causes_between(report: Compared) -> CausesOf:
-    """Return the causes of growth from the old side to the new."""
+    """Return the causes behind growth from the old side to the new."""
     tests = _grown(report)
     return CausesOf(causes_of(tests), len({(row.key.file, row.key.test) for row in report.rows}))
 
@@ -203,7 +203,7 @@ def markdown(report: Compared, units: UnitSystem, *, finished: bool = True, most
         else:
             shown_rows //= 2
         text = _markdown(report, cells[:shown_rows], explained, units, finished=finished)
-        text += "\nThere is not room for all of it here.\n"
+        text += "\nThe text is shortened, because it would be too long.\n"
     return text if most is None else text[:most]
 
 
@@ -217,7 +217,7 @@ def _markdown(
 ) -> str:
     form = _form(report)
     title = f"### gpumem {form.command}: {escaping.plain(str(report.old))} and {escaping.plain(str(report.new))}"
-    text = [title, "", *([] if finished else ["Not finished: this is what was known when it ended.", ""])]
+    text = [title, "", *([] if finished else ["Not finished: the figures are incomplete.", ""])]
     text += [f"{escaping.plain(accounting(report))}.", ""]
     causes = causes_between(report)
     if causes.tell:
@@ -239,7 +239,7 @@ def _cells(report: Compared, units: UnitSystem) -> list[Cells]:
         (row, row.shown_changes or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows
     ]
     rows = [(row.title, *_changed(change, report, units)) for row, changes in shown_changes for change in changes]
-    # Tests that could not be compared in turns have a remark instead of a row.
+    # If a comparison in turns failed, the test has a remark instead of a row.
     return rows + [
         _on_one_side(left_out, units) for left_out in report.left_out if left_out.word not in ("broken", "not compared")
     ]

@@ -10,16 +10,16 @@ import re
 import unicodedata
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
-"""Unicode's categories of invisible characters: controls, direction marks, lone surrogates, line separators."""
+"""Unicode's categories for invisible characters: controls, direction marks, lone surrogates, line separators."""
 _MARKUP = re.compile(r"([\\`*_\[\]|~])")
 _LIVE = re.compile(r"[@#$]|GH(?=-\d)|(?::(?=[\w+-]+:))", re.IGNORECASE)
-"""Texts that GitHub replaces after it has rendered Markdown to HTML: mentions, references, formulas, emoji.
+"""Texts that GitHub replaces in the rendered HTML: mentions, references, formulas, emoji.
 
 A backslash does not help, because it is gone by then. A ``<span>`` separates such a text from the characters after it, as
 GitHub's documentation shows for the dollar sign.
 """
 _AT_THE_START = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
-"""The beginning of a list, ``- a`` and ``1. a``, and a line that draws a rule or underlines a title: ``---``, ``===``."""
+"""The beginning of a list, ``- a`` and ``1. a``, and a line with a rule, or below a title: ``---``, ``===``."""
 _ADDRESS = re.compile(r"(:)(?=//)|((?<=www)\.)", re.IGNORECASE)
 
 
@@ -67,7 +67,7 @@ def plain(text: str) -> str:
     escaped = _MARKUP.sub(r"\\\1", html.escape(visible(one_line(text)), quote=False))
     escaped = _AT_THE_START.sub(r"\1\\\2", escaped)
     escaped = _ADDRESS.sub(lambda match: f"\\{match.group()}", escaped)
-    # The entities that `html.escape` made have no "#" in them.
+    # Entities from `html.escape` do not contain "#".
     return _LIVE.sub(lambda match: f"<span>{match.group()}</span>", escaped)
 
 

@@ -41,9 +41,9 @@ LEAST_HELD = 0.01
 """The smallest share of the retained bytes with which a holder is shown."""
 FILLED_ONCE = (
     "the test that runs first fills it, and later tests find it full: fill it in a session's fixture, "
-    "or accept what is kept"
+    "or accept the kept bytes"
 )
-"""The note on a holder that fills on its first use, such as a cache."""
+"""The note on a holder filled by its first use, such as a cache."""
 
 PLURALS = {
     "parameter": "parameters",
@@ -57,7 +57,7 @@ PLURALS = {
 """The names of categories in reports. Other categories keep their name."""
 
 _NO_COMPOSITION = (
-    "the baseline keeps no composition to compare with; one is kept when it is next accepted "
+    "the baseline has no composition to compare with; accepting the figures stores a composition "
     "(not under --gpumem-explain=never)"
 )
 _NOT_LISTED = "the baseline does not list them"
@@ -71,7 +71,7 @@ _PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A row of a `PartTable`, as texts: equal blocks of memory, their change, or an operator's calls."""
+    """A row of a `PartTable`, as texts: equal memory blocks, their change, or an operator's calls."""
 
     name: str
     """The category, or the operator."""
@@ -87,7 +87,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartTable:
-    """The largest parts of a number of bytes, of a count, or of a change, and the sum of the other parts."""
+    """The largest parts of an amount (bytes, a count, or a change), and the sum of the others."""
 
     title: str
     figures: tuple[str, ...]
@@ -96,16 +96,16 @@ class PartTable:
     others: str = ""
     """The name for the other parts; empty if every part has a row."""
     rest: str = ""
-    """The sum of the other parts."""
+    """The other parts' sum."""
     note: str = ""
     first: tuple[str, ...] = ()
     """Sentences before the table, such as a changed graph that explains every row."""
     of_blocks: bool = True
-    """True if the parts are blocks of memory; False for calls of operators."""
+    """True if the parts are memory blocks; False for operator calls."""
 
     @property
     def changes(self) -> bool:
-        """True if the parts are changes of blocks."""
+        """True if the parts are changed blocks."""
         return len(self.figures) > 1
 
     @property
@@ -126,7 +126,7 @@ def composition_table(
     most: int = MOST_ROWS,
     rows: Sequence[Row] | None = None,
 ) -> PartTable:
-    """Return the largest rows of a composition as a table. The rows' bytes never exceed the composition's total.
+    """Return a composition's largest rows as a table. The rows' bytes never exceed the composition's total.
 
     Args:
         title: The table's title.
@@ -182,7 +182,7 @@ def change_table(
     Args:
         difference: The change from the baseline's composition.
         units: The unit system for bytes.
-        most: The number of changes to show, the largest first; ``None`` for the changes that explain most of the increase.
+        most: The number of changes to show, the largest first; ``None`` to explain most of the increase.
         title: The table's title.
     """
     changes = difference.explaining() if most is None else difference.changes[:most]
@@ -236,7 +236,7 @@ def alternatives_title(change: Change) -> str:
 def count_tables(
     verdict: Verdict, metrics: Collection[str], units: UnitSystem, most: int = MOST_ROWS
 ) -> list[PartTable]:
-    """Return a table of operators for each count among ``metrics``.
+    """Return an operator table for each count among ``metrics``.
 
     A table lists the operators that run more often than in the baseline, or all operators if the baseline does not list them.
     For example, ``copy_`` ran 48 times more at ``model.py:88``.
@@ -251,7 +251,7 @@ def count_tables(
         if changes is not None:
             tables.append(_count_table(f"more {title}", name, changes, units, most, tells_lines=_tells_lines(made_of)))
         else:
-            note = f"the baseline does not say what its {title} were; it will when it is next accepted"
+            note = f"the baseline does not list its {title}; accepting the figures stores them"
             note = note if verdict.origin is not None else ""
             tables.append(_count_table(f"all {title}", name, made_of, units, most, note))
     return tables
@@ -368,7 +368,7 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
 
     Args:
         verdict: The verdict on a measurement.
-        metrics: The names of the metrics to explain.
+        metrics: The names of metrics to explain.
         units: The unit system for bytes.
     """
     explanation = verdict.measurement.explanation or Explanation(Composition(0, ()))
@@ -415,7 +415,7 @@ def kept_notes(retained_rows: KeptRows, units: UnitSystem) -> tuple[str, ...]:
 
 
 def rows_of(retained_rows: KeptRows) -> str:
-    """Return a text for the rows that may have grown, such as ``"one of these 2 rows"``."""
+    """Return a text for possibly grown rows, such as ``"one of these 2 rows"``."""
     number = len(retained_rows.uncertain)
     is_one = all(row.nbytes >= MAY_BE_ALL * retained_rows.growth for row in retained_rows.uncertain)
     return f"{'one' if is_one else 'some'} of these {number} rows"
@@ -465,7 +465,7 @@ def _holders_of_grown_inputs(verdict: Verdict) -> tuple[str, ...]:
 
 def _moved_note(moved: Moved, units: UnitSystem) -> str:
     current = "" if moved.peak_before is None else f", where it is {format_bytes(moved.peak_before, units)} now"
-    compared = "" if moved.compared == moved.after else f"; the baseline does not keep what was there in {moved.after}"
+    compared = "" if moved.compared == moved.after else f"; the baseline does not list the tensors of {moved.after}"
     return f"the peak is in {moved.after}; it was in {moved.before}{current}{compared}"
 
 
@@ -484,12 +484,12 @@ def explained_on(verdict: Verdict) -> str:
 
 
 def retained_title(verdict: Verdict) -> str:
-    """Return the title for a table of bytes that outlived a step or a call."""
+    """Return the title for a table with bytes left by a step or a call."""
     return "kept by each step" if verdict.measurement.metrics.get("growth") else "what was retained"
 
 
 def explanation_blocks(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[list[str]]:
-    """Return the explanations for ``metrics`` as blocks of lines."""
+    """Return the explanations for ``metrics`` as line blocks."""
     return [
         [*part_lines(explanation.table), *explanation.lines, *(f"note: {note}" for note in explanation.notes)]
         for explanation in explained(verdict, metrics, units)

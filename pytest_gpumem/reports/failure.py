@@ -1,4 +1,4 @@
-"""The text of a failure: what happened, with numbers and units, and how to fix or accept it. Pure."""
+"""The failure text: what happened, with numbers and units, and how to fix or accept it. Pure."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def failure_text(
     memory: str = "Memory",
     bisect: str | None = None,
 ) -> str:
-    """Return the text that says why a test fails.
+    """Return the failure text for a test.
 
     Args:
         verdict: The verdict on the test.
-        failing: The outcomes that fail the test.
+        failing: The failing outcomes.
         units: The unit system for bytes.
         accept: The command from `accept_command`.
         memory: The name for the device's memory, such as ``"GPU memory"``.
@@ -97,13 +97,13 @@ def accept_command(
     options: Sequence[str] = (),
     rest: Sequence[str] = (),
 ) -> str | None:
-    """Return the command that accepts the figures of a failed test, or ``None`` if no baseline would fix the failure.
+    """Return the command to accept a failed test's figures, or ``None`` if no baseline would fix the failure.
 
     Args:
         verdict: The verdict on the test.
-        failing: The outcomes that fail the test.
-        words: The words that run the test again, such as ``pytest`` and its node id.
-        options: This session's options that the command must repeat.
+        failing: The failing outcomes.
+        words: The command without options, such as ``pytest`` and the node id.
+        options: Options from this session, repeated in the command.
         rest: The words after the options.
     """
     metrics = [metric for part in verdict.verdicts for metric in part.metrics if metric.outcome in failing]
@@ -118,14 +118,14 @@ def accept_command(
 
 
 def update_command(mode: UpdateMode, words: Sequence[str], options: Sequence[str], rest: Sequence[str]) -> str:
-    """Return the command that runs a test again and writes its baselines. Arguments as for `accept_command`."""
+    """Return the command to run a test again and write its baselines. Arguments as for `accept_command`."""
     return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
 
 
 def bisect_command(
     verdict: TestVerdict, failing: frozenset[Outcome], nodeid: str, options: Sequence[str] = ()
 ) -> str | None:
-    """Return the command that finds the package behind a regression, or ``None`` if no package changed since the baseline."""
+    """Return the command to find the package behind a regression, or ``None`` if no package changed since the baseline."""
     compared = {Outcome.REGRESSED, Outcome.UNCERTAIN} & failing
     if not any(
         part.changed_packages and any(metric.outcome in compared for metric in part.metrics)
@@ -136,7 +136,7 @@ def bisect_command(
 
 
 def prune_command(*names: str, options: Sequence[str]) -> str:
-    """Return the command that removes the baselines of tests that no longer exist or are no longer measured.
+    """Return the command that removes baselines if their tests no longer exist or are no longer measured.
 
     ``names`` are test ids or files; without names the command checks all baselines in the store.
     """
@@ -144,7 +144,7 @@ def prune_command(*names: str, options: Sequence[str]) -> str:
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:
-    """Return a table with the figures that were measured before a test itself failed."""
+    """Return a table with the figures from before a test itself failed."""
     rows = [
         (METRICS[name].title, measurement.name, shown(name, value, units))
         for measurement in measurements
@@ -244,12 +244,12 @@ def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSyst
 
 
 def _failed_by(verdict: Verdict, failing: frozenset[Outcome]) -> set[Kind]:
-    """Return the kinds of metrics that fail a measurement."""
+    """Return the metric kinds by which a measurement fails."""
     return {METRICS[metric.metric].kind for metric in verdict.metrics if metric.outcome in failing}
 
 
 def _bears_on(metric: MetricVerdict, failed_by: Collection[Kind]) -> bool:
-    """Return whether a failure by metrics of these kinds shows a metric: judged metrics, and metrics of the same kind."""
+    """Return whether a failure by these metric kinds shows a metric: judged metrics, and metrics of the same kind."""
     kind = METRICS[metric.metric].kind
     if metric.outcome is Outcome.RECORDED or (kind == "work" and metric.outcome is Outcome.OK):
         # Counts and phases explain a slower step, but would distract from a growing memory.
@@ -271,7 +271,7 @@ def _in_bash(character: str) -> str:
         return "\\" + character
     if Screen().legible(character) == character:
         return character
-    # Python reads bytes in file names that are not UTF-8 as lone surrogates.
+    # Python reads invalid UTF-8 in file names as lone surrogates.
     escaped = "\udc80" <= character <= "\udcff"
     return "".join(
         f"\\x{byte:02x}" for byte in character.encode(errors="surrogateescape" if escaped else "surrogatepass")

@@ -50,7 +50,7 @@ class ReportFiles:
         return self._begun and bool(self._paths)
 
     def write(self, report: SessionReport) -> list[str]:
-        """Write all files, and return errors as sentences. Files that are written later contain the earlier errors."""
+        """Write all files, and return errors as sentences. Later files contain the earlier errors."""
         errors: list[str] = []
         for path in self._paths if self._begun else ():
             try:
@@ -61,7 +61,7 @@ class ReportFiles:
 
 
 def write_report(path: Path, report: SessionReport) -> None:
-    """Write ``report`` in the format that the file's suffix names, and create its folder. Raises ``OSError``."""
+    """Write ``report`` in the format for the file's suffix, and create its folder. Raises ``OSError``."""
     form = format_of(path)
     assert form is not None, "options are checked"
     text = form.render(report)

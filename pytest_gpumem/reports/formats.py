@@ -44,11 +44,11 @@ FORMATS = (
     Format(".json", "for programs and `gpumem merge`", "pytest_gpumem.reports.json_report:to_json"),
     Format(".sarif", "for code scanning", "pytest_gpumem.reports.sarif:sarif"),
 )
-"""All formats, in the order of the help text."""
+"""All formats, in the help text's order."""
 
 
 def format_of(file: str | PurePath) -> Format | None:
-    """Return the format that belongs to the suffix of ``file``."""
+    """Return the format for the suffix of ``file``."""
     return next((format_ for format_ in FORMATS if format_.suffix == PurePath(file).suffix), None)
 
 

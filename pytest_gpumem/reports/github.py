@@ -1,13 +1,13 @@
 """Output for GitHub Actions: annotations on tests, and the step's summary. It needs no token and no action.
 
-A session that measured something writes this output if ``GITHUB_ACTIONS`` is ``true``. ``--no-summary`` omits it.
+A session with measurements writes this output if ``GITHUB_ACTIONS`` is ``true``. ``--no-summary`` omits it.
 
 - ``::error`` at a test's function: the test failed, with the complete text of the failure, or it did not finish.
 - ``::error`` at a line in the project: the line from the first row of the explanation. The file must be in the checkout, and
   for a pull request in the diff. No line is annotated if one of several rows may have grown, or if the first row belongs
   to a package.
-- ``::error`` at the line of a cause: tests that fail only by causes have this annotation instead of their own.
-- ``::error`` without a file: other reasons for a red session, for example that nothing was gated.
+- ``::error`` at the line of a cause: it replaces the annotations on tests that fail only by causes.
+- ``::error`` without a file: other reasons for a red session, such as ``nothing was gated``.
 - ``::warning``: a test that is ``uncertain``, or a budget without an effect.
 - The step's summary: the report in Markdown, appended to the file in ``GITHUB_STEP_SUMMARY`` and cut to GitHub's limit. If the
   file cannot be written, a message says so and nothing fails.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.units import UnitSystem
 
 MOST_ANNOTATIONS = 10
-"""The number of annotations of a kind that GitHub shows for a step:
+"""GitHub's limit for annotations of a kind in a step:
 https://docs.github.com/en/actions/reference/limits and ``_maxCountPerIssueType`` of the runner."""
 MOST_OF_A_MESSAGE = 4_096
 """The longest message in characters; the runner cuts longer ones (``_maxIssueMessageLength``)."""
@@ -131,7 +131,7 @@ def _limited(kind: str, lines: list[str]) -> list[str]:
 
 def _why_uncertain(row: ReportRow) -> str:
     return "\n".join(
-        f"{metric.metric} is uncertain: {metric.reason or 'its interval reaches beyond what is allowed'}"
+        f"{metric.metric} is uncertain: {metric.reason or 'its interval exceeds the allowed change'}"
         for measured in row.measured
         for metric in measured.verdict.metrics
         if metric.outcome is Outcome.UNCERTAIN
@@ -264,7 +264,7 @@ def report_to_github(report: SessionReport, root: Path, environment: Mapping[str
     Args:
         report: The session.
         root: The root directory.
-        environment: The environment variables of the job.
+        environment: The job's environment variables.
 
     Returns:
         Lines to print last, each at the start of a line. Empty outside GitHub Actions, or if the session measured nothing.

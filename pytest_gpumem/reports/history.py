@@ -35,7 +35,7 @@ def plot(values: Sequence[float | None], label: Callable[[float], str], screen: 
     Args:
         values: The values, the latest last; ``None`` is a gap.
         label: Returns a value's text, for the ends of the axis.
-        screen: The screen that the lines must fit.
+        screen: The target screen.
         height: The number of rows, each with three levels.
     """
     numbers = [value for value in values if value is not None]
@@ -47,7 +47,7 @@ def plot(values: Sequence[float | None], label: Callable[[float], str], screen: 
     room = max(8, (screen.width or 80) - margin - 1)
     drawn = values[-room:]
     width = min(_WIDEST, room // len(drawn))
-    # A blank separates marks that are wide enough.
+    # A blank separates wide marks.
     mark_width, gap = (width, "") if width == 1 else (width - 1, " ")
     marks = _MARKS if screen.legible(_MARKS) == _MARKS else '_-"'
     levels = [
@@ -74,7 +74,7 @@ OR_EARLIER = "(or earlier: this clone is shallow)"
 
 
 def _relevant(events: Sequence[Event], metric: str) -> list[Event]:
-    """Return the events that changed the metric, the workload or a package, or that have a new reason."""
+    """Return the events with a new reason, or with a change in the metric, the workload or a package."""
     return [
         event
         for event in events

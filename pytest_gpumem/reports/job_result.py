@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 MOST_BYTES = 32 * 2**20
-"""The largest report that is read, in bytes: parsing needs memory in proportion."""
+"""The largest accepted report, in bytes: parsing needs memory in proportion."""
 _MOST_ROWS = 50
 _MOST_OF_A_TEXT = 1_000
 _SHOWN = {Outcome.REGRESSED.value, Outcome.IMPROVED.value, Outcome.UNCERTAIN.value, Outcome.STALE.value}
@@ -40,7 +40,7 @@ class JobResult:
     markdown: Callable[[int], str] = field(repr=False)
     """Returns the Markdown, cut to a number of bytes."""
     title: str | None = None
-    """A sentence that names the change that a bisection blames."""
+    """A sentence on the change that a bisection blames."""
     session: SessionReport | None = None
     """The session's report, if the file has one."""
 
@@ -82,7 +82,7 @@ def _array(items: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, dict[str, Any]]:
-    """Return a schema for each command's JSON, with the keys that this module shows."""
+    """Return a schema for each command's JSON, limited to the keys in this module's texts."""
     release = {"type": ["string", "null"]}
     metric = _object(
         {
@@ -187,14 +187,14 @@ def _refused(text: str) -> NoReturn:
 
 
 def _fitting(parts: list[str]) -> Callable[[int], str]:
-    """Return a function that joins as many complete parts as a number of bytes allows, the heading first."""
+    """Return a function that joins complete parts up to a size in bytes, the heading first."""
 
     def joined(most: int) -> str:
         text = ""
         for part in parts:
             longer = f"{text}\n\n{part}" if text else part
             if len(longer.encode()) > most:
-                return f"{text}\n\nThere is not room for all of it here.\n"
+                return f"{text}\n\nThe text is shortened, because it would be too long.\n"
             text = longer
         return f"{text}\n"
 

@@ -35,7 +35,7 @@ _RIGHT = "a report is what `pytest --gpumem-report=FILE.json` writes"
 
 
 _FEW = 10
-"""The number of items that the schema checks in an array of equal items."""
+"""The schema checks only so many items in an array with equal items."""
 _LONGEST = 200
 
 
@@ -111,7 +111,7 @@ def _read(text: str, name: str) -> SessionReport:
     try:
         return from_plain(SessionReport, _with_ints(plain))
     except (ArithmeticError, TypeError, ValueError) as error:
-        # The schema cannot check a composition's rows, or that there are as many rounds as paces.
+        # The schema cannot check a composition's rows, or compare the numbers of rounds and paces.
         raise ReportError(f"{name}: {error}; {right}") from None
 
 

@@ -1,4 +1,4 @@
-"""Tables with styled cells that fit the width and the encoding of a stream. Pure.
+"""Tables with styled cells, fitted to a stream's width and encoding. Pure.
 
 For example, a table that is too wide for 60 cells first shortens long names, then omits columns, and at last prints each row's
 name on a line above its figures.
@@ -19,7 +19,7 @@ _COMMAND = re.compile(r"^(\s*):(?=:[\w-]+(?:\s.*)?::)")
 """Commands to GitHub's runner: ``::`` at the beginning of a line, and ``##[...]`` anywhere (``ActionCommand.cs``)."""
 _INSTEAD = {"µ": "u", "μ": "u", "…": "..."}
 _BEGINNING = 1 / 3
-"""The beginning's share of a shortened text. The end is longer, because a test's id is more specific at its end."""
+"""The beginning's share in a shortened text. The end is longer, because a test's id is more specific at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Screen:
         return self.encodable(text)
 
     def encodable(self, text: str) -> str:
-        """Return ``text`` with characters that the stream cannot encode as their ASCII equivalent, or escaped."""
+        """Replace characters that the stream cannot encode by their ASCII equivalent, or escape them."""
         if text.isascii() or self._encodes(text):
             return text
         return "".join(
@@ -88,7 +88,7 @@ def _escaped(character: str) -> str:
 
 
 def _first(text: str, width: int) -> str:
-    """Return the longest beginning that fits."""
+    """Return the longest fitting beginning."""
     beginning = text[:width]
     while cells(beginning) > width:
         beginning = beginning[:-1]
@@ -96,7 +96,7 @@ def _first(text: str, width: int) -> str:
 
 
 def _last(text: str, width: int) -> str:
-    """Return the longest end that fits, without a combining mark at its start."""
+    """Return the longest fitting end, without a combining mark at its start."""
     end = text[len(text) - width :] if width else ""
     while end and (cells(end) > width or not cells(end[0])):
         end = end[1:]
@@ -108,12 +108,12 @@ Style = Literal["good", "bad", "doubtful", "heading", "aside"]
 
 _GAP = 2
 _HANGING = 4
-"""The indentation of figures below their row's name."""
+"""The indentation for figures below their row's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of a line."""
+    """A styled part of a line."""
 
     text: str
     style: Style | None = None
@@ -145,7 +145,7 @@ class Table:
     indent: int = 0
 
     def without_empty(self, keep: Collection[int]) -> Table:
-        """Return the table without columns that are empty in all rows. The column numbers in ``keep`` always stay."""
+        """Return the table without its empty columns. The column numbers in ``keep`` always stay."""
         column_numbers = [n for n in range(len(self.columns)) if n in keep or any(row[n].text for row in self.rows)]
         rows = tuple(tuple(row[n] for n in column_numbers) for row in self.rows)
         return replace(self, columns=tuple(self.columns[n] for n in column_numbers), rows=rows)
@@ -153,7 +153,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The numbers of the shown columns, and their widths. ``hanging`` prints the first column on a line above the others."""
+    """The shown columns' numbers and widths. ``hanging`` prints the first column on a line above the others."""
 
     shown: tuple[int, ...]
     widths: tuple[int, ...]
@@ -161,7 +161,7 @@ class _Plan:
 
 
 def laid_out(table: Table, screen: Screen) -> list[Line]:
-    """Return the lines of a table with its header. A last line names the columns that did not fit.
+    """Return a table's lines with its header. A last line names the columns that did not fit.
 
     If a row's name and its figures do not fit side by side, the name is printed above the figures.
     """
@@ -208,7 +208,7 @@ def _plan(table: Table, rows: Sequence[Line], screen: Screen) -> _Plan:
 def _fitted(
     columns: Sequence[Column], natural: Sequence[int], shown: Sequence[int], room: int
 ) -> tuple[int, ...] | None:
-    """Return the widths of the columns in ``shown``; ``None`` if they do not fit. Shortened columns share the spare cells."""
+    """Return the widths for the columns in ``shown``; ``None`` if they do not fit. Shortened columns share the spare cells."""
     widths = {number: min(natural[number], columns[number].least or natural[number]) for number in shown}
     spare = room - sum(widths.values()) - _GAP * (len(shown) - 1)
     if spare < 0:
@@ -265,17 +265,17 @@ def _joined(fitted: Sequence[tuple[str, Span, str]], indent: int) -> Line:
 def without_empty(
     header: Sequence[str], rows: Sequence[Sequence[str]], keep: Collection[int] = (0,)
 ) -> tuple[list[str], list[list[str]]]:
-    """Return a table without columns that are empty in all ``rows``. The column numbers in ``keep`` always stay."""
+    """Return a table without its empty columns. The column numbers in ``keep`` always stay."""
     column_numbers = [number for number in range(len(header)) if number in keep or any(row[number] for row in rows)]
     return [header[number] for number in column_numbers], [[row[number] for number in column_numbers] for row in rows]
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Return the lines of a table without a width limit. The columns in ``left`` are aligned left, the others right."""
+    """Return a table's lines without a width limit. The columns in ``left`` are aligned left, the others right."""
     titles = tuple(Column(title, left=number in left) for number, title in enumerate(header))
     return plain_lines(Table(titles, tuple(tuple(map(Span, row)) for row in rows)))
 
 
 def plain_lines(table: Table) -> list[str]:
-    """Return the lines of a table without styles and without a width limit."""
+    """Return a table's lines without styles and without a width limit."""
     return [text_of(line).rstrip() for line in laid_out(table, Screen())]

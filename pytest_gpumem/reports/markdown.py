@@ -42,14 +42,14 @@ https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-comm
 MOST_OF_A_COMMENT = 65_536
 """The longest comment in characters; GitHub refuses a longer one: ``Body is too long (maximum is 65536 characters)``."""
 MOST_FOLDED = 50
-"""The number of tests in the folded list of tests that failed by the same causes."""
+"""The longest folded list of failed tests with the same causes."""
 FEWEST = 300
-"""The number of bytes that are always enough for a verdict."""
+"""A verdict always fits in so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part that the report can omit. The highest ``rank`` goes first, and within a rank the last part."""
+    """An optional part of the report. The highest ``rank`` goes first, and within a rank the last part."""
 
     rank: int
     title: str
@@ -94,7 +94,7 @@ def markdown(report: SessionReport, *, most: int | None = None) -> str:
 
     A comment holds 65,536 characters and a step's summary 1 MiB. If the report is longer, it omits complete parts, first the
     table of all tests, and the last line names them. It never omits the verdict. Texts from tests appear character by
-    character: invisible characters, and characters that change others, are written as in Python: ``\n``, ``\x1b``, ``\u202e``.
+    character: invisible and reordering characters are written as in Python: ``\n``, ``\x1b``, ``\u202e``.
 
     Args:
         report: The report.
@@ -148,7 +148,7 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     unused = [unused_line(report.unused)] if report.unused and report.passed else []
     store = [*report.of_store, *report.warnings, *unused]
     if store:
-        yield _Part(_STORE, "what became of the store", "\n".join(f"- {plain(sentence)}" for sentence in store))
+        yield _Part(_STORE, "the notes on the store", "\n".join(f"- {plain(sentence)}" for sentence in store))
     all_tests = _all_tests(rows, units)
     if all_tests:
         yield _Part(_ALL, "the table of all tests", details("All measured tests", all_tests))
@@ -170,7 +170,7 @@ def _ranks(report: SessionReport) -> Iterator[_Part]:
 
 
 def _figures(row: ReportRow, units: UnitSystem) -> str:
-    """Return a test's metrics, their explanation, and the command that accepts them."""
+    """Return a test's metrics, their explanation, and the accepting command."""
     blocks = []
     for measured in row.measured:
         verdict = measured.verdict
@@ -230,7 +230,7 @@ def _loud(measured: ShownMeasurement, outcome: Outcome) -> str:
 
 
 def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
-    """Return tables of the leftover bytes, of the growth or else the peak, and of operators for grown counts."""
+    """Return tables for the leftover bytes, the growth (or else the peak), and the operators in grown counts."""
     metrics = ("retained", "peak_allocated", "cyclic_garbage", *grown_counts(verdict))
     blocks: list[str] = []
     for explanation in explained(verdict, metrics, units):
@@ -273,7 +273,7 @@ def _part_table(part_table: PartTable) -> str:
 
 
 def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]:
-    """Yield the causes if several tests grew, and each failed test. Tests that failed only by these causes are folded."""
+    """Yield the causes if several tests grew, and each failed test. Tests with only these causes are folded."""
     session_causes, units = causes_in(report), report.terms.units
     verdicts = [row.result.verdict for row in rows if row.result is not None]
     explained_tests: Collection[str] = ()
@@ -298,7 +298,7 @@ def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]
 
 
 def _changed_table(measured: Iterable[ShownMeasurement], units: UnitSystem) -> str:
-    """Return a table of the changed metrics; empty if no metric changed."""
+    """Return a table with the changed metrics; empty if no metric changed."""
     rows = [
         [
             code_in_table(shown_measurement.title),
@@ -350,7 +350,7 @@ def _value_and_change(metric: MetricVerdict | None, units: UnitSystem) -> tuple[
 
 
 def _matrix_table(rows: Sequence[MatrixRow], units: UnitSystem) -> str:
-    """Return a table of step configs with a line that explains its columns."""
+    """Return a table for step configs with a legend."""
     header, cells = matrix_cells(rows, units)
     lines = [[code_in_table(config), *map(plain, row_cells)] for config, *row_cells in cells]
     config_table = table(["config", *header], lines, (0, len(header)))

@@ -34,7 +34,7 @@ class MatrixRow:
 
 
 def matrices(results: Iterable[TestResult]) -> dict[str, list[MatrixRow]]:
-    """Return the rows of each matrix, by the common id of its tests, in the marker's order.
+    """Return each matrix's rows, by the tests' common id, in the marker's order.
 
     If a test measures several steps, each step's name has a table. If shards used several devices, each device has a table.
     """
@@ -57,7 +57,7 @@ def matrices(results: Iterable[TestResult]) -> dict[str, list[MatrixRow]]:
 
 
 def efficient(rows: Sequence[MatrixRow]) -> set[int]:
-    """Return the numbers of the Pareto-efficient rows; without times, the numbers of the rows with the smallest peak."""
+    """Return the Pareto-efficient rows' numbers; without times, the numbers of the rows with the smallest peak."""
     measured = [(number, row.peak, row.time or 0.0) for number, row in enumerate(rows) if row.peak is not None]
     return {
         number
@@ -75,7 +75,7 @@ def matrix_table(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> li
 
 
 def matrix_cells(rows: Sequence[MatrixRow], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
-    """Return the titles of the columns after the config, and the cells of each row, which begin with the config."""
+    """Return the column titles after the config, and each row's cells, which begin with the config."""
     first = next((row for row in rows if row.peak is not None), None)
     best = efficient(rows)
     timed = any(row.time is not None for row in rows)

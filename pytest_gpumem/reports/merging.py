@@ -1,4 +1,4 @@
-"""Several shards of a session merged into one report, in any order, also of merged ones. Pure."""
+"""Merging the reports of a session's shards, in any order. Merged reports can be merged again. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AND = "; "
 
 
 def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None) -> SessionReport:
-    """Merge the reports of shards into the report of the complete run. The shards may themselves be merged.
+    """Merge the shards' reports into a report for the complete run. The shards may themselves be merged.
 
     A test that ran in a single shard is not missing because other shards did not run it. If several shards ran a test on the
     same device, the worst result counts: a failed one, or else a measured one, or else the more serious outcome. A test that
@@ -31,7 +31,7 @@ def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None)
 
     Args:
         reports: The shards.
-        names: The names of the shards in messages; by default ``shard 1``, ``shard 2`` and so on.
+        names: The shards' names in messages; by default ``shard 1``, ``shard 2`` and so on.
 
     Raises:
         MergeError: The shards have different commits, versions or options.
@@ -81,7 +81,7 @@ def several(reports: Iterable[SessionReport]) -> list[tuple[str, str]]:
 
 
 def in_no_shard(merged_report: SessionReport) -> list[tuple[str, str]]:
-    """Return the measured tests, as (file, test), that were collected but that no shard selected, sorted."""
+    """Return the sorted measured tests, as (file, test), that no shard selected."""
     return sorted(merged_report.selection.collected - merged_report.selection.measured)
 
 
@@ -162,13 +162,13 @@ def _results(results: Iterable[TestResult]) -> tuple[TestResult, ...]:
     return tuple(
         result
         for (file, test, devices), result in sorted(worst.items(), key=lambda entry: entry[0])
-        # A test that a shard could not measure counts only if no other shard measured the test.
+        # An unmeasured test counts only if no other shard measured it.
         if devices or result.failed or (file, test) not in measured
     )
 
 
 def _devices(result: TestResult) -> tuple[str, ...]:
-    """Return the slugs of the devices on which a test was measured."""
+    """Return the device slugs on which a test was measured."""
     if result.verdict.unmeasured:
         return ()
     return tuple(sorted({verdict.measurement.environment.slug for verdict in result.verdict.verdicts}))

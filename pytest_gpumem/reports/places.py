@@ -41,7 +41,7 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """The first row in the explanation of a failed test."""
+    """The first row in a failed test's explanation."""
 
     text: str
     """The row as a clause: ``"+1.00 GB activations at model.py:88, by _softmax in blocks.*.attn: was bfloat16"``."""

@@ -20,7 +20,7 @@ MOST_COLUMNS = 8
 
 @dataclass(frozen=True, slots=True)
 class RankPeaks:
-    """The peaks of a measurement on all ranks that took it."""
+    """A measurement's peaks on all ranks."""
 
     file: str
     test: str
@@ -54,7 +54,7 @@ class RankPeaks:
 
 
 def peaks_by_rank(results: Iterable[TestResult]) -> list[RankPeaks]:
-    """Return the peaks of each measurement on several ranks, in the order of the results."""
+    """Return each measurement's peaks on several ranks, in the results' order."""
     rows: list[RankPeaks] = []
     for result in results:
         test = result.verdict

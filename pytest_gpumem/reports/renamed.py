@@ -1,4 +1,4 @@
-"""Renamed tests: each new test is paired with the unused baseline that it probably left behind. Pure.
+"""Renamed tests: each new test is paired with the unused baseline from its probable former name. Pure.
 
 For example, ``test_step[fp32]`` is new, and ``test_train[fp32]`` left an unused baseline with the same peak.
 """
@@ -52,13 +52,13 @@ def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -
 
 
 def _slug(result: TestResult) -> str | None:
-    """Return the device of a new test; ``None`` if the test was not measured, or no unused baseline is like it."""
+    """Return a new test's device; ``None`` if the test was not measured, or no unused baseline is like it."""
     verdicts = () if result.verdict.unmeasured else result.verdict.verdicts
     return verdicts[0].measurement.environment.slug if any(verdict.candidates for verdict in verdicts) else None
 
 
 def _candidates(result: TestResult) -> dict[Test, FormerTest]:
-    """Return the possible former names of a test, each with the metrics of all its measurements that do not fit."""
+    """Return a test's possible former names, each with all metrics that do not fit."""
     candidates: dict[Test, FormerTest] = {}
     for candidate in (former for verdict in result.verdict.verdicts for former in verdict.candidates):
         key = (candidate.file, candidate.test)

@@ -39,18 +39,18 @@ ACCEPTED = "accepted"
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """The likely former name of a new test. Its unused baseline has the same step, batch and device."""
+    """A new test's likely former name. Its unused baseline has the same step, batch and device."""
 
     file: str
     """The former test's file, relative to the root directory."""
     test: str
     """The former test's id without its file."""
     grown: MetricVerdict | None = None
-    """The metric that exceeds its baseline by more than the tolerance; ``None`` if no metric does."""
+    """The metric beyond its baseline's tolerance; ``None`` if all metrics fit."""
     accept: str = ""
-    """The command that accepts the new test's figures."""
+    """The command to accept the new test's figures."""
     prune: str = ""
-    """The command that removes the baseline, if it belongs to a different test."""
+    """The command to remove the baseline if it belongs to a different test."""
 
     @property
     def nodeid(self) -> str:
@@ -66,11 +66,11 @@ class TestResult:
     verdict: TestVerdict
     """The verdict on the test."""
     passed: bool
-    """True if all its phases passed. A test that was skipped or failed as expected is neither ``passed`` nor ``failed``."""
+    """True if all its phases passed. A skipped test, or an expected failure, is neither ``passed`` nor ``failed``."""
     failed: bool = False
     """True if any of its phases failed."""
     failed_in: FailedIn | None = None
-    """The part of its run in which it failed first: ``setup``, ``call``, ``subtest``, ``teardown``, or ``worker`` if the
+    """The phase in which it failed first: ``setup``, ``call``, ``subtest``, ``teardown``, or ``worker`` if the
     process that ran it crashed. ``None`` if it did not fail.
     """
     failed_by_gate: bool = False
@@ -83,11 +83,11 @@ class TestResult:
 
     @property
     def has_grown_renamed(self) -> bool:
-        """True if it is worse than the baseline of its former name."""
+        """True if it is worse than its former name's baseline."""
         return self.renamed is not None and self.renamed.grown is not None
 
     def is_held_back_by(self, update: UpdateMode | None) -> bool:
-        """Return whether a session with this update leaves it unwritten, because it has grown since it was renamed."""
+        """Return whether this update skips a test that has grown since its renaming."""
         return update == "new" and self.has_grown_renamed
 
     def is_recorded_by(self, update: UpdateMode | None) -> bool:
@@ -104,7 +104,7 @@ class TestResult:
 
 @dataclass
 class _Run:
-    """One run of a test, as its reports tell."""
+    """A test run, collected from its reports."""
 
     verdict: TestVerdict | None = None
     """``None`` as long as no report has one: a test that is not measured has none."""
@@ -123,7 +123,7 @@ class _Run:
 
     @property
     def is_rewritten(self) -> bool:
-        """True if it failed, and pytest's reports do not show that."""
+        """True if it failed and pytest's reports hide the failure."""
         return (
             self.verdict is not None
             and self.failed_in is None
@@ -162,10 +162,10 @@ class Results:
     """
 
     _runs: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
-    """The runs of each test, by node id and by pytest-xdist's worker. The last run may not be finished."""
+    """Each test's runs, by node id and by pytest-xdist's worker. The last run may not be finished."""
 
     def add(self, report: pytest.TestReport) -> bool:
-        """Add pytest's report on a phase of a test.
+        """Add pytest's report on a test phase.
 
         For a test that is not measured, only a failure is stored.
 
@@ -201,7 +201,7 @@ class Results:
             yield nodeid, [run for runs in workers.values() for run in runs]
 
     def rewritten(self) -> list[TestResult]:
-        """Return the results of failed tests that pytest's reports show as not failed, because a plugin rewrote the reports."""
+        """Return the results of failed tests that a plugin hid by rewriting pytest's reports."""
         runs = (run for _, test_runs in self._runs_by_test() for run in test_runs if run.is_rewritten)
         return [result for run in runs if (result := run.result()) is not None]
 
@@ -214,14 +214,14 @@ class Results:
         )
 
     def others(self) -> set[tuple[str, str]]:
-        """Return the tests, as (file, test), that ran or were skipped and have no result."""
+        """Return the tests, as (file, test), without a result, whether they ran or were skipped."""
         nodeids = [nodeid for nodeid, runs in self._runs_by_test() if all(run.verdict is None for run in runs)]
         # `--dist loadgroup` appends a group to ids.
         ids = {name for nodeid in nodeids for name in (nodeid, nodeid.rpartition("@")[0])}
         return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
 
     def others_failed(self, measured: Collection[tuple[str, str]]) -> int:
-        """Return the number of failed tests that have no result and are not in ``measured``, the selected (file, test)."""
+        """Count the failed tests without a result, except those in ``measured``, the selected (file, test)."""
         failed = [
             nodeid
             for nodeid, runs in self._runs_by_test()
@@ -239,7 +239,7 @@ def _worst_run(runs: Iterable[_Run]) -> TestResult | None:
     if not results:
         return None
     worst = max(results, key=badness)
-    # A worker that crashed in a tear-down has a report without a verdict.
+    # After a worker's crash in a tear-down, the report has no verdict.
     failed_in = worst.failed_in or next((run.failed_in for run in runs if run.failed_in is not None), None)
     return replace(
         worst,
@@ -337,7 +337,7 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
 
     Args:
         results: The results of the session's measured tests.
-        accepts: The outcomes that this session records. Tests with these outcomes are ignored.
+        accepts: The recorded outcomes. Tests with these outcomes are ignored.
     """
     remaining = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
     if not remaining or any(result.verdict.compared for result in remaining):
@@ -351,7 +351,7 @@ def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = f
 def nothing_recorded(results: Iterable[TestResult]) -> str | None:
     """Return a sentence if a session should have recorded baselines but measured nothing; ``None`` otherwise.
 
-    Tests that skipped themselves do not count, because they would skip on every machine.
+    Tests with their own skip do not count, because they would skip on every machine.
     """
     remaining = [result for result in results if not result.verdict.failed_by_itself]
     if any(not result.verdict.unmeasured for result in remaining):
@@ -377,9 +377,9 @@ _MOST_NOTES = 3
 
 
 def recording_notes(results: Iterable[TestResult]) -> list[str]:
-    """Return each note on recordings once, with the first test that has the note.
+    """Return each note on recordings once, with its first test.
 
-    Notes that are part of their test's failure are omitted.
+    Notes in their test's failure text are omitted.
     """
     notes: dict[str, str] = {}
     for result in results:

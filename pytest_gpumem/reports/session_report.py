@@ -1,4 +1,4 @@
-"""Everything that a session has to say, or all shards of one: what reports are made of. Frozen values."""
+"""All data in the report on a session, or on all its shards. Frozen values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_gpumem.values.selection import Selection
 
 _MOST_NAMED = 3
 STORE = "store: "
-"""The beginning of each line on what became of the store."""
+"""The beginning of each line about the store."""
 
 
 def _growth(grown: MetricVerdict, units: UnitSystem) -> str:
@@ -29,7 +29,7 @@ def _growth(grown: MetricVerdict, units: UnitSystem) -> str:
 
 
 def _renamed_and_grown(result: TestResult, units: UnitSystem) -> str:
-    """Return a sentence on a new test that is worse than the baseline of its likely former name."""
+    """Return a sentence on a new test with worse figures than its likely former name."""
     renamed, verdict = result.renamed, result.verdict
     assert renamed is not None, "it was renamed"
     assert renamed.grown is not None, "it has grown"
@@ -42,7 +42,7 @@ def _renamed_and_grown(result: TestResult, units: UnitSystem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The options of the session."""
+    """The session's options."""
 
     baseline: bool = False
     """``--gpumem-baseline``."""
@@ -79,36 +79,36 @@ _StoredKey = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The store at the end of the session, for the session's devices."""
+    """The store after the session, for the session's devices."""
 
     baselines: tuple[_StoredKey, ...] = ()
     """The baselines, each as ``[device's slug, file, test, measurement]``."""
     gone: frozenset[str] = frozenset()
-    """The files of these baselines that no longer exist."""
+    """The baselines' test files that no longer exist."""
     functions: tuple[str, ...] = ("test",)
     """pytest's ``python_functions``. A loop with another name belongs to a script."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionReport:
-    """The report of a session, or of all its shards."""
+    """A session's report, or the merged report from all its shards."""
 
     ended: str
-    """The end of the session in UTC: ``2026-11-21T16:20:05Z``."""
+    """When the session ended, in UTC: ``2026-11-21T16:20:05Z``."""
     version: str
     """The version of pytest-gpumem."""
     commit: str | None = None
     """The abbreviated hash of the commit; ``None`` outside of a git repository."""
     terms: Terms = Terms()
-    """The options of the session."""
+    """The session's options."""
     results: tuple[TestResult, ...] = ()
-    """The measured tests that ran, sorted by file and test."""
+    """The measured tests with a result, sorted by file and test."""
     not_run: tuple[tuple[str, str], ...] = ()
     """The tests that were selected and had no result, each as ``[file, test]``, sorted."""
     selection: Selection = field(default_factory=Selection)
     """The tests that were collected and selected. ``gpumem merge`` finds unused baselines by it."""
     stored: Stored = Stored()
-    """The store at the end of the session."""
+    """The store after the session."""
     said: tuple[str, ...] = ()
     """Lines about the store, which begin with ``store: ``, and notes on several measurements at once."""
     errors: tuple[str, ...] = ()
@@ -117,9 +117,9 @@ class SessionReport:
     ended_early: str | None = None
     """The reason why not every selected test was run, as a clause: Ctrl-C, ``--maxfail``."""
     not_collected: tuple[str, ...] = ()
-    """The files that could not be collected, sorted."""
+    """The files with collection errors, sorted."""
     shards: int = 1
-    """The number of reports that were merged into this one."""
+    """The number of merged reports."""
     others_failed: int = 0
     """The number of tests that failed and are not measured, also in set-up or tear-down. If a plugin reruns a test, its last
     run counts.
@@ -141,7 +141,7 @@ class SessionReport:
 
     @property
     def of_measuring(self) -> tuple[str, ...]:
-        """The notes on several measurements at once, for example on convolutions, or on tests that shared a GPU."""
+        """The notes on several measurements at once, for example on convolutions, or on tests with a shared GPU."""
         return tuple(line for line in self.said if not line.startswith(STORE))
 
     @property
@@ -207,7 +207,7 @@ class SessionReport:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences that do not affect the exit status: on idle or narrowing settings, and on renamed tests."""
+        """Sentences without effect on the exit status: on idle or narrowing settings, and on renamed tests."""
         grown = [sentence for sentence in self.renamed_and_grown if sentence not in self.problems]
         return [*self.selection.warnings, *grown, *([self.renamed_alike] if self.renamed_alike is not None else [])]
 
@@ -216,7 +216,7 @@ class SessionReport:
         """A sentence for each device or shard that compared nothing, although the rest of a merged report did.
 
         Each such part is red, because it may run on a machine of its own, and other parts do not replace its comparison. Tests
-        that skipped themselves do not count, because they would skip on every machine.
+        with their own skip do not count, because they would skip on every machine.
         """
         if not (self.merged and self.terms.baseline):
             return []

@@ -68,8 +68,8 @@ def accounting(baselines: Sequence[StoredBaseline], of: int, where: str) -> str:
     """Return the line with the counts: ``"3 of 12 baselines, of 2 tests on 1 device, in gpumem-baselines"``.
 
     Args:
-        baselines: The baselines that are shown.
-        of: The number of all baselines.
+        baselines: The shown baselines.
+        of: The total number.
         where: The store's path or address, without credentials.
     """
     tests = len({(baseline.key.file, baseline.key.test) for baseline in baselines})

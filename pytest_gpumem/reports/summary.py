@@ -37,9 +37,9 @@ STYLES: dict[Outcome, Style | None] = {
     **dict.fromkeys((Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET), "bad"),
 }
 _WITHOUT_BASELINE = (Outcome.NEW, Outcome.FOREIGN, Outcome.STALE)
-"""Outcomes of metrics without a comparable baseline."""
+"""Metric outcomes without a comparable baseline."""
 _FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
-"""Outcomes of measurements that were not compared."""
+"""Outcomes without a comparison."""
 _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
 """The weight of the change column, which a narrow terminal omits after the metrics' columns."""
 
@@ -73,7 +73,7 @@ def to_be_shown(
 
 
 def not_shown(measured: Sequence[ShownMeasurement], chosen: Sequence[ShownMeasurement]) -> list[str]:
-    """Return a line that counts the measurements missing from the table; empty if none is missing."""
+    """Return a line with the number of measurements missing from the table; empty if none is missing."""
     left_out = Counter(measurement.outcome for measurement in measured)
     left_out.subtract(measurement.outcome for measurement in chosen)
     counts = [f"{left_out[outcome]} {outcome.words}" for outcome in Outcome if left_out[outcome]]
@@ -105,7 +105,7 @@ def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, ev
         has_changed = any(verdict.outcome in CHANGED for verdict in available)
         changed = has_changed or (everything and bool(available))
         if metric.has_column([verdict.value for verdict in available], changed=changed):
-            # A metric that decides a verdict is omitted last.
+            # Deciding metrics are omitted last.
             weight = None if metric.weight is None else metric.weight + (_CHANGE + 1 if has_changed else 0)
             texts = ("-" if verdict is None else shown(name, verdict.value, units, verdict.of) for verdict in verdicts)
             add(Column(metric.short or name.replace("_", " "), weight=weight), texts)
@@ -131,7 +131,7 @@ def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode 
 
     For example: ``"new: there is no baseline for CPU (x86_64) yet (2 measurements)"``.
 
-    A reason in the failure of its test is omitted. If a single measurement has a reason, both of its peaks follow, because the
+    A reason in its test's failure text is omitted. If a single measurement has a reason, both of its peaks follow, because the
     table has no column for baselines. A missing time baseline is a note, unless the session's ``update`` adds the time.
 
     Args:
@@ -213,7 +213,7 @@ def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
 def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
     """Return each note on measurements once, with the first measurement that has the note and the number of others.
 
-    Notes in the failure of their test are omitted.
+    Notes in their test's failure text are omitted.
     """
     titles_by_note: dict[str, list[str]] = {}
     for measurement in measured:

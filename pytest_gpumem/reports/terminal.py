@@ -50,11 +50,11 @@ MOST_ROWS = 5
 MOST_ROWS_OF_ALL = 15
 PHASES = ("forward", "backward", "optimizer")
 NOTHING: Line = ()
-_UNEXPLAINED = "what other peaks are made of was not recorded; --gpumem-explain=always records it"
+_UNEXPLAINED = "compositions of other peaks were not recorded; --gpumem-explain=always records them"
 
 
 def compositions(measured: Iterable[ShownMeasurement], units: UnitSystem, *, everything: bool) -> list[Piece]:
-    """Return the compositions of the peaks: the first `MOST_COMPOSITIONS`, or all with ``everything``."""
+    """Return the peaks' compositions: the first `MOST_COMPOSITIONS`, or all with ``everything``."""
     explained = [
         (shown_measurement, explanation)
         for shown_measurement in measured
@@ -72,7 +72,7 @@ def compositions(measured: Iterable[ShownMeasurement], units: UnitSystem, *, eve
 
 
 def details(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[Piece]:
-    """Return the phases of each measurement, and the composition of its peak if it was recorded."""
+    """Return each measurement's phases, and its peak's composition if it was recorded."""
     pieces: list[Piece] = []
     unexplained = False
     for shown_measurement in measured:
@@ -134,7 +134,7 @@ MARKUP: dict[Style | None, dict[str, bool]] = {
 }
 """Styles as arguments for pytest's terminal writer."""
 _WEIGHTS = {"ROI": 0, "cost": 1, "step time": 2, "saving": 3}
-"""The columns of a matrix that a narrow terminal omits, the smallest weight first."""
+"""The weights of matrix columns. A narrow terminal omits the smallest weight first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
 
     Args:
         report: The session.
-        screen: The screen that the lines must fit.
+        screen: The target screen.
         verbosity: pytest's verbosity. Below 0: the accounting line, and the reasons for a red session. At 0: measurements that
             need attention. At 1: all measurements. At 2: phases, and compositions of peaks.
         explain_all: True to show compositions of peaks also at verbosity 0 (``--gpumem-explain=always``).
@@ -201,7 +201,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
 
 
 def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
-    """Return a line for each test that failed or did not finish, with the reason, like pytest's short summary."""
+    """Return a line with the reason for each failed or unfinished test, like pytest's short summary."""
     failed = [row for row in rows_of(report) if row.status.fails]
     return as_lines(
         [_line(f"{'FAILED' if row.result else 'NOT RUN'} {row.title} - {row.headline}", "bad") for row in failed],
@@ -210,7 +210,7 @@ def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
 
 
 def matrix_pieces(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
-    """Return the table for a matrix of step configs, with a line that explains its columns."""
+    """Return the table for a matrix of step configs, with a legend."""
     header, lines = matrix_cells(rows, units)
     columns = (
         Column(title, left=True, least=LEAST_NAME),
@@ -260,10 +260,10 @@ def _ending(report: SessionReport) -> list[Line]:
 
 
 def _style_of(report: SessionReport) -> Style | None:
-    """Return the style of the accounting line: that of the worst outcome, and good only if something was gated."""
+    """Return the accounting line's style: the worst outcome's style, and good only if something was gated."""
     results = [result for result in report.results if not result.is_accepted_by(report.terms.update)]
     styles = {STYLES[result.verdict.outcome] for result in results}
-    # The line does not count tests that are not measured.
+    # The line counts only measured tests.
     if "bad" in styles or not replace(report, others_failed=0).passed:
         return "bad"
     if "doubtful" in styles:
@@ -276,7 +276,7 @@ def _line(text: str, style: Style | None = None) -> Line:
 
 
 def as_lines(pieces: Sequence[Piece], screen: Screen) -> list[Line]:
-    """Return the pieces as lines that fit the screen."""
+    """Return the pieces as lines for the screen."""
     lines: list[Line] = []
     for piece in pieces:
         if isinstance(piece, Table):

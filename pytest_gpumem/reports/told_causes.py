@@ -31,8 +31,8 @@ def short_failure(test: TestVerdict, told_at: Sequence[tuple[Cause, str]], units
     """Return the failure of a test whose causes other tests have already explained, in at most six lines.
 
     Args:
-        test: The verdict that failed the test.
-        told_at: The test's causes, each with the id of the test that explains the cause in full.
+        test: The failed test's verdict.
+        told_at: The test's causes, each with the id of the test with the full explanation.
         units: The unit system for bytes.
     """
     accept = [f"  accept:   {test.accept}"] if test.accept else []
@@ -41,7 +41,7 @@ def short_failure(test: TestVerdict, told_at: Sequence[tuple[Cause, str]], units
 
 
 def cause_lines(test: str, told_at: Sequence[tuple[Cause, str]], units: UnitSystem) -> list[str]:
-    """Return a line for each of a test's first causes, with the id of the test that explains the cause in full."""
+    """Return a line for each of a test's first causes, with the id of the test with the full explanation."""
     lines = []
     for cause, explained_in in told_at[:MOST_NAMED]:
         shares = (share for share in cause.shares if share.growth.test == test)
@@ -53,14 +53,14 @@ def cause_lines(test: str, told_at: Sequence[tuple[Cause, str]], units: UnitSyst
 
 
 def explained_by_causes(causes: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
-    """Return the causes of each test that has no other reason to fail, by node id."""
+    """Return the causes of each test without other reasons to fail, by node id."""
     causes_by_test: dict[str, list[Cause]] = {}
     unexplained_tests = {share.growth.test for share in causes.unexplained}
     for cause in causes.causes:
         for test in cause.tests:
             causes_by_test.setdefault(test, []).append(cause)
     candidates = [test for test in tests if test.nodeid in causes_by_test]
-    # A test has a verdict for each device that shards measured it on.
+    # A test has a verdict for each device of the shards.
     unexplained_tests |= {
         test.nodeid
         for test in candidates
@@ -92,7 +92,7 @@ def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
 
 
 def told_before(session_causes: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
-    """Return the tests that need only a short failure, with their causes and the ids of the tests that explain these."""
+    """Return the tests for which a short failure suffices, with their causes and the explaining tests' ids."""
     explained = explained_by_causes(session_causes, tests)
     explained_in: dict[Cause, str] = {}
     short_tests = {}

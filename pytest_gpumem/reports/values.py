@@ -39,7 +39,7 @@ class MetricTexts:
 
 
 def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
-    """Return a metric's row for a table of metrics."""
+    """Return a metric's row for a table."""
     return MetricTexts(
         METRICS[verdict.metric].title + on_device(verdict),
         shown(verdict.metric, verdict.baseline, units, verdict.of),

@@ -70,26 +70,26 @@ class Status:
 
 
 _COMPARED = COMPARED | {Outcome.STALE}
-_NOT_JUDGED = "what was measured is not what failed it"
+_NOT_JUDGED = "it failed for a reason other than its measurements"
 
 
 @dataclass(frozen=True, slots=True)
 class ShownMeasurement:
-    """A measurement with the test that took it."""
+    """A measurement with its test."""
 
     test: TestVerdict
     verdict: Verdict
     device: str | None = None
     """The device, if shards measured the test on several devices."""
     accepted: frozenset[Outcome] = frozenset()
-    """The outcomes that became the baseline."""
+    """The outcomes whose figures became the baseline."""
 
     @property
     def outcome(self) -> Outcome:
         return self.test.outcome_of(self.verdict)
 
     def words_of(self, outcome: Outcome) -> str:
-        """Return the outcome of this measurement, or of one of its metrics, as text."""
+        """Return a measurement's or metric's outcome as text."""
         return ACCEPTED if outcome in self.accepted else outcome.words
 
     @property
@@ -109,9 +109,9 @@ class ReportRow:
     why: str = ""
     """The reason why it failed: the gate's complete text, or a sentence. Empty if it did not fail."""
     accept: str = ""
-    """The command that accepts the failed figures."""
+    """The command to accept the failed figures."""
     bisect: str = ""
-    """The command that finds the responsible package."""
+    """The command to find the responsible package."""
     notes: tuple[str, ...] = ()
     """Notes on the test as clauses, for example why it was not measured, or why it did not fail."""
     measured: tuple[ShownMeasurement, ...] = ()
@@ -147,7 +147,7 @@ def measured_in(results: Sequence[TestResult], update: UpdateMode | None = None)
 
 
 def why_failed(result: TestResult) -> str:
-    """Return why a test failed: the gate's complete text, or else a sentence that names the phase."""
+    """Return why a test failed: the gate's complete text, or else a sentence with the phase."""
     verdict = result.verdict
     if verdict.failure:
         return verdict.failure
@@ -156,7 +156,7 @@ def why_failed(result: TestResult) -> str:
 
 
 def headline(why: str) -> str:
-    """Return the first line of a failure's text."""
+    """Return a failure's first line."""
     return next((line for line in why.split("\n") if line.strip()), "The gate failed it" if why else "")
 
 
@@ -222,7 +222,7 @@ def _measured(result: TestResult, several: frozenset[str], update: UpdateMode | 
 
 
 def _on_several_devices(results: Iterable[TestResult]) -> frozenset[str]:
-    """Return the ids of tests that were measured on several devices."""
+    """Return the ids of tests with several devices."""
     tests = [result.verdict for result in results if not result.verdict.unmeasured]
     pairs = {(test.nodeid, verdict.measurement.environment.device) for test in tests for verdict in test.verdicts}
     devices = Counter(nodeid for nodeid, _ in pairs)

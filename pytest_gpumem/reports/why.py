@@ -1,4 +1,4 @@
-"""All that a report contains about a single test, as the lines that ``pytest -vv`` prints. Pure."""
+"""A report's contents for a single test, as ``pytest -vv`` prints them. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def why_lines(report: SessionReport, file: str, test: str, screen: Screen) -> li
         report: The session.
         file: The test's file.
         test: The test's id without its file.
-        screen: The screen that the lines must fit.
+        screen: The target screen.
     """
     results = [result for result in report.results if (result.verdict.file, result.verdict.test) == (file, test)]
     test_rows = [row for row in rows_of(report) if (row.file, row.test) == (file, test)]
@@ -72,7 +72,7 @@ def _end(row: ReportRow) -> Iterator[Piece]:
 
 
 def _session(report: SessionReport) -> str:
-    """Return a line that identifies the report's session."""
+    """Return a line about the report's session."""
     ended = report.ended.replace("T", " ").replace("Z", " UTC")
     commit = f", commit {report.commit}" if report.commit else ""
     return f"of the session that ended {ended}{commit}: {report.terms.asked_for}"

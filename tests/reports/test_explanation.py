@@ -305,7 +305,7 @@ def test_a_baseline_without_a_composition_is_said_to_have_none_and_how_it_gets_o
     (block,) = explanation_blocks(verdict_of(composition(WEIGHTS)), ["peak_allocated"], "si")
     assert block[0].startswith("what is there at the peak")
     assert block[-1] == (
-        "note: the baseline keeps no composition to compare with; one is kept when it is next accepted "
+        "note: the baseline has no composition to compare with; accepting the figures stores a composition "
         "(not under --gpumem-explain=never)"
     )
 

@@ -124,7 +124,7 @@ def test_the_only_test_that_failed_is_open(results, opened):
 
 
 SPARED = "it did not fail for this: "
-NOT_THE_MEASUREMENT = "what was measured is not what failed it"
+NOT_THE_MEASUREMENT = "it failed for a reason other than its measurements"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ _DIGITS = 5
 
 
 _FURTHEST = 2
-"""The largest value that a line may have, as a multiple of the peak. A higher line would flatten the areas."""
+"""The largest value for a line, as a multiple of the peak. A higher line would flatten the areas."""
 
 
 _FEWEST_POINTS = 3
@@ -85,7 +85,7 @@ def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: Un
 
 
 def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
-    """Return the rounds of each sample of a step's time, with the median, its interval and the baseline's median.
+    """Return the rounds in each sample of a step's time, with the median, its interval and the baseline's median.
 
     One or two rounds are a sentence: ``"2 rounds took 12.30 ms and 12.50 ms."``
     """

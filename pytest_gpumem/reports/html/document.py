@@ -1,4 +1,4 @@
-"""HTML documents in a single file, with styles, scripts and data, that fetch nothing."""
+"""Self-contained HTML documents with styles, scripts and data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""A policy that forbids all fetches, and all scripts except this package's, by their hashes. Plotly needs inline styles."""
+"""Forbid all fetches, and all scripts except this package's, by their hashes. Plotly needs inline styles."""
 
 
 def document(template: str, **values: Any) -> str:
-    """Return the document that a template in this folder renders from ``values``.
+    """Render a template in this folder.
 
     Args:
         template: The template's file name.

@@ -35,7 +35,7 @@ _HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": 
 _METRICS = ("peak_allocated", "step_time")
 """Metrics with columns of their own."""
 _LONGEST = 60
-"""Characters of a test's name in its anchor."""
+"""The longest part from a test's name in its anchor, in characters."""
 
 
 def anchor_of(nodeid: str) -> str:
@@ -57,7 +57,7 @@ def unique(anchors: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class HtmlCell:
-    """A figure in the table. Cells with ``sort=None`` come last. ``bad`` means that the gate objects to the figure."""
+    """A figure in the table. Cells with ``sort=None`` come last. ``bad`` marks a figure beyond its limit."""
 
     text: str = ""
     sort: float | None = None
@@ -108,7 +108,7 @@ class MatrixView:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Everything on the page that is not in the report itself."""
+    """The page's content in addition to the report."""
 
     verdict: Literal["passed", "failed", "idle"]
     """``idle`` if nothing failed because nothing was compared."""
@@ -129,7 +129,7 @@ class Page:
     """The anchor of the only failed test, which is open at first; empty if no test or several tests failed."""
     matrices: tuple[MatrixView, ...]
     environments: tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]
-    """The device, the details and the number of tests for each environment."""
+    """The device, the details and the test count for each environment."""
     notes: tuple[str, ...]
 
     @property

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Composition, Row
 
 MOST_ROWS = 30
-"""The largest number of rows in an explaining table. A last row sums up the others."""
+"""The row limit for an explaining table. A last row sums up the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Bar:
     cut: bool = False
     """True if the value is longer than the track."""
     beyond: str = ""
-    """A budget outside of the track, as a multiple of the baseline; empty if the budget is on the track."""
+    """A budget beyond the track, as a multiple of the baseline; empty if the budget is on the track."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Panel:
 
 
 def panel_of(verdict: Verdict, units: UnitSystem, accepted: frozenset[Outcome] = frozenset()) -> Panel:
-    """Return the page's panel for a measurement. ``accepted`` are the outcomes that became its baseline."""
+    """Return the page's panel for a measurement. ``accepted`` are the outcomes whose figures became the baseline."""
     measurement, explanation, difference = verdict.measurement, verdict.measurement.explanation, verdict.difference
     over_time = None if explanation is None else explanation.over_time
     changes = count_tables(verdict, grown_counts(verdict), units, MOST_ROWS)
@@ -165,7 +165,7 @@ def _multiple(ratio: float) -> str:
 
 
 def _compositions(verdict: Verdict, units: UnitSystem) -> tuple[list[PartTable], list[PartTable]]:
-    """Return the compositions that explain a metric with a worse value, and the other compositions."""
+    """Return the compositions for metrics with worse values, and the other compositions."""
     explanation = verdict.measurement.explanation
     if explanation is None:
         return [], []
@@ -214,4 +214,4 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield from explanation.retained.notes
     for sample in measurement.times.samples if measurement.times is not None else ():
         if sample.invalid is not None:
-            yield f"no verdict may rest on a sample of its times: {sample.invalid}"
+            yield f"a sample of its times cannot decide a verdict: {sample.invalid}"
