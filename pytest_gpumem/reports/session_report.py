@@ -237,7 +237,7 @@ class SessionReport:
         for tests in self.unmeasured_shards:
             sentence = nothing_gated([unmeasured[test] for test in tests if test in unmeasured])
             if sentence is not None:
-                sentences.append(f"in verdict shard {sentence}")
+                sentences.append(f"in one shard {sentence}")
         return sentences
 
     @property
