@@ -10,7 +10,7 @@ import pytest
 TEST = "@pytest.mark.gpumem\ndef test_{}():\n    torch.ones({})\n\n\n"
 SMALL, WIDE = 1_000_000, 4_000_000
 RENAMED = (
-    "gpumem: test_it.py::test_block: renamed? It has no baseline, and an unused baseline (test_it.py::test_own) is of the same "
+    "gpumem: test_it.py::test_block: renamed? It has no baseline, and an unused baseline (test_it.py::test_own) has the same "
     "step, batch and device: peak allocated went from 4.00 MB to 16.00 MB (+300.0 %). Accept it with "
 )
 OTHERS = TEST.format("one", 10) + TEST.format("two", 20)

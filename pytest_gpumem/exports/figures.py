@@ -61,7 +61,7 @@ class ExportedFigures:
     """The figures to export, and notes on omitted figures."""
 
     figures: tuple[Figure, ...]
-    without: int = 0
+    tests_without_figure: int = 0
     """Tests without a figure: not measured, not finished, or held by relations only."""
     disturbed: tuple[str, ...] = ()
     """A clause for each measurement without valid times, with the reason."""
@@ -73,8 +73,8 @@ class ExportedFigures:
         """Return a line with the numbers of exported tests and figures, and of omitted ones with a reason."""
         tests = len({(figure.test, figure.ended) for figure in self.figures})
         parts = [f"{counted(len(self.figures), 'figure')} of {counted(tests, 'test')}"]
-        if self.without:
-            parts.append(f"{counted(self.without, 'test')} without a figure")
+        if self.tests_without_figure:
+            parts.append(f"{counted(self.tests_without_figure, 'test')} without a figure")
         if self.disturbed:
             parts.append(f"times of {counted(len(self.disturbed), 'measurement')} left out ({self.disturbed[0]})")
         if self.not_finite:

@@ -207,7 +207,7 @@ class Side:
         """Return a measurement's peak in bytes."""
         return self.figures[stored_key].metrics.get("peak_allocated")
 
-    def why_gone(self, key: Key) -> tuple[Word, str | None]:
+    def reason_missing(self, key: Key) -> tuple[Word, str | None]:
         """Return the reason why the side lacks a measurement: a word, and a clause if the side knows more."""
         if key.file in self.not_collected:
             return "failed", "its file could not be collected"
@@ -245,7 +245,7 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
     )
     left_out = [LeftOut(title(stored_key), "new", None, stored_key, new.peak(stored_key)) for stored_key in added]
     left_out += [
-        LeftOut(title(stored_key), *new.why_gone(stored_key[0]), stored_key, old.peak(stored_key))
+        LeftOut(title(stored_key), *new.reason_missing(stored_key[0]), stored_key, old.peak(stored_key))
         for stored_key in removed
     ]
     listed = {(row.key.file, row.key.test) for row in rows if row.outcome is Outcome.REGRESSED}

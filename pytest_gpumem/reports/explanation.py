@@ -93,12 +93,12 @@ class PartTable:
     figures: tuple[str, ...]
     """The titles of the columns with figures."""
     parts: tuple[Part, ...]
-    others: str = ""
+    others_title: str = ""
     """The name for the other parts; empty if every part has a row."""
     rest: str = ""
     """The other parts' sum."""
     note: str = ""
-    first: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
     """Sentences before the table, such as a changed graph that explains every row."""
     of_blocks: bool = True
     """True if the parts are memory blocks; False for operator calls."""
@@ -111,7 +111,7 @@ class PartTable:
     @property
     def rest_line(self) -> str:
         together = " together" if self.changes or not self.of_blocks else ""
-        return f"{self.others}: {self.rest}{together}" if self.others else ""
+        return f"{self.others_title}: {self.rest}{together}" if self.others_title else ""
 
     @property
     def last(self) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ def change_table(
         tuple(parts),
         counted(other_count, "other change") if other_count else "",
         format_bytes_change(rest, units) if other_count else "",
-        first=_sentences(difference),
+        sentences=_sentences(difference),
     )
 
 
@@ -349,11 +349,11 @@ def part_layout(table: PartTable, indent: int = 0) -> Table:
 
 def part_lines(table: PartTable) -> list[str]:
     """Return a table as lines of text, with the sentences before and after it."""
-    return [*table.first, *plain_lines(part_layout(table)), *table.last]
+    return [*table.sentences, *plain_lines(part_layout(table)), *table.last]
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
+class ExplainedTable:
     """A table with its lines, such as ``"kept in: model.cache"``, and notes on how the explanation was recorded."""
 
     table: PartTable
@@ -361,7 +361,7 @@ class Explained:
     notes: tuple[str, ...] = ()
 
 
-def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[Explained]:
+def explained_tables(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[ExplainedTable]:
     """Return the explanations for ``metrics``; empty if nothing explains them.
 
     Leaked bytes come first, because a leak also raises the peaks.
@@ -380,13 +380,13 @@ def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
         table = composition_table(retained_title(verdict) + on_device, retained, units, rows=retained_rows.rows)
         filled = (FILLED_ONCE,) if any(holder.first_use for holder in explanation.holders[:MOST_HOLDERS]) else ()
         lines = holder_lines(retained_rows.holders(explanation.holders), units)
-        explanations.append(Explained(table, lines, (*kept_notes(retained_rows, units), *retained.notes, *filled)))
+        explanations.append(ExplainedTable(table, lines, (*kept_notes(retained_rows, units), *retained.notes, *filled)))
     if any(METRICS[name].peak for name in metrics):
         explanations += _of_the_peak(verdict, units)
     if "cyclic_garbage" in metrics and explanation.garbage.rows:
         table = composition_table("held by cycles", explanation.garbage, units)
-        explanations.append(Explained(table, tuple(f"cycle: {cycle}" for cycle in explanation.cycles)))
-    return [*explanations, *map(Explained, count_tables(verdict, metrics, units))]
+        explanations.append(ExplainedTable(table, tuple(f"cycle: {cycle}" for cycle in explanation.cycles)))
+    return [*explanations, *map(ExplainedTable, count_tables(verdict, metrics, units))]
 
 
 def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, ...]:
@@ -421,7 +421,7 @@ def rows_of(retained_rows: KeptRows) -> str:
     return f"{'one' if is_one else 'some'} of these {number} rows"
 
 
-def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
+def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[ExplainedTable]:
     difference, explanation = verdict.difference, verdict.measurement.explanation
     notes = () if explanation is None else explanation.peak.notes
     moved = None if difference is None else difference.moved
@@ -437,15 +437,15 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
     if not is_all and moved is not None and explanation is not None and moved.before in explanation.other_phases:
         only_here = _not_in(explanation.other_phases[moved.before], explanation.peak)
         table = composition_table(f"in {moved.after}, not in {moved.before}{explained_on(verdict)}", only_here, units)
-        tables.append(table if tables or difference is None else replace(table, first=_sentences(difference)))
+        tables.append(table if tables or difference is None else replace(table, sentences=_sentences(difference)))
     if tables:
-        return [*map(Explained, tables[:-1]), Explained(tables[-1], lines, notes)]
+        return [*map(ExplainedTable, tables[:-1]), ExplainedTable(tables[-1], lines, notes)]
     if explanation is None:
         return []
     if verdict.origin is not None and difference is None and not notes:
         notes = (_NO_COMPOSITION,)
     title = f"what is there at the peak{explained_on(verdict)}"
-    return [Explained(composition_table(title, explanation.peak, units), notes=notes)]
+    return [ExplainedTable(composition_table(title, explanation.peak, units), notes=notes)]
 
 
 def _holders_of_grown_inputs(verdict: Verdict) -> tuple[str, ...]:
@@ -492,7 +492,7 @@ def explanation_blocks(verdict: Verdict, metrics: Collection[str], units: UnitSy
     """Return the explanations for ``metrics`` as line blocks."""
     return [
         [*part_lines(explanation.table), *explanation.lines, *(f"note: {note}" for note in explanation.notes)]
-        for explanation in explained(verdict, metrics, units)
+        for explanation in explained_tables(verdict, metrics, units)
     ]
 
 

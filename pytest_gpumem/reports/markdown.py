@@ -14,7 +14,7 @@ from pytest_gpumem.gate.verdict import CHANGED, FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.causes import causes_in, causes_in_markdown
 from pytest_gpumem.reports.escaping import block, code, code_in_table, details, html_code, plain, table
-from pytest_gpumem.reports.explanation import explained, grown_counts
+from pytest_gpumem.reports.explanation import explained_tables, grown_counts
 from pytest_gpumem.reports.layout import without_empty
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.places import first_row
@@ -233,8 +233,8 @@ def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
     """Return tables for the leftover bytes, the growth (or else the peak), and the operators in grown counts."""
     metrics = ("retained", "peak_allocated", "cyclic_garbage", *grown_counts(verdict))
     blocks: list[str] = []
-    for explanation in explained(verdict, metrics, units):
-        blocks += map(plain, explanation.table.first)
+    for explanation in explained_tables(verdict, metrics, units):
+        blocks += map(plain, explanation.table.sentences)
         if explanation.table.parts or explanation.table.changes:
             blocks.append(_part_table(explanation.table))
         if explanation.lines or explanation.notes:
@@ -260,9 +260,9 @@ def _part_table(part_table: PartTable) -> str:
         ]
         for part in part_table.parts
     ]
-    if part_table.others:
+    if part_table.others_title:
         first = (
-            [part_table.others, *[""] * (len(part_table.figures) - 1), part_table.rest]
+            [part_table.others_title, *[""] * (len(part_table.figures) - 1), part_table.rest]
             if part_table.of_blocks
             else [plain(part_table.rest_line)]
         )

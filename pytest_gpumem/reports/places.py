@@ -88,15 +88,16 @@ def _kept_row(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     explanation = verdict.measurement.explanation
     if explanation is None or KEPT.isdisjoint(metrics):
         return None
-    kept = kept_rows(verdict)
-    holders = "; ".join(holder_lines(kept.holders(explanation.holders), units))
-    for row in kept.rows:
+    retained_rows = kept_rows(verdict)
+    holders = "; ".join(holder_lines(retained_rows.holders(explanation.holders), units))
+    for row in retained_rows.rows:
         place: Place | None = _place_of(row)
         text = f"{format_bytes(row.nbytes, units)}{_category(row)}{_place_text(row, row.path)}"
-        if row in kept.uncertain:
-            # No line is named alone if nothing proves that it is new.
+        if row in retained_rows.uncertain:
+            # Do not blame a single line if nothing proves that it is new.
             place = None
-            text = f"{format_bytes(int(kept.growth), units)} in {rows_of(kept)}, the first{_place_text(row, row.path)}"
+            size = format_bytes(int(retained_rows.growth), units)
+            text = f"{size} in {rows_of(retained_rows)}, the first{_place_text(row, row.path)}"
         text = f"{text}, kept afterwards"
         return FirstRow(f"{text}: {holders}" if holders else text, place)
     return None

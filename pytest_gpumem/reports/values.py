@@ -30,7 +30,7 @@ class MetricTexts:
 
     title: str
     baseline: str
-    now: str
+    value: str
     change: str
     allowed: str
     budget: str

@@ -175,8 +175,8 @@ def test_what_a_text_says_to_be_the_command_that_accepts_cannot_be_copied():
 
 def test_a_bar_is_from_nothing_to_twice_what_it_is_held_against():
     metric = MetricVerdict("peak_allocated", Outcome.REGRESSED, 5, baseline=4, allowed=1, budget=8)
-    assert bar_of(metric) == Bar(now=0.625, baseline=0.5, limit=0.625, budget=1.0)
-    assert bar_of(MetricVerdict("peak_allocated", Outcome.OK, 2, budget=8)) == Bar(now=0.125, budget=0.5)
+    assert bar_of(metric) == Bar(value=0.625, baseline=0.5, limit=0.625, budget=1.0)
+    assert bar_of(MetricVerdict("peak_allocated", Outcome.OK, 2, budget=8)) == Bar(value=0.125, budget=0.5)
 
 
 def test_the_same_bytes_are_as_long_whatever_the_budget_and_a_regression_is_longer():
@@ -184,9 +184,9 @@ def test_the_same_bytes_are_as_long_whatever_the_budget_and_a_regression_is_long
         bar_of(MetricVerdict("peak_allocated", Outcome.REGRESSED, now, 100, 2, budget))
         for now, budget in ((135, 1000), (135, None), (100, None))
     )
-    assert (far.now, far.baseline, far.limit) == (near.now, near.baseline, near.limit)
-    assert far.now > near.baseline == steady.now
-    assert near.now / steady.now == 1.35
+    assert (far.value, far.baseline, far.limit) == (near.value, near.baseline, near.limit)
+    assert far.value > near.baseline == steady.value
+    assert near.value / steady.value == 1.35
 
 
 @pytest.mark.parametrize(("budget", "told"), [(770, "7.7 x"), (500_000, "5,000 x"), (10**9, "> 9,999 x")])
@@ -222,7 +222,7 @@ def test_what_is_held_against_nothing_has_no_bar(metric):
 
 def test_the_limit_of_what_is_better_when_larger_lies_below_its_baseline():
     bar = bar_of(MetricVerdict("throughput", Outcome.OK, 90, baseline=100, allowed=20))
-    assert bar == Bar(now=0.45, baseline=0.5, limit=0.4)
+    assert bar == Bar(value=0.45, baseline=0.5, limit=0.4)
 
 
 @unhurried
@@ -230,7 +230,7 @@ def test_the_limit_of_what_is_better_when_larger_lies_below_its_baseline():
 def test_no_bar_is_longer_than_its_track(baseline, allowed, budget, value):
     bar = bar_of(MetricVerdict("peak_allocated", Outcome.OK, value, baseline, allowed, budget))
     if bar is not None:
-        assert all(0 <= part <= 1 for part in (bar.now, bar.baseline, bar.limit, bar.budget) if part is not None)
+        assert all(0 <= part <= 1 for part in (bar.value, bar.baseline, bar.limit, bar.budget) if part is not None)
 
 
 # Charts.

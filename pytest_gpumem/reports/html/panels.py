@@ -45,11 +45,11 @@ class Bar:
     Baseline marks therefore have the same position in every row, and a change of 10 % has the same length. A longer value is
     cut.
 
-    Example: a peak of 6 MB, 4 MB in the baseline and with a budget of 10 MB, has ``now=0.75``, ``baseline=0.5`` and
+    Example: a peak of 6 MB, 4 MB in the baseline and with a budget of 10 MB, has ``value=0.75``, ``baseline=0.5`` and
     ``beyond="2.5 x"``.
     """
 
-    now: float
+    value: float
     baseline: float | None = None
     limit: float | None = None
     """The largest tolerated value."""
@@ -184,7 +184,7 @@ def _compositions(verdict: Verdict, units: UnitSystem) -> tuple[list[PartTable],
         ("What only the cyclic collector freed", garbage, {"cyclic_garbage"}, cycles, None),
     ):
         if composition.rows:
-            table = replace(_table_of(heading, composition, units, rows), first=reasons)
+            table = replace(_table_of(heading, composition, units, rows), sentences=reasons)
             (other_tables if worse.isdisjoint(metrics) else explaining).append(table)
     return explaining, other_tables
 
