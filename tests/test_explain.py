@@ -242,7 +242,7 @@ def test_a_peak_that_moved_to_another_phase_tells_what_grew_there_and_where_it_w
     assert told in lines
     assert any(line.startswith("what grew in forward ") for line in lines)
 
-    # A baseline that does not keep what was there in forward: nothing that is in both phases is blamed.
+    # A baseline without the tensors of forward: nothing that is in both phases is blamed.
     without = re.sub(r"(?m)^other_phases = \[\n( .*\n)*\]\n", "", text)
     assert without != text
     (project.store / file).write_text(without, encoding="utf-8")
@@ -251,7 +251,7 @@ def test_a_peak_that_moved_to_another_phase_tells_what_grew_there_and_where_it_w
     rows = lines[start + 1 : lines.index("", start)]
     (copied,) = [row for row in rows[:-1] if "MB" in row]
     assert re.match(r"temporaries +2\.00 MB .*contiguous", copied)
-    assert rows[-1] == f"{told}; the baseline does not keep what was there in forward"
+    assert rows[-1] == f"{told}; the baseline does not list the tensors of forward"
 
     # What grew where the peak was, too, does not take the place of what moved it.
     project.write(OWN_STEP.format(between=f"held = torch.ones(300_000); {COPYING}"))

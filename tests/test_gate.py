@@ -112,7 +112,7 @@ def test_over_budget_fails_without_any_baseline_and_is_never_written(project):
     result.stdout.fnmatch_lines(
         [
             "Memory over budget: peak 4.00 MB, budget 2.00 MB: +2.00 MB (+100.0 %)",
-            "  budget:   of the test's @pytest.mark.gpumem, or of *budget*",
+            "  budget:   set by the test's @pytest.mark.gpumem, or by *budget*",
             "gpumem store: 0 baselines written*1 not written*",
             "gpumem: 1 gated, 1 over budget",
         ]
@@ -129,7 +129,7 @@ def test_a_changed_batch_is_stale_and_says_what_changed(project):
     result.stdout.fnmatch_lines(
         [
             "stale: batch float32?8, 64?, was float32?4, 64?; peak *, baseline * kB",
-            "gpumem: 0 gated, 1 stale (the baseline is of another workload: --gpumem-update=all replaces it)",
+            "gpumem: 0 gated, 1 stale (the baseline has another workload: --gpumem-update=all replaces it)",
         ]
     )
     strict = project.run("--gpumem-baseline", "--gpumem-strict")

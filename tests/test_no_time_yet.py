@@ -55,7 +55,7 @@ def test_its_row_is_ok_in_each_format():
     report = session(without_time())
     assert [line.split()[-1] for line in lines_of(report, 1) if "a.py::test_a" in line] == ["ok"]
     (row,) = page_of(report).tests
-    assert (row.of.status.words, row.of.status.fails) == ("ok", False)
+    assert (row.report_row.status.words, row.report_row.status.fails) == ("ok", False)
     (panel,) = row.panels
     (reason,) = (metric.reason for metric in panel.metrics if metric.texts.title == "step time")
     assert reason.startswith("no baseline of time yet")
@@ -94,7 +94,7 @@ def test_strict_mode_fails_it_and_calls_it_new():
     failed = TestResult(replace(verdict, failure="Not compared"), passed=False, failed=True, failed_in="call")
     report = session(failed, strict=True)
     assert report.accounting == "gpumem: 1 gated, 1 new (also gated)"
-    assert page_of(report).tests[0].of.status.words == "new"
+    assert page_of(report).tests[0].report_row.status.words == "new"
     assert [line.split()[-1] for line in lines_of(report) if line.startswith("a.py::test_a")] == ["new"]
 
 

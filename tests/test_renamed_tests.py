@@ -10,7 +10,7 @@ import pytest
 TEST = "@pytest.mark.gpumem\ndef test_{}():\n    torch.ones({})\n\n\n"
 SMALL, WIDE = 1_000_000, 4_000_000
 RENAMED = (
-    "gpumem: test_it.py::test_block: renamed? It has no baseline, and an unused baseline (test_it.py::test_own) is of the same "
+    "gpumem: test_it.py::test_block: renamed? It has no baseline, and an unused baseline (test_it.py::test_own) has the same "
     "step, batch and device: peak allocated went from 4.00 MB to 16.00 MB (+300.0 %). Accept it with "
 )
 OTHERS = TEST.format("one", 10) + TEST.format("two", 20)
@@ -56,7 +56,7 @@ def test_a_renamed_test_that_did_not_grow_is_named_and_passes(recorded, peak):
     result.stdout.fnmatch_lines(
         [
             (
-                "gpumem: renamed? 1 new test has figures no worse than an unused baseline of the same step, batch and device: "
+                "gpumem: renamed? 1 new test has figures no worse than an unused baseline for the same step, batch and device: "
                 "test_it.py::test_block (was test_it.py::test_own)"
             )
         ]

@@ -1,1 +1,1 @@
-"""A session's figures for other tools: one file a format, each a function of figures."""
+"""A session's figures for other tools. Each format has a file with a function from figures to text."""

@@ -1,4 +1,7 @@
-"""Figures of session reports for other tools: one for each metric of each measurement, with a stable name. Pure."""
+"""Figures from session reports for other tools, each with a stable name. Pure.
+
+A figure is a metric's value in a measurement, for example the ``peak_allocated`` of ``train_step`` in ``test_gpt``.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ _MOST_NAMED = 3
 
 
 class ExportError(Exception):
-    """Raised when nothing can be exported; the message says why."""
+    """Raised if nothing can be exported; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One metric of one measurement. ``value`` and ``interval`` are in the metric's unit."""
+    """A single metric value from a measurement. ``value`` and ``interval`` are in the metric's unit."""
 
     test: str
     """The test's node id."""
@@ -38,40 +41,40 @@ class Figure:
     value: float
     environment: Environment
     config: str | None = None
-    """The step config's text; ``None`` where the test runs its own code."""
+    """The step config's text; ``None`` if the test runs its own code."""
     interval: tuple[float, float] | None = None
-    """The ends of the 95 % confidence interval of a time or a throughput."""
+    """The 95 % confidence interval of a time or a throughput."""
     of: str | None = None
     """The unit of a throughput: ``samples``, ``tokens``, ``steps``, ``items``."""
     ended: str = ""
-    """The end of its session, in UTC: ``2026-11-21T16:20:05Z``."""
+    """When its session ended, in UTC: ``2026-11-21T16:20:05Z``."""
     commit: str | None = None
 
     @property
     def series(self) -> tuple[str, str, str, str]:
-        """The curve that it is a point of: figures of other sessions have the same, and no other figures."""
+        """Return the key of the figure's curve over several sessions."""
         return self.test, self.measurement, self.environment.slug, self.metric
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedFigures:
-    """The figures to export, and what is left out."""
+    """The figures to export, and notes on omitted figures."""
 
     figures: tuple[Figure, ...]
-    without: int = 0
+    tests_without_figure: int = 0
     """Tests without a figure: not measured, not finished, or held by relations only."""
     disturbed: tuple[str, ...] = ()
-    """A clause for each measurement whose times are left out, which says why."""
+    """A clause for each measurement without valid times, with the reason."""
     not_finite: tuple[str, ...] = ()
-    """A clause for each value that is left out because it is no finite number, which names it."""
+    """A clause for each infinite or NaN value."""
 
     @property
     def summary(self) -> str:
-        """Return a line with the numbers of tests and figures that are exported, and of those that are left out and why."""
+        """Return a line with the numbers of exported tests and figures, and of omitted ones with a reason."""
         tests = len({(figure.test, figure.ended) for figure in self.figures})
         parts = [f"{counted(len(self.figures), 'figure')} of {counted(tests, 'test')}"]
-        if self.without:
-            parts.append(f"{counted(self.without, 'test')} without a figure")
+        if self.tests_without_figure:
+            parts.append(f"{counted(self.tests_without_figure, 'test')} without a figure")
         if self.disturbed:
             parts.append(f"times of {counted(len(self.disturbed), 'measurement')} left out ({self.disturbed[0]})")
         if self.not_finite:
@@ -82,22 +85,22 @@ class ExportedFigures:
 def figures_of(
     reports: Mapping[str, SessionReport], metrics: Collection[str] = (), *, over_time: bool = False
 ) -> ExportedFigures:
-    """Return the figures of ``reports``, without values that are no finite numbers and times that something disturbed.
+    """Return the figures in ``reports``, without disturbed times and without infinite or NaN values.
 
     Args:
-        reports: By name, for messages.
-        metrics: The metrics to export; all if there are none.
-        over_time: Whether a test may be in several reports.
+        reports: The reports, each with a name for messages.
+        metrics: The metrics to export; an empty collection means all metrics.
+        over_time: True if a test may appear in several reports, each from a later session.
 
     Raises:
-        ExportError: There is no figure at all, or two reports have the same one.
+        ExportError: No report has a figure, or two reports have the same figure.
     """
-    found: list[Figure] = []
+    figures: list[Figure] = []
     disturbed: list[str] = []
     not_finite: list[str] = []
     without = 0
     reasons: list[str] = []
-    first: dict[Hashable, str] = {}
+    report_names: dict[Hashable, str] = {}
     for name, report in reports.items():
         without += len(report.not_run)
         for result in report.results:
@@ -105,30 +108,30 @@ def figures_of(
             verdicts = () if test.unmeasured else test.verdicts
             without += not verdicts
             reasons += filter(None, [test.unmeasured])
-            for one in verdicts:
-                times = one.measurement.times
+            for verdict in verdicts:
+                times = verdict.measurement.times
                 invalid = None if times is None else times.best.invalid
                 disturbed += filter(None, [invalid])
-                for metric in one.metrics:
+                for metric in verdict.metrics:
                     row = METRICS[metric.metric]
                     if (metrics and row.name not in metrics) or (invalid is not None and row.unit not in WHOLE):
                         continue
                     if not math.isfinite(metric.value):
                         not_finite.append(f"the {row.title} of {test.nodeid} is {metric.value}")
                         continue
-                    figure = _figure(test.nodeid, one.measurement, metric, report)
+                    figure = _figure(test.nodeid, verdict.measurement, metric, report)
                     point = (figure.series, figure.ended if over_time else None)
-                    if point in first:
-                        raise ExportError(_twice(figure, first[point], name, over_time=over_time))
-                    first[point] = name
-                    found.append(figure)
-    if not found:
-        of = f" of {', '.join(metrics)}" if 0 < len(metrics) <= _MOST_NAMED else ""
-        were = f": {counted(without, 'test')} without one" if without else ""
-        were += f" ({reasons[0]})" if reasons else ""
-        were += f": {not_finite[0]}" if not_finite else ""
-        raise ExportError(f"there is no figure{of} in {', '.join(reports)}{were}")
-    return ExportedFigures(tuple(found), without, tuple(disturbed), tuple(not_finite))
+                    if point in report_names:
+                        raise ExportError(_twice(figure, report_names[point], name, over_time=over_time))
+                    report_names[point] = name
+                    figures.append(figure)
+    if not figures:
+        of_metrics = f" of {', '.join(metrics)}" if 0 < len(metrics) <= _MOST_NAMED else ""
+        details = f": {counted(without, 'test')} without one" if without else ""
+        details += f" ({reasons[0]})" if reasons else ""
+        details += f": {not_finite[0]}" if not_finite else ""
+        raise ExportError(f"there is no figure{of_metrics} in {', '.join(reports)}{details}")
+    return ExportedFigures(tuple(figures), without, tuple(disturbed), tuple(not_finite))
 
 
 def _figure(test: str, measurement: Measurement, metric: MetricVerdict, report: SessionReport) -> Figure:
@@ -151,36 +154,36 @@ def _interval(metric: MetricVerdict, times: Times) -> tuple[float, float] | None
     if metric.metric == "step_time":
         return low, high
     if metric.metric == "throughput" and low > 0:
-        # The work of a step over its time: the slowest step does the least in a second.
+        # Throughput is work over time, so the slowest step has the smallest throughput.
         work = metric.value * times.median
         return work / high, work / low
     return None
 
 
 def _twice(figure: Figure, earlier: str, name: str, *, over_time: bool) -> str:
-    where = f"{figure.test} ({figure.measurement}) on {figure.environment.device} is in {earlier} and in {name}"
+    duplicate = f"{figure.test} ({figure.measurement}) on {figure.environment.device} is in {earlier} and in {name}"
     if over_time:
-        return f"{where}, which ended in the same second: export one of them"
-    return f"{where}: export one of them ({command_name()} merge makes one report of shards)"
+        return f"{duplicate}, which ended in the same second: export one of them"
+    return f"{duplicate}: export one of them ({command_name()} merge makes one report of shards)"
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _AMBIGUOUS = re.compile("\\\\(?=\\\\*(?:ud[89a-f][0-9a-f]{2}|[\ud800-\udfff]))")
-"""Backslashes that would be taken for a part of a spelled surrogate."""
+"""Backslashes before a spelled surrogate, which a reader would mistake for its part."""
 
 
 def benchmark_name(figure: Figure) -> str:
     """Return ``"tests/test_gpt.py::test_train[fp32] (train_step) @ nvidia-h100-80gb-hbm3"``.
 
-    With the device, since neither bytes nor times of two are to be compared; and always with the measurement, so that a
-    second one in a test does not rename the first.
+    The name contains the device, because bytes and times from different devices are not comparable. It always contains the
+    measurement, so adding a second measurement to a test does not rename the first.
     """
     return utf8(f"{figure.test} ({figure.measurement}) @ {figure.environment.slug}")
 
 
 def utf8(text: str) -> str:
-    r"""Return ``text`` with lone surrogates spelled ``\ud800``, so that any UTF-8 reader takes it.
+    r"""Return ``text`` with lone surrogates spelled as ``\ud800``, so any UTF-8 reader accepts it.
 
-    No two texts become the same: backslashes before a surrogate, spelled or not, are doubled.
+    Backslashes before a surrogate are doubled, so different texts stay different.
     """
-    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", _AMBIGUOUS.sub(r"\\\\", text))
+    return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", _AMBIGUOUS.sub(r"\\\\", text))

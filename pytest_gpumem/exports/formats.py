@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 Better = Literal["smaller", "bigger"]
 
 _MEASURES = {"step_time": "latency", "throughput": "throughput"}
-"""Measures that every project on Bencher has from the start: nanoseconds, and operations a second."""
+"""Measures that Bencher creates for every project: ``latency`` in nanoseconds, ``throughput`` in operations per second."""
 _NANOSECONDS = 1e9
 _LONGEST_NAME = 1024
-"""Bytes that the name of a benchmark may have on Bencher."""
+"""Bencher's limit for a benchmark name, in bytes."""
 _DIGITS = 12
 _UNITS: dict[Unit, str] = {"bytes": "_bytes", "count": "", "seconds": "_seconds", "items/s": "_items_per_second"}
 """The suffix of a family's name in OpenMetrics; counts have no unit."""
@@ -29,16 +29,16 @@ _UNITS: dict[Unit, str] = {"bytes": "_bytes", "count": "", "seconds": "_seconds"
 def bencher(figures: Sequence[Figure]) -> str:
     """Return the figures in the [Bencher Metric Format](https://bencher.dev/docs/reference/bencher-metric-format/).
 
-    It has a benchmark for each ``<test> (<measurement>) @ <device>``, with a measure for each metric: ``latency``
-    (`step_time`) and ``throughput``, which every project there has, ``peak-allocated`` and so on. Times are in nanoseconds.
-    ``lower_value`` and ``upper_value`` are the ends of the 95 % interval of a time or throughput. A name with more than 1,024
-    bytes, which Bencher refuses, ends in a digest of the whole name.
+    Each ``<test> (<measurement>) @ <device>`` is a benchmark with a measure for each metric, such as ``peak-allocated``.
+    Bencher creates the measures ``latency`` (`step_time`) and ``throughput`` for every project. Times are in nanoseconds.
+    ``lower_value`` and ``upper_value`` are the 95 % interval of a time or throughput. Bencher refuses names with more than
+    1,024 bytes, so a longer name is cut and ends in a digest.
     """
     benchmarks: dict[str, dict[str, dict[str, float]]] = {}
     for figure in figures:
         name, metric = benchmark_name(figure), figure.metric
         if len(name.encode()) > _LONGEST_NAME:
-            # A digest of the whole keeps it apart from others.
+            # The digest keeps benchmarks apart whose names begin alike.
             digest = f"... {hashlib.sha256(name.encode()).hexdigest()[:_DIGITS]}"
             name = name.encode()[: _LONGEST_NAME - len(digest)].decode(errors="ignore") + digest
         scale = _NANOSECONDS if METRICS[metric].unit == "seconds" else 1
@@ -49,7 +49,13 @@ def bencher(figures: Sequence[Figure]) -> str:
 
 
 def metrics_of(better: Better, among: Collection[str] = ()) -> list[str]:
-    """Return the metrics of a file of one direction, of all or of those in ``among``. Raises `ExportError` for none."""
+    """Return the metrics, all or those in ``among``, for which ``better`` values are better.
+
+    A file for github-action-benchmark has a single direction.
+
+    Raises:
+        ExportError: No metric in ``among`` has this direction.
+    """
     names = [name for name in among or METRICS if METRICS[name].larger_is_better == (better == "bigger")]
     if not names:
         other = "smaller" if better == "bigger" else "bigger"
@@ -71,17 +77,17 @@ def github_action_benchmark(figures: Sequence[Figure]) -> str:
 
 
 def _benchmark(figure: Figure) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    benchmark: dict[str, Any] = {
         "name": f"{benchmark_name(figure)}: {figure.metric}",
         "unit": METRICS[figure.metric].unit if figure.of is None else f"{figure.of}/s",
         "value": figure.value,
     }
     if figure.interval is not None:
         low, high = figure.interval
-        found["range"] = f"± {max(high - figure.value, figure.value - low):.3g}"
-    known = {"device": figure.environment.device, "config": figure.config, "commit": figure.commit}
-    details = {name: value for name, value in known.items() if value is not None} | dict(figure.environment.details)
-    return {**found, "extra": utf8("\n".join(f"{name}: {value}" for name, value in details.items()))}
+        benchmark["range"] = f"± {max(high - figure.value, figure.value - low):.3g}"
+    origin = {"device": figure.environment.device, "config": figure.config, "commit": figure.commit}
+    details = {name: value for name, value in origin.items() if value is not None} | dict(figure.environment.details)
+    return {**benchmark, "extra": utf8("\n".join(f"{name}: {value}" for name, value in details.items()))}
 
 
 def openmetrics(figures: Sequence[Figure]) -> str:
@@ -107,7 +113,7 @@ def openmetrics(figures: Sequence[Figure]) -> str:
 
 
 def family(metric: Metric) -> str:
-    """Return the name of a metric's family: ``"gpumem_peak_allocated_bytes"``."""
+    """Return a metric's family name: ``"gpumem_peak_allocated_bytes"``."""
     return f"gpumem_{metric.name}{_UNITS[metric.unit]}"
 
 

@@ -1,8 +1,8 @@
-"""Figures as TensorBoard scalars: a run a device, a chart a metric and test, a point a session.
+"""Figures as TensorBoard scalars: a run for each device, a chart for each metric and test, a point for each session.
 
-Through ``torch.utils.tensorboard``, which keeps tags as they are and values in double precision: see
-https://docs.pytorch.org/docs/stable/tensorboard.html. tensorboardX replaces characters of tags and keeps 24 bits of a value,
-too few for bytes.
+The scalars are written by ``torch.utils.tensorboard``, which keeps tags unchanged and values in double precision: see
+https://docs.pytorch.org/docs/stable/tensorboard.html. tensorboardX replaces characters in tags and keeps 24 bits of a value,
+which are too few for bytes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ _HASH = re.compile(r"[0-9a-f]{4,64}")
 def tag(figure: Figure) -> str:
     """Return ``"peak_allocated/tests/test_gpt.py::test_train[fp32] (train_step)"``.
 
-    TensorBoard groups by what is before the first ``/``.
+    TensorBoard groups charts by the text before the first ``/``.
     """
     return utf8(f"{figure.metric}/{figure.test} ({figure.measurement})")
 
 
 def seconds(figure: Figure) -> int:
-    """Return when the figure's session ended, in seconds since 1970. Raises `ExportError` for another text."""
+    """Return when the figure's session ended, in seconds since 1970.
+
+    Raises:
+        ExportError: The report has an invalid time.
+    """
     try:
         ended = datetime.datetime.strptime(figure.ended, "%Y-%m-%dT%H:%M:%S%z")
     except ValueError:
@@ -44,7 +48,10 @@ def seconds(figure: Figure) -> int:
 
 
 def commits(folder: Path) -> Callable[[Figure], int]:
-    """Return a function that counts the commits up to a figure's, in the repository around ``folder``; raises `ExportError`."""
+    """Return a function that counts the commits up to a figure's commit, in the repository around ``folder``.
+
+    The function raises `ExportError` if git cannot count them, for example in a shallow clone.
+    """
 
     def count(figure: Figure) -> int:
         if figure.commit is None:
@@ -55,10 +62,15 @@ def commits(folder: Path) -> Callable[[Figure], int]:
 
 
 def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Figure], int]) -> None:
-    """Add an event file to the subfolder of each device, which TensorBoard shows as a run.
+    """Add an event file to each device's subfolder, which TensorBoard shows as a run.
 
-    It has a scalar ``<metric>/<test> (<measurement>)`` in double precision for each figure, at the end of its session. It
-    needs TensorBoard (``pip install tensorboard``).
+    Each figure becomes a scalar ``<metric>/<test> (<measurement>)`` in double precision, with its session's end as wall time.
+    Writing needs TensorBoard (``pip install tensorboard``).
+
+    Args:
+        figures: The figures to write.
+        folder: The folder with a subfolder for each device.
+        step_of: Returns the step for a figure, for example its number of commits.
 
     Raises:
         ExportError: A figure cannot be written, or TensorBoard is missing.
@@ -85,7 +97,7 @@ def write_scalars(figures: Sequence[Figure], folder: Path, step_of: Callable[[Fi
 
 @functools.cache
 def _commits_to(commit: str, folder: Path) -> int:
-    # A text of a report must not become an option of git.
+    # A text from a report must not become an option for git.
     if _HASH.fullmatch(commit) is None:
         raise ExportError(f"a report names the commit {commit!r}, which is not a hash")
     try:

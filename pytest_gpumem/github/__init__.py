@@ -1,1 +1,1 @@
-"""Comments over GitHub's API. Output that needs no API is in `reports.github`."""
+"""Comments through GitHub's API. Output without the API is in `reports.github`."""

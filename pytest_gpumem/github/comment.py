@@ -1,4 +1,4 @@
-"""One comment in a pull request, or one issue, that is kept up to date, through GitHub's REST and GraphQL API."""
+"""Create or update a single comment in a pull request, or a single issue, through GitHub's REST and GraphQL API."""
 
 from __future__ import annotations
 
@@ -21,47 +21,56 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SECONDS = 30
-"""The time in seconds that an answer may take."""
+"""The longest wait for an answer, in seconds."""
 _VERSION = "2022-11-28"
 """The version of the REST API: https://docs.github.com/en/rest/about-the-rest-api/api-versions."""
 
 
 class GitHubError(Exception):
-    """GitHub refused a request; the message says which."""
+    """Raised if GitHub refused a request; the message says which request."""
 
 
 class NotAllowedError(GitHubError):
-    """The token may not do that: 403, as for pull requests from forks, whose token can only read."""
+    """The token lacks a permission (403). For example, a job for a pull request from a fork has a read-only token."""
 
 
 class UnavailableError(GitHubError):
-    """GitHub is down, cannot be reached, or limits the rate of requests: it may work later."""
+    """GitHub is down, cannot be reached, or limits the request rate. A later try may succeed."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
         self.after = after
-        """Seconds to wait, where GitHub names them."""
+        """Seconds to wait, if GitHub named them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """``url`` and ``graphql_url`` are ``GITHUB_API_URL`` and ``GITHUB_GRAPHQL_URL`` of a job."""
+    """GitHub's API with a job's token. A job finds the addresses in ``GITHUB_API_URL`` and ``GITHUB_GRAPHQL_URL``."""
 
     token: str
     url: str = "https://api.github.com"
     graphql_url: str = "https://api.github.com/graphql"
 
     def request(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> tuple[Any, str | None]:
-        """Return the JSON of an answer, and the address of a list's next page. Raises `GitHubError`.
+        """Send a request with the token.
 
-        ``path`` begins with a slash, or is an address.
+        Args:
+            method: The HTTP method, such as ``"PATCH"``.
+            path: A path that begins with a slash, or a full address on the same host.
+            content: The body, which is sent as JSON.
+
+        Returns:
+            The JSON in the answer, and the address of a list's next page.
+
+        Raises:
+            GitHubError: GitHub refused the request or is not available, or ``path`` leads to another host.
         """
         address = path if "://" in path else self.url.rstrip("/") + path
-        # The token goes where the job's GitHub is, and nowhere else.
+        # Send the token only to the job's GitHub.
         homes = {urlsplit(self.url)[:2], urlsplit(self.graphql_url)[:2]}
         if urlsplit(address)[:2] not in homes or urlsplit(address).scheme not in ("https", "http"):
-            raise GitHubError(f"{address} is not of {self.url}")
-        request = urllib.request.Request(  # noqa: S310 -- the scheme was looked at
+            raise GitHubError(f"{address} does not belong to {self.url}")
+        request = urllib.request.Request(  # noqa: S310 -- the scheme was checked above
             address,
             method=method,
             data=None if content is None else json.dumps(content).encode(),
@@ -87,7 +96,7 @@ class Api:
             raise UnavailableError(f"{method} {address}: the answer is not JSON") from None
 
     def pages(self, path: str) -> Iterator[Any]:
-        """Yield the elements of a list, on all its pages. Raises `GitHubError`."""
+        """Yield a list's elements from all pages. Raises `GitHubError`."""
         following: str | None = path
         while following is not None:
             plain, next_page = self.request("GET", following)
@@ -97,20 +106,20 @@ class Api:
             following = next_page
 
     def login(self) -> str:
-        """Return the owner of the token: ``github-actions[bot]``. Raises `GitHubError`.
+        """Return the token's owner, such as ``github-actions[bot]``. Raises `GitHubError`.
 
-        ``GET /user`` is not for the token of a job, and this is.
+        The query uses GraphQL, because ``GET /user`` refuses a job's token.
         """
         plain, _ = self.request("POST", self.graphql_url, {"query": "query { viewer { login } }"})
         try:
             login = plain["data"]["viewer"]["login"]
         except (KeyError, TypeError):
-            raise GitHubError(f"GitHub does not say whose token it is: {_shortened(plain)}") from None
+            raise GitHubError(f"GitHub does not name the token's owner: {_shortened(plain)}") from None
         return str(login)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the token along, or make a GET of a POST."""
+    """Refuse redirects, which would send the token elsewhere or turn a POST into a GET."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: object, code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -118,8 +127,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _refused(what: str, error: HTTPError) -> GitHubError:
-    message = f"{what}: {error.code} {_reason(error)}"
+def _refused(request: str, error: HTTPError) -> GitHubError:
+    message = f"{request}: {error.code} {_reason(error)}"
     after = error.headers.get("Retry-After", "")
     if error.code >= 500 or error.code == 429 or (error.code == 403 and after):
         return UnavailableError(message, float(after) if after.isdecimal() else None)
@@ -131,7 +140,7 @@ def _refused(what: str, error: HTTPError) -> GitHubError:
 
 
 def _reason(error: HTTPError) -> str:
-    """Return GitHub's message on a refusal, on one line."""
+    """Return GitHub's message for a refusal, on a single line."""
     try:
         plain = json.loads(error.read())
         return _shortened(plain["message"])
@@ -146,20 +155,20 @@ def _shortened(plain: object, most: int = 300) -> str:
 
 def _next_page(link: str) -> str | None:
     """Return the address with ``rel="next"`` in a ``Link`` header (RFC 8288)."""
-    found = re.search(r'<([^>]*)>\s*;[^,<]*\brel="?next\b', link)
-    return found[1] if found else None
+    match = re.search(r'<([^>]*)>\s*;[^,<]*\brel="?next\b', link)
+    return match[1] if match else None
 
 
 _WAITS = (1.0, 3.0, 9.0)
-"""Seconds before each of the further tries."""
+"""Seconds before the second, third and fourth try."""
 _LONGEST_WAIT = 60.0
 MOST_OF_A_TITLE = 256
-"""Characters of an issue's title; with more it is refused: ``title is too long (maximum is 256 characters)``."""
+"""The longest title that GitHub accepts: ``title is too long (maximum is 256 characters)``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """The pull request of a comment: ``repository`` is ``owner/name``."""
+    """A pull request in a ``repository`` such as ``owner/name``."""
 
     repository: str
     number: int
@@ -170,83 +179,105 @@ class PullRequest:
 
 
 def marker(name: str) -> str:
-    """Return the hidden first line of the comment called ``name``, which no name can end early."""
+    """Return the hidden first line for the comment called ``name``.
+
+    A ``--`` in the name is encoded, because it could end the HTML comment early.
+    """
     return f"<!-- pytest-gpumem: {quote(name, safe=' ', errors='backslashreplace').replace('--', '-%2D')} -->"
 
 
 def room(name: str) -> int:
-    """Return how many characters the comment called ``name`` may have beneath its marker."""
+    """Return how many characters fit into the comment called ``name`` below its marker."""
     return MOST_OF_A_COMMENT - len(marker(name)) - 1
 
 
 def pull_request_of_event(file: Path) -> int | None:
-    """Return the number of a job's pull request, from the file ``GITHUB_EVENT_PATH``; ``None`` when it has none.
+    """Return the number of a job's pull request, or ``None`` if the job has no pull request.
 
-    Raises ``ValueError`` when the file is not an event, and ``OSError``.
+    Args:
+        file: The event's JSON file, from ``GITHUB_EVENT_PATH``.
+
+    Raises:
+        ValueError: The file does not contain an event.
+        OSError: The file cannot be read.
     """
     event = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(event, dict):
         raise ValueError(f"{file}: expected an object, got {type(event).__name__}")
-    found = event.get("pull_request")
-    if found is None:
-        # Events of comments name the pull request as an issue.
+    pull_request = event.get("pull_request")
+    if pull_request is None:
+        # Events for comments contain the pull request as an issue.
         issue = event.get("issue")
-        found = issue if isinstance(issue, dict) and issue.get("pull_request") else None
-    if not isinstance(found, dict):
+        pull_request = issue if isinstance(issue, dict) and issue.get("pull_request") else None
+    if not isinstance(pull_request, dict):
         return None
-    number = found.get("number")
+    number = pull_request.get("number")
     return number if isinstance(number, int) else None
 
 
 def put_comment(
-    api: Api, where: PullRequest, name: str, body: str, *, sleep: Callable[[float], None] = time.sleep
+    api: Api, pull_request: PullRequest, name: str, body: str, *, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[bool, str]:
-    """Change the comment called ``name``, or make it where there is none; ``body`` has `room`.
+    """Update the comment called ``name``, or create it.
 
-    Tried four times while GitHub is unavailable. Each time it is looked for anew: a comment may have been made although the
-    answer was lost.
+    While GitHub is unavailable, the function tries four times. Each try searches for the comment again, because an earlier try
+    may have created it and lost the answer.
+
+    Args:
+        api: GitHub's API.
+        pull_request: The pull request to comment on.
+        name: The comment's name, which a hidden first line stores.
+        body: The comment's Markdown, in at most as many characters as `room` returns.
+        sleep: Waits for so many seconds.
 
     Returns:
-        Whether it is new, and its address.
+        True if the comment is new, and its address.
 
     Raises:
-        GitHubError: GitHub refused it, or is not available.
+        GitHubError: GitHub refused the comment, or is not available.
     """
-    return persistently(lambda: _put(api, where, marker(name), _marked(name, body)), sleep)
+    return persistently(lambda: _put(api, pull_request, marker(name), _with_marker(name, body)), sleep)
 
 
 def put_issue(
     api: Api, repository: str, name: str, title: str, body: str, *, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[bool, str]:
-    """Change the open issue called ``name``, or open it where there is none; as `put_comment`."""
-    content = {"title": _text(title)[:MOST_OF_A_TITLE], "body": _marked(name, body)}
+    """Update the open issue called ``name``, or open it. Arguments and results are as in `put_comment`."""
+    content = {"title": _text(title)[:MOST_OF_A_TITLE], "body": _with_marker(name, body)}
 
     def put() -> tuple[bool, str]:
-        mine = _find_issue(api, repository, marker(name))
-        if mine is None:
+        number = _find_issue(api, repository, marker(name))
+        if number is None:
             answer, _ = api.request("POST", f"/repos/{repository}/issues", content)
         else:
-            answer, _ = api.request("PATCH", f"/repos/{repository}/issues/{mine}", content)
-        return mine is None, _address(answer)
+            answer, _ = api.request("PATCH", f"/repos/{repository}/issues/{number}", content)
+        return number is None, _address(answer)
 
     return persistently(put, sleep)
 
 
 def close_issue(api: Api, repository: str, name: str, *, sleep: Callable[[float], None] = time.sleep) -> str | None:
-    """Close the open issue called ``name``, and return its address; ``None`` where there is none. Raises `GitHubError`."""
+    """Close the open issue called ``name``.
+
+    Returns:
+        The issue's address; ``None`` if no open issue has the name.
+
+    Raises:
+        GitHubError: GitHub refused the request, or is not available.
+    """
 
     def close() -> str | None:
-        mine = _find_issue(api, repository, marker(name))
-        if mine is None:
+        number = _find_issue(api, repository, marker(name))
+        if number is None:
             return None
         closed = {"state": "closed", "state_reason": "completed"}
-        return _address(api.request("PATCH", f"/repos/{repository}/issues/{mine}", closed)[0])
+        return _address(api.request("PATCH", f"/repos/{repository}/issues/{number}", closed)[0])
 
     return persistently(close, sleep)
 
 
 def persistently(put: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
-    """Return what ``put`` returns, tried four times while GitHub is unavailable. Raises `GitHubError`."""
+    """Return the result of ``put``, which is called up to four times while GitHub is unavailable. Raises `GitHubError`."""
     for wait in _WAITS:
         try:
             return put()
@@ -255,51 +286,53 @@ def persistently(put: Callable[[], T], sleep: Callable[[float], None] = time.sle
     return put()
 
 
-def _marked(name: str, body: str) -> str:
+def _with_marker(name: str, body: str) -> str:
     return _text(f"{marker(name)}\n{body}")
 
 
 def _text(text: str) -> str:
-    # Half of a surrogate pair is no text, and GitHub would refuse all of it.
+    # GitHub would refuse a text with a lone surrogate.
     return text.encode(errors="backslashreplace").decode()
 
 
-def _put(api: Api, where: PullRequest, first_line: str, text: str) -> tuple[bool, str]:
-    mine = _find(api, where, first_line)
-    if mine is None:
-        answer, _ = api.request("POST", where.comments, {"body": text})
+def _put(api: Api, pull_request: PullRequest, first_line: str, text: str) -> tuple[bool, str]:
+    comment_id = _find(api, pull_request, first_line)
+    if comment_id is None:
+        answer, _ = api.request("POST", pull_request.comments, {"body": text})
     else:
-        answer, _ = api.request("PATCH", f"/repos/{where.repository}/issues/comments/{mine}", {"body": text})
-    return mine is None, _address(answer)
+        answer, _ = api.request(
+            "PATCH", f"/repos/{pull_request.repository}/issues/comments/{comment_id}", {"body": text}
+        )
+    return comment_id is None, _address(answer)
 
 
 def _address(answer: Any) -> str:
     try:
         return str(answer["html_url"])
     except (KeyError, TypeError):
-        raise GitHubError("GitHub took the text, and does not say where it is") from None
+        raise GitHubError("GitHub accepted the text, but its answer has no address") from None
 
 
-def _find(api: Api, where: PullRequest, first_line: str) -> int | None:
-    """Return the oldest comment of the token's owner that begins with the marker. Others may quote it."""
-    mine = _first_of_mine(api, f"{where.comments}?per_page=100", first_line)
-    return None if mine is None else int(mine["id"])
+def _find(api: Api, pull_request: PullRequest, first_line: str) -> int | None:
+    """Return the id of the token owner's oldest comment with the marker. Others may quote the marker."""
+    comment = _first_own_post(api, f"{pull_request.comments}?per_page=100", first_line)
+    return None if comment is None else int(comment["id"])
 
 
 def _find_issue(api: Api, repository: str, first_line: str) -> int | None:
-    """Return the number of the oldest open issue of the token's owner that begins with the marker."""
-    asked = "state=open&sort=created&direction=asc&per_page=100"
-    mine = _first_of_mine(api, f"/repos/{repository}/issues?{asked}", first_line)
-    return None if mine is None else int(mine["number"])
+    """Return the number of the token owner's oldest open issue with the marker."""
+    query = "state=open&sort=created&direction=asc&per_page=100"
+    issue = _first_own_post(api, f"/repos/{repository}/issues?{query}", first_line)
+    return None if issue is None else int(issue["number"])
 
 
-def _first_of_mine(api: Api, path: str, first_line: str) -> Any:
+def _first_own_post(api: Api, path: str, first_line: str) -> Any:
     login: str | None = None
-    for one in api.pages(path):
-        # The list of issues has pull requests, too.
-        if "pull_request" in one or not str(one.get("body", "")).startswith(first_line):
+    for post in api.pages(path):
+        # GitHub lists pull requests among the issues.
+        if "pull_request" in post or not str(post.get("body", "")).startswith(first_line):
             continue
         login = login or api.login()
-        if (one.get("user") or {}).get("login") == login:
-            return one
+        if (post.get("user") or {}).get("login") == login:
+            return post
     return None

@@ -1,1 +1,1 @@
-"""Reports: functions of verdicts, and of nothing else."""
+"""Reports as pure functions of verdicts."""

@@ -1,4 +1,7 @@
-"""Causes of what grew in a session, as every format shows them. Pure."""
+"""Causes behind a session's growth, for every report format. Pure.
+
+For example, six tests grew because of ``blocks.*.attention`` at ``tiny_models/gpt.py:38``: a report shows this cause once.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.units import UnitSystem
 
 MOST_CAUSES = 10
-"""Causes that are shown unless all are asked for."""
+"""The number of causes in a table, unless the user asks for all."""
 
 
 class CauseCells(NamedTuple):
-    """Cells of a cause in a table, as texts; without any, the table's header."""
+    """A cause's cells in a table, as texts. The default values are the table's header."""
 
     number: str = "#"
-    """The cause as `gpumem accept --cause` names it."""
+    """The number for `gpumem accept --cause`."""
     name: str = "cause"
     tests: str = "tests"
     total: str = "in all"
@@ -47,50 +50,48 @@ class CauseCells(NamedTuple):
 
 HEADER = CauseCells()
 _ALWAYS = 6
-"""The first columns, which stay where no cause has anything in them."""
+"""The first so many columns stay even if they are empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class CausesOf:
-    """The causes of what grew in some tests, of so many that were measured."""
+    """The causes behind a session's growth, and the number of measured tests."""
 
     causes: Causes
     measured: int
 
     @property
     def tell(self) -> bool:
-        """True if there are several tests to tell of: a single one says itself what grew.
+        """True if the causes concern several tests. A single test's own report already explains its growth.
 
-        That nothing explains times alone is no news: no line does.
+        Unexplained times count only if there are causes, because no line ever explains a time.
         """
-        found = self.causes
-        left = [
+        causes = self.causes
+        unexplained = [
             share
-            for share in found.unexplained
-            if found.causes or METRICS[share.growth.metric].kind in ("memory", "work")
+            for share in causes.unexplained
+            if causes.causes or METRICS[share.growth.metric].kind in ("memory", "work")
         ]
-        shares = (*(share for cause in found.causes for share in cause.shares), *left)
+        shares = (*(share for cause in causes.causes for share in cause.shares), *unexplained)
         return len({share.growth.test for share in shares}) > 1
 
 
 def causes_in(report: SessionReport) -> CausesOf:
-    """Return the causes of a session, but of what became the baseline."""
-    grown = [one.verdict for one in report.results if not one.is_accepted_by(report.terms.update)]
+    """Return the causes in a session, without growth that became the baseline."""
+    grown = [result.verdict for result in report.results if not result.is_accepted_by(report.terms.update)]
     return CausesOf(
-        causes_of(one for one in grown if not one.unmeasured), _measured(one.verdict for one in report.results)
+        causes_of(verdict for verdict in grown if not verdict.unmeasured),
+        _measured(result.verdict for result in report.results),
     )
 
 
 def _measured(tests: Iterable[TestVerdict]) -> int:
-    """Return how many tests were measured; one that shards measured on several devices has a verdict for each."""
+    """Count the measured tests. A test on several devices counts once."""
     return len({test.nodeid for test in tests if not test.unmeasured})
 
 
 def name_of(cause: Cause, units: UnitSystem) -> str:
-    """Return what a cause is, in a few words: the holder, the line, the packages or the budget.
-
-    Without any of these it is the module or the category.
-    """
+    """Return a short name for a cause: the holder, the line, the packages, the budget, or else the module or the category."""
     if cause.kind == "packages":
         return "; ".join(cause.packages)
     if cause.kind == "budget":
@@ -102,13 +103,13 @@ def name_of(cause: Cause, units: UnitSystem) -> str:
     return f"{HOLDER_NOT_FOUND}; made at {place}" if cause.lacks_holder and cause.lines else place
 
 
-def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
-    """Return what a table shows of each cause."""
+def cause_cells(session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> list[CauseCells]:
+    """Return table cells for the first ``most`` causes."""
     return [
         CauseCells(
             str(number),
             name_of(cause, units),
-            f"{len(cause.tests)} of {found.measured}",
+            f"{len(cause.tests)} of {session_causes.measured}",
             difference(cause.metric, cause.total, units),
             difference(cause.metric, cause.largest.amount, units),
             METRICS[cause.metric].title,
@@ -117,17 +118,23 @@ def cause_cells(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
             cause.what if cause.has_tensors else "",
             cause.tests[0],
         )
-        for number, cause in enumerate(found.causes.causes[:most], start=1)
+        for number, cause in enumerate(session_causes.causes.causes[:most], start=1)
     ]
 
 
-def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = "") -> list[str]:
-    """Return a line for what else is known of a cause, of those that are not shown, and of what is not explained.
+def cause_notes(
+    session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES, *, hint: str = ""
+) -> list[str]:
+    """Return notes on the causes, on causes without a row, and on growth without an explanation.
 
-    ``hint`` is how to see those that are not shown, where that can be asked for.
+    Args:
+        session_causes: The causes.
+        units: The unit system for bytes.
+        most: The number of causes to show; ``None`` for all.
+        hint: How the user can see the other causes, such as an option; empty if that is impossible.
     """
     lines = []
-    causes = found.causes.causes
+    causes = session_causes.causes.causes
     for cause in causes[:most]:
         made_at = cause.lines[:1] if cause.holder else ()
         also = cause.lines[1:]
@@ -141,32 +148,32 @@ def cause_notes(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
         lines += [f"{name_of(cause, units)}: {'; '.join(more)}"] if more else []
     if most is not None and len(causes) > most:
         lines.append(f"... and {counted(len(causes) - most, 'other cause')}{f' ({hint})' if hint else ''}")
-    unproven = found.causes.unproven
-    with_lines = Counter[Any]()
+    unproven = session_causes.causes.unproven
+    unproven_amounts = Counter[Any]()
     for alternatives in unproven:
-        with_lines.update({share.growth: share.amount for share in alternatives.shares})
-    left = [
-        replace(share, amount=share.amount - with_lines[share.growth])
-        for share in found.causes.unexplained
-        if share.amount - with_lines[share.growth] > (1 - ENOUGH) * share.growth.amount
+        unproven_amounts.update({share.growth: share.amount for share in alternatives.shares})
+    unexplained = [
+        replace(share, amount=share.amount - unproven_amounts[share.growth])
+        for share in session_causes.causes.unexplained
+        if share.amount - unproven_amounts[share.growth] > (1 - ENOUGH) * share.growth.amount
     ]
-    notes: list[tuple[str, Sequence[Any]]] = [("not explained", left)] if left else []
+    notes: list[tuple[str, Sequence[Any]]] = [("not explained", unexplained)] if unexplained else []
     notes += [
         (f"not certain: {' or '.join(alternatives.lines[:MOST_ROWS])}", alternatives.shares)
         for alternatives in unproven[:most]
     ]
     for title, shares in notes:
         tests = sorted({share.growth.test for share in shares})
-        others = f" and {counted(len(tests) - 1, 'other')}" if len(tests) > 1 else ""
-        lines.append(f"{title}: {_sums(shares, units)} in {counted(len(tests), 'test')}: {tests[0]}{others}")
+        other_tests = f" and {counted(len(tests) - 1, 'other')}" if len(tests) > 1 else ""
+        lines.append(f"{title}: {_sums(shares, units)} in {counted(len(tests), 'test')}: {tests[0]}{other_tests}")
     return lines
 
 
 def _ranks(cause: Cause) -> Iterator[str]:
-    """Yield on which ranks of a distributed job it is, unless on all of them."""
-    found = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
-    for world in sorted({rank.world for rank in found}):
-        numbers = sorted(rank.number for rank in found if rank.world == world)
+    """Yield a distributed job's ranks with the cause, unless all ranks have it."""
+    ranks = {rank for share in cause.shares if (rank := rank_in(share.growth.name)) is not None}
+    for world in sorted({rank.world for rank in ranks}):
+        numbers = sorted(rank.number for rank in ranks if rank.world == world)
         if len(numbers) < world:
             yield f"only on {in_words(numbers)} of {world}"
 
@@ -174,14 +181,14 @@ def _ranks(cause: Cause) -> Iterator[str]:
 def _sums(shares: Sequence[Any], units: UnitSystem) -> str:
     metrics = dict.fromkeys(share.growth.metric for share in shares)
     return ", ".join(
-        f"{METRICS[name].title} {difference(name, sum(one.amount for one in shares if one.growth.metric == name), units)}"
+        f"{METRICS[name].title} {difference(name, sum(share.amount for share in shares if share.growth.metric == name), units)}"
         for name in sorted(metrics, key=lambda name: METRICS[name].precedence)
     )
 
 
-def cause_table(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
-    """Return the causes for a terminal, of which a narrow one leaves out columns from the right."""
-    # A table that is too wide has its first column on a line of its own, so the number is in it.
+def cause_table(session_causes: CausesOf, units: UnitSystem, most: int | None = MOST_CAUSES) -> Table:
+    """Return the causes as a table for the terminal. A narrow terminal omits columns from the right."""
+    # A wide table prints its first column on a separate line, so this column includes the number.
     columns = (
         Column(f"{HEADER.number} {HEADER.name}", left=True, least=24),
         Column(HEADER.tests),
@@ -193,12 +200,12 @@ def cause_table(found: CausesOf, units: UnitSystem, most: int | None = MOST_CAUS
         Column(HEADER.tensors, left=True, weight=0),
         Column(HEADER.first, left=True, weight=1),
     )
-    rows = [(f"{cells.number} {cells.name}", *cells[2:]) for cells in cause_cells(found, units, most)]
+    rows = [(f"{cells.number} {cells.name}", *cells[2:]) for cells in cause_cells(session_causes, units, most)]
     return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(_ALWAYS - 1))
 
 
-def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
-    """Return the causes as a table in GitHub's Markdown, and what else is known of them as a list."""
+def causes_in_markdown(session_causes: CausesOf, units: UnitSystem) -> str:
+    """Return the causes as a table in GitHub's Markdown, with notes as a list."""
     rows = [
         [
             cells.number,
@@ -206,9 +213,9 @@ def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
             *map(escaping.plain, cells[2:6]),
             *(escaping.code_in_table(cell) if cell else "" for cell in cells[6:]),
         ]
-        for cells in cause_cells(found, units)
+        for cells in cause_cells(session_causes, units)
     ]
-    notes = [f"- {escaping.plain(note)}" for note in cause_notes(found, units)]
+    notes = [f"- {escaping.plain(note)}" for note in cause_notes(session_causes, units)]
     if not rows:
         return "\n".join(notes)
     header, rows = without_empty(HEADER, rows, range(_ALWAYS))
@@ -216,19 +223,19 @@ def causes_in_markdown(found: CausesOf, units: UnitSystem) -> str:
     return "\n".join([text, "", *notes]) if notes else text
 
 
-def plain_causes(found: CausesOf) -> dict[str, Any]:
-    """Return the causes for JSON: amounts are in the metric's unit, bytes or counts."""
+def plain_causes(session_causes: CausesOf) -> dict[str, Any]:
+    """Return the causes for JSON. Amounts are in the metric's unit: bytes or counts."""
 
-    def shares(some: Iterable[Any]) -> list[dict[str, Any]]:
+    def plain_shares(shares: Iterable[Any]) -> list[dict[str, Any]]:
         return [
             {
-                "test": one.growth.test,
-                "name": one.growth.name,
-                "metric": one.growth.metric,
-                "device": one.growth.device,
-                "amount": one.amount,
+                "test": share.growth.test,
+                "name": share.growth.name,
+                "metric": share.growth.metric,
+                "device": share.growth.device,
+                "amount": share.amount,
             }
-            for one in some
+            for share in shares
         ]
 
     return {
@@ -247,9 +254,9 @@ def plain_causes(found: CausesOf) -> dict[str, Any]:
                 "total": cause.total,
                 "largest": cause.largest.amount,
                 "tests": list(cause.tests),
-                "shares": shares(cause.shares),
+                "shares": plain_shares(cause.shares),
             }
-            for cause in found.causes.causes
+            for cause in session_causes.causes.causes
         ],
-        "not_explained": shares(found.causes.not_explained),
+        "not_explained": plain_shares(session_causes.causes.not_explained),
     }

@@ -1,4 +1,4 @@
-"""A comparison of two sides, test by test and metric by metric: of revisions, reports, or states of the store."""
+"""Comparison between two sides (revisions, reports, or store states), test by test and metric by metric."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 WORSE = 1
 NOTHING_COMPARED = 2
 StoredKey = tuple[Key, str]
-"""A measurement's key, and the slug of the device that it was taken on."""
+"""A measurement's key, and the slug of its device."""
 Word = Literal["new", "gone", "unmeasured", "failed", "broken", "not compared"]
-"""The reason why something is not compared."""
+"""The reason why a test or measurement is not compared."""
 _SPEEDS = {outcome: word for word, outcome in OUTCOMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedChange:
-    """A metric of a test on both sides, in its unit; ``None`` where a side has none. ``allowed`` is the change tolerated."""
+    """A metric on both sides, in its unit; ``None`` if a side lacks the metric. ``allowed`` is the tolerated change."""
 
     metric: str
     old: float | None
@@ -44,25 +44,25 @@ class ComparedChange:
     allowed: float | None = None
     reason: str | None = None
     interval: Interval | None = None
-    """The ratio of new to old and its confidence interval, of a time that was taken in turns."""
+    """The ratio of new to old with its confidence interval, for a time measured in turns."""
 
     @property
     def word(self) -> str:
-        """The verdict in words; empty where there is none."""
+        """The verdict in words; empty without a verdict."""
         if self.interval is not None:
             return _SPEEDS[self.outcome]
         return "" if self.outcome is Outcome.RECORDED else self.outcome.words
 
     @property
     def ratio(self) -> float | None:
-        """New to old; ``None`` where that is not defined."""
+        """The new value divided by the old; ``None`` if a value is missing or the old value is 0."""
         if self.interval is not None:
             return self.interval.ratio
         return self.new / self.old if self.old and self.new is not None else None
 
     @property
     def is_shown(self) -> bool:
-        """True if it is shown: bytes and counts that differ, and times that differ by more than the tolerance."""
+        """True if reports show the change: different bytes or counts, and times beyond the tolerance."""
         if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
             return True
         if METRICS[self.metric].unit in WHOLE:
@@ -75,9 +75,10 @@ class ComparedChange:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRow:
-    """A measurement that both sides have. ``reason`` is a sentence where they cannot be compared, ``notes`` are clauses.
+    """A measurement on both sides.
 
-    ``slug`` is the new side's device, ``old_slug`` the old one's where one of the two is emulated and the other is not.
+    ``reason`` says in a sentence why the sides cannot be compared. ``notes`` are clauses. ``slug`` is the new side's device.
+    ``old_slug`` is the old side's device if exactly one of the two devices is emulated.
     """
 
     key: Key
@@ -88,7 +89,7 @@ class ComparedRow:
     notes: tuple[str, ...] = ()
     old_slug: str | None = None
     verdict: Verdict | None = None
-    """The gate's verdict, with what changed in the composition of the peak where both sides know it."""
+    """The gate's verdict, with the changes in the peak's composition if both sides have a composition."""
 
     @property
     def outcome(self) -> Outcome:
@@ -105,12 +106,12 @@ class ComparedRow:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A test, or a measurement of it, that is not compared. ``reason`` is a clause, where one is known.
+    """A test or measurement without a comparison.
 
-    ``stored_key`` is that of a measurement which one side has only, with this ``peak`` in bytes.
+    ``reason`` is a clause. ``stored_key`` and ``peak`` (in bytes) belong to a measurement that exists on a single side.
 
-    ``new`` and ``gone`` are on one side only. ``unmeasured`` gave no figures on the new side, ``failed`` and ``broken`` failed
-    there and not on the old one.
+    ``new`` and ``gone`` exist on a single side. ``unmeasured`` has no figures on the new side. ``failed`` and ``broken`` failed
+    only on the new side.
     """
 
     title: str
@@ -122,7 +123,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A test that failed or did not finish, and why, as a clause. ``slugs`` are the devices that it has figures of."""
+    """A failed or unfinished test. ``why`` is a clause. ``slugs`` are the devices for which the test has figures."""
 
     file: str
     test: str
@@ -130,7 +131,7 @@ class Failure:
     slugs: frozenset[str] = frozenset()
 
     def is_that_of(self, other: Failure) -> bool:
-        """Return whether ``other`` is of the same test and, where both are known, of the same device."""
+        """Return whether ``other`` is the same test. If both have devices, they must share a device."""
         if (self.file, self.test) != (other.file, other.test):
             return False
         return not self.slugs or not other.slugs or not self.slugs.isdisjoint(other.slugs)
@@ -138,15 +139,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ChangedPackage:
-    """A package of which two sets of requirements hold different releases; ``None`` where a side lacks it."""
+    """A package with different releases in two sets of requirements; ``None`` if a side does not contain the package."""
 
     name: str
     old: str | None
     new: str | None
     requested: bool = False
-    """True if the new side's requirements name it; else it was brought along."""
+    """True if the new side's requirements name the package; False for a dependency."""
     url: str | None = None
-    """The address that the new one was installed from, where it was not an index."""
+    """The new release's source address; ``None`` for a release from an index."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.new or 'none'}, was {self.old or 'not installed'}"
@@ -154,9 +155,9 @@ class ChangedPackage:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The comparison of two sides, sorted by test.
+    """A comparison between two sides, sorted by test.
 
-    ``failed`` are all tests that failed on the new side and not on the old one, also those with a row.
+    ``failed`` are all tests that failed only on the new side, including tests with a row.
     """
 
     old: str | Revision
@@ -165,35 +166,35 @@ class Compared:
     left_out: tuple[LeftOut, ...] = ()
     failed: tuple[Failure, ...] = ()
     pairs: int | None = None
-    """The number of pairs of runs, of revisions that ran in turns; ``None`` where figures of two sides were read."""
+    """The number of run pairs, for revisions that ran in turns; ``None`` if the figures were read from files."""
     tolerance: float = 0.0
-    """The tolerated slowdown of revisions that ran in turns, as a ratio."""
+    """The tolerated slowdown for revisions that ran in turns, as a ratio."""
     packages: tuple[ChangedPackage, ...] = ()
-    """The packages that differ between two sets of requirements."""
+    """The packages with different releases on the two sides."""
 
     @property
     def speeds(self) -> dict[Key, ComparedChange]:
-        """The changes of step times that were taken in turns."""
+        """The step time changes, measured in turns."""
         return {row.key: change for row in self.rows for change in row.changes if change.interval is not None}
 
     @property
     def exit_status(self) -> int:
-        """The exit status of the command: 0 where nothing is worse, or else `WORSE`, or `NOTHING_COMPARED`."""
-        worse = any(row.outcome is Outcome.REGRESSED for row in self.rows)
-        worse |= any(one.word in ("failed", "broken") for one in self.left_out)
-        anything = any(row.compared for row in self.rows)
-        # A test that runs in turns and breaks is a comparison; one that failed in a report has no figures to compare.
-        if not anything and (self.pairs is None or not worse):
+        """The command's exit status: 0 if nothing is worse, else `WORSE`; `NOTHING_COMPARED` without a comparison."""
+        is_worse = any(row.outcome is Outcome.REGRESSED for row in self.rows)
+        is_worse |= any(left_out.word in ("failed", "broken") for left_out in self.left_out)
+        is_anything_compared = any(row.compared for row in self.rows)
+        # A test counts as compared if it breaks while running in turns. A failed test in a report has no figures.
+        if not is_anything_compared and (self.pairs is None or not is_worse):
             return NOTHING_COMPARED
-        return WORSE if worse else 0
+        return WORSE if is_worse else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two sides.
+    """A side in a comparison.
 
-    ``unmeasured`` says, by file and test, why tests have no figures. ``failures`` are those of its tests, with figures or
-    without; ``not_collected`` the files that could not be collected.
+    ``unmeasured`` gives the reason for each (file, test) without figures. ``failures`` include tests with figures.
+    ``not_collected`` are files that pytest could not collect.
     """
 
     name: str
@@ -203,28 +204,33 @@ class Side:
     not_collected: frozenset[str] = frozenset()
 
     def peak(self, stored_key: StoredKey) -> float | None:
-        """Return the peak of one of its measurements, in bytes."""
+        """Return a measurement's peak in bytes."""
         return self.figures[stored_key].metrics.get("peak_allocated")
 
-    def why_gone(self, key: Key) -> tuple[Word, str | None]:
-        """Return why it lacks a measurement, in a word, and as a clause if more is known."""
+    def reason_missing(self, key: Key) -> tuple[Word, str | None]:
+        """Return the reason why the side lacks a measurement: a word, and a clause if the side knows more."""
         if key.file in self.not_collected:
             return "failed", "its file could not be collected"
         return self.unmeasured.get((key.file, key.test), ("gone", None))
 
 
 def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compared:
-    """Judge ``new`` as the gate judges a session, with ``old`` for its baselines.
+    """Judge ``new`` as the gate judges a session, with ``old`` as the baselines.
 
-    A measurement on an emulated GPU and one on a real GPU are a pair, too.
+    A measurement on an emulated GPU can be paired with the same measurement on a real GPU.
+
+    Args:
+        old: The side with the baselines.
+        new: The judged side.
+        tolerances: The tolerances by metric.
     """
     pairs = _pairs(old.figures.keys(), new.figures.keys())
     added = sorted(new.figures.keys() - {stored_key for _, stored_key in pairs})
-    gone = sorted(old.figures.keys() - {stored_key for stored_key, _ in pairs})
-    several = len({slug for _, slug in (*(stored_key for _, stored_key in pairs), *added, *gone)}) > 1
+    removed = sorted(old.figures.keys() - {stored_key for stored_key, _ in pairs})
+    has_several_devices = len({slug for _, slug in (*(stored_key for _, stored_key in pairs), *added, *removed)}) > 1
 
     def title(stored_key: StoredKey) -> str:
-        return f"{stored_key[0]} on {stored_key[1]}" if several else str(stored_key[0])
+        return f"{stored_key[0]} on {stored_key[1]}" if has_several_devices else str(stored_key[0])
 
     rows = []
     for earlier, stored_key in pairs:
@@ -234,28 +240,32 @@ def compared(old: Side, new: Side, tolerances: Mapping[str, Tolerance]) -> Compa
         rows.append(
             ComparedRow(*stored_key, title(stored_key), changes, verdict.reason, old_slug=old_slug, verdict=verdict)
         )
-    failed = tuple(one for one in new.failures if not any(one.is_that_of(earlier) for earlier in old.failures))
+    failed = tuple(
+        failure for failure in new.failures if not any(failure.is_that_of(earlier) for earlier in old.failures)
+    )
     left_out = [LeftOut(title(stored_key), "new", None, stored_key, new.peak(stored_key)) for stored_key in added]
     left_out += [
-        LeftOut(title(stored_key), *new.why_gone(stored_key[0]), stored_key, old.peak(stored_key))
-        for stored_key in gone
+        LeftOut(title(stored_key), *new.reason_missing(stored_key[0]), stored_key, old.peak(stored_key))
+        for stored_key in removed
     ]
     listed = {(row.key.file, row.key.test) for row in rows if row.outcome is Outcome.REGRESSED}
     listed |= {
-        (one.stored_key[0].file, one.stored_key[0].test) for one in left_out if one.stored_key and one.word == "failed"
+        (row.stored_key[0].file, row.stored_key[0].test) for row in left_out if row.stored_key and row.word == "failed"
     }
     left_out += [
-        LeftOut(f"{one.file}::{one.test}", "failed", one.why) for one in failed if (one.file, one.test) not in listed
+        LeftOut(f"{failure.file}::{failure.test}", "failed", failure.why)
+        for failure in failed
+        if (failure.file, failure.test) not in listed
     ]
     return Compared(old.name, new.name, tuple(rows), tuple(left_out), failed)
 
 
 def _pairs(old: Collection[StoredKey], new: Collection[StoredKey]) -> list[tuple[StoredKey, StoredKey]]:
-    """Return the places to compare, sorted: of the same device, or the only ones left if one of them is emulated."""
+    """Return the sorted pairs to compare: equal keys and devices, or the only remaining pair if one device is emulated."""
     pairs = [(stored_key, stored_key) for stored_key in old if stored_key in new]
-    left = [{stored_key for stored_key in side if (stored_key, stored_key) not in pairs} for side in (old, new)]
-    for key in {key for key, _ in left[0]}:
-        earlier, later = ([stored_key for stored_key in side if stored_key[0] == key] for side in left)
+    unpaired = [{stored_key for stored_key in side if (stored_key, stored_key) not in pairs} for side in (old, new)]
+    for key in {key for key, _ in unpaired[0]}:
+        earlier, later = ([stored_key for stored_key in side if stored_key[0] == key] for side in unpaired)
         if len(earlier) == len(later) == 1 and _is_emulated(earlier[0]) != _is_emulated(later[0]):
             pairs.append((earlier[0], later[0]))
     return sorted(pairs)
@@ -266,66 +276,72 @@ def _is_emulated(stored_key: StoredKey) -> bool:
 
 
 def side_of_report(name: str, report: SessionReport) -> Side:
-    """Return the side of a session's report."""
+    """Return a session's report as a side in a comparison."""
     figures: dict[StoredKey, Measurement | Baseline] = {}
     unmeasured: dict[tuple[str, str], tuple[Word, str]] = {}
     failures: list[Failure] = []
     for row in rows_of(report):
-        measurements = [one.verdict.measurement for one in row.measured]
+        measurements = [measured.verdict.measurement for measured in row.measured]
         if row.status.fails:
-            slugs = frozenset(one.environment.slug for one in measurements)
+            slugs = frozenset(measurement.environment.slug for measurement in measurements)
             failures.append(Failure(row.file, row.test, row.headline, slugs))
-        why_not = None if row.result is None else row.result.verdict.unmeasured
-        if row.result is None or why_not:
+        why_unmeasured = None if row.result is None else row.result.verdict.unmeasured
+        if row.result is None or why_unmeasured:
             unmeasured[row.file, row.test] = (
                 ("failed" if row.status.fails else "unmeasured"),
-                row.headline or why_not or "",
+                row.headline or why_unmeasured or "",
             )
-        for one in measurements:
-            figures[Key(row.file, row.test, one.name), one.environment.slug] = one
-    failures.sort(key=lambda one: (one.file, one.test))
+        for measurement in measurements:
+            figures[Key(row.file, row.test, measurement.name), measurement.environment.slug] = measurement
+    failures.sort(key=lambda failure: (failure.file, failure.test))
     return Side(name, figures, unmeasured, tuple(failures), frozenset(report.not_collected))
 
 
 def side_of_store(name: str, entries: Iterable[tuple[str, Key, Baseline]]) -> Side:
-    """Return the side of a store's baselines, given as (slug, key, entry)."""
+    """Return a store's baselines, given as (slug, key, entry), as a side of a comparison."""
     return Side(name, {(key, slug): entry for slug, key, entry in entries})
 
 
 def changes_of(
     old: Measurement | Baseline, new: Measurement | Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[ComparedChange, ...], Verdict]:
-    """Judge each metric of ``new`` with ``old`` for its baseline, and return the changes and the verdict."""
-    # A baseline has medians of runs and no rounds, so that its times are shown and not judged.
+    """Judge each metric of ``new`` with ``old`` as the baseline, and return the changes and the verdict."""
+    # A baseline stores medians and no rounds, so its times are shown but not judged.
     measurement = new if isinstance(new, Measurement) else Measurement("", new.workload, new.environment, new.metrics)
     if isinstance(old, Baseline):
         verdict = judge(measurement, Budget(), old, tolerances)
     else:
         verdict = judged_by(old, "the old side", measurement, tolerances)
-    judged = {one.metric: one for one in verdict.metrics}
+    verdict_by_metric = {metric.metric: metric for metric in verdict.metrics}
     changes = []
     for name, metric in METRICS.items():
         if name in old.metrics or name in new.metrics:
-            then, now = (one.metrics.get(name, metric.where_absent) for one in (old, new))
-            one = judged.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
-            lacking = _lacking(metric, then, now)
-            # Of a report there is none to be recorded.
-            reason = "not compared: the old side has no times" if one.lacks_time else lacking or one.reason
-            changes.append(ComparedChange(name, then, now, one.outcome, one.allowed, reason))
+            old_value, new_value = (side.metrics.get(name, metric.where_absent) for side in (old, new))
+            metric_verdict = verdict_by_metric.get(name) or MetricVerdict(name, Outcome.RECORDED, 0)
+            lacking = _lacking(metric, old_value, new_value)
+            # The gate's reason asks to record times, which is impossible for a report.
+            reason = (
+                "not compared: the old side has no times"
+                if metric_verdict.lacks_time
+                else lacking or metric_verdict.reason
+            )
+            changes.append(
+                ComparedChange(name, old_value, new_value, metric_verdict.outcome, metric_verdict.allowed, reason)
+            )
     return tuple(changes), verdict
 
 
 def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping[str, Tolerance]) -> Verdict:
-    """Return the verdict on ``new`` with ``old`` for its baseline.
+    """Return the verdict on ``new`` with ``old`` as the baseline.
 
-    If ``old`` has no composition of its peak, the explanation of ``new`` has a note with the reason. Example: ``base has no
+    If ``old`` lacks a composition, a note in the explanation for ``new`` gives the reason. Example: ``base has no
     composition to compare with: the recorded run needed 5 B, 1 B more than the measured one``.
 
     Args:
         old: The earlier measurement.
-        side: What the note calls it: ``base``.
-        new: The measurement that is judged.
-        tolerances: The tolerances, by metric.
+        side: The name for ``old`` in the note: ``base``.
+        new: The judged measurement.
+        tolerances: The tolerances by metric.
     """
     baseline = baseline_of(old, "", None)
     verdict = judge(new, Budget(), baseline, tolerances)
@@ -339,8 +355,11 @@ def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping
     return replace(verdict, measurement=replace(verdict.measurement, explanation=replace(explanation, peak=peak)))
 
 
-def _lacking(metric: Metric, then: float | None, now: float | None) -> str | None:
-    """Return which side lacks a metric that would be judged, as a clause; ``None`` where none does. Times have their own."""
-    if metric.tolerance is None or metric.unit not in WHOLE or (then is None) == (now is None):
+def _lacking(metric: Metric, old_value: float | None, new_value: float | None) -> str | None:
+    """Return a clause on the side that lacks a judged metric; ``None`` if both or none have the metric.
+
+    Times are skipped, because they have their own reasons.
+    """
+    if metric.tolerance is None or metric.unit not in WHOLE or (old_value is None) == (new_value is None):
         return None
-    return f"not compared: the {'old' if then is None else 'new'} side has none"
+    return f"not compared: the {'old' if old_value is None else 'new'} side has none"

@@ -1,4 +1,4 @@
-"""A comparison as a table for a terminal, as Markdown, and as JSON. Pure."""
+"""A comparison as a table for the terminal, as Markdown, and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The header of a command's table, and the keys of its JSON in their order."""
+    """A command's table header, and the ordered keys in its JSON."""
 
     command: str
     header: Cells
@@ -88,13 +88,13 @@ def _form(report: Compared) -> _Form:
 
 
 def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | str]:
-    """Return causes, the table, remarks on single tests, and a last line that counts, for a terminal."""
+    """Return the comparison for a terminal: causes, the table, remarks on single tests, and a last line with the counts."""
     form = _form(report)
     text: list[Line | str] = []
-    found = causes_between(report)
-    if found.tell:
-        text += laid_out(cause_table(found, units), screen) if found.causes.causes else []
-        text += [*map(screen.legible, cause_notes(found, units)), ""]
+    causes = causes_between(report)
+    if causes.tell:
+        text += laid_out(cause_table(causes, units), screen) if causes.causes.causes else []
+        text += [*map(screen.legible, cause_notes(causes, units)), ""]
     rows = [tuple(Span(cell, _STYLES.get(cells[-1])) for cell in cells) for cells in _cells(report, units)]
     name, metric, *figures, last, verdict = form.header
     columns = (
@@ -109,36 +109,36 @@ def lines(report: Compared, units: UnitSystem, screen: Screen) -> list[Line | st
 
 
 def explanations(report: Compared, units: UnitSystem) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield each test that has regressed, and lines on why; ``None`` is an empty one."""
-    found = causes_between(report)
-    before = told_before(found.causes, _grown(report)) if found.tell else {}
+    """Yield each regressed test's title with its explanation; ``None`` is an empty line."""
+    causes = causes_between(report)
+    explained_tests = told_before(causes.causes, _grown(report)) if causes.tell else {}
     for row in report.rows:
-        worse = [one.metric for one in row.changes if one.outcome is Outcome.REGRESSED]
-        if row.verdict is None or not worse:
+        regressed_metrics = [change.metric for change in row.changes if change.outcome is Outcome.REGRESSED]
+        if row.verdict is None or not regressed_metrics:
             continue
         test = f"{row.key.file}::{row.key.test}"
-        if test in before:
-            yield row.title, list(cause_lines(test, before[test], units))
+        if test in explained_tests:
+            yield row.title, list(cause_lines(test, explained_tests[test], units))
             continue
         packages = [f"packages: {', '.join(row.verdict.changed_packages)}"] if row.verdict.changed_packages else []
-        blocks = [*([packages] if packages else []), *explanation_blocks(row.verdict, worse, units)]
+        blocks = [*([packages] if packages else []), *explanation_blocks(row.verdict, regressed_metrics, units)]
         if blocks:
             yield row.title, [line for block in blocks for line in (*block, None)][:-1]
 
 
 def causes_between(report: Compared) -> CausesOf:
-    """Return the causes of what grew from one side to the other."""
+    """Return the causes behind growth from the old side to the new."""
     tests = _grown(report)
     return CausesOf(causes_of(tests), len({(row.key.file, row.key.test) for row in report.rows}))
 
 
 def _grown(report: Compared) -> list[TestVerdict]:
-    """Return the tests with the measurements of which anything is worse, as verdicts of the gate."""
-    found: dict[tuple[str, str], list[Verdict]] = {}
+    """Return the tests with a regressed measurement, as verdicts from the gate."""
+    verdicts_by_test: dict[tuple[str, str], list[Verdict]] = {}
     for row in report.rows:
         if row.verdict is not None and row.outcome is Outcome.REGRESSED:
-            found.setdefault((row.key.file, row.key.test), []).append(row.verdict)
-    return [TestVerdict(file, test, tuple(verdicts)) for (file, test), verdicts in found.items()]
+            verdicts_by_test.setdefault((row.key.file, row.key.test), []).append(row.verdict)
+    return [TestVerdict(file, test, tuple(verdicts)) for (file, test), verdicts in verdicts_by_test.items()]
 
 
 def remarks(report: Compared) -> list[str]:
@@ -154,15 +154,19 @@ def remarks(report: Compared) -> list[str]:
             if change.reason
         ),
         *(f"note: {row.title}: {note}" for row in report.rows for note in row.notes),
-        *(f"{one.word}: {one.title}: {one.reason}" for one in report.left_out if one.reason is not None),
+        *(
+            f"{left_out.word}: {left_out.title}: {left_out.reason}"
+            for left_out in report.left_out
+            if left_out.reason is not None
+        ),
     ]
 
 
 def accounting(report: Compared) -> str:
-    """Return the line that counts: ``"12 compared, 1 regressed, 9 unchanged, 1 new; old main (abc1234), new a.json"``."""
+    """Return the line with the counts: ``"12 compared, 1 regressed, 9 unchanged, 1 new; old main (abc1234), new a.json"``."""
     form = _form(report)
     counts = Counter(row.outcome.words for row in report.rows if row.outcome in _OUTCOMES)
-    counts.update(one.word for one in report.left_out)
+    counts.update(left_out.word for left_out in report.left_out)
     counts["compared"] = sum(row.compared for row in report.rows)
     if form is _COMPARE:
         counts["unchanged"] = sum(row.compared and not row.shown_changes for row in report.rows)
@@ -180,33 +184,40 @@ def accounting(report: Compared) -> str:
 def markdown(report: Compared, units: UnitSystem, *, finished: bool = True, most: int | None = None) -> str:
     """Return a section in GitHub's Markdown, for a comment or a job's summary.
 
-    Of more than ``most`` characters the explanations are left out, the last ones first, and then rows of the table.
+    A text longer than ``most`` characters loses explanations, the last first, and then half of the table's rows again and
+    again.
+
+    Args:
+        report: The comparison.
+        units: The unit system for bytes.
+        finished: False if the command was interrupted.
+        most: The longest text in characters; ``None`` for no limit.
     """
-    told = list(explanations(report, units))
+    explained = list(explanations(report, units))
     cells = _cells(report, units)
     shown_rows = len(cells)
-    text = _markdown(report, cells, told, units, finished=finished)
-    while most is not None and len(text) > most and (told or shown_rows):
-        if told:
-            told.pop()
+    text = _markdown(report, cells, explained, units, finished=finished)
+    while most is not None and len(text) > most and (explained or shown_rows):
+        if explained:
+            explained.pop()
         else:
             shown_rows //= 2
-        text = _markdown(report, cells[:shown_rows], told, units, finished=finished)
-        text += "\nThere is not room for all of it here.\n"
+        text = _markdown(report, cells[:shown_rows], explained, units, finished=finished)
+        text += "\nThe text is shortened, because it would be too long.\n"
     return text if most is None else text[:most]
 
 
 def _markdown(
     report: Compared,
     cells_of_rows: list[Cells],
-    told: list[tuple[str, list[str | None]]],
+    explained: list[tuple[str, list[str | None]]],
     units: UnitSystem,
     *,
     finished: bool,
 ) -> str:
     form = _form(report)
     title = f"### gpumem {form.command}: {escaping.plain(str(report.old))} and {escaping.plain(str(report.new))}"
-    text = [title, "", *([] if finished else ["Not finished: this is what was known when it ended.", ""])]
+    text = [title, "", *([] if finished else ["Not finished: the figures are incomplete.", ""])]
     text += [f"{escaping.plain(accounting(report))}.", ""]
     causes = causes_between(report)
     if causes.tell:
@@ -214,22 +225,24 @@ def _markdown(
     rows = [[escaping.code_in_table(cells[0]), *map(escaping.plain, cells[1:])] for cells in cells_of_rows]
     if rows:
         text += [escaping.table(list(form.header), rows, _LEFT), ""]
-    for title, found in told:
-        text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in found)), ""]
-    # In a terminal it was said when they were installed.
+    for title, explanation_lines in explained:
+        text += [escaping.code(title), "", escaping.block("\n".join(line or "" for line in explanation_lines)), ""]
+    # The terminal showed the packages when they were installed.
     packages = [f"packages: {'; '.join(map(str, report.packages))}"] if report.packages else []
     text += [f"- {escaping.plain(remark)}" for remark in (*packages, *remarks(report))]
     return "\n".join(text).rstrip() + "\n"
 
 
 def _cells(report: Compared, units: UnitSystem) -> list[Cells]:
-    """Return the rows: what changed and, of runs in turns, also a first metric of each test that did not change."""
+    """Return the table's rows: changed metrics, and for runs in turns also the first metric of each unchanged test."""
     shown_changes = [
         (row, row.shown_changes or (row.changes[:1] if report.pairs is not None else ())) for row in report.rows
     ]
     rows = [(row.title, *_changed(change, report, units)) for row, changes in shown_changes for change in changes]
-    # Of what could not be compared in turns there is a remark instead.
-    return rows + [_on_one_side(one, units) for one in report.left_out if one.word not in ("broken", "not compared")]
+    # If a comparison in turns failed, the test has a remark instead of a row.
+    return rows + [
+        _on_one_side(left_out, units) for left_out in report.left_out if left_out.word not in ("broken", "not compared")
+    ]
 
 
 def _changed(change: ComparedChange, report: Compared, units: UnitSystem) -> Cells:
@@ -245,72 +258,81 @@ def _changed(change: ComparedChange, report: Compared, units: UnitSystem) -> Cel
     return METRICS[metric].title, shown(metric, old, units), shown(metric, new, units), moved, last, change.word
 
 
-def _on_one_side(one: LeftOut, units: UnitSystem) -> Cells:
-    if one.stored_key is None:
-        return (one.title, "", "", "", "", "", one.word)
-    peak = shown("peak_allocated", one.peak, units)
-    old, new = ("", peak) if one.word == "new" else (peak, "")
-    return (one.title, METRICS["peak_allocated"].title, old, new, "", "", one.word)
+def _on_one_side(left_out: LeftOut, units: UnitSystem) -> Cells:
+    if left_out.stored_key is None:
+        return (left_out.title, "", "", "", "", "", left_out.word)
+    peak = shown("peak_allocated", left_out.peak, units)
+    old, new = ("", peak) if left_out.word == "new" else (peak, "")
+    return (left_out.title, METRICS["peak_allocated"].title, old, new, "", "", left_out.word)
 
 
 def to_json(report: Compared, *, finished: bool = True) -> str:
-    """Return the comparison as JSON; values are in bytes, counts, seconds and items a second.
+    """Return the comparison as JSON; values are in bytes, counts, seconds and items per second.
 
-    A number that JSON does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``, as in a report.
+    A number that JSON does not have is written as the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``, as in a report.
     """
     form = _form(report)
     old, new = form.sides
-    known = {"exit_status": report.exit_status, old: _plain_side(report.old), new: _plain_side(report.new)}
+    sides = {"exit_status": report.exit_status, old: _plain_side(report.old), new: _plain_side(report.new)}
     tests = [_plain_row(row, form) for row in report.rows]
     plain: dict[str, Any]
     if form is _AB:
         not_compared = [
-            {"test": one.title, "reason": one.reason, "broken": one.word == "broken"} for one in report.left_out
+            {"test": left_out.title, "reason": left_out.reason, "broken": left_out.word == "broken"}
+            for left_out in report.left_out
         ]
         in_turns = {"pairs": report.pairs, "max_slowdown": report.tolerance}
         packages = [
-            {"name": one.name, "base": one.old, "head": one.new, "requested": one.requested, "url": one.url}
-            for one in report.packages
+            {
+                "name": package.name,
+                "base": package.old,
+                "head": package.new,
+                "requested": package.requested,
+                "url": package.url,
+            }
+            for package in report.packages
         ]
         plain = {
             "finished": finished,
             "accounting": f"gpumem ab: {accounting(report)}",
             "passed": finished and report.exit_status == 0,
-            **known,
+            **sides,
             **in_turns,
             "packages": packages,
             "tests": tests,
             "not_compared": not_compared,
         }
     else:
-        measured = [
-            (one, {**_plain_key(one.stored_key), "peak_allocated": one.peak})
-            for one in report.left_out
-            if one.stored_key
+        one_sided = [
+            (left_out, {**_plain_key(left_out.stored_key), "peak_allocated": left_out.peak})
+            for left_out in report.left_out
+            if left_out.stored_key
         ]
         plain = {
-            **known,
+            **sides,
             "tests": tests,
-            "added": [stored_key for one, stored_key in measured if one.word == "new"],
+            "added": [stored_key for left_out, stored_key in one_sided if left_out.word == "new"],
             "gone": [
-                {**stored_key, "reason": one.reason, "failed": one.word == "failed"}
-                for one, stored_key in measured
-                if one.word != "new"
+                {**stored_key, "reason": left_out.reason, "failed": left_out.word == "failed"}
+                for left_out, stored_key in one_sided
+                if left_out.word != "new"
             ],
-            "failed": [{"file": one.file, "test": one.test, "reason": one.why} for one in report.failed],
+            "failed": [
+                {"file": failure.file, "test": failure.test, "reason": failure.why} for failure in report.failed
+            ],
         }
     plain |= plain_causes(causes_between(report))
     return json.dumps(without_infinity({"format": FORMAT, **plain}), indent=2, allow_nan=False) + "\n"
 
 
 def nothing_as_json(why: str) -> str:
-    """Return the JSON of a comparison that came to nothing, and ``why``."""
+    """Return the JSON for a comparison without any result. ``why`` is the reason."""
     plain = {"finished": False, "accounting": "", "passed": False, "exit_status": NOTHING_COMPARED}
     return json.dumps({"format": FORMAT, **plain, "why": why, "tests": [], "not_compared": []}, indent=2) + "\n"
 
 
 def nothing_as_markdown(why: str) -> str:
-    """Return the Markdown of a comparison that came to nothing, and ``why``: a sentence, and lines of a log."""
+    """Return the Markdown for a comparison without any result. ``why`` is a sentence, followed by lines from a log."""
     first, *log = why.strip().splitlines()
     shown_log = ["", escaping.block("\n".join(log).strip("\n"))] if log else []
     return "\n".join(["### gpumem ab: nothing was compared", "", f"{escaping.plain(first)}.", *shown_log]) + "\n"

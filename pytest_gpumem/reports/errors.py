@@ -1,11 +1,11 @@
-"""Reports that cannot be read or merged."""
+"""Errors in reading and merging reports."""
 
 from __future__ import annotations
 
 
 class ReportError(ValueError):
-    """A text that is not a report; the message names the file, what is wrong with it and what would be right."""
+    """Raised if a text is not a report. The message names the file, the mistake and the expected content."""
 
 
 class MergeError(ValueError):
-    """Reports are not of one session; the message says which differ in what, and what would be right."""
+    """Raised for reports from different sessions. The message names the reports, the difference and the remedy."""

@@ -1,4 +1,7 @@
-"""Escaping of texts for GitHub's Markdown and logs: all of a text is shown, and no part of it takes effect. Pure."""
+r"""Escaping of texts for GitHub's Markdown and logs, so every character is shown and none takes effect. Pure.
+
+For example, `plain` turns ``*a* @user`` into ``\*a\* <span>@</span>user``, which GitHub shows as ``*a* @user``.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,21 @@ import re
 import unicodedata
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
-"""Unicode's categories of what is not seen, or changes what is: controls, marks of direction, lone surrogates, lines' ends."""
+"""Unicode's categories for invisible characters: controls, direction marks, lone surrogates, line separators."""
 _MARKUP = re.compile(r"([\\`*_\[\]|~])")
 _LIVE = re.compile(r"[@#$]|GH(?=-\d)|(?::(?=[\w+-]+:))", re.IGNORECASE)
-"""Texts that GitHub acts on after Markdown is HTML, so that no backslash helps: mentions, references, formulas, emoji.
+"""Texts that GitHub replaces in the rendered HTML: mentions, references, formulas, emoji.
 
-An element of its own keeps it apart from what follows, as GitHub's documentation shows for the dollar sign.
+A backslash does not help, because it is gone by then. A ``<span>`` separates such a text from the characters after it, as
+GitHub's documentation shows for the dollar sign.
 """
 _AT_THE_START = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
-"""The beginning of a list, ``- a`` and ``1. a``, and a line that draws a rule or underlines a title: ``---``, ``===``."""
+"""The beginning of a list, ``- a`` and ``1. a``, and a line with a rule, or below a title: ``---``, ``===``."""
 _ADDRESS = re.compile(r"(:)(?=//)|((?<=www)\.)", re.IGNORECASE)
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""Return ``text`` with invisible characters but those in ``keep`` as Python writes them: ``\n``, ``\x1b``, ``\ud800``."""
+    r"""Return ``text`` with invisible characters escaped as in Python: ``\n``, ``\x1b``, ``\ud800``. ``keep`` stays."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -32,43 +36,43 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` with each run of white space as one space."""
+    """Return ``text`` with each run of white space replaced by a single space."""
     return " ".join(text.split())
 
 
 def code(text: str) -> str:
-    """Return ``text`` as a code span. Not for a cell of a table: see `code_in_table`."""
+    """Return ``text`` as a code span. For a table cell use `code_in_table`."""
     text = visible(text)
     if not text:
         return ""
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
-    # Markdown takes a space away at both ends, unless there are nothing but spaces.
+    # Markdown strips a space at both ends, unless the text consists of spaces.
     padded = "`" in (text[0], text[-1]) or (text[0] == text[-1] == " " and not text.isspace())
     pad = " " if padded else ""
     return f"{fence}{pad}{text}{pad}{fence}"
 
 
 def code_in_table(text: str) -> str:
-    """Return ``text`` as a code span in a cell of a table, where pipes have a backslash that is not part of the code."""
+    """Return ``text`` as a code span for a table cell, with a backslash before each pipe. GitHub removes the backslashes."""
     return code(text).replace("|", "\\|")
 
 
 def html_code(text: str) -> str:
-    """Return ``text`` as code within HTML, as in the summary of a ``<details>``."""
+    """Return ``text`` as code in HTML, for example for a ``<summary>``."""
     return f"<code>{html.escape(visible(text), quote=False)}</code>"
 
 
 def plain(text: str) -> str:
-    """Return ``text`` on one line, without any markup, mention or address in it taking effect."""
+    """Return ``text`` on a single line, with markup, mentions and addresses escaped."""
     escaped = _MARKUP.sub(r"\\\1", html.escape(visible(one_line(text)), quote=False))
     escaped = _AT_THE_START.sub(r"\1\\\2", escaped)
-    escaped = _ADDRESS.sub(lambda found: f"\\{found.group()}", escaped)
-    # The entities that `html.escape` made have no "#" in them.
-    return _LIVE.sub(lambda found: f"<span>{found.group()}</span>", escaped)
+    escaped = _ADDRESS.sub(lambda match: f"\\{match.group()}", escaped)
+    # Entities from `html.escape` do not contain "#".
+    return _LIVE.sub(lambda match: f"<span>{match.group()}</span>", escaped)
 
 
 def block(text: str, language: str = "text") -> str:
-    """Return ``text`` as a block of code, line by line."""
+    """Return ``text`` as a code block."""
     lines = [visible(line, keep="\t") for line in text.replace("\r\n", "\n").split("\n")]
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -76,11 +80,11 @@ def block(text: str, language: str = "text") -> str:
 
 
 def table(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
-    """Return a table in Markdown of escaped cells; numbers are aligned right, the columns in ``left`` left."""
+    """Return a Markdown table with escaped cells. The columns in ``left`` are aligned left, the others right."""
     rule = ["---" if number in left else "---:" for number in range(len(header))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 
 def details(summary: str, body: str) -> str:
-    """Return ``body`` folded away under ``summary``, which is HTML."""
+    """Return ``body`` folded under ``summary``, which is HTML."""
     return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"

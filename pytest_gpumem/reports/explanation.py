@@ -1,6 +1,11 @@
-"""Tables that explain a figure: what grew, what is there at a peak or was left behind, and which operators a count has more of.
+"""Tables that explain a figure: the growth, the peak, the leftover bytes, or the operators behind a count.
 
-Each format lays out the same `PartTable`; here it becomes lines of text. Pure.
+Every report format lays out the same `PartTable`. This module also turns it into lines of text. Pure.
+
+Example: a test's peak grew by 1.00 GB::
+
+    what grew    baseline      now    change  module         line        operator  tensors
+    activations   1.00 GB  2.00 GB  +1.00 GB  blocks.*.attn  model.py:88  _softmax  4 x float32[8, 4, 256, 256]
 """
 
 from __future__ import annotations
@@ -33,12 +38,12 @@ if TYPE_CHECKING:
 MOST_ROWS = 5
 MOST_HOLDERS = 3
 LEAST_HELD = 0.01
-"""The share of the retained bytes that a holder keeps at least, to be shown."""
+"""The smallest share of the retained bytes with which a holder is shown."""
 FILLED_ONCE = (
     "the test that runs first fills it, and later tests find it full: fill it in a session's fixture, "
-    "or accept what is kept"
+    "or accept the kept bytes"
 )
-"""The note on a holder that the first use fills."""
+"""The note on a holder filled by its first use, such as a cache."""
 
 PLURALS = {
     "parameter": "parameters",
@@ -49,10 +54,10 @@ PLURALS = {
     "temporary": "temporaries",
     "workspace": "workspaces",
 }
-"""Names of categories in every report; the others are called as they are."""
+"""The names of categories in reports. Other categories keep their name."""
 
 _NO_COMPOSITION = (
-    "the baseline keeps no composition to compare with; one is kept when it is next accepted "
+    "the baseline has no composition to compare with; accepting the figures stores a composition "
     "(not under --gpumem-explain=never)"
 )
 _NOT_LISTED = "the baseline does not list them"
@@ -66,51 +71,51 @@ _PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Blocks that are alike, a change of such, or calls of an operator, as texts."""
+    """A row of a `PartTable`, as texts: equal memory blocks, their change, or an operator's calls."""
 
     name: str
     """The category, or the operator."""
     figures: tuple[str, ...]
     places: tuple[str, ...]
-    """Module and line, and of blocks the operator and the tensors."""
+    """The module and the line; blocks also have the operator and the tensors."""
     reason: str = ""
     share: float = 0.0
     """Size relative to the largest part."""
     bar: str = ""
-    """The class of its bar in HTML: ``grew``, ``shrank``, or that of the category's colour."""
+    """The CSS class of its bar in HTML: ``grew``, ``shrank``, or the class for the category's colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartTable:
-    """The largest parts of a number of bytes or of a count, or of its change, and what the others make up together."""
+    """The largest parts of an amount (bytes, a count, or a change), and the sum of the others."""
 
     title: str
     figures: tuple[str, ...]
-    """The titles of the columns of figures."""
+    """The titles of the columns with figures."""
     parts: tuple[Part, ...]
-    others: str = ""
-    """The name of the others; empty where there are none."""
+    others_title: str = ""
+    """The name for the other parts; empty if every part has a row."""
     rest: str = ""
-    """The sum of the others."""
+    """The other parts' sum."""
     note: str = ""
-    first: tuple[str, ...] = ()
-    """Sentences that stand before the table: what all of it follows from."""
+    sentences: tuple[str, ...] = ()
+    """Sentences before the table, such as a changed graph that explains every row."""
     of_blocks: bool = True
-    """True if it is of blocks of memory, or else of calls of operators."""
+    """True if the parts are memory blocks; False for operator calls."""
 
     @property
     def changes(self) -> bool:
-        """True if the parts are changes of blocks."""
+        """True if the parts are changed blocks."""
         return len(self.figures) > 1
 
     @property
     def rest_line(self) -> str:
         together = " together" if self.changes or not self.of_blocks else ""
-        return f"{self.others}: {self.rest}{together}" if self.others else ""
+        return f"{self.others_title}: {self.rest}{together}" if self.others_title else ""
 
     @property
     def last(self) -> tuple[str, ...]:
-        """Sentences after the table in text: the sum of the others, and the note."""
+        """Sentences after the table in text: the sum of the other parts, and the note."""
         return tuple(filter(None, [self.rest_line, self.note and f"note: {self.note}"]))
 
 
@@ -121,9 +126,14 @@ def composition_table(
     most: int = MOST_ROWS,
     rows: Sequence[Row] | None = None,
 ) -> PartTable:
-    """Return the largest rows of a composition, whose bytes are never more than its total.
+    """Return a composition's largest rows as a table. The rows' bytes never exceed the composition's total.
 
-    ``rows`` are the rows in another order.
+    Args:
+        title: The table's title.
+        composition: The bytes to explain.
+        units: The unit system for bytes.
+        most: The number of rows to show.
+        rows: The rows in another order; by default the largest come first.
     """
     listed = [*(listed_rows(composition) if rows is None else rows)][:most]
     rest = composition.total - sum(row.nbytes for row in listed)
@@ -150,12 +160,12 @@ def composition_table(
 
 def listed_rows(composition: Composition) -> list[Row]:
     """Return the rows for a table, the largest first, without sums of smaller rows."""
-    # If other owners' blocks were freed meanwhile, a row is negative. People cannot use it.
+    # A row is negative if other owners' blocks were freed meanwhile. Readers cannot use such a row.
     return [row for row in composition.rows if row.operator != REST and row.nbytes > 0]
 
 
 def _without_bytes(rows: Iterable[Row], nbytes: int) -> list[Row]:
-    """Return rows, the largest first, after so many bytes are taken from the largest."""
+    """Return the rows, the largest first, after removing ``nbytes`` from the rows in their order."""
     smaller = []
     for row in rows:
         taken = min(row.nbytes, nbytes)
@@ -167,19 +177,26 @@ def _without_bytes(rows: Iterable[Row], nbytes: int) -> list[Row]:
 def change_table(
     difference: Difference, units: UnitSystem, most: int | None = None, title: str = "what grew"
 ) -> PartTable:
-    """Return the ``most`` largest changes of a composition, or those that explain most of the increase, with their reasons."""
+    """Return the changes in a composition with their reasons.
+
+    Args:
+        difference: The change from the baseline's composition.
+        units: The unit system for bytes.
+        most: The number of changes to show, the largest first; ``None`` to explain most of the increase.
+        title: The table's title.
+    """
     changes = difference.explaining() if most is None else difference.changes[:most]
-    largest = max((abs(one.nbytes) for one in changes), default=0)
-    others = len(difference.changes) - len(changes)
-    rest = difference.nbytes - sum(one.nbytes for one in changes)
+    largest = max((abs(change.nbytes) for change in changes), default=0)
+    other_count = len(difference.changes) - len(changes)
+    rest = difference.nbytes - sum(change.nbytes for change in changes)
     parts = [part for change in changes for part in _parts_of(change, units, largest)]
     return PartTable(
         title,
         ("baseline", "now", "change"),
         tuple(parts),
-        counted(others, "other change") if others else "",
-        format_bytes_change(rest, units) if others else "",
-        first=_sentences(difference),
+        counted(other_count, "other change") if other_count else "",
+        format_bytes_change(rest, units) if other_count else "",
+        sentences=_sentences(difference),
     )
 
 
@@ -203,13 +220,13 @@ def _parts_of(change: Change, units: UnitSystem, largest: int) -> Iterator[Part]
     )
     for row in alternatives[:MOST_ROWS]:
         yield Part(f"- {category_of(row)}", ("", format_bytes(row.nbytes, units), ""), _places_of(row))
-    others = len(alternatives) - MOST_ROWS
-    if others > 0:
-        yield Part(f"- {counted(others, 'other row')}", ("", "", ""), ("", "", "", ""))
+    other_count = len(alternatives) - MOST_ROWS
+    if other_count > 0:
+        yield Part(f"- {counted(other_count, 'other row')}", ("", "", ""), ("", "", "", ""))
 
 
 def alternatives_title(change: Change) -> str:
-    """Return a title. Example: ``one of these 2 rows``, if each row may have grown alone."""
+    """Return a title, such as ``one of these 2 rows`` if each row alone may have grown."""
     number = len(change.alternatives)
     if all(row.nbytes >= MAY_BE_ALL * change.nbytes for row in change.alternatives):
         return f"one of these {number} rows" if number > 1 else "this row or smaller ones"
@@ -219,7 +236,11 @@ def alternatives_title(change: Change) -> str:
 def count_tables(
     verdict: Verdict, metrics: Collection[str], units: UnitSystem, most: int = MOST_ROWS
 ) -> list[PartTable]:
-    """Return the operators by which each count among ``metrics`` is more, or of which it is made if the baseline lacks them."""
+    """Return an operator table for each count among ``metrics``.
+
+    A table lists the operators that run more often than in the baseline, or all operators if the baseline does not list them.
+    For example, ``copy_`` ran 48 times more at ``model.py:88``.
+    """
     tables = []
     for name in sorted(MADE_OF_OPERATORS, key=lambda name: METRICS[name].precedence):
         title = METRICS[name].title
@@ -230,7 +251,7 @@ def count_tables(
         if changes is not None:
             tables.append(_count_table(f"more {title}", name, changes, units, most, tells_lines=_tells_lines(made_of)))
         else:
-            note = f"the baseline does not say what its {title} were; it will when it is next accepted"
+            note = f"the baseline does not list its {title}; accepting the figures stores them"
             note = note if verdict.origin is not None else ""
             tables.append(_count_table(f"all {title}", name, made_of, units, most, note))
     return tables
@@ -247,60 +268,62 @@ def _count_table(
     tells_lines: bool = False,
 ) -> PartTable:
     largest_first = ranked(tallies)[:most]
-    largest = max((abs(one.amount) for one in largest_first), default=1)
-    others = len(tallies) - len(largest_first)
+    largest = max((abs(tally.amount) for tally in largest_first), default=1)
+    other_count = len(tallies) - len(largest_first)
     text_of = shown if note else difference
     parts = (
         Part(
-            one.operator,
-            (text_of(metric, one.amount, units),),
-            _place_of(one.place, tells_lines=tells_lines),
-            one.place.reason,
-            share=abs(one.amount) / largest,
-            bar="shrank" if one.amount < 0 else "grew",
+            tally.operator,
+            (text_of(metric, tally.amount, units),),
+            _place_of(tally.place, tells_lines=tells_lines),
+            tally.place.reason,
+            share=abs(tally.amount) / largest,
+            bar="shrank" if tally.amount < 0 else "grew",
         )
-        for one in largest_first
+        for tally in largest_first
     )
     return PartTable(
         title,
         ("now" if note else "change",),
         tuple(parts),
-        counted(others, "other") if others else "",
-        text_of(metric, total(tallies) - total(largest_first), units) if others else "",
+        counted(other_count, "other") if other_count else "",
+        text_of(metric, total(tallies) - total(largest_first), units) if other_count else "",
         note,
         of_blocks=False,
     )
 
 
 def ranked(tallies: Collection[Tally]) -> list[Tally]:
-    """Return a count's parts, the largest first. Parts at changed lines precede them if they are a fair share."""
-    increase = sum(max(0, one.amount) for one in tallies)
+    """Return a count's parts, the largest first. Parts at changed lines come first if they explain a fair share."""
+    increase = sum(max(0, tally.amount) for tally in tallies)
 
-    def rank(one: Tally) -> tuple[bool, int]:
-        named_first = one.place.reason.startswith(CHANGED_LINE) and one.amount >= LEAST_SHARE * increase
-        return not named_first, -one.amount
+    def rank(tally: Tally) -> tuple[bool, int]:
+        named_first = tally.place.reason.startswith(CHANGED_LINE) and tally.amount >= LEAST_SHARE * increase
+        return not named_first, -tally.amount
 
     return sorted(tallies, key=rank)
 
 
 def _tells_lines(tallies: Collection[Tally]) -> bool:
-    return any(one.place != NOWHERE for one in tallies)
+    return any(tally.place != NOWHERE for tally in tallies)
 
 
 def _place_of(place: OperatorSite, *, tells_lines: bool) -> tuple[str, str]:
-    """Return the module and the line of calls; what is not at a line that is known is at one of the others."""
+    """Return the module and the line for an operator's calls. An unknown line becomes ``(other lines)`` beside known lines."""
     module = place.module or ("(no module)" if place.where else "")
     return module, place.where or ("(other lines)" if tells_lines else "")
 
 
 def grown_counts(verdict: Verdict) -> list[str]:
-    """Return the counts that are beyond what is allowed, whether the test fails by them or not."""
+    """Return the counts beyond their allowed change. Some, such as uncertain counts, do not fail the test."""
     beyond = FAILING | {Outcome.UNCERTAIN}
-    return [one.metric for one in verdict.metrics if one.metric in MADE_OF_OPERATORS and one.outcome in beyond]
+    return [
+        metric.metric for metric in verdict.metrics if metric.metric in MADE_OF_OPERATORS and metric.outcome in beyond
+    ]
 
 
 def category_of(row: Row) -> str:
-    """Return the name of a row's category: ``activations``."""
+    """Return the name for a row's category, such as ``activations``."""
     category = PLURALS.get(row.category, row.category)
     if row.operator != REST:
         return category
@@ -308,14 +331,14 @@ def category_of(row: Row) -> str:
 
 
 def _places_of(row: Row) -> tuple[str, ...]:
-    """Return the module, the line, the operator and the tensors of blocks; of the smaller rows nothing is known."""
+    """Return the module, line, operator and tensors for equal blocks; all empty for a sum of smaller rows."""
     if row.operator == REST:
         return "", "", "", ""
     return row.path or ("(no module)" if row.where else ""), row.where, row.operator, row.what
 
 
 def part_layout(table: PartTable, indent: int = 0) -> Table:
-    """Return the layout in text. Of changes and counts, columns that say nothing of any part are left out."""
+    """Return the table's layout in text. Tables of changes and counts omit empty columns."""
     rows = [(part.name, *(text or "-" for text in part.figures), *part.places, part.reason) for part in table.parts]
     lines = tuple(tuple(map(Span, row)) for row in rows)
     places = _PLACES if table.of_blocks else _PLACES[:2]
@@ -326,45 +349,53 @@ def part_layout(table: PartTable, indent: int = 0) -> Table:
 
 def part_lines(table: PartTable) -> list[str]:
     """Return a table as lines of text, with the sentences before and after it."""
-    return [*table.first, *plain_lines(part_layout(table)), *table.last]
+    return [*table.sentences, *plain_lines(part_layout(table)), *table.last]
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
-    """A table, lines that go with it (``"kept in: model.cache"``), and notes on the recording."""
+class ExplainedTable:
+    """A table with its lines, such as ``"kept in: model.cache"``, and notes on how the explanation was recorded."""
 
     table: PartTable
     lines: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def explained(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[Explained]:
-    """Return why ``metrics`` are what they are, nothing where that is not known. A leak is first: peaks grow by it, too."""
+def explained_tables(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[ExplainedTable]:
+    """Return the explanations for ``metrics``; empty if nothing explains them.
+
+    Leaked bytes come first, because a leak also raises the peaks.
+
+    Args:
+        verdict: The verdict on a measurement.
+        metrics: The names of metrics to explain.
+        units: The unit system for bytes.
+    """
     explanation = verdict.measurement.explanation or Explanation(Composition(0, ()))
-    where = explained_on(verdict)
-    found = []
+    on_device = explained_on(verdict)
+    explanations = []
     retained = explanation.retained
     if {"growth", "retained"}.intersection(metrics) and (retained.rows or retained.notes):
-        kept = kept_rows(verdict)
-        table = composition_table(retained_title(verdict) + where, retained, units, rows=kept.rows)
+        retained_rows = kept_rows(verdict)
+        table = composition_table(retained_title(verdict) + on_device, retained, units, rows=retained_rows.rows)
         filled = (FILLED_ONCE,) if any(holder.first_use for holder in explanation.holders[:MOST_HOLDERS]) else ()
-        lines = holder_lines(kept.holders(explanation.holders), units)
-        found.append(Explained(table, lines, (*kept_notes(kept, units), *retained.notes, *filled)))
+        lines = holder_lines(retained_rows.holders(explanation.holders), units)
+        explanations.append(ExplainedTable(table, lines, (*kept_notes(retained_rows, units), *retained.notes, *filled)))
     if any(METRICS[name].peak for name in metrics):
-        found += _of_the_peak(verdict, units)
+        explanations += _of_the_peak(verdict, units)
     if "cyclic_garbage" in metrics and explanation.garbage.rows:
         table = composition_table("held by cycles", explanation.garbage, units)
-        found.append(Explained(table, tuple(f"cycle: {cycle}" for cycle in explanation.cycles)))
-    return [*found, *map(Explained, count_tables(verdict, metrics, units))]
+        explanations.append(ExplainedTable(table, tuple(f"cycle: {cycle}" for cycle in explanation.cycles)))
+    return [*explanations, *map(ExplainedTable, count_tables(verdict, metrics, units))]
 
 
 def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, ...]:
-    """Return a line for each of the first holders, with its bytes if there are several: ``"kept in: Net.seen[...]"``.
+    """Return a line for each of the first holders: ``"kept in: Net.seen[...]"``. Several holders have their bytes.
 
-    A holder of less than 1 % of the bytes is left out: the list of losses beside their autograd graphs.
+    Holders with less than 1 % of the bytes are omitted. For example, a list of losses is tiny beside the autograd graphs.
     """
-    kept = sum(holder.kept.total for holder in holders)
-    large = [holder for holder in holders if holder.kept.total >= LEAST_HELD * kept]
+    total_kept = sum(holder.kept.total for holder in holders)
+    large = [holder for holder in holders if holder.kept.total >= LEAST_HELD * total_kept]
     if len(large) < 2:
         return tuple(holder.text for holder in large)
     lines = [f"{holder.text} ({format_bytes(holder.kept.total, units)})" for holder in large[:MOST_HOLDERS]]
@@ -372,25 +403,25 @@ def holder_lines(holders: Collection[Holder], units: UnitSystem) -> tuple[str, .
     return (*lines, *([f"and {counted(more, 'other holder')}"] if more > 0 else []))
 
 
-def kept_notes(kept: KeptRows, units: UnitSystem) -> tuple[str, ...]:
-    """Return a note on bytes that the baseline kept, too, if there are several rows."""
-    if kept.before < LEAST * kept.growth or not kept.before or len(kept.rows) < 2:
+def kept_notes(retained_rows: KeptRows, units: UnitSystem) -> tuple[str, ...]:
+    """Return a note if the baseline already kept some of the bytes, and there are several rows."""
+    if retained_rows.before < LEAST * retained_rows.growth or not retained_rows.before or len(retained_rows.rows) < 2:
         return ()
-    which = "new rows are first"
-    if kept.uncertain:
-        verb = "is" if rows_of(kept).startswith("one") else "are"
-        which = f"{rows_of(kept)} {verb} new, and nothing proves which"
-    return (f"{format_bytes(int(kept.before), units)} of this was kept in the baseline, too; {which}",)
+    new_rows = "new rows are first"
+    if retained_rows.uncertain:
+        verb = "is" if rows_of(retained_rows).startswith("one") else "are"
+        new_rows = f"{rows_of(retained_rows)} {verb} new, and nothing proves which"
+    return (f"{format_bytes(int(retained_rows.before), units)} of this was kept in the baseline, too; {new_rows}",)
 
 
-def rows_of(kept: KeptRows) -> str:
-    """Return ``"one of these 2 rows"``."""
-    number = len(kept.uncertain)
-    is_one = all(row.nbytes >= MAY_BE_ALL * kept.growth for row in kept.uncertain)
+def rows_of(retained_rows: KeptRows) -> str:
+    """Return a text for possibly grown rows, such as ``"one of these 2 rows"``."""
+    number = len(retained_rows.uncertain)
+    is_one = all(row.nbytes >= MAY_BE_ALL * retained_rows.growth for row in retained_rows.uncertain)
     return f"{'one' if is_one else 'some'} of these {number} rows"
 
 
-def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
+def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[ExplainedTable]:
     difference, explanation = verdict.difference, verdict.measurement.explanation
     notes = () if explanation is None else explanation.peak.notes
     moved = None if difference is None else difference.moved
@@ -398,31 +429,33 @@ def _of_the_peak(verdict: Verdict, units: UnitSystem) -> list[Explained]:
         notes = (_moved_note(moved, units), *notes)
     tables = []
     if difference is not None and difference.nbytes > 0:
-        where = f" in {moved.compared}" if moved is not None else ""
-        tables.append(change_table(difference, units, title=f"what grew{where}{explained_on(verdict)}"))
+        in_phase = f" in {moved.compared}" if moved is not None else ""
+        tables.append(change_table(difference, units, title=f"what grew{in_phase}{explained_on(verdict)}"))
     lines = _holders_of_grown_inputs(verdict)
-    # What grew where the peak was is not all that made it move.
+    # The growth within a phase does not explain why the peak moved to another phase.
     is_all = bool(tables) and (moved is None or moved.compared == moved.after)
     if not is_all and moved is not None and explanation is not None and moved.before in explanation.other_phases:
         only_here = _not_in(explanation.other_phases[moved.before], explanation.peak)
         table = composition_table(f"in {moved.after}, not in {moved.before}{explained_on(verdict)}", only_here, units)
-        tables.append(table if tables or difference is None else replace(table, first=_sentences(difference)))
+        tables.append(table if tables or difference is None else replace(table, sentences=_sentences(difference)))
     if tables:
-        return [*map(Explained, tables[:-1]), Explained(tables[-1], lines, notes)]
+        return [*map(ExplainedTable, tables[:-1]), ExplainedTable(tables[-1], lines, notes)]
     if explanation is None:
         return []
     if verdict.origin is not None and difference is None and not notes:
         notes = (_NO_COMPOSITION,)
     title = f"what is there at the peak{explained_on(verdict)}"
-    return [Explained(composition_table(title, explanation.peak, units), notes=notes)]
+    return [ExplainedTable(composition_table(title, explanation.peak, units), notes=notes)]
 
 
 def _holders_of_grown_inputs(verdict: Verdict) -> tuple[str, ...]:
-    """Return a line for each holder of inputs that there are more of than in the baseline: ``"kept in: Net.last_output"``."""
+    """Return a line for each holder of inputs that grew since the baseline: ``"kept in: Net.last_output"``."""
     difference, explanation = verdict.difference, verdict.measurement.explanation
     if difference is None or explanation is None:
         return ()
-    grown = {_places_of(one.row) for one in difference.changes if one.nbytes > 0 and one.row.category == "input"}
+    grown = {
+        _places_of(change.row) for change in difference.changes if change.nbytes > 0 and change.row.category == "input"
+    }
     return tuple(
         holder.text
         for holder in explanation.holders_of_inputs[:MOST_HOLDERS]
@@ -431,40 +464,40 @@ def _holders_of_grown_inputs(verdict: Verdict) -> tuple[str, ...]:
 
 
 def _moved_note(moved: Moved, units: UnitSystem) -> str:
-    now = "" if moved.peak_before is None else f", where it is {format_bytes(moved.peak_before, units)} now"
-    compared = "" if moved.compared == moved.after else f"; the baseline does not keep what was there in {moved.after}"
-    return f"the peak is in {moved.after}; it was in {moved.before}{now}{compared}"
+    current = "" if moved.peak_before is None else f", where it is {format_bytes(moved.peak_before, units)} now"
+    compared = "" if moved.compared == moved.after else f"; the baseline does not list the tensors of {moved.after}"
+    return f"the peak is in {moved.after}; it was in {moved.before}{current}{compared}"
 
 
 def _not_in(other: Composition, composition: Composition) -> Composition:
-    """Return the rows of a composition that another one has not."""
+    """Return the rows of ``composition`` without counterparts in ``other``."""
     changes = difference_of(other, composition).changes
-    rows = tuple(one.after for one in changes if one.before is None and one.after is not None)
+    rows = tuple(change.after for change in changes if change.before is None and change.after is not None)
     return Composition(sum(row.nbytes for row in rows), rows)
 
 
 def explained_on(verdict: Verdict) -> str:
-    """Return ``" on cuda:1"``, the GPU that an explanation is of, where the step used several; else nothing."""
+    """Return ``" on cuda:1"``, the explained GPU, if the step used several GPUs; else an empty text."""
     explanation = verdict.measurement.explanation
     several = len(verdict.measurement.by_device) > 1
     return f" on {explanation.gpu}" if several and explanation is not None and explanation.gpu is not None else ""
 
 
 def retained_title(verdict: Verdict) -> str:
-    """Return the title of a table of bytes that outlived a step, or a call."""
+    """Return the title for a table with bytes left by a step or a call."""
     return "kept by each step" if verdict.measurement.metrics.get("growth") else "what was retained"
 
 
 def explanation_blocks(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> list[list[str]]:
-    """Return why ``metrics`` are what they are, as blocks of lines."""
+    """Return the explanations for ``metrics`` as line blocks."""
     return [
-        [*part_lines(one.table), *one.lines, *(f"note: {note}" for note in one.notes)]
-        for one in explained(verdict, metrics, units)
+        [*part_lines(explanation.table), *explanation.lines, *(f"note: {note}" for note in explanation.notes)]
+        for explanation in explained_tables(verdict, metrics, units)
     ]
 
 
 def out_of_memory_lines(explanation: Explanation, units: UnitSystem) -> list[str]:
-    """Return what held the memory when it ran out, as lines."""
+    """Return lines with the live memory at the moment when memory ran out."""
     asked = (
         f" when {format_bytes(explanation.asked, units)} more were asked for" if explanation.asked is not None else ""
     )

@@ -1,4 +1,4 @@
-"""The text of a failure: what happened, with numbers and units, and the command or edit that mends it. Pure."""
+"""The failure text: what happened, with numbers and units, and how to fix or accept it. Pure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 
 _MEASURE_AGAIN = f"let it be measured again; or remove its marker or fixture, and run `{command_name()} prune`"
 _REGION = (
-    "a region of gpumem.track() runs once and is not recorded, so no line and tensor of it is known; to see them, move its "
+    "a region of gpumem.track() runs once and is not recorded, so its lines and tensors are unknown; to see them, move its "
     "code into a function and call gpumem.measure(function)"
 )
-_DEVICE_AGAIN = "let its marker, or the settings, name the device of the baseline; or run where its own device is"
+_DEVICE_AGAIN = (
+    "name the baseline's device in the test's marker or in the settings; or run on a machine with its own device"
+)
 _MARK_AGAIN = "give it @pytest.mark.gpumem or the fixture again, or name it in [tool.gpumem] mark"
 
 
@@ -43,10 +45,15 @@ def failure_text(
     memory: str = "Memory",
     bisect: str | None = None,
 ) -> str:
-    """Return why a test fails for the outcomes in ``failing``.
+    """Return the failure text for a test.
 
-    ``accept`` is the command of `accept_command`, ``bisect`` that of `bisect_command`, ``memory`` what the device's memory is
-    called.
+    Args:
+        verdict: The verdict on the test.
+        failing: The failing outcomes.
+        units: The unit system for bytes.
+        accept: The command from `accept_command`.
+        memory: The name for the device's memory, such as ``"GPU memory"``.
+        bisect: The command from `bisect_command`.
     """
     missing = verdict.missing_text if Outcome.MISSING in failing else None
     legible = Screen().legible
@@ -65,18 +72,18 @@ def failure_text(
             f"  mend:     {mend}" + (f"\n  accept:   {accept}" if accept else "")
         )
     if missing is not None and not verdict.verdicts:
-        what = legible(f"Measurement missing: {missing}")
-        return f"{what}\n\n  mend:     measure it again, or take its baseline out of the store"
-    failed = [one for one in verdict.verdicts if any(metric.outcome in failing for metric in one.metrics)]
+        problem = legible(f"Measurement missing: {missing}")
+        return f"{problem}\n\n  mend:     measure it again, or take its baseline out of the store"
+    failed = [part for part in verdict.verdicts if any(metric.outcome in failing for metric in part.metrics)]
     blocks = [] if missing is None else [legible(f"Measurement missing: {missing}")]
     if failed or missing is None:
         several = len(verdict.verdicts) > 1
-        blocks += [_block(one, failing, units, several, memory) for one in failed or verdict.verdicts]
+        blocks += [_block(part, failing, units, several, memory) for part in failed or verdict.verdicts]
     mending = []
     if Outcome.OVER_BUDGET in failing and any(
-        one.outcome is Outcome.OVER_BUDGET for each in failed for one in each.metrics
+        metric.outcome is Outcome.OVER_BUDGET for part in failed for metric in part.metrics
     ):
-        mending.append("  budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]")
+        mending.append("  budget:   set by the test's @pytest.mark.gpumem, or by budget or models in [tool.gpumem]")
     mending += [f"  bisect:   {bisect}"] if bisect else []
     mending += [f"  accept:   {accept}"] if accept else []
     return "\n\n".join([*blocks, *(["\n".join(mending)] if mending else [])])
@@ -90,48 +97,54 @@ def accept_command(
     options: Sequence[str] = (),
     rest: Sequence[str] = (),
 ) -> str | None:
-    """Return the command that accepts what a test fails for, or ``None`` where no baseline would mend it.
+    """Return the command to accept a failed test's figures, or ``None`` if no baseline would fix the failure.
 
-    ``words`` run the test again, ``options`` are those of this session that the command must repeat, ``rest`` comes after them.
+    Args:
+        verdict: The verdict on the test.
+        failing: The failing outcomes.
+        words: The command without options, such as ``pytest`` and the node id.
+        options: Options from this session, repeated in the command.
+        rest: The words after the options.
     """
-    metrics = [one for each in verdict.verdicts for one in each.metrics if one.outcome in failing]
-    outcomes = {one.outcome for one in metrics} | ({Outcome.MISSING} & failing if verdict.missing else set())
+    metrics = [metric for part in verdict.verdicts for metric in part.metrics if metric.outcome in failing]
+    outcomes = {metric.outcome for metric in metrics} | ({Outcome.MISSING} & failing if verdict.missing else set())
     new = {Outcome.NEW, Outcome.FOREIGN}
     acceptable = new | {Outcome.REGRESSED, Outcome.UNCERTAIN, Outcome.STALE, Outcome.MISSING}
     if verdict.unmeasured or not verdict.verdicts or outcomes.isdisjoint(acceptable):
         return None
-    times = {update_that_adds_time(one) for one in metrics if one.metric == "step_time"}
+    times = {update_that_adds_time(metric) for metric in metrics if metric.metric == "step_time"}
     mode: UpdateMode = "new" if outcomes <= new and times <= {"new"} else "all"
     return update_command(mode, words, options, rest)
 
 
 def update_command(mode: UpdateMode, words: Sequence[str], options: Sequence[str], rest: Sequence[str]) -> str:
-    """Return the command that runs a test again and writes its baselines. Arguments as for `accept_command`."""
+    """Return the command to run a test again and write its baselines. Arguments as for `accept_command`."""
     return " ".join(map(_quoted, [*words, f"--gpumem-update={mode}", *options, *rest]))
 
 
 def bisect_command(
     verdict: TestVerdict, failing: frozenset[Outcome], nodeid: str, options: Sequence[str] = ()
 ) -> str | None:
-    """Return the command that finds which package did it, or ``None`` where none differs from those of the baseline."""
+    """Return the command to find the package behind a regression, or ``None`` if no package changed since the baseline."""
     compared = {Outcome.REGRESSED, Outcome.UNCERTAIN} & failing
     if not any(
-        one.changed_packages and any(each.outcome in compared for each in one.metrics) for one in verdict.verdicts
+        part.changed_packages and any(metric.outcome in compared for metric in part.metrics)
+        for part in verdict.verdicts
     ):
         return None
     return " ".join(map(_quoted, ["gpumem", "bisect", "--packages", nodeid, *(["--", *options] if options else [])]))
 
 
 def prune_command(*names: str, options: Sequence[str]) -> str:
-    """Return the command that removes the baselines of tests that are gone or not measured any more.
+    """Return the command that removes baselines if their tests no longer exist or are no longer measured.
 
-    ``names`` are ids of tests, or files; without them it looks at the whole store.
+    ``names`` are test ids or files; without names the command checks all baselines in the store.
     """
     return " ".join(map(_quoted, ["gpumem", "prune", *names, *options]))
 
 
 def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> str:
-    """Return the table of what was measured before a test failed by itself."""
+    """Return a table with the figures from before a test itself failed."""
     rows = [
         (METRICS[name].title, measurement.name, shown(name, value, units))
         for measurement in measurements
@@ -141,7 +154,7 @@ def measured_section(measurements: Iterable[Measurement], units: UnitSystem) -> 
 
 
 def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, several: bool, memory: str) -> str:
-    # Our word first: what begins a line may be a command to what shows it.
+    # Begin the line with this package's words: a name at the start of a line could be a command in a CI log.
     name = f"In {verdict.measurement.name}: " if several else ""
     lines = [f"{name}{_headline(verdict, failing, units, memory)}"]
     explained = [*failing_metrics(verdict, failing), *failing_metrics(verdict, failing, "work")]
@@ -164,9 +177,9 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
 
 
 def _reasons(verdict: Verdict, failed_by: Collection[Kind], headline: str) -> list[str]:
-    """Return each reason of the metrics that bear on a failure, unless the headline has it.
+    """Return the reasons of the metrics that bear on a failure, without reasons that the headline already has.
 
-    A reason of several metrics comes once: ``"peak allocated, peak reserved: the step's peak did not settle"``.
+    A reason that several metrics share appears once: ``"peak allocated, peak reserved: the step's peak did not settle"``.
     """
     titles: dict[str, list[str]] = {}
     for metric in verdict.metrics:
@@ -183,18 +196,18 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
         default=None,
     )
     if first is not None and outcome is Outcome.OVER_BUDGET:
-        what = "below budget" if METRICS[first.metric].larger_is_better else "over budget"
-        return f"{_subject(first, memory, what)} {_against(first, first.budget, 'budget', units)}"
+        problem = "below budget" if METRICS[first.metric].larger_is_better else "over budget"
+        return f"{_subject(first, memory, problem)} {_against(first, first.budget, 'budget', units)}"
     if first is not None and outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN):
-        what = "regressed" if outcome is Outcome.REGRESSED else "may have regressed"
+        problem = "regressed" if outcome is Outcome.REGRESSED else "may have regressed"
         if first.baseline is not None and first.value < first.baseline and METRICS[first.metric].unit == "bytes":
-            what = "is not comparable"  # nothing that went down has regressed
+            problem = "is not comparable"  # a metric that shrank has not regressed
         against = _against(first, first.baseline, "baseline", units)
-        # Another workload is the first reason for whatever grew with it.
+        # A changed workload explains the growth better than any other reason.
         workload = f"; another workload: {verdict.reason}" if verdict.reason else ""
         allowed = tolerated(first.metric, first.allowed, first.baseline, units)
         packages = "".join(f"; {clause}" for clause in verdict.changed_packages)
-        return f"{_subject(first, memory, what)} {against}, allowed {allowed}{workload}{packages}"
+        return f"{_subject(first, memory, problem)} {against}, allowed {allowed}{workload}{packages}"
     decided = decided_a_branch(verdict.measurement.notes)
     if first is None and decided is not None:
         return f"Not certain (required by --gpumem-strict): {decided}"
@@ -203,14 +216,14 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
     return f"Not compared (required by --gpumem-strict): {outcome.words}, {reason}"
 
 
-def _subject(verdict: MetricVerdict, memory: str, what: str) -> str:
+def _subject(verdict: MetricVerdict, memory: str, problem: str) -> str:
     """Return ``"GPU memory regressed: peak"``, ``"Work regressed: syncs"``, ``"Time regressed: step time"``."""
     metric = METRICS[verdict.metric]
     kind = memory if metric.kind == "memory" else metric.kind.capitalize()
-    return f"{kind} {what}: {'peak' if metric.name == 'peak_allocated' else metric.title}{on_device(verdict)}"
+    return f"{kind} {problem}: {'peak' if metric.name == 'peak_allocated' else metric.title}{on_device(verdict)}"
 
 
-def _against(verdict: MetricVerdict, other: float | None, what: str, units: UnitSystem) -> str:
+def _against(verdict: MetricVerdict, other: float | None, limit_name: str, units: UnitSystem) -> str:
     assert other is not None, "only compared metrics are against something"
     ratio = format_ratio(verdict.value / other - 1) if other else ""
     if METRICS[verdict.metric].unit in ("bytes", "count"):
@@ -220,7 +233,7 @@ def _against(verdict: MetricVerdict, other: float | None, what: str, units: Unit
         low, high = verdict.interval
         ratio += f" ({LEVEL:.0%} between {format_ratio(low - 1)} and {format_ratio(high - 1)})".replace("%", " %", 1)
     value, against = (shown(verdict.metric, number, units, verdict.of) for number in (verdict.value, other))
-    return f"{value}, {what} {against}: {ratio}"
+    return f"{value}, {limit_name} {against}: {ratio}"
 
 
 def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem) -> list[str]:
@@ -231,21 +244,21 @@ def _metric_table(verdict: Verdict, failing: frozenset[Outcome], units: UnitSyst
 
 
 def _failed_by(verdict: Verdict, failing: frozenset[Outcome]) -> set[Kind]:
-    """Return the kinds of the metrics for which a measurement fails."""
+    """Return the metric kinds by which a measurement fails."""
     return {METRICS[metric.metric].kind for metric in verdict.metrics if metric.outcome in failing}
 
 
 def _bears_on(metric: MetricVerdict, failed_by: Collection[Kind]) -> bool:
-    """Return whether a failure by metrics of these kinds shows a metric: what is judged, and what is of their kind."""
+    """Return whether a failure by these metric kinds shows a metric: judged metrics, and metrics of the same kind."""
     kind = METRICS[metric.metric].kind
     if metric.outcome is Outcome.RECORDED or (kind == "work" and metric.outcome is Outcome.OK):
-        # Work and phases explain a slower step; with growing memory they would be noise.
+        # Counts and phases explain a slower step, but would distract from a growing memory.
         return kind in failed_by or (kind != "memory" and not {"time", "throughput"}.isdisjoint(failed_by))
     return True
 
 
 def _quoted(word: str) -> str:
-    # As people quote a test id; shlex only where that would not do, and bash's escapes for what cannot be seen.
+    # Quote a test id as people do. Use shlex if that does not suffice, and bash's escapes for invisible characters.
     if shlex.quote(word) == word:
         return word
     if Screen().legible(word) != word:
@@ -258,7 +271,7 @@ def _in_bash(character: str) -> str:
         return "\\" + character
     if Screen().legible(character) == character:
         return character
-    # Bytes of a file's name that are no UTF-8 are lone surrogates in Python.
+    # Python reads invalid UTF-8 in file names as lone surrogates.
     escaped = "\udc80" <= character <= "\udcff"
     return "".join(
         f"\\x{byte:02x}" for byte in character.encode(errors="surrogateescape" if escaped else "surrogatepass")

@@ -1,4 +1,4 @@
-"""Kinds of files that this package writes, and the commands that read each: for who names one in place of another."""
+"""File kinds from this package, and the commands that read them. Errors use them if a user names a wrong file."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 
 
 class FileKind(NamedTuple):
-    """A kind of file, recognized by names that stand in it."""
+    """A file kind, recognized by names in the file."""
 
     title: str
     keys: frozenset[str]
-    """The names that tell it from others: of JSON the keys at its top."""
+    """The keys at the top of its JSON. No other kind has all these keys."""
     takers: tuple[str, ...] = ()
-    """The commands that read it, without the word ``gpumem``."""
+    """Its commands, without the word ``gpumem``."""
 
     def __str__(self) -> str:
-        """Return the kind and its commands: ``"the result of gpumem ab (for `gpumem bisect --from`)"``."""
+        """Return the kind with its commands: ``"the result of gpumem ab (for `gpumem bisect --from`)"``."""
         commands = " and ".join(f"`{command_name()} {taker}`" for taker in self.takers)
         return f"{self.title} (for {commands})" if commands else self.title
 
 
 SESSION = FileKind("the report of a session", frozenset({"terms", "results"}), ("why --report", "accept"))
 STORED = FileKind("a file of the store", frozenset(), ("show --store FOLDER",))
-"""TOML."""
+"""A baselines file, in TOML."""
 KINDS = (
     SESSION,
     FileKind("the result of gpumem ab", frozenset({"not_compared", "packages"}), ("bisect --from",)),
@@ -40,11 +40,11 @@ KINDS = (
     FileKind("the result of gpumem show", frozenset({"store", "baselines"})),
     FileKind("a report in SARIF", frozenset({"$schema", "runs"})),
 )
-"""Kinds of JSON."""
+"""The kinds with JSON files."""
 
 
 def kind_of_file(path: Path) -> FileKind | None:
-    """Return the kind of the file at ``path``; ``None`` if there is none that can be read, or it is another program's."""
+    """Return the file kind at ``path``; ``None`` if it cannot be read, or another program wrote it."""
     try:
         return kind_of(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError):
@@ -52,7 +52,7 @@ def kind_of_file(path: Path) -> FileKind | None:
 
 
 def kind_of(text: str) -> FileKind | None:
-    """Return the kind of file that has this text; ``None`` for a file of another program."""
+    """Return the file kind for this text; ``None`` if another program wrote it."""
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError):
@@ -61,13 +61,13 @@ def kind_of(text: str) -> FileKind | None:
 
 
 def kind_of_json(plain: object) -> FileKind | None:
-    """Return the kind of file that has this content."""
+    """Return the file kind for this content; ``None`` if no kind has such keys."""
     keys = plain.keys() if isinstance(plain, dict) else frozenset()
     return next((kind for kind in KINDS if kind.keys <= keys), None)
 
 
 def _is_stored(text: str) -> bool:
-    # The names of its tables, without reading it whole: it is only to be told.
+    # The names of the tables suffice to recognize the file, so it is not parsed.
     lines = text.splitlines()
     heads = ("format = ", "[environments.", "[tests.")
     return all(any(line.startswith(head) for line in lines) for head in heads)

@@ -1,4 +1,4 @@
-"""Reports as files: removed when a session begins to measure, and written when it ends."""
+"""Report files, which a session removes when it begins to measure and writes when it ends."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
 
 class ReportFiles:
-    """The files of ``--gpumem-report``: a session removes earlier ones when it begins to measure, and writes them at its end.
+    """The files from ``--gpumem-report``. A session removes earlier ones when it begins to measure, and writes them at its end.
 
-    Each file is replaced whole, and its folder is made. A session that is killed leaves no report, so an earlier one is not
-    taken for its own. A session that measures nothing leaves the files alone, unless its command line asked for them. A
-    report that cannot be written makes the session red; the others are written and say so. If pytest ends before any test
-    runs (a usage error), the reports say that.
+    - Each file is replaced atomically, and its folder is created.
+    - A killed session leaves no report, so an earlier report is never mistaken for its own.
+    - A session that measures nothing leaves the files alone, unless its command line asked for them.
+    - A report that cannot be written makes the session red. Reports that are written later contain the error.
+    - If pytest ends before any test runs (a usage error), the reports say this.
+    - A report never says ``passed`` if pytest's tests did not pass. It counts failures of tests that are not measured, and a
+      session that another plugin made red is red in the report.
 
-    A report never says ``passed`` if pytest's tests did not pass: failures of tests that are not measured are counted, and a
-    session that another plugin made red is reported as red. `gpumem merge` makes one JSON report from those of several
-    shards.
+    `gpumem merge` combines the JSON reports of several shards.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -34,7 +35,7 @@ class ReportFiles:
         self._begun = False
 
     def begin(self) -> None:
-        """Remove earlier files, since the session has something to report. A second call does nothing."""
+        """Remove earlier files, because the session will write new ones. A second call does nothing."""
         if self._begun:
             return
         self._begun = True
@@ -49,7 +50,7 @@ class ReportFiles:
         return self._begun and bool(self._paths)
 
     def write(self, report: SessionReport) -> list[str]:
-        """Write all files and return errors as sentences, which reports that are written later have, too."""
+        """Write all files, and return errors as sentences. Later files contain the earlier errors."""
         errors: list[str] = []
         for path in self._paths if self._begun else ():
             try:
@@ -60,12 +61,12 @@ class ReportFiles:
 
 
 def write_report(path: Path, report: SessionReport) -> None:
-    """Write ``report`` in the format of the file's suffix; its folder is made. Raises ``OSError``."""
+    """Write ``report`` in the format for the file's suffix, and create its folder. Raises ``OSError``."""
     form = format_of(path)
     assert form is not None, "options are checked"
     text = form.render(report)
     try:
         write_whole(path, text)
     except ValueError as error:
-        # A name with a NUL in it, which TOML can hold.
+        # A file name can contain a NUL, because TOML allows it.
         raise OSError(str(error)) from error

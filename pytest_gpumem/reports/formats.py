@@ -1,4 +1,4 @@
-"""The table of formats of ``--gpumem-report``. Every pytest run loads it, so it imports renderers only when they are used."""
+"""The formats for ``--gpumem-report``. Every pytest run imports this table, so it imports a renderer only when needed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class Format(NamedTuple):
-    """A format of reports, by the suffix of a file."""
+    """A report format, chosen by the file's suffix."""
 
     suffix: str
     title: str
-    """Its purpose, in the help of the option."""
+    """Its purpose, for the option's help."""
     renderer: str
-    """``"module:function"``: from a `SessionReport` to the text of the file."""
+    """``"module:function"``, which turns a `SessionReport` into the file's text."""
     needs: tuple[str, ...] = ()
-    """Packages that are not always installed: those of the extra ``report``."""
+    """Packages that may be missing, because only the extra ``report`` installs them."""
 
     def render(self, report: SessionReport) -> str:
         module, _, function = self.renderer.partition(":")
@@ -30,7 +30,7 @@ class Format(NamedTuple):
         return text
 
     def lacking(self) -> str | None:
-        """Return why it cannot be written here, as a sentence that says how to mend it; ``None`` where it can."""
+        """Return a sentence that names the missing packages and how to install them; ``None`` if none is missing."""
         missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
         if not missing:
             return None
@@ -44,19 +44,19 @@ FORMATS = (
     Format(".json", "for programs and `gpumem merge`", "pytest_gpumem.reports.json_report:to_json"),
     Format(".sarif", "for code scanning", "pytest_gpumem.reports.sarif:sarif"),
 )
-"""All formats, in the order in which help lists them."""
+"""All formats, in the help text's order."""
 
 
 def format_of(file: str | PurePath) -> Format | None:
-    """Return the format that the suffix of ``file`` names."""
-    return next((one for one in FORMATS if one.suffix == PurePath(file).suffix), None)
+    """Return the format for the suffix of ``file``."""
+    return next((format_ for format_ in FORMATS if format_.suffix == PurePath(file).suffix), None)
 
 
 def suffixes(formats: Sequence[Format]) -> str:
     """Return the suffixes as a text: ``".html, .md or .json"``."""
-    *others, last = [one.suffix for one in formats]
-    return f"{', '.join(others)} or {last}"
+    *first, last = [format_.suffix for format_ in formats]
+    return f"{', '.join(first)} or {last}"
 
 
 ENDINGS = suffixes(FORMATS[::-1])
-"""The suffixes, as errors list them."""
+"""The suffixes as a text for errors."""

@@ -1,4 +1,4 @@
-"""The history of a baseline as a table and a plot for a terminal. Pure."""
+"""A baseline's history as a table and a plot for the terminal. Pure."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 
 
 _MARKS = "▁─▔"
-"""A mark low, in the middle and high in a cell."""
+"""Marks at the bottom, in the middle and at the top of a cell."""
 _WIDEST = 8
-"""The most cells that a value takes."""
+"""The largest width of a value, in cells."""
 
 
 def plot(values: Sequence[float | None], label: Callable[[float], str], screen: Screen, height: int = 6) -> list[str]:
-    """Return a plot of ``values`` as lines, none where there are no two different values.
+    """Return a plot of ``values`` as lines; empty if fewer than two different values exist.
 
-    The axis begins at the smallest value, which a last line says where that is not 0. So nothing is filled beneath a mark:
-    its length would mean nothing. Where there is no room for all values, the earliest are left out.
+    The axis begins at the smallest value. If this is not 0, the last line says so. The area below a mark stays empty, because
+    its height has no meaning. A narrow screen shows only the latest values.
 
     Args:
-        values: A mark for each, the last at the right; ``None`` is a gap.
-        label: The text of a value, for the ends of the axis.
-        screen: What the lines have to fit.
+        values: The values, the latest last; ``None`` is a gap.
+        label: Returns a value's text, for the ends of the axis.
+        screen: The target screen.
         height: The number of rows, each with three levels.
     """
-    known = [value for value in values if value is not None]
-    if len(set(known)) < 2:
+    numbers = [value for value in values if value is not None]
+    if len(set(numbers)) < 2:
         return []
-    low, high = min(known), max(known)
+    low, high = min(numbers), max(numbers)
     names = {height - 1: screen.legible(label(high)), 0: screen.legible(label(low))}
     margin = max(map(cells, names.values())) + 1
     room = max(8, (screen.width or 80) - margin - 1)
     drawn = values[-room:]
     width = min(_WIDEST, room // len(drawn))
-    # A blank keeps marks apart where there is room.
+    # A blank separates wide marks.
     mark_width, gap = (width, "") if width == 1 else (width - 1, " ")
     marks = _MARKS if screen.legible(_MARKS) == _MARKS else '_-"'
     levels = [
@@ -55,10 +55,10 @@ def plot(values: Sequence[float | None], label: Callable[[float], str], screen: 
     ]
     lines = []
     for row in reversed(range(height)):
-        inside = (level is not None and level // len(marks) == row for level in levels)
+        in_row = (level is not None and level // len(marks) == row for level in levels)
         drawing = "".join(
-            (marks[(level or 0) % len(marks)] if here else " ") * mark_width + gap
-            for level, here in zip(levels, inside, strict=True)
+            (marks[(level or 0) % len(marks)] if is_marked else " ") * mark_width + gap
+            for level, is_marked in zip(levels, in_row, strict=True)
         )
         lines.append(f"{names.get(row, '').rjust(margin)} {drawing}".rstrip())
     if low != 0:
@@ -74,7 +74,7 @@ OR_EARLIER = "(or earlier: this clone is shallow)"
 
 
 def _relevant(events: Sequence[Event], metric: str) -> list[Event]:
-    """Return the events in which the metric, the workload, a package or the reason of its acceptance changed."""
+    """Return the events with a new reason, or with a change in the metric, the workload or a package."""
     return [
         event
         for event in events
@@ -88,7 +88,7 @@ def _relevant(events: Sequence[Event], metric: str) -> list[Event]:
 
 
 def _packages(event: Event) -> tuple[str, ...]:
-    """Return a clause for torch and each package that this change of a baseline came with another version of."""
+    """Return a clause for torch and each other package whose version changed with the baseline."""
     before, after = event.before, event.after
     if not isinstance(before, Baseline) or not isinstance(after, Baseline):
         return ()
@@ -96,7 +96,7 @@ def _packages(event: Event) -> tuple[str, ...]:
 
 
 def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, screen: Screen) -> list[Line]:
-    """Return the table, the latest change last, a plot where values differ, and how many events are not shown."""
+    """Return the table with the latest change last, a plot if values differ, and the number of events without a row."""
     relevant = _relevant(events, metric)
     first = next((event for event in events if event.after is not None), None)
     rows = tuple(_row(event, metric, units, is_first=event is first) for event in relevant)
@@ -110,14 +110,14 @@ def history_lines(events: Sequence[Event], metric: str, units: UnitSystem, scree
         Column("reason", left=True, least=_LEAST),
         Column("subject", left=True, least=_LEAST, weight=2),
     )
-    always = [number for number, column in enumerate(columns) if column.title not in ("packages", "reason")]
-    lines = laid_out(Table(columns, rows).without_empty(always), screen)
+    always_shown = [number for number, column in enumerate(columns) if column.title not in ("packages", "reason")]
+    lines = laid_out(Table(columns, rows).without_empty(always_shown), screen)
     values = [event.after.metrics.get(metric) if isinstance(event.after, Baseline) else None for event in relevant]
     plotted = plot(values, lambda value: shown(metric, value, units), screen)
     lines += [(Span(text),) for text in (*([""] if plotted else []), *plotted)]
-    others = len(events) - len(relevant)
-    if others:
-        note = f"{counted(others, 'other change')} left {METRICS[metric].title} as it was"
+    other_count = len(events) - len(relevant)
+    if other_count:
+        note = f"{counted(other_count, 'other change')} left {METRICS[metric].title} as it was"
         lines += [(Span(""),), (Span(note, "aside"),)]
     return lines
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 MOST_BYTES = 32 * 2**20
-"""The size up to which a report is read: parsing takes memory in proportion."""
+"""The largest accepted report, in bytes: parsing needs memory in proportion."""
 _MOST_ROWS = 50
 _MOST_OF_A_TEXT = 1_000
 _SHOWN = {Outcome.REGRESSED.value, Outcome.IMPROVED.value, Outcome.UNCERTAIN.value, Outcome.STALE.value}
@@ -34,19 +34,27 @@ _SHOWN = {Outcome.REGRESSED.value, Outcome.IMPROVED.value, Outcome.UNCERTAIN.val
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The content in a JSON file."""
+    """The result in a JSON file."""
 
     passed: bool
     markdown: Callable[[int], str] = field(repr=False)
-    """Returns the Markdown, in at most so many bytes."""
+    """Returns the Markdown, cut to a number of bytes."""
     title: str | None = None
-    """The change from a bisection, in a sentence."""
+    """A sentence on the change that a bisection blames."""
     session: SessionReport | None = None
     """The session's report, if the file has one."""
 
 
 def job_result(text: str, name: str) -> JobResult:
-    """Return the result in a file with this ``text`` and ``name``. Raises `ReportError`, and nothing else."""
+    """Return the result in a file.
+
+    Args:
+        text: The file's content.
+        name: The file's name, for errors.
+
+    Raises:
+        ReportError: The file has unexpected content. No other exception is raised.
+    """
     try:
         plain = json.loads(text.removeprefix("\ufeff"), parse_constant=_refused)
     except (ValueError, RecursionError):
@@ -74,7 +82,7 @@ def _array(items: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, dict[str, Any]]:
-    """Return a schema for each command's JSON, with the keys that this module shows."""
+    """Return a schema for each command's JSON, limited to the keys in this module's texts."""
     release = {"type": ["string", "null"]}
     metric = _object(
         {
@@ -115,8 +123,8 @@ def _checked(plain: dict[str, Any], name: str, command: str) -> dict[str, Any]:
     try:
         _validator(command)(plain)
     except JsonSchemaValueException as error:
-        where = escaping.visible(str(error.name)[:_MOST_OF_A_TEXT].removeprefix("data.").removeprefix("data"))
-        wrong = f"its {where} is" if where else "it is"
+        path = escaping.visible(str(error.name)[:_MOST_OF_A_TEXT].removeprefix("data.").removeprefix("data"))
+        wrong = f"its {path} is" if path else "it is"
         raise ReportError(f"{name}: {wrong} not what this version's `gpumem {command} --report` writes") from None
     return plain
 
@@ -143,9 +151,9 @@ def _of_comparison(plain: dict[str, Any]) -> JobResult:
         head.append(f"Packages: {_plain('; '.join(packages))}")
     rows = list(_rows(plain))
     notes = [
-        f"- {_plain(one['test'])}: {_plain(one['reason'])}"
-        for one in plain["not_compared"]
-        if one["reason"] is not None
+        f"- {_plain(test['test'])}: {_plain(test['reason'])}"
+        for test in plain["not_compared"]
+        if test["reason"] is not None
     ]
     table = [escaping.table(["test", "metric", "base", "head", "change", "verdict"], rows[:_MOST_ROWS], (0, 1, 5))]
     more = [f"{counted(len(rows) - _MOST_ROWS, 'more row')} in the whole report."] if len(rows) > _MOST_ROWS else []
@@ -179,14 +187,14 @@ def _refused(text: str) -> NoReturn:
 
 
 def _fitting(parts: list[str]) -> Callable[[int], str]:
-    """Return a function that joins as many whole parts as there is room for, the heading first."""
+    """Return a function that joins complete parts up to a size in bytes, the heading first."""
 
     def joined(most: int) -> str:
         text = ""
         for part in parts:
             longer = f"{text}\n\n{part}" if text else part
             if len(longer.encode()) > most:
-                return f"{text}\n\nThere is not room for all of it here.\n"
+                return f"{text}\n\nThe text is shortened, because it would be too long.\n"
             text = longer
         return f"{text}\n"
 

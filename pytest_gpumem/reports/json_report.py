@@ -1,4 +1,4 @@
-"""A session's report as JSON, and back. Pure; every mistake in a text is told with its place and what would be right."""
+"""A session's report as JSON, and back. Errors name the position of a mistake and the expected value. Pure."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ _RIGHT = "a report is what `pytest --gpumem-report=FILE.json` writes"
 
 
 _FEW = 10
-"""More items than any array has whose items are not alike."""
+"""The schema checks only so many items in an array with equal items."""
 _LONGEST = 200
 
 
 def to_json(report: SessionReport) -> str:
-    r"""Return the whole report as JSON in format 1. The same report has the same bytes.
+    r"""Return a session's report as JSON in format 1. Equal reports give the same bytes.
 
     The text is ASCII, with a line for each key and each test. Bytes and counts are whole numbers, times are seconds. A number
-    that JSON does not have is the text ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``. A lone surrogate, which only a file name
-    can have, is written as ``\udcff``.
+    that JSON does not have is written as ``"Infinity"``, ``"-Infinity"`` or ``"NaN"``. A lone surrogate, which only a file name
+    can contain, is written as ``\udcff``.
 
     The rows of a composition are texts, as `Row.text` returns them. With ``--gpumem-explain=always``, ``| callers | named
     caller`` follows if there are callers: ``a.py:3 < b.py:8 ; a.py:3 < c.py:5`` are two ways to ``a.py:3``. The parts of counts
     are texts as in the [store](store-format.md#keys-of-a-measurement). Their callers, named caller and reason follow if there
     are any.
 
-    No key is missing, and there is no key without a row in these tables: a new key gets a new format number. The schema
-    ``pytest_gpumem/reports/report.schema.json`` (JSON Schema 2020-12) allows any name of a metric, because a newer version
-    may have more. ``accounting``, ``passed``, ``problems``, ``ranks``, ``causes`` and ``not_explained`` follow from the other
-    keys.
+    No key is missing, and every key has a row in these tables: a new key gets a new format number. The schema
+    ``pytest_gpumem/reports/report.schema.json`` (JSON Schema 2020-12) allows any metric name, because a newer version
+    may have more metrics. ``accounting``, ``passed``, ``problems``, ``ranks``, ``causes`` and ``not_explained`` follow from the
+    other keys.
     """
     plain = {
         "format": FORMAT,
         "accounting": report.accounting,
         "passed": report.passed,
         "problems": list(report.problems),
-        "ranks": [_plain_ranks(one) for one in peaks_by_rank(report.results)],
+        "ranks": [_plain_ranks(row) for row in peaks_by_rank(report.results)],
         **plain_causes(causes_in(report)),
         **to_plain(report),
     }
@@ -72,7 +72,15 @@ def to_json(report: SessionReport) -> str:
 
 
 def from_json(text: str, name: str) -> SessionReport:
-    """Return the report that `to_json` wrote as ``text``; ``name`` is the file's. Raises `ReportError`, and nothing else."""
+    """Return the report that `to_json` wrote.
+
+    Args:
+        text: The JSON.
+        name: The file's name, for errors.
+
+    Raises:
+        ReportError: The text is not a report. No other exception is raised.
+    """
     try:
         return _read(text, name)
     except RecursionError:
@@ -103,24 +111,24 @@ def _read(text: str, name: str) -> SessionReport:
     try:
         return from_plain(SessionReport, _with_ints(plain))
     except (ArithmeticError, TypeError, ValueError) as error:
-        # What a schema cannot say: rows of compositions, rounds that are as many as their paces.
+        # The schema cannot check a composition's rows, or compare the numbers of rounds and paces.
         raise ReportError(f"{name}: {error}; {right}") from None
 
 
 def _with_ints(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return a valid report with bytes and counts as ints, which other programs write as 12.0."""
-    for verdict in (one for result in plain["results"] for one in result["verdict"]["verdicts"]):
+    """Return a valid report with bytes and counts as ints, because other programs write 12.0."""
+    for verdict in (verdict for result in plain["results"] for verdict in result["verdict"]["verdicts"]):
         by_device = verdict["measurement"].get("by_device", {})
         for values in (verdict["measurement"]["metrics"], *by_device.values()):
             values |= {name: int(value) for name, value in values.items() if METRICS[name].unit in WHOLE}
-        for one in verdict["metrics"]:
-            if METRICS[one["metric"]].unit in WHOLE:
-                one |= {key: int(one[key]) for key in ("value", "baseline", "budget") if one[key] is not None}
+        for metric in verdict["metrics"]:
+            if METRICS[metric["metric"]].unit in WHOLE:
+                metric |= {key: int(metric[key]) for key in ("value", "baseline", "budget") if metric[key] is not None}
     return plain
 
 
 def report_schema() -> dict[str, Any]:
-    """Return the schema of a report: ``report.schema.json``, which allows any name of a metric, with those that there are."""
+    """Return the schema for reports from this version: ``report.schema.json`` with the names of this version's metrics."""
     schema: dict[str, Any] = json.loads(
         files("pytest_gpumem.reports").joinpath("report.schema.json").read_text("utf-8")
     )
@@ -133,7 +141,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def mistake_in(plain: Any) -> str | None:
-    """Return the first violation of a report's schema in ``plain``, with its path and what would be right."""
+    """Return the first violation of the report schema, with its path and the expected value; ``None`` if ``plain`` is valid."""
     from fastjsonschema import JsonSchemaValueException
 
     try:
@@ -152,33 +160,33 @@ def _validator() -> Callable[[Any], Any]:
 
 
 def _draft_7(schema: Any) -> Any:
-    """Return the same schema in the words of draft 7, which fastjsonschema reads.
+    """Return the same schema in draft 7, which fastjsonschema can read.
 
-    What may be null stands behind a condition, as of ``anyOf`` it would not tell what is wrong within the other one.
+    A nullable value becomes ``if``/``else``, because an error in ``anyOf`` would not name the mistake within the value.
     """
     if isinstance(schema, list):
-        return [_draft_7(one) for one in schema]
+        return [_draft_7(subschema) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {"items" if word == "prefixItems" else word: _draft_7(one) for word, one in schema.items()}
+    converted = {"items" if word == "prefixItems" else word: _draft_7(subschema) for word, subschema in schema.items()}
     null = {"type": "null"}
-    if null in found.get("anyOf", ()):
-        (other,) = (one for one in found.pop("anyOf") if one != null)
-        found |= {"if": null, "else": other}
-    return found
+    if null in converted.get("anyOf", ()):
+        (not_null,) = (subschema for subschema in converted.pop("anyOf") if subschema != null)
+        converted |= {"if": null, "else": not_null}
+    return converted
 
 
 def _outlined(plain: Any) -> Any:
-    """Return what is the same to the schema, with less to check: of a long series of like numbers the first few."""
+    """Return a plain value that is as valid as ``plain``, but shorter: long lists of numbers keep their first items."""
     if isinstance(plain, dict):
-        return {key: _outlined(one) for key, one in plain.items()}
+        return {key: _outlined(value) for key, value in plain.items()}
     if not isinstance(plain, list):
         return plain
     kinds = set(map(type, plain))
-    alike = kinds == {int} or (kinds == {float} and len(set(map(float.is_integer, plain))) == 1)
-    if alike and min(plain) >= -(2**63) and max(plain) < 2**63:
+    are_equal_kinds = kinds == {int} or (kinds == {float} and len(set(map(float.is_integer, plain))) == 1)
+    if are_equal_kinds and min(plain) >= -(2**63) and max(plain) < 2**63:
         return plain[:_FEW]
-    return [_outlined(one) for one in plain]
+    return [_outlined(value) for value in plain]
 
 
 def _mistake(error: JsonSchemaValueException) -> str:
@@ -191,11 +199,11 @@ def _mistake(error: JsonSchemaValueException) -> str:
         return (
             f"{_shown(f'{path}.' + next(name for name in error.rule_definition if name not in error.value))} is missing"
         )
-    what = error.message.removeprefix(f"{path} ")
+    expected = error.message.removeprefix(f"{path} ")
     if error.rule in ("anyOf", "enum"):
-        what = f"must be {_kind(error.definition)}"
+        expected = f"must be {_kind(error.definition)}"
     but = f"has {len(error.value)}" if error.rule in ("minItems", "maxItems") else f"is {_value(error.value)}"
-    return f"{_shown(path)} {what}, but {but}"
+    return f"{_shown(path)} {expected}, but {but}"
 
 
 def _kind(schema: dict[str, Any]) -> str:
@@ -210,7 +218,7 @@ def _value(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "an array"
     if isinstance(value, int) and abs(value) >= 10**_LONGEST:
-        # Python refuses to write out the longest of them.
+        # Python refuses to print the longest integers.
         return "a number of very many digits"
     return _cut(json.dumps(value))
 
@@ -227,7 +235,7 @@ def _other_version(plain: dict[str, Any]) -> str | None:
     version = plain.get("version")
     if not isinstance(version, str) or version == __version__:
         return None
-    return f"it is of pytest-gpumem {ascii(version[:40])[1:-1]}, this is {__version__}"
+    return f"it comes from pytest-gpumem {ascii(version[:40])[1:-1]}, this is {__version__}"
 
 
 def _plain_ranks(row: RankPeaks) -> dict[str, Any]:
@@ -248,11 +256,11 @@ def _dumped(value: Any) -> str:
 
 
 def without_infinity(value: Any) -> Any:
-    """Return a plain value in which each number that JSON does not have is the text for it."""
+    """Return a plain value with infinite numbers and NaN as texts, because JSON does not have them."""
     if isinstance(value, dict):
-        return {key: without_infinity(one) for key, one in value.items()}
+        return {key: without_infinity(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_infinity(one) for one in value]
+        return [without_infinity(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -1,4 +1,8 @@
-"""Tables of styled cells that fit the width and the characters of a stream. Pure."""
+"""Tables with styled cells, fitted to a stream's width and encoding. Pure.
+
+For example, a table that is too wide for 60 cells first shortens long names, then omits columns, and at last prints each row's
+name on a line above its figures.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +16,33 @@ if TYPE_CHECKING:
 
 
 _COMMAND = re.compile(r"^(\s*):(?=:[\w-]+(?:\s.*)?::)")
-"""Commands to GitHub's runner: at the beginning of a line, and ``##[...]`` anywhere (``ActionCommand.cs``)."""
+"""Commands to GitHub's runner: ``::`` at the beginning of a line, and ``##[...]`` anywhere (``ActionCommand.cs``)."""
 _INSTEAD = {"µ": "u", "μ": "u", "…": "..."}
 _BEGINNING = 1 / 3
-"""The share of the beginning in a shortened text: the end of a test's id has more information."""
+"""The beginning's share in a shortened text. The end is longer, because a test's id is more specific at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """A stream of text: how wide its lines may be, in cells (``None`` for no limit), and how it encodes characters."""
+    """A text stream: the maximum width of its lines in cells (``None`` for no limit), and its encoding."""
 
     width: int | None = None
     encoding: str = "utf-8"
 
     def legible(self, text: str) -> str:
-        """Return ``text`` as this stream can show it, in one line.
+        """Return ``text`` on a single line, as this stream can show it.
 
-        What would move the cursor, recolour or reorder (control characters, newlines, right-to-left marks), cannot be seen,
-        or would be a command in a CI's log is escaped as in Python. What the stream cannot encode is replaced by its ASCII
-        equivalent, or else escaped.
+        Some characters are escaped as in Python: characters that move the cursor, recolour or reorder the text (control
+        characters, newlines, right-to-left marks), invisible characters, and commands to a CI log. Characters that the stream
+        cannot encode become their ASCII equivalent, or are escaped.
         """
         if not text.isprintable():
             text = "".join(map(_harmless, text))
-        text = _COMMAND.sub(lambda found: f"{found[1]}\\x3a", text).replace("##[", "#\\x23[")
+        text = _COMMAND.sub(lambda match: f"{match[1]}\\x3a", text).replace("##[", "#\\x23[")
         return self.encodable(text)
 
     def encodable(self, text: str) -> str:
-        """Return ``text`` with what the stream cannot encode replaced by its ASCII equivalent, or else escaped."""
+        """Replace characters that the stream cannot encode by their ASCII equivalent, or escape them."""
         if text.isascii() or self._encodes(text):
             return text
         return "".join(
@@ -47,7 +51,7 @@ class Screen:
         )
 
     def shortened(self, text: str, width: int) -> str:
-        """Return ``text`` in at most ``width`` cells; characters in its middle are left out."""
+        """Return ``text`` in at most ``width`` cells, with an ellipsis for characters in the middle."""
         if cells(text) <= width:
             return text
         left_out = self.legible("…")
@@ -64,7 +68,7 @@ class Screen:
 
 
 def cells(text: str) -> int:
-    """Return how many cells of a terminal ``text`` takes: two for an East Asian character, none for a combining one."""
+    """Return the width of ``text`` in a terminal's cells: an East Asian character has two, a combining mark has none."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -73,7 +77,7 @@ def cells(text: str) -> int:
 
 
 def _harmless(character: str) -> str:
-    # Blanks, too, are unprintable to Python.
+    # Python also counts blanks as unprintable.
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     return _escaped(character)
@@ -84,7 +88,7 @@ def _escaped(character: str) -> str:
 
 
 def _first(text: str, width: int) -> str:
-    """Return as much of the beginning as fits."""
+    """Return the longest fitting beginning."""
     beginning = text[:width]
     while cells(beginning) > width:
         beginning = beginning[:-1]
@@ -92,7 +96,7 @@ def _first(text: str, width: int) -> str:
 
 
 def _last(text: str, width: int) -> str:
-    """Return as much of the end as fits, without a combining mark at its start."""
+    """Return the longest fitting end, without a combining mark at its start."""
     end = text[len(text) - width :] if width else ""
     while end and (cells(end) > width or not cells(end[0])):
         end = end[1:]
@@ -100,16 +104,16 @@ def _last(text: str, width: int) -> str:
 
 
 Style = Literal["good", "bad", "doubtful", "heading", "aside"]
-"""The meaning of a text, which its words have, too: without colours nothing is lost."""
+"""The meaning of a text. The words say the same, so a terminal without colours loses nothing."""
 
 _GAP = 2
 _HANGING = 4
-"""The indentation of figures that stand beneath the name of their row."""
+"""The indentation for figures below their row's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of a line."""
+    """A styled part of a line."""
 
     text: str
     style: Style | None = None
@@ -120,10 +124,10 @@ Line = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column, and how it shrinks where there is no room for the whole table.
+    """A column, and how it shrinks if the table is too wide.
 
-    Cells of one with ``least`` are shortened to that many cells of the screen; one with a ``weight`` is left out, the
-    lightest first. One with neither keeps its width. With ``left``, its cells are aligned left.
+    ``least`` allows to shorten cells to that many cells on the screen. ``weight`` allows to omit the column, the smallest
+    weight first. A column with neither keeps its width. ``left`` aligns the cells left.
     """
 
     title: str
@@ -134,40 +138,40 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``rows`` have a cell for each of the ``columns``; the first names the row."""
+    """A table with a cell in each row for each column. The first cell names the row."""
 
     columns: tuple[Column, ...]
     rows: tuple[Line, ...]
     indent: int = 0
 
     def without_empty(self, keep: Collection[int]) -> Table:
-        """Return the table without the columns that are empty in all rows; those with a number in ``keep`` stay."""
-        kept = [n for n in range(len(self.columns)) if n in keep or any(row[n].text for row in self.rows)]
-        rows = tuple(tuple(row[n] for n in kept) for row in self.rows)
-        return replace(self, columns=tuple(self.columns[n] for n in kept), rows=rows)
+        """Return the table without its empty columns. The column numbers in ``keep`` always stay."""
+        column_numbers = [n for n in range(len(self.columns)) if n in keep or any(row[n].text for row in self.rows)]
+        rows = tuple(tuple(row[n] for n in column_numbers) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[n] for n in column_numbers), rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The columns that are shown, by number, and their widths; ``hanging`` if the first has a line of its own."""
+    """The shown columns' numbers and widths. ``hanging`` prints the first column on a line above the others."""
 
-    kept: tuple[int, ...]
+    shown: tuple[int, ...]
     widths: tuple[int, ...]
     hanging: bool = False
 
 
 def laid_out(table: Table, screen: Screen) -> list[Line]:
-    """Return the lines of a table, with its header, and one that names the columns for which there was no room.
+    """Return a table's lines with its header. A last line names the columns that did not fit.
 
-    Where the name of a row and its figures do not fit side by side, it stands above them.
+    If a row's name and its figures do not fit side by side, the name is printed above the figures.
     """
     header = tuple(Span(column.title, "heading") for column in table.columns)
     rows = [tuple(Span(screen.legible(span.text), span.style) for span in row) for row in (header, *table.rows)]
     plan = _plan(table, rows, screen)
     lines = [line for row in rows for line in _lines_of(row, table, plan, screen)]
-    left_out = [column.title for number, column in enumerate(table.columns) if number not in plan.kept]
+    left_out = [column.title for number, column in enumerate(table.columns) if number not in plan.shown]
     if left_out:
-        note = f"not shown, for want of width: {', '.join(title for title in left_out if title)}"
+        note = f"too narrow to show: {', '.join(title for title in left_out if title)}"
         lines.append((Span(" " * table.indent + note, "aside"),))
     return lines
 
@@ -185,40 +189,40 @@ def _plan(table: Table, rows: Sequence[Line], screen: Screen) -> _Plan:
     room = screen.width - table.indent
     weighed = [(column.weight, number) for number, column in enumerate(table.columns) if column.weight is not None]
     droppable = [number for _, number in sorted(weighed)]
-    offers = [
+    candidates = [
         tuple(number for number in everything if number not in droppable[:count]) for count in range(len(droppable) + 1)
     ]
-    for kept in offers:
-        widths = _fitted(table.columns, natural, kept, room)
+    for shown in candidates:
+        widths = _fitted(table.columns, natural, shown, room)
         if widths is not None and _differ(rows, widths[0], screen):
-            return _Plan(kept, widths)
-    for kept in offers:
-        widths = _fitted(table.columns, natural, kept[1:], room - _HANGING)
+            return _Plan(shown, widths)
+    for shown in candidates:
+        widths = _fitted(table.columns, natural, shown[1:], room - _HANGING)
         if widths is not None:
-            return _Plan(kept, (room, *widths), hanging=True)
-    kept = offers[-1]
-    narrow = tuple(min(natural[number], table.columns[number].least or natural[number]) for number in kept)
-    return _Plan(kept, (room, *narrow[1:]), hanging=True)
+            return _Plan(shown, (room, *widths), hanging=True)
+    shown = candidates[-1]
+    narrow = tuple(min(natural[number], table.columns[number].least or natural[number]) for number in shown)
+    return _Plan(shown, (room, *narrow[1:]), hanging=True)
 
 
 def _fitted(
-    columns: Sequence[Column], natural: Sequence[int], kept: Sequence[int], room: int
+    columns: Sequence[Column], natural: Sequence[int], shown: Sequence[int], room: int
 ) -> tuple[int, ...] | None:
-    """Return the widths of the columns in ``kept``, if they fit; those that can be shortened share the spare cells."""
-    widths = {number: min(natural[number], columns[number].least or natural[number]) for number in kept}
-    spare = room - sum(widths.values()) - _GAP * (len(kept) - 1)
+    """Return the widths for the columns in ``shown``; ``None`` if they do not fit. Shortened columns share the spare cells."""
+    widths = {number: min(natural[number], columns[number].least or natural[number]) for number in shown}
+    spare = room - sum(widths.values()) - _GAP * (len(shown) - 1)
     if spare < 0:
         return None
-    by_need = sorted((natural[number] - widths[number], number) for number in kept)
+    by_need = sorted((natural[number] - widths[number], number) for number in shown)
     for index, (need, number) in enumerate(by_need):
         share = min(need, spare // (len(by_need) - index))
         widths[number] += share
         spare -= share
-    return tuple(widths[number] for number in kept)
+    return tuple(widths[number] for number in shown)
 
 
 def _differ(rows: Sequence[Line], width: int, screen: Screen) -> bool:
-    """Return whether different names still differ when shortened."""
+    """Return whether different names still differ after they are shortened."""
     names = {row[0].text for row in rows}
     return len({screen.shortened(name, width) for name in names}) == len(names)
 
@@ -226,7 +230,7 @@ def _differ(rows: Sequence[Line], width: int, screen: Screen) -> bool:
 def _lines_of(row: Line, table: Table, plan: _Plan, screen: Screen) -> Iterable[Line]:
     fitted = [
         _aligned(row[number], table.columns[number], width, screen)
-        for number, width in zip(plan.kept, plan.widths, strict=True)
+        for number, width in zip(plan.shown, plan.widths, strict=True)
     ]
     if not plan.hanging:
         yield _joined(fitted, table.indent)
@@ -237,14 +241,14 @@ def _lines_of(row: Line, table: Table, plan: _Plan, screen: Screen) -> Iterable[
 
 
 def _aligned(cell: Span, column: Column, width: int, screen: Screen) -> tuple[str, Span, str]:
-    """Return the cell, and the blanks before and after it."""
+    """Return the cell with the blanks before and after it."""
     text = cell.text if column.least is None else screen.shortened(cell.text, width)
     blank = " " * (width - cells(text))
     return ("", Span(text, cell.style), blank) if column.left else (blank, Span(text, cell.style), "")
 
 
 def _joined(fitted: Sequence[tuple[str, Span, str]], indent: int) -> Line:
-    """Return one line, without blanks at its end."""
+    """Return a line without trailing blanks."""
     line: list[Span] = []
     blank = " " * indent
     for before, span, after in fitted:
@@ -261,17 +265,17 @@ def _joined(fitted: Sequence[tuple[str, Span, str]], indent: int) -> Line:
 def without_empty(
     header: Sequence[str], rows: Sequence[Sequence[str]], keep: Collection[int] = (0,)
 ) -> tuple[list[str], list[list[str]]]:
-    """Return a table without the columns that are empty in all ``rows``; those with a number in ``keep`` stay."""
-    kept = [number for number in range(len(header)) if number in keep or any(row[number] for row in rows)]
-    return [header[number] for number in kept], [[row[number] for number in kept] for row in rows]
+    """Return a table without its empty columns. The column numbers in ``keep`` always stay."""
+    column_numbers = [number for number in range(len(header)) if number in keep or any(row[number] for row in rows)]
+    return [header[number] for number in column_numbers], [[row[number] for number in column_numbers] for row in rows]
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Return lines of a table without limits of width; numbers are aligned right, the columns in ``left`` left."""
+    """Return a table's lines without a width limit. The columns in ``left`` are aligned left, the others right."""
     titles = tuple(Column(title, left=number in left) for number, title in enumerate(header))
     return plain_lines(Table(titles, tuple(tuple(map(Span, row)) for row in rows)))
 
 
 def plain_lines(table: Table) -> list[str]:
-    """Return lines of a table without styles, as wide as they are."""
+    """Return a table's lines without styles and without a width limit."""
     return [text_of(line).rstrip() for line in laid_out(table, Screen())]

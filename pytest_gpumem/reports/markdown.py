@@ -1,6 +1,6 @@
-"""A session's report in GitHub's Markdown: for a file, a job's summary and a comment in a pull request. Pure.
+"""A session's report in GitHub's Markdown: for a file, a job's summary, or a comment in a pull request. Pure.
 
-The most important parts are first. Where there is not room for all, whole parts are left out, and the last line names them.
+The most important parts come first. If they do not all fit, the report omits complete parts, and its last line names them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pytest_gpumem.gate.verdict import CHANGED, FAILING, Outcome
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.reports.causes import causes_in, causes_in_markdown
 from pytest_gpumem.reports.escaping import block, code, code_in_table, details, html_code, plain, table
-from pytest_gpumem.reports.explanation import explained, grown_counts
+from pytest_gpumem.reports.explanation import explained_tables, grown_counts
 from pytest_gpumem.reports.layout import without_empty
 from pytest_gpumem.reports.matrix import legend_of, matrices, matrix_cells
 from pytest_gpumem.reports.places import first_row
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
     from pytest_gpumem.units import UnitSystem
 
 MOST_OF_A_SUMMARY = 2**20
-"""Bytes of a step's summary. Of more GitHub shows nothing, and reports an error:
+"""The largest step summary in bytes. GitHub shows nothing of a larger one, and reports an error:
 https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands#step-isolation-and-limits."""
 MOST_OF_A_COMMENT = 65_536
-"""Characters of a comment; with more it is refused: ``Body is too long (maximum is 65536 characters)``."""
+"""The longest comment in characters; GitHub refuses a longer one: ``Body is too long (maximum is 65536 characters)``."""
 MOST_FOLDED = 50
-"""Tests that are listed where others tell their causes."""
+"""The longest folded list of failed tests with the same causes."""
 FEWEST = 300
-"""Bytes in which a verdict always has room."""
+"""A verdict always fits in so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the report that can be left out whole: those of the highest ``rank`` first, of one rank the last first."""
+    """An optional part of the report. The highest ``rank`` goes first, and within a rank the last part."""
 
     rank: int
-    what: str
+    title: str
     text: str
 
 
@@ -80,26 +80,25 @@ _MANY = {
 }
 _METRICS = ("metric", "baseline", "now", "change", "allowed", "budget", "verdict")
 _LINE_END = "  \n"
-"""The end of a line within a paragraph."""
+"""A line break within a paragraph."""
 _VERDICTS = {"passed": "✅ gpumem passed", "failed": "❌ gpumem failed", "idle": "⚪ gpumem gated nothing"}
 
 
 def markdown(report: SessionReport, *, most: int | None = None) -> str:
-    r"""Return GitHub's Markdown.
+    r"""Return the report in GitHub's Markdown.
 
-    Its parts are: the verdict and the accounting line; other reasons for a red session; the causes; each test that failed,
-    with the first row of its explanation, and with its metrics, the growth and the accepting command folded away; changes
-    that fail nothing; reasons why something was not compared; the store; and, folded away, all measured tests, the matrices
-    and the environment.
+    Its parts are, in this order: the verdict and the accounting line; other reasons for a red session; the causes; each failed
+    test with the first row of its explanation; changes that fail no test; reasons why something was not compared; and the
+    store. Folded parts contain a failed test's metrics, growth and accepting command, the table of all tests, the matrices and
+    the environment.
 
-    A comment holds 65,536 characters and a step's summary 1 MiB. If there is no room, whole parts are left out, the table of
-    all tests first, and the last line names them. The verdict is never left out. Texts of tests are shown character by
-    character: invisible characters, and characters that change others, are written as in Python: ``\n``, ``\x1b``,
-    ``\u202e``.
+    A comment holds 65,536 characters and a step's summary 1 MiB. If the report is longer, it omits complete parts, first the
+    table of all tests, and the last line names them. It never omits the verdict. Texts from tests appear character by
+    character: invisible and reordering characters are written as in Python: ``\n``, ``\x1b``, ``\u202e``.
 
     Args:
         report: The report.
-        most: The room in bytes of UTF-8; no limit by default.
+        most: The largest size in bytes of UTF-8; no limit by default.
 
     Raises:
         ValueError: ``most`` is too little for the verdict.
@@ -110,17 +109,17 @@ def markdown(report: SessionReport, *, most: int | None = None) -> str:
     text = _joined(parts, [])
     if most is None or _size(text) <= most:
         return text
-    kept = dict(enumerate(parts))
+    remaining = dict(enumerate(parts))
     left_out: list[_Part] = []
-    # Sizes are added up, so that a report of many tests is not joined over and over.
+    # Add up the sizes, because joining a report with many tests again and again would be slow.
     size = sum(_size(part.text) + 2 for part in parts)
-    for number in sorted(kept, key=lambda number: (-parts[number].rank, -number)):
+    for number in sorted(remaining, key=lambda number: (-parts[number].rank, -number)):
         if parts[number].rank == _HEAD or size + _size(_omitted(left_out)) <= most:
             break
-        left_out.append(kept.pop(number))
+        left_out.append(remaining.pop(number))
         size -= _size(left_out[-1].text) + 2
-    text = _joined(list(kept.values()), left_out)
-    # An accounting line of kilobytes: reasons that tests gave.
+    text = _joined(list(remaining.values()), left_out)
+    # The accounting line can have kilobytes, because it contains reasons from tests.
     return text if _size(text) <= most else f"### {_VERDICTS[state_of(report)]}\n\n{_omitted([])}\n"
 
 
@@ -135,24 +134,24 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
         ids = ", ".join(code(f"{file}::{test}") for _, test in tests)
         yield _Part(_NOT_RUN, "the tests that did not finish", f"- Did not finish: {ids}")
     yield from _failed(report, [row for row in rows if row.status.fails])
-    others = [row for row in rows if not row.status.fails]
-    changed = _changed_table([one for row in others for one in row.measured], units)
+    not_failed = [row for row in rows if not row.status.fails]
+    changed = _changed_table([measured for row in not_failed for measured in row.measured], units)
     if changed:
         title = "Changed, and not failed for it"
         yield _Part(_CHANGED, "what changed without failing", f"#### {title}\n\n{changed}")
-    why_not = reasons(
+    not_compared = reasons(
         (result.verdict for result in report.results if not result.failed), report.terms.units, report.terms.update
     )
-    why_not += report.of_measuring
-    if why_not:
-        yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in why_not))
+    not_compared += report.of_measuring
+    if not_compared:
+        yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in not_compared))
     unused = [unused_line(report.unused)] if report.unused and report.passed else []
     store = [*report.of_store, *report.warnings, *unused]
     if store:
-        yield _Part(_STORE, "what became of the store", "\n".join(f"- {plain(one)}" for one in store))
-    every = _all_tests(rows, units)
-    if every:
-        yield _Part(_ALL, "the table of all tests", details("All measured tests", every))
+        yield _Part(_STORE, "the notes on the store", "\n".join(f"- {plain(sentence)}" for sentence in store))
+    all_tests = _all_tests(rows, units)
+    if all_tests:
+        yield _Part(_ALL, "the table of all tests", details("All measured tests", all_tests))
     yield from _ranks(report)
     for title, configs in matrices(report.results).items():
         yield _Part(
@@ -165,32 +164,32 @@ def _ranks(report: SessionReport) -> Iterator[_Part]:
     ranks = peaks_by_rank(report.results)
     if ranks:
         header, lines = rank_cells(ranks, report.terms.units)
-        cells = [[code_in_table(name), *map(plain, others)] for name, *others in lines]
-        found = table(header, cells, (0, len(header) - 1))
-        yield _Part(_RANKS, "the table of ranks", details("Peaks of ranks", found))
+        cells = [[code_in_table(name), *map(plain, row_cells)] for name, *row_cells in lines]
+        rank_table = table(header, cells, (0, len(header) - 1))
+        yield _Part(_RANKS, "the table of ranks", details("Peaks of ranks", rank_table))
 
 
 def _figures(row: ReportRow, units: UnitSystem) -> str:
-    """Return the metrics of a test, what explains them, and the command that accepts them."""
-    found = []
+    """Return a test's metrics, their explanation, and the accepting command."""
+    blocks = []
     for measured in row.measured:
-        one = measured.verdict
+        verdict = measured.verdict
         if len(row.measured) > 1:
-            found.append(f"**{plain(one.measurement.name)}**")
-        found.append(_metrics(measured, units))
-        found += _explained(one, units)
-        notes = [*(metric.reason for metric in one.metrics if metric.reason), *one.measurement.notes]
-        by_device = peaks_by_device(one.measurement, units)
+            blocks.append(f"**{plain(verdict.measurement.name)}**")
+        blocks.append(_metrics(measured, units))
+        blocks += _explained(verdict, units)
+        notes = [*(metric.reason for metric in verdict.metrics if metric.reason), *verdict.measurement.notes]
+        by_device = peaks_by_device(verdict.measurement, units)
         notes += [] if by_device is None else [by_device]
         if notes:
-            found.append("\n".join(f"- {plain(note)}" for note in dict.fromkeys(notes)))
-        if one.origin is not None:
-            found.append(f"Baseline: {plain(origin_line(one.origin, reason=True))}")
+            blocks.append("\n".join(f"- {plain(note)}" for note in dict.fromkeys(notes)))
+        if verdict.origin is not None:
+            blocks.append(f"Baseline: {plain(origin_line(verdict.origin, reason=True))}")
     if row.bisect:
-        found.append(f"To find the package that did it:\n\n{block(row.bisect)}")
+        blocks.append(f"To find the package that did it:\n\n{block(row.bisect)}")
     if row.accept:
-        found.append(f"To accept it:\n\n{block(row.accept)}")
-    return "\n\n".join(found)
+        blocks.append(f"To accept it:\n\n{block(row.accept)}")
+    return "\n\n".join(blocks)
 
 
 def _omitted(left_out: list[_Part]) -> str:
@@ -199,8 +198,8 @@ def _omitted(left_out: list[_Part]) -> str:
     words = []
     for rank, parts in groupby(sorted(left_out, key=lambda part: part.rank), key=lambda part: part.rank):
         same = list(parts)
-        words.append(same[0].what if len(same) == 1 else f"{len(same)} {_MANY[rank]}")
-    return f"*Left out for want of room: {', '.join(words)}. The JSON and HTML reports have it all.*"
+        words.append(same[0].title if len(same) == 1 else f"{len(same)} {_MANY[rank]}")
+    return f"*Left out, because the text would be too long: {', '.join(words)}. The JSON and HTML reports have it all.*"
 
 
 def _joined(parts: list[_Part], left_out: list[_Part]) -> str:
@@ -213,13 +212,13 @@ def _size(text: str) -> int:
 
 
 def _metrics(measured: ShownMeasurement, units: UnitSystem) -> str:
-    """Return the table of a measurement's metrics."""
+    """Return a table with a measurement's metrics."""
     rows = [
         [
-            *map(plain, astuple(texts_of(one, units))[:-1]),
-            "" if one.outcome is Outcome.RECORDED else _loud(measured, one.outcome),
+            *map(plain, astuple(texts_of(metric, units))[:-1]),
+            "" if metric.outcome is Outcome.RECORDED else _loud(measured, metric.outcome),
         ]
-        for one in measured.verdict.metrics
+        for metric in measured.verdict.metrics
     ]
     header, rows = without_empty(_METRICS, rows, (0, 2, 6))
     return table(header, rows, (0, len(header) - 1))
@@ -231,25 +230,25 @@ def _loud(measured: ShownMeasurement, outcome: Outcome) -> str:
 
 
 def _explained(verdict: Verdict, units: UnitSystem) -> list[str]:
-    """Return tables of what was left behind, what grew or is there at the peak, and the operators of grown counts."""
+    """Return tables for the leftover bytes, the growth (or else the peak), and the operators in grown counts."""
     metrics = ("retained", "peak_allocated", "cyclic_garbage", *grown_counts(verdict))
-    found: list[str] = []
-    for one in explained(verdict, metrics, units):
-        found += map(plain, one.table.first)
-        if one.table.parts or one.table.changes:
-            found.append(_part_table(one.table))
-        if one.lines or one.notes:
-            found.append("\n".join(f"- {plain(line)}" for line in (*one.lines, *one.notes)))
-    return found
+    blocks: list[str] = []
+    for explanation in explained_tables(verdict, metrics, units):
+        blocks += map(plain, explanation.table.sentences)
+        if explanation.table.parts or explanation.table.changes:
+            blocks.append(_part_table(explanation.table))
+        if explanation.lines or explanation.notes:
+            blocks.append("\n".join(f"- {plain(line)}" for line in (*explanation.lines, *explanation.notes)))
+    return blocks
 
 
-def _part_table(of: PartTable) -> str:
-    name = plain if of.of_blocks else code_in_table
-    why = ["why"] if of.changes else []
+def _part_table(part_table: PartTable) -> str:
+    name = plain if part_table.of_blocks else code_in_table
+    why = ["why"] if part_table.changes else []
     header = [
-        plain(of.title),
-        *of.figures,
-        *("module", "line", "operator", "tensors")[: 4 if of.of_blocks else 2],
+        plain(part_table.title),
+        *part_table.figures,
+        *("module", "line", "operator", "tensors")[: 4 if part_table.of_blocks else 2],
         *why,
     ]
     rows = [
@@ -259,25 +258,29 @@ def _part_table(of: PartTable) -> str:
             *map(code_in_table, part.places),
             *([plain(part.reason)] if why else []),
         ]
-        for part in of.parts
+        for part in part_table.parts
     ]
-    if of.others:
-        first = [of.others, *[""] * (len(of.figures) - 1), of.rest] if of.of_blocks else [plain(of.rest_line)]
+    if part_table.others_title:
+        first = (
+            [part_table.others_title, *[""] * (len(part_table.figures) - 1), part_table.rest]
+            if part_table.of_blocks
+            else [plain(part_table.rest_line)]
+        )
         rows.append([*first, *[""] * (len(header) - len(first))])
-    numbers = range(1, 1 + len(of.figures))
-    found = table(header, rows, tuple(number for number in range(len(header)) if number not in numbers))
-    return f"{found}\n\n{plain(of.note)}" if of.note else found
+    numbers = range(1, 1 + len(part_table.figures))
+    text = table(header, rows, tuple(number for number in range(len(header)) if number not in numbers))
+    return f"{text}\n\n{plain(part_table.note)}" if part_table.note else text
 
 
 def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]:
-    """Yield the causes of what grew, where there are several tests, and each test that failed; folded where others tell it."""
-    found, units = causes_in(report), report.terms.units
+    """Yield the causes if several tests grew, and each failed test. Tests with only these causes are folded."""
+    session_causes, units = causes_in(report), report.terms.units
     verdicts = [row.result.verdict for row in rows if row.result is not None]
-    before: Collection[str] = ()
-    if found.tell:
-        yield _Part(_CAUSES, "the causes", f"#### Causes\n\n{causes_in_markdown(found, units)}")
-        before = told_before(found.causes, verdicts)
-    folded = [row for row in rows if row.result is not None and row.result.verdict.nodeid in before]
+    explained_tests: Collection[str] = ()
+    if session_causes.tell:
+        yield _Part(_CAUSES, "the causes", f"#### Causes\n\n{causes_in_markdown(session_causes, units)}")
+        explained_tests = told_before(session_causes.causes, verdicts)
+    folded = [row for row in rows if row.result is not None and row.result.verdict.nodeid in explained_tests]
     for row in rows:
         if row in folded:
             continue
@@ -295,67 +298,76 @@ def _failed(report: SessionReport, rows: Sequence[ReportRow]) -> Iterator[_Part]
 
 
 def _changed_table(measured: Iterable[ShownMeasurement], units: UnitSystem) -> str:
-    """Return the table of the metrics that changed; empty where none did."""
+    """Return a table with the changed metrics; empty if no metric changed."""
     rows = [
-        [code_in_table(each.title), *map(plain, astuple(texts_of(one, units))[:4]), _loud(each, one.outcome)]
-        for each in measured
-        for one in each.verdict.metrics
-        if one.outcome in CHANGED
+        [
+            code_in_table(shown_measurement.title),
+            *map(plain, astuple(texts_of(metric, units))[:4]),
+            _loud(shown_measurement, metric.outcome),
+        ]
+        for shown_measurement in measured
+        for metric in shown_measurement.verdict.metrics
+        if metric.outcome in CHANGED
     ]
     return table(["test", "metric", "baseline", "now", "change", "verdict"], rows, (0, 1, 5)) if rows else ""
 
 
 def _all_tests(tests: Sequence[ReportRow], units: UnitSystem) -> str:
-    """Return a table with a row for each measurement, and one for each test that has none; empty where there is no test."""
-    verdicts = [one.verdict for row in tests for one in row.measured]
-    known = {name: [found for verdict in verdicts if (found := verdict.of(name)) is not None] for name in METRICS}
+    """Return a table with a row for each measurement, and for each test without one; empty without tests."""
+    verdicts = [measured.verdict for row in tests for measured in row.measured]
+    metrics = {name: [metric for verdict in verdicts if (metric := verdict.of(name)) is not None] for name in METRICS}
     used = [
         name
-        for name, metric in METRICS.items()
-        if metric.has_column(
-            [one.value for one in known[name]], changed=any(one.outcome in CHANGED for one in known[name])
+        for name, row in METRICS.items()
+        if row.has_column(
+            [metric.value for metric in metrics[name]],
+            changed=any(metric.outcome in CHANGED for metric in metrics[name]),
         )
     ]
     lines = []
     for row in tests:
-        for one in row.measured:
-            cells = [cell for name in used for cell in _value_and_change(one.verdict.of(name), units)]
-            lines.append([code_in_table(one.title), *cells, _loud(one, one.outcome)])
+        for measured in row.measured:
+            cells = [cell for name in used for cell in _value_and_change(measured.verdict.of(name), units)]
+            lines.append([code_in_table(measured.title), *cells, _loud(measured, measured.outcome)])
         if row.result is not None and not row.measured:
             test = row.result.verdict
             why = "held by relations" if test.relations and not test.unmeasured else plain(test.outcome.words)
             lines.append([code_in_table(row.title), *[""] * (2 * len(used)), why])
     header = ["test", *(cell for name in used for cell in (METRICS[name].title, "change")), "verdict"]
-    # Where nothing was compared, no column of changes.
-    header, lines = without_empty(header, lines, [at for at, title in enumerate(header) if title != "change"])
-    peaks = [f"- {plain(line)}" for line in device_lines((one for row in tests for one in row.measured), units)]
-    every = table(header, lines, (0, len(header) - 1)) if lines else ""
-    return "\n".join([every, "", *peaks]) if peaks else every
+    # If nothing was compared, omit the columns with changes.
+    header, lines = without_empty(header, lines, [number for number, title in enumerate(header) if title != "change"])
+    peaks = [
+        f"- {plain(line)}" for line in device_lines((measured for row in tests for measured in row.measured), units)
+    ]
+    all_tests = table(header, lines, (0, len(header) - 1)) if lines else ""
+    return "\n".join([all_tests, "", *peaks]) if peaks else all_tests
 
 
-def _value_and_change(one: MetricVerdict | None, units: UnitSystem) -> tuple[str, str]:
-    return ("", "") if one is None else (plain(shown(one.metric, one.value, units, one.of)), change(one, units))
+def _value_and_change(metric: MetricVerdict | None, units: UnitSystem) -> tuple[str, str]:
+    if metric is None:
+        return "", ""
+    return plain(shown(metric.metric, metric.value, units, metric.of)), change(metric, units)
 
 
 def _matrix_table(rows: Sequence[MatrixRow], units: UnitSystem) -> str:
-    """Return a table of step configs, and a line on its columns."""
+    """Return a table for step configs with a legend."""
     header, cells = matrix_cells(rows, units)
-    lines = [[code_in_table(config), *map(plain, others)] for config, *others in cells]
-    found = table(["config", *header], lines, (0, len(header)))
+    lines = [[code_in_table(config), *map(plain, row_cells)] for config, *row_cells in cells]
+    config_table = table(["config", *header], lines, (0, len(header)))
     legend = legend_of(rows)
-    return f"{found}\n\n{plain(legend)}" if legend else found
+    return f"{config_table}\n\n{plain(legend)}" if legend else config_table
 
 
 def _environment(report: SessionReport) -> str:
-    """Return a table of the versions and devices of the session, and when it ended."""
+    """Return a table with the versions, the devices and the end of the session."""
     rows = [["ended", code_in_table(report.ended)], ["pytest-gpumem", code_in_table(report.version)]]
     if report.commit:
         rows.append(["commit", code_in_table(report.commit)])
     if report.shards > 1:
         rows.append(["shards", str(report.shards)])
     seen: list[Environment] = []
-    for one in measured_in(report.results):
-        environment = one.verdict.measurement.environment
+    for measured in measured_in(report.results):
+        environment = measured.verdict.measurement.environment
         if environment in seen:
             continue
         seen.append(environment)

@@ -1,4 +1,4 @@
-"""Several shards of a session merged into one report, in any order, also of merged ones. Pure."""
+"""Merging the reports of a session's shards, in any order. Merged reports can be merged again. Pure."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _AND = "; "
 
 
 def merged(reports: Sequence[SessionReport], names: Sequence[str] | None = None) -> SessionReport:
-    """Return the report of the whole run of which ``reports`` are shards, or merged shards.
+    """Merge the shards' reports into a report for the complete run. The shards may themselves be merged.
 
-    A test that ran in one shard is not missing because it did not in another. Of a test that ran in several on the same
-    device, the worst result is kept: one that failed, or else one that was measured, or else the more serious outcome. On
-    several devices it keeps a result for each.
+    A test that ran in a single shard is not missing because other shards did not run it. If several shards ran a test on the
+    same device, the worst result counts: a failed one, or else a measured one, or else the more serious outcome. A test that
+    ran on several devices keeps a result for each device.
 
     Args:
         reports: The shards.
-        names: What messages call them.
+        names: The shards' names in messages; by default ``shard 1``, ``shard 2`` and so on.
 
     Raises:
-        MergeError: They are of different commits or versions, or were run with different options.
+        MergeError: The shards have different commits, versions or options.
     """
     if not reports:
         raise MergeError("there is nothing to merge: name the JSON reports of the shards")
-    called = [f"shard {number}" for number in range(1, len(reports) + 1)] if names is None else names
-    _check(reports, called)
+    labels = [f"shard {number}" for number in range(1, len(reports) + 1)] if names is None else names
+    _check(reports, labels)
     selection = _selection([report.selection for report in reports])
     results = with_renamings(_results(result for report in reports for result in report.results), selection.collected)
     ran = {(result.verdict.file, result.verdict.test) for result in results}
     return SessionReport(
         ended=max(report.ended for report in reports),
         version=reports[0].version,
-        # Abbreviated hashes: a clone that knows more commits may need one more digit.
+        # Hashes are abbreviated, and a clone that knows more commits may need one more digit.
         commit=max((report.commit for report in reports if report.commit), key=len, default=None),
         terms=reports[0].terms,
         results=results,
@@ -73,26 +73,26 @@ def _unmeasured_shards(report: SessionReport) -> tuple[tuple[tuple[str, str], ..
 
 
 def several(reports: Iterable[SessionReport]) -> list[tuple[str, str]]:
-    """Return the tests, as (file, test), that have a result in more than one of ``reports``, sorted."""
+    """Return the tests, as (file, test), with a result in more than one of ``reports``, sorted."""
     ran = Counter(
         test for report in reports for test in {(result.verdict.file, result.verdict.test) for result in report.results}
     )
     return sorted(test for test, times in ran.items() if times > 1)
 
 
-def in_no_shard(whole: SessionReport) -> list[tuple[str, str]]:
-    """Return the measured tests, as (file, test), that were collected and that no shard selected, sorted."""
-    return sorted(whole.selection.collected - whole.selection.measured)
+def in_no_shard(merged_report: SessionReport) -> list[tuple[str, str]]:
+    """Return the sorted measured tests, as (file, test), that no shard selected."""
+    return sorted(merged_report.selection.collected - merged_report.selection.measured)
 
 
 def in_no_report(reports: Sequence[SessionReport]) -> list[tuple[str, Key]]:
-    """Return the stored baselines, as (slug, key), that none of ``reports`` accounts for, sorted.
+    """Return the stored baselines, as (slug, key), for which no report accounts, sorted.
 
-    A report accounts for a baseline on one of its devices if it collected the test, or shows that the test is gone. A report
-    that measured nothing does so on all devices: its tests may have skipped themselves. Baselines of scripts
-    (``train.py::run``) are not a matter of shards.
+    A report accounts for a baseline on its devices if it collected the test, or shows that the test no longer exists. A report
+    without measurements accounts for baselines on all devices, because its tests may have skipped themselves. Baselines of
+    scripts (``train.py::run``) are ignored, because scripts do not run in shards.
     """
-    left = {
+    unaccounted = {
         entry
         for report in reports
         for entry in report.stored.baselines
@@ -103,24 +103,24 @@ def in_no_report(reports: Sequence[SessionReport]) -> list[tuple[str, Key]]:
         ran = {(result.verdict.file, result.verdict.test) for result in report.results}
         tests = report.selection.collected | ran | {*report.not_run}
         files = report.selection.collected_files | report.stored.gone | {*report.not_collected}
-        left = {
+        unaccounted = {
             (slug, key)
-            for slug, key in left
+            for slug, key in unaccounted
             if (slugs and slug not in slugs) or ((key.file, key.test) not in tests and key.file not in files)
         }
-    return sorted(left)
+    return sorted(unaccounted)
 
 
 def run_twice(reports: Sequence[SessionReport]) -> tuple[int, int] | None:
-    """Return the numbers of two ``reports`` with the same tests in the same environments; ``None`` where there are none."""
+    """Return the numbers of two ``reports`` with the same tests in the same environments; ``None`` if all reports differ."""
     seen: dict[tuple[object, ...], int] = {}
     for number, report in enumerate(reports):
         if not report.selection.measured:
             continue
         environments = frozenset(
-            (where.slug, where.device, tuple(where.details.items()))
+            (environment.slug, environment.device, tuple(environment.details.items()))
             for result in report.results
-            for where in (one.measurement.environment for one in result.verdict.verdicts)
+            for environment in (verdict.measurement.environment for verdict in result.verdict.verdicts)
         )
         earlier = seen.setdefault((report.selection.measured, environments), number)
         if earlier < number:
@@ -136,17 +136,17 @@ def _check(reports: Sequence[SessionReport], names: Sequence[str]) -> None:
                 f"{names[0]} comes from pytest-gpumem {first.version}, {name} from {report.version}: "
                 "run all shards with one version"
             )
-        here, there = asdict(first.terms), asdict(report.terms)
-        for term, value in here.items():
-            if there[term] != value:
-                old, new = ("none" if one is None else str(one).lower() for one in (value, there[term]))
+        first_terms, terms = asdict(first.terms), asdict(report.terms)
+        for term, value in first_terms.items():
+            if terms[term] != value:
+                old, new = ("none" if setting is None else str(setting).lower() for setting in (value, terms[term]))
                 raise MergeError(
                     f"{names[0]} was run with {term} = {old}, {name} with {term} = {new}: "
                     "run all shards with the same options"
                 )
-    known = [(name, report.commit) for name, report in zip(names, reports, strict=True) if report.commit]
-    longest = max(known, key=lambda entry: len(entry[1]), default=("", ""))
-    for name, commit in known:
+    commits = [(name, report.commit) for name, report in zip(names, reports, strict=True) if report.commit]
+    longest = max(commits, key=lambda named_commit: len(named_commit[1]), default=("", ""))
+    for name, commit in commits:
         if not longest[1].startswith(commit):
             raise MergeError(
                 f"{name} comes from commit {commit}, {longest[0]} from {longest[1]}: merge only shards from one commit"
@@ -154,49 +154,50 @@ def _check(reports: Sequence[SessionReport], names: Sequence[str]) -> None:
 
 
 def _results(results: Iterable[TestResult]) -> tuple[TestResult, ...]:
-    kept: dict[tuple[str, str, tuple[str, ...]], TestResult] = {}
+    worst: dict[tuple[str, str, tuple[str, ...]], TestResult] = {}
     for result in results:
         key = (result.verdict.file, result.verdict.test, _devices(result))
-        kept[key] = max((kept[key], result), key=badness) if key in kept else result
-    measured = {(file, test) for file, test, devices in kept if devices}
+        worst[key] = max((worst[key], result), key=badness) if key in worst else result
+    measured = {(file, test) for file, test, devices in worst if devices}
     return tuple(
         result
-        for (file, test, devices), result in sorted(kept.items(), key=lambda entry: entry[0])
-        # A test that one shard could not measure counts only where no other did.
+        for (file, test, devices), result in sorted(worst.items(), key=lambda entry: entry[0])
+        # An unmeasured test counts only if no other shard measured it.
         if devices or result.failed or (file, test) not in measured
     )
 
 
 def _devices(result: TestResult) -> tuple[str, ...]:
-    """Return the slugs of the devices on which a test was measured."""
+    """Return the device slugs on which a test was measured."""
     if result.verdict.unmeasured:
         return ()
-    return tuple(sorted({one.measurement.environment.slug for one in result.verdict.verdicts}))
+    return tuple(sorted({verdict.measurement.environment.slug for verdict in result.verdict.verdicts}))
 
 
 def _selection(selections: Sequence[Selection]) -> Selection:
     return Selection(
-        measured=frozenset[tuple[str, str]]().union(*(one.measured for one in selections)),
-        files=frozenset[str]().union(*(one.files for one in selections)),
-        # A budget that has no effect in one shard may well hold a test of another.
-        idle_budgets=tuple(sorted(set.intersection(*(set(one.idle_budgets) for one in selections)))),
-        error=_clauses(one.error for one in selections),
-        collected=frozenset[tuple[str, str]]().union(*(one.collected for one in selections)),
-        collected_files=frozenset[str]().union(*(one.collected_files for one in selections)),
-        skipped=frozenset[tuple[str, str]]().union(*(one.skipped for one in selections)),
-        uncollected=frozenset[tuple[str, str]]().union(*(one.uncollected for one in selections)),
-        omitted=tuple(sorted({sentence for one in selections for sentence in one.omitted})),
+        measured=frozenset[tuple[str, str]]().union(*(selection.measured for selection in selections)),
+        files=frozenset[str]().union(*(selection.files for selection in selections)),
+        # A budget without an effect in this shard may hold a test in another shard.
+        idle_budgets=tuple(sorted(set.intersection(*(set(selection.idle_budgets) for selection in selections)))),
+        error=_clauses(selection.error for selection in selections),
+        collected=frozenset[tuple[str, str]]().union(*(selection.collected for selection in selections)),
+        collected_files=frozenset[str]().union(*(selection.collected_files for selection in selections)),
+        skipped=frozenset[tuple[str, str]]().union(*(selection.skipped for selection in selections)),
+        uncollected=frozenset[tuple[str, str]]().union(*(selection.uncollected for selection in selections)),
+        omitted=tuple(sorted({sentence for selection in selections for sentence in selection.omitted})),
     )
 
 
 def _stored(stores: Sequence[Stored]) -> Stored:
-    there = {key.file for one in stores for _, key in one.baselines if key.file not in one.gone}
-    gone = frozenset[str]().union(*(one.gone for one in stores))
-    baselines = tuple(sorted({entry for one in stores for entry in one.baselines}))
-    return Stored(baselines, gone - there, tuple(sorted({name for one in stores for name in one.functions})))
+    existing = {key.file for stored in stores for _, key in stored.baselines if key.file not in stored.gone}
+    removed = frozenset[str]().union(*(stored.gone for stored in stores))
+    baselines = tuple(sorted({baseline for stored in stores for baseline in stored.baselines}))
+    functions = tuple(sorted({name for stored in stores for name in stored.functions}))
+    return Stored(baselines, removed - existing, functions)
 
 
 def _clauses(texts: Iterable[str | None]) -> str | None:
-    """Return each of ``texts`` once, as one text. Those that were merged before are split."""
+    """Return the different ``texts`` as a single text, or ``None`` without texts. Merged texts are split first."""
     clauses = {clause for text in texts if text is not None for clause in text.split(_AND)}
     return _AND.join(sorted(clauses)) if clauses else None

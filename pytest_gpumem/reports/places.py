@@ -1,4 +1,4 @@
-"""Places in a test's explanation: its first row, and lines in the project's own code. Pure."""
+"""Places in a test's explanation: its first row, and lines in the project's code. Pure."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _SITE = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
 
 
 Place = tuple[str, int]
-"""File, relative to the root directory, and line."""
+"""A file, relative to the root directory, and a line number."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """First row in the explanation of a failed test."""
+    """The first row in a failed test's explanation."""
 
     text: str
     """The row as a clause: ``"+1.00 GB activations at model.py:88, by _softmax in blocks.*.attn: was bfloat16"``."""
     place: Place | None = None
-    """The project's line with the growth; ``None`` if the growth may be at another line, or a package's."""
+    """The project's line with the growth; ``None`` if another line or a package may be responsible."""
 
 
 def grown_lines(row: ReportRow) -> Iterator[Place]:
@@ -80,7 +80,7 @@ def first_row(row: ReportRow, units: UnitSystem) -> FirstRow | None:
         metrics = [*failing_metrics(verdict, failing), *failing_metrics(verdict, failing, "work")]
         if metrics:
             rows = (_kept_row, _peak_row, _count_row)
-            return next((found for make in rows if (found := make(verdict, metrics, units)) is not None), None)
+            return next((result for make in rows if (result := make(verdict, metrics, units)) is not None), None)
     return None
 
 
@@ -88,15 +88,16 @@ def _kept_row(verdict: Verdict, metrics: Collection[str], units: UnitSystem) -> 
     explanation = verdict.measurement.explanation
     if explanation is None or KEPT.isdisjoint(metrics):
         return None
-    kept = kept_rows(verdict)
-    holders = "; ".join(holder_lines(kept.holders(explanation.holders), units))
-    for row in kept.rows:
+    retained_rows = kept_rows(verdict)
+    holders = "; ".join(holder_lines(retained_rows.holders(explanation.holders), units))
+    for row in retained_rows.rows:
         place: Place | None = _place_of(row)
         text = f"{format_bytes(row.nbytes, units)}{_category(row)}{_place_text(row, row.path)}"
-        if row in kept.uncertain:
-            # No line is named alone if nothing proves that it is new.
+        if row in retained_rows.uncertain:
+            # Do not blame a single line if nothing proves that it is new.
             place = None
-            text = f"{format_bytes(int(kept.growth), units)} in {rows_of(kept)}, the first{_place_text(row, row.path)}"
+            size = format_bytes(int(retained_rows.growth), units)
+            text = f"{size} in {rows_of(retained_rows)}, the first{_place_text(row, row.path)}"
         text = f"{text}, kept afterwards"
         return FirstRow(f"{text}: {holders}" if holders else text, place)
     return None

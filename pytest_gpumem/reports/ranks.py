@@ -1,4 +1,4 @@
-"""Peaks of the ranks of a distributed job side by side, and their imbalance: what every format of reports shows. Pure."""
+"""Peaks on the ranks of a distributed job, side by side, and their imbalance, for every report format. Pure."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from pytest_gpumem.units import UnitSystem
 
 MOST_COLUMNS = 8
-"""Ranks that have a column each; of more, the smallest, the median and the largest peak are shown."""
+"""The largest number of ranks with a column each. For more ranks, tables show the smallest, median and largest peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPeaks:
-    """The peaks of one measurement on all ranks that took it."""
+    """A measurement's peaks on all ranks."""
 
     file: str
     test: str
     name: str
-    """The measurement's, without the rank."""
+    """The measurement's name without the rank."""
     world: int
     peaks: tuple[tuple[int, int], ...]
-    """Rank and peak in bytes, by rank."""
+    """Pairs of a rank and its peak in bytes, sorted by rank."""
     several: bool = False
-    """True if its test has other measurements, too."""
+    """True if the test has other measurements."""
 
     @property
     def title(self) -> str:
@@ -38,42 +38,42 @@ class RankPeaks:
 
     @property
     def smallest(self) -> tuple[int, int]:
-        """Rank and bytes of the smallest peak; of equal ones the lowest rank."""
-        return min(self.peaks, key=lambda one: one[1])
+        """The rank with the smallest peak, and the peak in bytes. For equal peaks, the lowest rank."""
+        return min(self.peaks, key=lambda rank_and_peak: rank_and_peak[1])
 
     @property
     def largest(self) -> tuple[int, int]:
-        """Rank and bytes of the largest peak; of equal ones the lowest rank."""
-        return max(self.peaks, key=lambda one: one[1])
+        """The rank with the largest peak, and the peak in bytes. For equal peaks, the lowest rank."""
+        return max(self.peaks, key=lambda rank_and_peak: rank_and_peak[1])
 
     @property
     def imbalance(self) -> float:
-        """The largest peak over the smallest; 1 where all are equal."""
+        """The largest peak divided by the smallest; 1 if all are equal."""
         smallest = self.smallest[1]
         return self.largest[1] / smallest if smallest > 0 else 1.0
 
 
 def peaks_by_rank(results: Iterable[TestResult]) -> list[RankPeaks]:
-    """Return the peaks of each measurement that ranks took, in the order of the results."""
-    found: list[RankPeaks] = []
+    """Return each measurement's peaks on several ranks, in the results' order."""
+    rows: list[RankPeaks] = []
     for result in results:
         test = result.verdict
         by_name: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
-        for one in test.verdicts if not test.unmeasured else ():
-            measurement = one.measurement
+        for verdict in test.verdicts if not test.unmeasured else ():
+            measurement = verdict.measurement
             rank = rank_in(measurement.name)
             if rank is not None:
                 key = without_rank(measurement.name), rank.world, measurement.environment.device
                 by_name.setdefault(key, []).append((rank.number, measurement.peak_allocated))
-        found += [
+        rows += [
             RankPeaks(test.file, test.test, name, world, tuple(sorted(peaks)), len(by_name) > 1)
             for (name, world, _), peaks in by_name.items()
         ]
-    return found
+    return rows
 
 
 def rank_cells(rows: Sequence[RankPeaks], units: UnitSystem) -> tuple[list[str], list[list[str]]]:
-    """Return the titles of the columns, and the cells of each row, the test first and the imbalance last."""
+    """Return the column titles, and the cells of each row, which begin with the test and end with the imbalance."""
     most = max((number + 1 for row in rows for number, _ in row.peaks), default=0)
     if most <= MOST_COLUMNS:
         header = [f"rank {number}" for number in range(most)]
@@ -87,7 +87,7 @@ def rank_cells(rows: Sequence[RankPeaks], units: UnitSystem) -> tuple[list[str],
 
 
 def imbalance_text(row: RankPeaks) -> str:
-    """Return ``"1.20 (rank 3 over rank 0)"``, the largest peak over the smallest; ``"1.00"`` where they hardly differ."""
+    """Return ``"1.20 (rank 3 over rank 0)"``, the largest peak over the smallest, or ``"1.00"`` for nearly equal peaks."""
     text = f"{row.imbalance:.2f}"
     return text if text == "1.00" else f"{text} (rank {row.largest[0]} over rank {row.smallest[0]})"
 

@@ -1,4 +1,7 @@
-"""Renamed tests: each new test is paired with the unused baseline that it most likely left behind. Pure."""
+"""Renamed tests: each new test is paired with the unused baseline from its probable former name. Pure.
+
+For example, ``test_step[fp32]`` is new, and ``test_train[fp32]`` left an unused baseline with the same peak.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 _Candidates = Mapping[int, Mapping[Test, FormerTest]]
-"""The possible former names of new tests, by the number of the new test."""
+"""The possible former names of each new test, by the new test's number."""
 
 
 def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -> tuple[TestResult, ...]:
-    """Return ``results``, in which each new test has its likely former name.
+    """Return ``results`` with the likely former name of each new test.
 
-    Figures decide first, so an unchanged test never looks worse under a new name. The remaining tests are paired by names: they
-    were renamed and changed. A file is left alone if some of its tests did not run, because a missing test may be the renamed
-    one.
+    Figures decide first, so an unchanged test never looks worse under a new name. The remaining tests, which were both renamed
+    and changed, are paired by names. A file is ignored if some of its tests did not run, because a missing test may be the
+    renamed one.
 
     Args:
         results: The results, on any devices.
@@ -43,21 +46,21 @@ def with_renamings(results: Iterable[TestResult], collected: Collection[Test]) -
         names = {number: result.verdict.test for number, result in alike.items()}
         for number, old in _paired(names, candidates).items():
             candidate = candidates[number][old]
-            grown = [one for one in candidate.metrics if one.outcome is Outcome.REGRESSED]
+            grown = [metric for metric in candidate.metrics if metric.outcome is Outcome.REGRESSED]
             renamed[number] = Renaming(*old, grown[0] if grown else None, candidate.accept, candidate.prune)
     return tuple(replace(result, renamed=renamed.get(number)) for number, result in enumerate(everything))
 
 
 def _slug(result: TestResult) -> str | None:
-    """Return the device of a new test; ``None`` if no unused baseline is like it, or it was not measured."""
+    """Return a new test's device; ``None`` if the test was not measured, or no unused baseline is like it."""
     verdicts = () if result.verdict.unmeasured else result.verdict.verdicts
-    return verdicts[0].measurement.environment.slug if any(one.candidates for one in verdicts) else None
+    return verdicts[0].measurement.environment.slug if any(verdict.candidates for verdict in verdicts) else None
 
 
 def _candidates(result: TestResult) -> dict[Test, FormerTest]:
-    """Return its possible former names, each with the metrics of all measurements that do not fit."""
+    """Return a test's possible former names, each with all metrics that do not fit."""
     candidates: dict[Test, FormerTest] = {}
-    for candidate in (each for verdict in result.verdict.verdicts for each in verdict.candidates):
+    for candidate in (former for verdict in result.verdict.verdicts for former in verdict.candidates):
         key = (candidate.file, candidate.test)
         metrics = (*candidates[key].metrics, *candidate.metrics) if key in candidates else candidate.metrics
         by_importance = sorted(metrics, key=lambda metric: -metric.outcome.importance)
@@ -66,17 +69,17 @@ def _candidates(result: TestResult) -> dict[Test, FormerTest]:
 
 
 def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test]:
-    """Return an old test for each new test: as many fitting pairs as possible, then the pairs with the nearest names."""
+    """Return an old test for each new test: first as many fitting pairs as possible, then pairs with similar names."""
     pairs: dict[int, Test] = {}
     for new in candidates:
         _place(new, pairs, candidates)
     taken = {*pairs.values()}
-    left = [
+    ranked_pairs = [
         (-likeness(old[1], names[new]), old, new)
         for new in candidates.keys() - pairs.keys()
         for old in candidates[new].keys() - taken
     ]
-    for _, old, new in sorted(left):
+    for _, old, new in sorted(ranked_pairs):
         if old not in taken and new not in pairs:
             pairs[new] = old
             taken.add(old)
@@ -84,7 +87,7 @@ def _paired(names: Mapping[int, str], candidates: _Candidates) -> dict[int, Test
 
 
 def _place(new: int, pairs: dict[int, Test], candidates: _Candidates) -> None:
-    """Pair ``new`` with a fitting old test; other pairs may move to free it (an augmenting path of a bipartite matching)."""
+    """Pair ``new`` with a fitting old test. Other pairs may move to free it (augmenting path in bipartite matching)."""
     owners = {old: owner for owner, old in pairs.items()}
     reached: dict[Test, int] = {}
     waiting = [new]

@@ -1,4 +1,4 @@
-"""Results of a session's measured tests: collected from pytest's reports, counted in one line. Pure."""
+"""Results of a session's measured tests, collected from pytest's reports and counted in a line. Pure."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.option_words import UpdateMode
 
 PROPERTY = "gpumem"
-"""The ``user_properties`` entry in which a test's verdict travels, as JSON."""
+"""The ``user_properties`` entry that stores a test's verdict as JSON."""
 
 
 _COUNTED = (
     *(Outcome.OVER_BUDGET, Outcome.REGRESSED, Outcome.MISSING, Outcome.IMPROVED, Outcome.UNCERTAIN),
     *(Outcome.NEW, Outcome.STALE, Outcome.FOREIGN, Outcome.UNMEASURED, Outcome.RECORDED),
 )
-"""The outcomes that the line which accounts for every test counts, in its order."""
+"""The outcomes in the accounting line, in its order."""
 _FIRST = frozenset({Outcome.NEW, Outcome.FOREIGN})
-"""Outcomes of what has no baseline here."""
+"""Outcomes without a baseline for this device."""
 _WITHOUT_BASELINE = _FIRST | {Outcome.STALE}
-"""Outcomes of what has no comparable baseline, and may be held to a budget or a relation."""
+"""Outcomes without a comparable baseline. A budget or a relation may still gate them."""
 ACCEPTED = "accepted"
-"""The end of a test whose change became the baseline."""
+"""The word for a test whose change became the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """The likely former name of a new test. Its unused baseline has the same step, batch and device."""
+    """A new test's likely former name. Its unused baseline has the same step, batch and device."""
 
     file: str
-    """The file of the former test, from the root directory."""
+    """The former test's file, relative to the root directory."""
     test: str
-    """The id of the former test without its file."""
+    """The former test's id without its file."""
     grown: MetricVerdict | None = None
-    """The metric that is worse than its baseline by more than the tolerance; ``None`` if none is."""
+    """The metric beyond its baseline's tolerance; ``None`` if all metrics fit."""
     accept: str = ""
-    """The command that accepts the figures of the new test."""
+    """The command to accept the new test's figures."""
     prune: str = ""
-    """The command that removes the baseline, if it belongs to a different test."""
+    """The command to remove the baseline if it belongs to a different test."""
 
     @property
     def nodeid(self) -> str:
@@ -66,11 +66,11 @@ class TestResult:
     verdict: TestVerdict
     """The verdict on the test."""
     passed: bool
-    """True if all its phases passed. A test that was skipped, or failed as expected, has neither ``passed`` nor ``failed``."""
+    """True if all its phases passed. A skipped test, or an expected failure, is neither ``passed`` nor ``failed``."""
     failed: bool = False
     """True if any of its phases failed."""
     failed_in: FailedIn | None = None
-    """The part of its run in which it failed first: ``setup``, ``call``, ``subtest``, ``teardown``, or ``worker`` if the
+    """The phase in which it failed first: ``setup``, ``call``, ``subtest``, ``teardown``, or ``worker`` if the
     process that ran it crashed. ``None`` if it did not fail.
     """
     failed_by_gate: bool = False
@@ -83,28 +83,28 @@ class TestResult:
 
     @property
     def has_grown_renamed(self) -> bool:
-        """True if it is worse than the baseline of its former name."""
+        """True if it is worse than its former name's baseline."""
         return self.renamed is not None and self.renamed.grown is not None
 
     def is_held_back_by(self, update: UpdateMode | None) -> bool:
-        """Return whether a session with this update leaves it unwritten, because it has grown since it was renamed."""
+        """Return whether this update skips a test that has grown since its renaming."""
         return update == "new" and self.has_grown_renamed
 
     def is_recorded_by(self, update: UpdateMode | None) -> bool:
-        """Return whether a session with this update writes what was measured as its first baselines."""
+        """Return whether a session with this update stores the figures as the test's first baselines."""
         is_written = self.passed and not self.unwritten and not self.is_held_back_by(update)
         return is_written and self.verdict.outcome in ACCEPTS[update] & _FIRST
 
     def is_accepted_by(self, update: UpdateMode | None) -> bool:
-        """Return whether a session with this update replaces the baseline by what it was compared with."""
-        # Nothing is written for a test that measured nothing, and nothing removed.
+        """Return whether a session with this update replaces the test's baseline."""
+        # A test without measurements neither writes nor removes a baseline.
         is_measured = bool(self.verdict.verdicts)
         return self.passed and not self.unwritten and is_measured and self.verdict.outcome in ACCEPTS[update] - _FIRST
 
 
 @dataclass
 class _Run:
-    """One run of a test, as its reports tell."""
+    """A test run, collected from its reports."""
 
     verdict: TestVerdict | None = None
     """``None`` as long as no report has one: a test that is not measured has none."""
@@ -123,7 +123,7 @@ class _Run:
 
     @property
     def is_rewritten(self) -> bool:
-        """True if it failed, and pytest's reports do not show that."""
+        """True if it failed and pytest's reports hide the failure."""
         return (
             self.verdict is not None
             and self.failed_in is None
@@ -162,10 +162,16 @@ class Results:
     """
 
     _runs: dict[str, dict[str, list[_Run]]] = field(default_factory=dict)
-    """The runs of each test, by node id and by pytest-xdist's worker. The last one may be under way."""
+    """Each test's runs, by node id and by pytest-xdist's worker. The last run may not be finished."""
 
     def add(self, report: pytest.TestReport) -> bool:
-        """Take what a report says of a measured test; of others only whether they failed. Whether it was a measured one."""
+        """Add pytest's report on a test phase.
+
+        For a test that is not measured, only a failure is stored.
+
+        Returns:
+            True if the report has a verdict, so the test is measured.
+        """
         runs = self._runs.setdefault(report.nodeid, {}).setdefault(getattr(report, "worker_id", ""), [])
         if report.when == "setup" or not runs:
             if runs and (runs[-1].is_repeated or (runs[-1].verdict is None and runs[-1].failed_in is None)):
@@ -173,14 +179,14 @@ class Results:
             runs.append(_Run())
         run = runs[-1]
         if report.outcome == "failed" and not hasattr(report, "wasxfail"):
-            where = _where(report)
-            run.failed_in = run.failed_in or where
-            run.failed_beside_the_gate |= where != "call"
+            failed_in = _where(report)
+            run.failed_in = run.failed_in or failed_in
+            run.failed_beside_the_gate |= failed_in != "call"
         payload = next((value for name, value in report.user_properties if name == PROPERTY), None)
         if payload is None:
             return False
         if report.when != "teardown":
-            # A test that ran through its set-up has nothing to tell until its call.
+            # The report on a successful set-up has no outcome yet. The call decides.
             run.outcomes.clear()
             verdict = from_plain(TestVerdict, json.loads(str(payload)))
             if verdict.failed_by_itself and (hasattr(report, "wasxfail") or report.outcome == "skipped"):
@@ -195,8 +201,8 @@ class Results:
             yield nodeid, [run for runs in workers.values() for run in runs]
 
     def rewritten(self) -> list[TestResult]:
-        """Return the results of tests that failed and that pytest's reports do not show as failed: a plugin changed these."""
-        runs = (run for _, several in self._runs_by_test() for run in several if run.is_rewritten)
+        """Return the results of failed tests that a plugin hid by rewriting pytest's reports."""
+        runs = (run for _, test_runs in self._runs_by_test() for run in test_runs if run.is_rewritten)
         return [result for run in runs if (result := run.result()) is not None]
 
     def all(self) -> list[TestResult]:
@@ -208,32 +214,32 @@ class Results:
         )
 
     def others(self) -> set[tuple[str, str]]:
-        """Return the tests that ran or were skipped and have no result, as (file, test)."""
+        """Return the tests, as (file, test), without a result, whether they ran or were skipped."""
         nodeids = [nodeid for nodeid, runs in self._runs_by_test() if all(run.verdict is None for run in runs)]
         # `--dist loadgroup` appends a group to ids.
         ids = {name for nodeid in nodeids for name in (nodeid, nodeid.rpartition("@")[0])}
         return {(file, test) for file, _, test in (nodeid.partition("::") for nodeid in ids)}
 
     def others_failed(self, measured: Collection[tuple[str, str]]) -> int:
-        """Return the number of tests that failed, are not among ``measured``, the selected (file, test), and have no result."""
+        """Count the failed tests without a result, except those in ``measured``, the selected (file, test)."""
         failed = [
             nodeid
             for nodeid, runs in self._runs_by_test()
             if all(run.verdict is None for run in runs) and any(run.failed_in is not None for run in runs)
         ]
-        known = {f"{file}::{test}" for file, test in measured}
+        measured_ids = {f"{file}::{test}" for file, test in measured}
         # `--dist loadgroup` appends a group to ids.
-        return sum(known.isdisjoint((nodeid, nodeid.rpartition("@")[0])) for nodeid in failed)
+        return sum(measured_ids.isdisjoint((nodeid, nodeid.rpartition("@")[0])) for nodeid in failed)
 
 
 def _worst_run(runs: Iterable[_Run]) -> TestResult | None:
-    """Return the result of a test that had these runs, or ``None`` if none of them measured it."""
+    """Return the result of a test from its runs, or ``None`` if no run measured the test."""
     runs = list(runs)
     results = [result for run in runs if (result := run.result()) is not None]
     if not results:
         return None
     worst = max(results, key=badness)
-    # A worker that crashed in a tear-down has a report without a verdict.
+    # After a worker's crash in a tear-down, the report has no verdict.
     failed_in = worst.failed_in or next((run.failed_in for run in runs if run.failed_in is not None), None)
     return replace(
         worst,
@@ -256,48 +262,54 @@ def badness(result: TestResult) -> tuple[object, ...]:
     verdict = result.verdict
     outcome = verdict.outcome
     importance = Outcome.RECORDED.importance if outcome is Outcome.IMPROVED else outcome.importance
-    peaks = [one.measurement.peak_allocated for one in verdict.verdicts]
+    peaks = [part.measurement.peak_allocated for part in verdict.verdicts]
     text = json.dumps(to_plain(result), sort_keys=True)
     return result.failed, not verdict.unmeasured, importance, not result.passed, peaks, text
 
 
 def _is_rewritten(verdict: TestVerdict, outcomes: Collection[str]) -> bool:
-    """Return whether a test whose reports have these ``outcomes``, none of them failed, failed by its verdict."""
+    """Return whether a test's verdict failed it, although no phase in its reports (``outcomes``) failed."""
     if not outcomes or "xfail" in outcomes:
         return False
-    # Suites skip what they have no memory for after it has failed, which hides nothing that was measured.
+    # Some suites turn an out-of-memory failure into a skip. The skip hides no measurement.
     return verdict.failure is not None or (verdict.failed_by_itself and set(outcomes) == {"passed"})
 
 
 def _where(report: pytest.TestReport) -> FailedIn:
     if hasattr(report, "context"):
         return "subtest"
-    # Of a worker that crashed pytest-xdist does not know in which phase it did.
+    # pytest-xdist does not know in which phase a worker crashed.
     return report.when if report.when in ("setup", "call", "teardown") else "worker"
 
 
 def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMode | None = None) -> str:
     """Return the line that accounts for every measured test: ``"gpumem: 12 gated, 1 regressed, 1 foreign (A100)"``.
 
-    ``gated`` are those that were held against a budget or a baseline; ``over budget``, ``regressed``, ``improved`` and
-    ``uncertain`` are among them, and so are those ``with no baseline of time yet``, of which memory and counts were compared.
-    The others were not compared with a baseline, and say why in one word: ``"2 gated, 3 new (2 also gated)"`` are three tests,
-    of which two were held to a budget. ``not_run`` are those that were selected and gave no report (Ctrl-C, a
-    crash, ``--maxfail``). Those that a session with ``update`` writes for the first time are ``recorded, new``, those that it
-    would have and that did not pass ``not recorded, new``, and what it replaces is ``accepted``. Where a part has a comma of
-    its own, semicolons part them.
+    - ``gated`` tests were compared with a budget or a baseline. They include ``over budget``, ``regressed``, ``improved`` and
+      ``uncertain`` tests, and tests ``with no baseline of time yet``, which compared memory and counts.
+    - Other tests were not compared with a baseline, and a word says why. For example, ``"2 gated, 3 new (2 also gated)"`` are
+      three tests, and a budget gated two of them.
+    - With ``update``, ``recorded, new`` tests get their first baseline, ``not recorded, new`` tests did not pass, and the
+      baselines of ``accepted`` tests are replaced.
+
+    If a part contains a comma, semicolons separate the parts.
+
+    Args:
+        results: The results of the session's measured tests.
+        not_run: The number of selected tests without a report (Ctrl-C, a crash, ``--maxfail``).
+        update: The session's ``--gpumem-update``.
     """
-    everything = list(results)
-    recorded = sum(result.is_recorded_by(update) for result in everything)
-    everything = [result for result in everything if not result.is_recorded_by(update)]
-    gated = sum(result.verdict.gated for result in everything)
+    measured = list(results)
+    recorded = sum(result.is_recorded_by(update) for result in measured)
+    not_recorded = [result for result in measured if not result.is_recorded_by(update)]
+    gated = sum(result.verdict.gated for result in not_recorded)
     counts = Counter(
         "failed"
         if result.verdict.failed_by_itself
         else ACCEPTED
         if result.is_accepted_by(update)
         else result.verdict.outcome.words
-        for result in everything
+        for result in not_recorded
     )
     parts = [f"{gated} gated"] if gated or not recorded else []
     if counts[ACCEPTED]:
@@ -307,42 +319,45 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
     for outcome in _COUNTED:
         if counts[outcome.words]:
             left_out = "not recorded, " if outcome in ACCEPTS[update] & _FIRST else ""
-            parts.append(f"{counts[outcome.words]} {left_out}{outcome.words}{_why(outcome, everything)}")
+            parts.append(f"{counts[outcome.words]} {left_out}{outcome.words}{_why(outcome, not_recorded)}")
     if counts["failed"]:
         parts.append(counted(counts["failed"], "failed by itself", "failed by themselves"))
     if not_run:
         parts.append(f"{not_run} did not finish")
-    without_time = sum(result.verdict.lacks_time for result in everything if not result.verdict.failed_by_itself)
+    without_time = sum(result.verdict.lacks_time for result in not_recorded if not result.verdict.failed_by_itself)
     if without_time and Outcome.NEW not in ACCEPTS[update]:
         parts.append(f"{without_time} with {NO_TIME}")
     return "gpumem: " + ("; " if any("recorded, " in part for part in parts) else ", ").join(parts)
 
 
 def nothing_gated(results: Iterable[TestResult], accepts: frozenset[Outcome] = frozenset()) -> str | None:
-    """Return the sentence for a session that was asked to compare with baselines and compared nothing; ``None`` otherwise.
+    """Return a sentence if a session should have compared baselines but compared none; ``None`` otherwise.
 
-    Budgets do not make up for it: a store that got lost must not stay green because of them. Tests with an outcome in
-    ``accepts`` are being recorded by this session, and so are seen to.
+    Budgets do not count: a session without its store must fail even if budgets hold.
+
+    Args:
+        results: The results of the session's measured tests.
+        accepts: The recorded outcomes. Tests with these outcomes are ignored.
     """
-    everything = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
-    if not everything or any(result.verdict.compared for result in everything):
+    remaining = [result for result in results if not (result.passed and result.verdict.outcome in accepts)]
+    if not remaining or any(result.verdict.compared for result in remaining):
         return None
-    fresh = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in everything)
-    hint = " (record one with --gpumem-update=new)" if fresh else ""
-    what = "no baseline was compared" if any(result.verdict.gated for result in everything) else "nothing was gated"
-    return f"{what}: {_reasons_of(everything)}{hint}"
+    is_new = any(result.verdict.outcome in (Outcome.NEW, Outcome.FOREIGN) for result in remaining)
+    hint = " (record one with --gpumem-update=new)" if is_new else ""
+    problem = "no baseline was compared" if any(result.verdict.gated for result in remaining) else "nothing was gated"
+    return f"{problem}: {_reasons_of(remaining)}{hint}"
 
 
 def nothing_recorded(results: Iterable[TestResult]) -> str | None:
-    """Return the sentence for a session that was asked to record and measured nothing; ``None`` otherwise.
+    """Return a sentence if a session should have recorded baselines but measured nothing; ``None`` otherwise.
 
-    Tests that skipped themselves are no reason: they would have done so on every machine.
+    Tests with their own skip do not count, because they would skip on every machine.
     """
-    everything = [result for result in results if not result.verdict.failed_by_itself]
-    if any(not result.verdict.unmeasured for result in everything):
+    remaining = [result for result in results if not result.verdict.failed_by_itself]
+    if any(not result.verdict.unmeasured for result in remaining):
         return None
-    lost = [result for result in everything if result.verdict.unmeasured != SKIPPED]
-    return f"nothing was recorded: {_reasons_of(lost)}" if lost else None
+    unmeasured = [result for result in remaining if result.verdict.unmeasured != SKIPPED]
+    return f"nothing was recorded: {_reasons_of(unmeasured)}" if unmeasured else None
 
 
 def _reasons_of(results: Iterable[TestResult]) -> str:
@@ -352,51 +367,51 @@ def _reasons_of(results: Iterable[TestResult]) -> str:
         if result.verdict.unmeasured:
             counts[f"unmeasured, {result.verdict.unmeasured}"] += 1
         else:
-            nothing = "nothing to compare with" if result.verdict.verdicts else "held by relations only"
-            reason = next((one.reason for one in result.verdict.verdicts if one.reason), nothing)
+            default = "nothing to compare with" if result.verdict.verdicts else "held by relations only"
+            reason = next((part.reason for part in result.verdict.verdicts if part.reason), default)
             counts[f"{result.verdict.outcome.words}, {reason}"] += 1
-    return "; ".join(f"{counted(count, 'test')} {what}" for what, count in counts.most_common())
+    return "; ".join(f"{counted(count, 'test')} {reason}" for reason, count in counts.most_common())
 
 
 _MOST_NOTES = 3
 
 
 def recording_notes(results: Iterable[TestResult]) -> list[str]:
-    """Return the notes on recordings, without repetition, each with the first test that has it.
+    """Return each note on recordings once, with its first test.
 
-    A note in the failure of its test is left out.
+    Notes in their test's failure text are omitted.
     """
-    first: dict[str, str] = {}
+    notes: dict[str, str] = {}
     for result in results:
-        for one in result.verdict.verdicts:
-            explanation = one.measurement.explanation
+        for part in result.verdict.verdicts:
+            explanation = part.measurement.explanation
             for note in explanation.peak.notes if explanation is not None else ():
                 if result.verdict.failure is not None and note in result.verdict.failure:
                     continue
-                first.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
-    found = list(first.values())
-    more = len(found) - _MOST_NOTES
-    return [*found[:_MOST_NOTES], *([f"... and {counted(more, 'more note')} on recordings"] if more > 0 else [])]
+                notes.setdefault(note, f"{result.verdict.file}::{result.verdict.test}: {note}")
+    distinct = list(notes.values())
+    more = len(distinct) - _MOST_NOTES
+    return [*distinct[:_MOST_NOTES], *([f"... and {counted(more, 'more note')} on recordings"] if more > 0 else [])]
 
 
 def _why(outcome: Outcome, results: list[TestResult]) -> str:
-    mine = [
+    verdicts = [
         result.verdict
         for result in results
         if result.verdict.outcome is outcome and not result.verdict.failed_by_itself
     ]
     if outcome is Outcome.UNMEASURED:
-        reasons = sorted({verdict.unmeasured for verdict in mine if verdict.unmeasured})
+        reasons = sorted({verdict.unmeasured for verdict in verdicts if verdict.unmeasured})
         return f" ({'; '.join(reasons[:2])}{'; ...' if len(reasons) > 2 else ''})"
     if outcome is Outcome.RECORDED:
         return " (no budget, and no --gpumem-baseline)"
     reasons = []
     if outcome is Outcome.FOREIGN:
-        # A baseline of this device whose times are another machine's has its reason beneath the table.
-        devices = sorted({device for verdict in mine for one in verdict.verdicts for device in one.elsewhere})
+        # If the device has a baseline with times from another machine, the reason appears below the table.
+        devices = sorted({device for verdict in verdicts for part in verdict.verdicts for device in part.elsewhere})
         reasons += [", ".join(devices)] if devices else []
     if outcome is Outcome.STALE:
-        reasons.append("the baseline is of another workload: --gpumem-update=all replaces it")
-    gated = sum(verdict.gated for verdict in mine) if outcome in _WITHOUT_BASELINE else 0
-    reasons += ["also gated" if gated == len(mine) else f"{gated} also gated"] if gated else []
+        reasons.append("the baseline has another workload: --gpumem-update=all replaces it")
+    gated = sum(verdict.gated for verdict in verdicts) if outcome in _WITHOUT_BASELINE else 0
+    reasons += ["also gated" if gated == len(verdicts) else f"{gated} also gated"] if gated else []
     return f" ({'; '.join(reasons)})" if reasons else ""

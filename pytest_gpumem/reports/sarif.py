@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 MOST_RELATED = 20
-"""Related lines of a result: a page of code scanning shows them one below the other."""
+"""The largest number of related lines for a result, because code scanning shows them below each other."""
 ROOT = "%SRCROOT%"
-"""The root directory, from which all files are named; GitHub's ``checkout_path`` says where in the repository it is."""
+"""The root directory, to which all paths are relative. GitHub's ``checkout_path`` places it in the repository."""
 _ACTIVE = re.compile(r"[\\\[\]]")
 """Characters of embedded links, ``[text](target)``, in a message (section 3.11.6)."""
 
@@ -30,20 +30,19 @@ _ACTIVE = re.compile(r"[\\\[\]]")
 def sarif(report: SessionReport) -> str:
     """Return [SARIF 2.1.0](https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html) for code scanning.
 
-    It has a result for each test that failed (level ``error``) or is ``uncertain`` (``warning``), with the text of the
-    failure.
+    Each test that failed (level ``error``) or is ``uncertain`` (``warning``) has a result with the text of the failure.
 
-    - ``locations``: the project's line that grew most in bytes, or the first line with more operators, or the test.
+    - ``locations``: the project's line with the largest growth in bytes, or the first line with more operators, or the test.
     - ``relatedLocations``: up to 20 other lines that grew, and the test.
     - ``ruleId``: the verdict, such as ``gpumem/regressed`` or ``gpumem/over-budget``.
-    - ``partialFingerprints``: the test and its verdict. They stay one alert if lines move.
+    - ``partialFingerprints``: the test and its verdict, so a result stays the same alert if lines move.
     - ``toolExecutionNotifications``: other reasons for a red session.
 
-    Files are named from pytest's root directory (``%SRCROOT%``). Lines of libraries are left out, because no repository has
-    them.
+    Paths are relative to pytest's root directory (``%SRCROOT%``). Lines in libraries are omitted, because no repository
+    contains them.
     """
     rows = [row for row in rows_of(report) if row.status.fails or row.status.words == Outcome.UNCERTAIN.words]
-    problems = [{"level": "error", "message": _message(visible(one))} for one in report.problems]
+    problems = [{"level": "error", "message": _message(visible(problem))} for problem in report.problems]
     run = {
         "tool": {
             "driver": {
@@ -71,7 +70,7 @@ def _rule(words: str) -> dict[str, Any]:
 
 
 def _message(text: str) -> dict[str, str]:
-    r"""Return a message in which no text is a link or a placeholder: ``test_a[0](x)`` becomes ``test_a\[0\](x)``."""
+    r"""Return a message without links and placeholders: ``test_a[0](x)`` becomes ``test_a\[0\](x)``."""
     # Section 3.11.5 doubles braces.
     return {"text": _ACTIVE.sub(r"\\\g<0>", text).replace("{", "{{").replace("}", "}}")}
 
@@ -82,25 +81,25 @@ def _rule_id(words: str) -> str:
 
 def _result(row: ReportRow) -> dict[str, Any]:
     lines = _with_test_if_none(row, dict.fromkeys(grown_lines(row)))
-    first, *others = lines
+    first, *related = lines
     text = row.why or "; ".join(row.notes) or row.status.words
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "ruleId": _rule_id(row.status.words),
         "level": "error" if row.status.fails else "warning",
         "message": _message(f"{visible(row.title)}: {visible(text, keep=chr(10))}"),
         "locations": [_location(*first)],
-        # The same test and the same outcome stay one alert, although lines move.
+        # The same test and outcome stay a single alert, even if lines move.
         "partialFingerprints": {"gpumemTest/v1": f"{visible(row.title)} {row.status.slug}"},
     }
-    if others:
-        found["relatedLocations"] = [
-            {"id": number, **_location(*one)} for number, one in enumerate(others[:MOST_RELATED])
+    if related:
+        result["relatedLocations"] = [
+            {"id": number, **_location(*place)} for number, place in enumerate(related[:MOST_RELATED])
         ]
-    return found
+    return result
 
 
 def _with_test_if_none(row: ReportRow, grown: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the lines that grew, the most bytes first, and the test's own after them."""
+    """Return the lines that grew, the most bytes first, followed by the test's own line."""
     place = row.result.verdict.location if row.result is not None else None
     return [*grown, (place.file, place.line) if place is not None else (row.file, 1)]
 

@@ -1,4 +1,4 @@
-"""Everything that a session has to say, or all shards of one: what reports are made of. Frozen values."""
+"""All data in the report on a session, or on all its shards. Frozen values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_gpumem.values.selection import Selection
 
 _MOST_NAMED = 3
 STORE = "store: "
-"""The beginning of each line on what became of the store."""
+"""The beginning of each line about the store."""
 
 
 def _growth(grown: MetricVerdict, units: UnitSystem) -> str:
@@ -29,12 +29,12 @@ def _growth(grown: MetricVerdict, units: UnitSystem) -> str:
 
 
 def _renamed_and_grown(result: TestResult, units: UnitSystem) -> str:
-    """Return a sentence on a new test, worse than the baseline of its likely former name."""
+    """Return a sentence on a new test with worse figures than its likely former name."""
     renamed, verdict = result.renamed, result.verdict
     assert renamed is not None, "it was renamed"
     assert renamed.grown is not None, "it has grown"
     return (
-        f"{verdict.nodeid}: renamed? It has no baseline, and an unused baseline ({renamed.nodeid}) is of the same step, batch "
+        f"{verdict.nodeid}: renamed? It has no baseline, and an unused baseline ({renamed.nodeid}) has the same step, batch "
         f"and device: {_growth(renamed.grown, units)}. Accept it with `{renamed.accept}`; if they are "
         f"different tests, remove the unused baseline with `{renamed.prune}`"
     )
@@ -42,7 +42,7 @@ def _renamed_and_grown(result: TestResult, units: UnitSystem) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The options of the session."""
+    """The session's options."""
 
     baseline: bool = False
     """``--gpumem-baseline``."""
@@ -58,13 +58,13 @@ class Terms:
 
     @property
     def asked_for(self) -> str:
-        """The options that gate or record, or that there were none."""
-        asked = [
+        """The options that gate or record, or ``measuring only`` without such options."""
+        options = [
             *(["--gpumem-baseline"] if self.baseline else []),
             *(["--gpumem-strict"] if self.strict else []),
             *([f"--gpumem-update={self.update}"] if self.update else []),
         ]
-        return " ".join(asked) or "measuring only"
+        return " ".join(options) or "measuring only"
 
 
 _StoredKey = Annotated[
@@ -79,36 +79,36 @@ _StoredKey = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The store at the end of the session, for the devices that the session measured on."""
+    """The store after the session, for the session's devices."""
 
     baselines: tuple[_StoredKey, ...] = ()
     """The baselines, each as ``[device's slug, file, test, measurement]``."""
     gone: frozenset[str] = frozenset()
-    """Their test files that do not exist any more."""
+    """The baselines' test files that no longer exist."""
     functions: tuple[str, ...] = ("test",)
     """pytest's ``python_functions``. A loop with another name belongs to a script."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionReport:
-    """The report of a session, or of all its shards."""
+    """A session's report, or the merged report from all its shards."""
 
     ended: str
-    """The end of the session in UTC: ``2026-11-21T16:20:05Z``."""
+    """When the session ended, in UTC: ``2026-11-21T16:20:05Z``."""
     version: str
     """The version of pytest-gpumem."""
     commit: str | None = None
     """The abbreviated hash of the commit; ``None`` outside of a git repository."""
     terms: Terms = Terms()
-    """The options of the session."""
+    """The session's options."""
     results: tuple[TestResult, ...] = ()
-    """The measured tests that ran, sorted by file and test."""
+    """The measured tests with a result, sorted by file and test."""
     not_run: tuple[tuple[str, str], ...] = ()
     """The tests that were selected and had no result, each as ``[file, test]``, sorted."""
     selection: Selection = field(default_factory=Selection)
     """The tests that were collected and selected. ``gpumem merge`` finds unused baselines by it."""
     stored: Stored = Stored()
-    """The store at the end of the session."""
+    """The store after the session."""
     said: tuple[str, ...] = ()
     """Lines about the store, which begin with ``store: ``, and notes on several measurements at once."""
     errors: tuple[str, ...] = ()
@@ -117,9 +117,9 @@ class SessionReport:
     ended_early: str | None = None
     """The reason why not every selected test was run, as a clause: Ctrl-C, ``--maxfail``."""
     not_collected: tuple[str, ...] = ()
-    """The files that could not be collected, sorted."""
+    """The files with collection errors, sorted."""
     shards: int = 1
-    """The number of reports that were merged into this one."""
+    """The number of merged reports."""
     others_failed: int = 0
     """The number of tests that failed and are not measured, also in set-up or tear-down. If a plugin reruns a test, its last
     run counts.
@@ -136,17 +136,17 @@ class SessionReport:
 
     @property
     def of_store(self) -> tuple[str, ...]:
-        """The lines on what became of the store."""
+        """The lines about changes to the store."""
         return tuple(line for line in self.said if line.startswith(STORE))
 
     @property
     def of_measuring(self) -> tuple[str, ...]:
-        """The notes on several measurements at once: what convolutions lack, how tests shared a GPU."""
+        """The notes on several measurements at once, for example on convolutions, or on tests with a shared GPU."""
         return tuple(line for line in self.said if not line.startswith(STORE))
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The sentences on why the session is red, also if no test failed.
+        """The sentences that say why the session is red, even if no test failed.
 
         With ``--gpumem-baseline``:
 
@@ -176,15 +176,15 @@ class SessionReport:
           ``--gpumem-strict`` also: a measured test failed by itself, and was reported as passed. An expected failure
           (``xfail``) does not count
         """
-        found = list(self.errors)
+        problems = list(self.errors)
         if self.ended_early is not None:
-            found.append(f"the session ended early: {self.ended_early}")
-        found += [f"{file} could not be collected" for file in self.not_collected]
+            problems.append(f"the session ended early: {self.ended_early}")
+        problems += [f"{file} could not be collected" for file in self.not_collected]
         if self.others_failed:
             count = counted(self.others_failed, "test that is", "tests that are")
-            found.append(f"{count} not measured failed")
-        found += self.renamed_and_grown if self.terms.baseline and self.terms.update != "all" else []
-        return (*found, *([self.nothing_done] if self.nothing_done is not None else self.idle_parts))
+            problems.append(f"{count} not measured failed")
+        problems += self.renamed_and_grown if self.terms.baseline and self.terms.update != "all" else []
+        return (*problems, *([self.nothing_done] if self.nothing_done is not None else self.idle_parts))
 
     @property
     def renamed_and_grown(self) -> list[str]:
@@ -201,9 +201,9 @@ class SessionReport:
         ]
         if not alike:
             return None
-        what = counted(len(alike), "new test has", "new tests have")
+        count = counted(len(alike), "new test has", "new tests have")
         named = ", ".join([*alike[:_MOST_NAMED], *(["..."] if len(alike) > _MOST_NAMED else [])])
-        return f"renamed? {what} figures no worse than an unused baseline of the same step, batch and device: {named}"
+        return f"renamed? {count} figures no worse than an unused baseline for the same step, batch and device: {named}"
 
     @property
     def warnings(self) -> list[str]:
@@ -213,37 +213,36 @@ class SessionReport:
 
     @property
     def idle_parts(self) -> list[str]:
-        """Parts that compared nothing though the rest of a whole did, each as a sentence: a device, or a shard that could
-        measure nothing.
+        """A sentence for each device or shard that compared nothing, although the rest of a merged report did.
 
-        Each is red by itself, and may be of a machine of its own: what the others compared does not stand in for it. Tests
-        that skipped themselves would have done so anywhere.
+        Each such part is red, because it may run on a machine of its own, and other parts do not replace its comparison. Tests
+        with their own skip do not count, because they would skip on every machine.
         """
         if not (self.merged and self.terms.baseline):
             return []
-        found = []
+        sentences = []
         by_device: dict[str, list[TestResult]] = {}
         for result in self.results:
-            for device in {one.measurement.environment.device for one in result.verdict.verdicts}:
+            for device in {verdict.measurement.environment.device for verdict in result.verdict.verdicts}:
                 by_device.setdefault(device, []).append(result)
         for device, results in sorted(by_device.items()):
             sentence = nothing_gated(results, ACCEPTS[self.terms.update])
             if sentence is not None:
-                found.append(f"on {device} {sentence}")
-        left = {
+                sentences.append(f"on {device} {sentence}")
+        unmeasured = {
             (result.verdict.file, result.verdict.test): result
             for result in self.results
             if result.verdict.unmeasured not in (None, SKIPPED)
         }
         for tests in self.unmeasured_shards:
-            sentence = nothing_gated([left[test] for test in tests if test in left])
+            sentence = nothing_gated([unmeasured[test] for test in tests if test in unmeasured])
             if sentence is not None:
-                found.append(f"in one shard {sentence}")
-        return found
+                sentences.append(f"in one shard {sentence}")
+        return sentences
 
     @property
     def nothing_gated(self) -> str | None:
-        """The sentence for a session that was asked to compare with baselines and compared nothing; ``None`` otherwise."""
+        """A sentence if the session should have compared baselines but compared none; ``None`` otherwise."""
         if not self.terms.baseline:
             return None
         if self.terms.strict and not self.results:
@@ -258,19 +257,19 @@ class SessionReport:
 
     @property
     def nothing_done(self) -> str | None:
-        """The sentence for a session that gated nothing, or recorded nothing, though it was asked to; ``None`` otherwise."""
+        """A sentence if the session should have gated or recorded something but did not; ``None`` otherwise."""
         if self.terms.update is None or self.terms.baseline:
             return self.nothing_gated
         return nothing_recorded(self.results)
 
     @property
     def passed(self) -> bool:
-        """True if the gate is green: every selected test ran, no test failed, measured or not, and all else is well."""
+        """True if the gate is green: all selected tests ran, no test failed (measured or not), and no other problem exists."""
         return self.why_red is None
 
     @property
     def why_red(self) -> str | None:
-        """The reason why it did not pass, as clauses in one line; ``None`` where it did."""
+        """The reasons why the session did not pass, as clauses in a line; ``None`` if it passed."""
         failed = sum(result.failed for result in self.results)
         clauses = list(self.problems)
         if failed:
@@ -281,7 +280,7 @@ class SessionReport:
 
     @property
     def unused(self) -> list[tuple[str, Key]]:
-        """Baselines that belong to no test, as (slug, key)."""
+        """The baselines without a test, as (slug, key)."""
         return unused(
             self.stored.baselines,
             measured=self.selection.collected | self.selection.uncollected,

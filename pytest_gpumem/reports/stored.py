@@ -23,7 +23,7 @@ _LEAST_NAME, _LEAST_REASON = 24, 12
 
 
 class StoredBaseline(NamedTuple):
-    """An entry of the store: ``slug`` is its device's folder."""
+    """An entry in the store. ``slug`` is the folder of its device."""
 
     slug: str
     key: Key
@@ -31,12 +31,20 @@ class StoredBaseline(NamedTuple):
 
 
 def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything: bool = False) -> Table | None:
-    """Return a row for each baseline and a column for each metric; phases and counts with ``everything`` only."""
+    """Return a table with a row for each baseline and a column for each metric.
+
+    Args:
+        baselines: The baselines.
+        units: The unit system for bytes.
+        everything: True to add phases and counts.
+    """
     if not baselines:
         return None
     metrics = [name for name in METRICS if _has_column(name, baselines, everything=everything)]
-    # Where there is no room for all, what was judged first goes last.
-    weights = {name: None if METRICS[name].weight is None else len(metrics) - at for at, name in enumerate(metrics)}
+    # On a narrow screen, omit the metrics that are judged first last.
+    weights = {
+        name: None if METRICS[name].weight is None else len(metrics) - number for number, name in enumerate(metrics)
+    }
     columns = (
         Column("test", left=True, least=_LEAST_NAME),
         Column("device", left=True),
@@ -47,41 +55,47 @@ def table(baselines: Sequence[StoredBaseline], units: UnitSystem, *, everything:
     )
     rows = [
         [
-            *(str(one.key), one.slug, *(_cell(name, one.entry, units) for name in metrics)),
-            *(one.entry.recorded, one.entry.commit or "", one.entry.reason or ""),
+            *(str(baseline.key), baseline.slug, *(_cell(name, baseline.entry, units) for name in metrics)),
+            *(baseline.entry.recorded, baseline.entry.commit or "", baseline.entry.reason or ""),
         ]
-        for one in baselines
+        for baseline in baselines
     ]
-    # Without columns of commits and reasons that no baseline has.
+    # Omit the columns for commits and reasons if no baseline has them.
     return Table(columns, tuple(tuple(map(Span, row)) for row in rows)).without_empty(range(len(columns) - 2))
 
 
 def accounting(baselines: Sequence[StoredBaseline], of: int, where: str) -> str:
-    """Return the line that counts: ``"3 of 12 baselines, of 2 tests on 1 device, in gpumem-baselines"``.
+    """Return the line with the counts: ``"3 of 12 baselines, of 2 tests on 1 device, in gpumem-baselines"``.
 
-    ``where`` is shown as it is: a URL has no credentials any more.
+    Args:
+        baselines: The shown baselines.
+        of: The total number.
+        where: The store's path or address, without credentials.
     """
-    tests = len({(one.key.file, one.key.test) for one in baselines})
-    devices = len({one.slug for one in baselines})
+    tests = len({(baseline.key.file, baseline.key.test) for baseline in baselines})
+    devices = len({baseline.slug for baseline in baselines})
     count = counted(of, "baseline") if len(baselines) == of else f"{len(baselines)} of {of} baselines"
-    whose = f", of {counted(tests, 'test')} on {counted(devices, 'device')}," if baselines else ""
-    return f"{count}{whose} in {where}"
+    tests_and_devices = f", of {counted(tests, 'test')} on {counted(devices, 'device')}," if baselines else ""
+    return f"{count}{tests_and_devices} in {where}"
 
 
 def to_json(baselines: Sequence[StoredBaseline], where: str) -> str:
-    """Return the baselines as JSON; values are in bytes, counts, seconds and items a second. ``where``: see `accounting`."""
-    plain = {"format": FORMAT, "store": where, "baselines": [_plain(one) for one in baselines]}
+    """Return the baselines as JSON, with values in bytes, counts, seconds and items per second.
+
+    ``where`` is the store's path or address, without credentials.
+    """
+    plain = {"format": FORMAT, "store": where, "baselines": [_plain(baseline) for baseline in baselines]}
     return json.dumps(plain, indent=2, allow_nan=False) + "\n"
 
 
-def _plain(one: StoredBaseline) -> dict[str, Any]:
-    entry = one.entry
+def _plain(baseline: StoredBaseline) -> dict[str, Any]:
+    entry = baseline.entry
     composition = entry.composition
     return {
-        "file": one.key.file,
-        "test": one.key.test,
-        "name": one.key.name,
-        "slug": one.slug,
+        "file": baseline.key.file,
+        "test": baseline.key.test,
+        "name": baseline.key.name,
+        "slug": baseline.slug,
         "device": entry.environment.device,
         "environment": dict(entry.environment.details),
         "workload": asdict(entry.workload),
@@ -95,7 +109,7 @@ def _plain(one: StoredBaseline) -> dict[str, Any]:
 
 
 def _has_column(name: str, baselines: Sequence[StoredBaseline], *, everything: bool) -> bool:
-    values = [one.entry.metrics[name] for one in baselines if name in one.entry.metrics]
+    values = [baseline.entry.metrics[name] for baseline in baselines if name in baseline.entry.metrics]
     return bool(values) if everything else METRICS[name].has_column(values)
 
 

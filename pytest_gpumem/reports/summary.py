@@ -1,4 +1,4 @@
-"""The table of measurements at the end of a session, and the reasons and notes beneath it. Pure."""
+"""The table of measurements at the end of a session, with the reasons and notes below it. Pure."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.option_words import UpdateMode
 
 MOST_FIGURES = 60
-"""Rows that only have figures, unless all are asked for."""
+"""The largest number of rows with only figures, unless the user asks for all."""
 MOST_EXPLAINED = 30
-"""Rows of tests that causes explain, unless all are asked for."""
+"""The largest number of rows for tests that causes explain, unless the user asks for all."""
 MOST_REMARKS = 20
-"""Reasons and notes, unless all are asked for."""
+"""The largest number of reasons and notes, unless the user asks for all."""
 LEAST_NAME = 30
-"""Cells of the screen that a shortened test id has at least."""
+"""The smallest width to which a test's id is shortened, in cells."""
 STYLES: dict[Outcome, Style | None] = {
     **dict.fromkeys((Outcome.RECORDED, Outcome.NEW)),
     **dict.fromkeys((Outcome.OK, Outcome.IMPROVED), "good"),
@@ -37,127 +37,144 @@ STYLES: dict[Outcome, Style | None] = {
     **dict.fromkeys((Outcome.MISSING, Outcome.REGRESSED, Outcome.OVER_BUDGET), "bad"),
 }
 _WITHOUT_BASELINE = (Outcome.NEW, Outcome.FOREIGN, Outcome.STALE)
-"""Outcomes of a metric whose measurement has no comparable baseline."""
+"""Metric outcomes without a comparable baseline."""
 _FIGURES = (Outcome.RECORDED, Outcome.NEW, Outcome.FOREIGN)
-"""Outcomes of measurements that were not compared."""
+"""Outcomes without a comparison."""
 _CHANGE = 1 + max(metric.weight or 0 for metric in METRICS.values())
-"""The weight of the column of changes: it is left out after those of metrics."""
+"""The weight of the change column, which a narrow terminal omits after the metrics' columns."""
 
 
 def to_be_shown(
     measured: Iterable[ShownMeasurement], explained: Collection[str] = (), *, gating: bool
 ) -> list[ShownMeasurement]:
-    """Return the measurements for the table: all but the ``ok``, and in a session that is ``gating`` the ``recorded``.
+    """Return the measurements for the table, without ``ok`` ones.
 
-    A session without a gate is run for its figures. Of those that have nothing but figures the first `MOST_FIGURES` are shown,
-    and of tests that ``explained`` has, since causes explain them, the first `MOST_EXPLAINED`.
+    A gating session also omits ``recorded`` ones. A session without a gate is run for its figures.
+
+    Args:
+        measured: The measurements.
+        explained: The ids of tests that causes explain. The table has the first `MOST_EXPLAINED` of these tests, and the first
+            `MOST_FIGURES` measurements with only figures.
+        gating: True if the session compares with baselines.
     """
     chosen: list[ShownMeasurement] = []
-    figures = of_causes = 0
-    for one in measured:
-        outcome = one.outcome
+    figure_count = explained_count = 0
+    for measurement in measured:
+        outcome = measurement.outcome
         if outcome is Outcome.OK or (gating and outcome is Outcome.RECORDED):
             continue
-        figures += outcome in _FIGURES
-        of_causes += one.test.nodeid in explained
-        if one.test.nodeid in explained and of_causes > MOST_EXPLAINED:
+        figure_count += outcome in _FIGURES
+        explained_count += measurement.test.nodeid in explained
+        if measurement.test.nodeid in explained and explained_count > MOST_EXPLAINED:
             continue
-        if outcome not in _FIGURES or figures <= MOST_FIGURES:
-            chosen.append(one)
+        if outcome not in _FIGURES or figure_count <= MOST_FIGURES:
+            chosen.append(measurement)
     return chosen
 
 
 def not_shown(measured: Sequence[ShownMeasurement], chosen: Sequence[ShownMeasurement]) -> list[str]:
-    """Return a line that counts those that the table leaves out, if there are any."""
-    left_out = Counter(one.outcome for one in measured)
-    left_out.subtract(one.outcome for one in chosen)
+    """Return a line with the number of measurements missing from the table; empty if none is missing."""
+    left_out = Counter(measurement.outcome for measurement in measured)
+    left_out.subtract(measurement.outcome for measurement in chosen)
     counts = [f"{left_out[outcome]} {outcome.words}" for outcome in Outcome if left_out[outcome]]
     return [f"... and {', '.join(counts)} (-v shows all)"] if counts else []
 
 
 def summary_table(measured: Sequence[ShownMeasurement], units: UnitSystem, *, everything: bool) -> Table:
-    """Return a row for each measurement and a column for each metric; counts where they changed, or with ``everything``."""
+    """Return a table with a row for each measurement and a column for each metric.
+
+    Counts have a column if they changed.
+
+    Args:
+        measured: The measurements.
+        units: The unit system for bytes.
+        everything: True to show also unchanged counts.
+    """
     columns = [Column("test", left=True, least=LEAST_NAME)]
-    rows = [[Span(one.title)] for one in measured]
+    rows = [[Span(measurement.title)] for measurement in measured]
 
     def add(column: Column, texts: Iterable[str]) -> None:
         columns.append(column)
         for row, text in zip(rows, texts, strict=True):
             row.append(Span(text))
 
-    changes = [deciding_change(one.verdict, units) for one in measured]
+    changes = [deciding_change(measurement.verdict, units) for measurement in measured]
     for name, metric in METRICS.items():
-        verdicts = [one.verdict.of(name) for one in measured]
-        known = [one for one in verdicts if one is not None]
-        found = any(one.outcome in CHANGED for one in known)
-        changed = found or (everything and bool(known))
-        if metric.has_column([one.value for one in known], changed=changed):
-            # What a verdict rests on gives way last.
-            weight = None if metric.weight is None else metric.weight + (_CHANGE + 1 if found else 0)
-            texts = ("-" if one is None else shown(name, one.value, units, one.of) for one in verdicts)
+        verdicts = [measurement.verdict.of(name) for measurement in measured]
+        available = [verdict for verdict in verdicts if verdict is not None]
+        has_changed = any(verdict.outcome in CHANGED for verdict in available)
+        changed = has_changed or (everything and bool(available))
+        if metric.has_column([verdict.value for verdict in available], changed=changed):
+            # Deciding metrics are omitted last.
+            weight = None if metric.weight is None else metric.weight + (_CHANGE + 1 if has_changed else 0)
+            texts = ("-" if verdict is None else shown(name, verdict.value, units, verdict.of) for verdict in verdicts)
             add(Column(metric.short or name.replace("_", " "), weight=weight), texts)
         if len(columns) == 2 and any(changes):
             add(Column("change", weight=_CHANGE), changes)
-    for row, one in zip(rows, measured, strict=True):
-        outcome = one.outcome
-        row.append(Span(one.words_of(outcome), "good" if outcome in one.accepted else STYLES[outcome]))
+    for row, measurement in zip(rows, measured, strict=True):
+        outcome = measurement.outcome
+        row.append(Span(measurement.words_of(outcome), "good" if outcome in measurement.accepted else STYLES[outcome]))
     return Table((*columns, Column("verdict", left=True)), tuple(map(tuple, rows)))
 
 
 def device_lines(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[str]:
-    """Return a line with the peak of each GPU for each measurement that used several."""
+    """Return a line with each GPU's peak for each measurement on several GPUs."""
     return [
-        f"{one.title}: {peaks}"
-        for one in measured
-        if (peaks := peaks_by_device(one.verdict.measurement, units)) is not None
+        f"{measurement.title}: {peaks}"
+        for measurement in measured
+        if (peaks := peaks_by_device(measurement.verdict.measurement, units)) is not None
     ]
 
 
 def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode | None = None) -> list[str]:
-    """Return why something was not compared or measured: each reason once, with the number of tests, measurements or figures.
+    """Return each reason why something was not compared or measured, with the number of tests, measurements or figures.
 
     For example: ``"new: there is no baseline for CPU (x86_64) yet (2 measurements)"``.
 
-    A reason in the failure of its test is left out. A reason that a single test has comes with both of its peaks, because
-    the table has no column of baselines. That there is no
-    baseline of time yet is a note, and nothing to tell where this session's ``update`` adds one.
+    A reason in its test's failure text is omitted. If a single measurement has a reason, both of its peaks follow, because the
+    table has no column for baselines. A missing time baseline is a note, unless the session's ``update`` adds the time.
+
+    Args:
+        tests: The verdicts on the measured tests.
+        units: The unit system for bytes.
+        update: The session's ``--gpumem-update``.
     """
     peaks: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    whole: Counter[str] = Counter()
-    metrics: Counter[str] = Counter()
+    by_test: Counter[str] = Counter()
+    by_measurement: Counter[str] = Counter()
+    by_figure: Counter[str] = Counter()
     for test in tests:
         if test.missing_text is not None:
-            counts[f"{Outcome.MISSING.words}: {test.missing_text}"] += 1
+            by_test[f"{Outcome.MISSING.words}: {test.missing_text}"] += 1
         elif test.unmeasured:
-            counts[f"{Outcome.UNMEASURED.words}: {test.unmeasured}"] += 1
-        for one in () if test.unmeasured else test.verdicts:
-            if one.reason and not _is_told(test, one.reason):
-                reason = f"{_not_compared(one)}: {one.reason}"
-                whole[reason] += 1
-                peaks[reason] = _both_peaks(one, units) if whole[reason] == 1 else ""
-            for metric in one.metrics:
+            by_test[f"{Outcome.UNMEASURED.words}: {test.unmeasured}"] += 1
+        for verdict in () if test.unmeasured else test.verdicts:
+            if verdict.reason and not _is_in_failure(test, verdict.reason):
+                reason = f"{_not_compared(verdict)}: {verdict.reason}"
+                by_measurement[reason] += 1
+                peaks[reason] = _both_peaks(verdict, units) if by_measurement[reason] == 1 else ""
+            for metric in verdict.metrics:
                 if (
                     metric.reason
-                    and not _is_told(test, metric.reason)
+                    and not _is_in_failure(test, metric.reason)
                     and not (metric.lacks_time and Outcome.NEW in ACCEPTS[update])
                 ):
                     word = "note" if metric.lacks_time and test.failure is None else metric.outcome.words
-                    metrics[f"{word}: {metric.reason}"] += 1
+                    by_figure[f"{word}: {metric.reason}"] += 1
     return [
         f"{reason}{peaks.get(reason, '')}{f' ({counted(number, noun)})' if number > 1 else ''}"
-        for noun, having in (("test", counts), ("measurement", whole), ("figure", metrics))
-        for reason, number in having.items()
+        for noun, counts in (("test", by_test), ("measurement", by_measurement), ("figure", by_figure))
+        for reason, number in counts.items()
     ]
 
 
-def _is_told(test: TestVerdict, text: str) -> bool:
-    """Return whether the failure of a test has a reason or a note already."""
+def _is_in_failure(test: TestVerdict, text: str) -> bool:
+    """Return whether the failure of a test already contains a reason or a note."""
     return test.failure is not None and text in test.failure
 
 
 def _both_peaks(verdict: Verdict, units: UnitSystem) -> str:
-    """Return ``"; peak 4.00 MB, baseline 22.00 MB"`` for another workload that was not judged; else nothing."""
+    """Return ``"; peak 4.00 MB, baseline 22.00 MB"`` if another workload prevented the comparison; else an empty text."""
     peak = verdict.of("peak_allocated")
     if peak is None or peak.outcome is not Outcome.STALE or peak.baseline in (None, peak.value):
         return ""
@@ -165,18 +182,24 @@ def _both_peaks(verdict: Verdict, units: UnitSystem) -> str:
 
 
 def _not_compared(verdict: Verdict) -> str:
-    """Return what happened to a measurement that has a reason; its budget may have been exceeded all the same."""
-    without = worst(metric.outcome for metric in verdict.metrics if metric.outcome in _WITHOUT_BASELINE)
+    """Return the word for a measurement that was not compared. It may have exceeded its budget all the same."""
+    outcome = worst(metric.outcome for metric in verdict.metrics if metric.outcome in _WITHOUT_BASELINE)
     grew = any(metric.outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN) for metric in verdict.metrics)
-    return "another workload" if grew else without.words if without in _WITHOUT_BASELINE else "not compared"
+    return "another workload" if grew else outcome.words if outcome in _WITHOUT_BASELINE else "not compared"
 
 
 def unstored_times(report: SessionReport) -> list[str]:
-    """Return a sentence on timed steps whose time an update keeps only to show it, as it was disturbed."""
-    timed = [one for result in report.results for one in result.verdict.verdicts if one.measurement.times is not None]
-    updated = {"new": [one for one in timed if _time_is(one, Outcome.NEW, Outcome.RECORDED)], "all": timed}
-    best = [one.measurement.times.best for one in updated.get(report.terms.update or "", []) if one.measurement.times]
-    left_out = [one.invalid for one in best if one.invalid is not None and not one.is_a_measure]
+    """Return a sentence on timed steps whose disturbed times an update stores only for display."""
+    timed = [
+        verdict
+        for result in report.results
+        for verdict in result.verdict.verdicts
+        if verdict.measurement.times is not None
+    ]
+    updated = {"new": [verdict for verdict in timed if _time_is(verdict, Outcome.NEW, Outcome.RECORDED)], "all": timed}
+    verdicts = updated.get(report.terms.update or "", [])
+    samples = [verdict.measurement.times.best for verdict in verdicts if verdict.measurement.times]
+    left_out = [sample.invalid for sample in samples if sample.invalid is not None and not sample.is_a_measure]
     if not left_out:
         return []
     return [f"of {counted(len(timed), 'timed step')}, {not_compared_with(len(left_out), left_out[0])}"]
@@ -188,19 +211,21 @@ def _time_is(verdict: Verdict, *outcomes: Outcome) -> bool:
 
 
 def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
-    """Return the notes of measurements, each once, with the first measurement that has it and how many others do.
+    """Return each note on measurements once, with the first measurement that has the note and the number of others.
 
-    A note in the failure of its test is left out.
+    Notes in their test's failure text are omitted.
     """
-    having: dict[str, list[str]] = {}
-    for one in measured:
-        for note in (note for note in one.verdict.measurement.notes if not _is_told(one.test, note)):
-            having.setdefault(note, []).append(one.title)
-    return [f"note: {_first_of(titles)}: {note}" for note, titles in having.items()]
+    titles_by_note: dict[str, list[str]] = {}
+    for measurement in measured:
+        for note in (
+            note for note in measurement.verdict.measurement.notes if not _is_in_failure(measurement.test, note)
+        ):
+            titles_by_note.setdefault(note, []).append(measurement.title)
+    return [f"note: {_first_of(titles)}: {note}" for note, titles in titles_by_note.items()]
 
 
 def first_remarks(remarks: Sequence[str]) -> list[str]:
-    """Return the first `MOST_REMARKS` reasons and notes, and a line that counts the others."""
+    """Return the first `MOST_REMARKS` reasons and notes, and a line with the number of others."""
     more = len(remarks) - MOST_REMARKS
     return (
         [*remarks[:MOST_REMARKS], f"... and {counted(more, 'other note')} (-v shows all)"] if more > 0 else [*remarks]

@@ -1,4 +1,4 @@
-"""The end of a session's output in a terminal, and details of measurements. Pure."""
+"""The end of a session's output in the terminal, and details on measurements. Pure."""
 
 from __future__ import annotations
 
@@ -50,18 +50,20 @@ MOST_ROWS = 5
 MOST_ROWS_OF_ALL = 15
 PHASES = ("forward", "backward", "optimizer")
 NOTHING: Line = ()
-_UNEXPLAINED = "what other peaks are made of was not recorded; --gpumem-explain=always records it"
+_UNEXPLAINED = "compositions of other peaks were not recorded; --gpumem-explain=always records them"
 
 
 def compositions(measured: Iterable[ShownMeasurement], units: UnitSystem, *, everything: bool) -> list[Piece]:
-    """Return the compositions of explained peaks: of the first `MOST_COMPOSITIONS`, or of all with ``everything``."""
+    """Return the peaks' compositions: the first `MOST_COMPOSITIONS`, or all with ``everything``."""
     explained = [
-        (one, explanation) for one in measured if (explanation := one.verdict.measurement.explanation) is not None
+        (shown_measurement, explanation)
+        for shown_measurement in measured
+        if (explanation := shown_measurement.verdict.measurement.explanation) is not None
     ]
     pieces: list[Piece] = []
-    for one, explanation in explained[: None if everything else MOST_COMPOSITIONS]:
+    for shown_measurement, explanation in explained[: None if everything else MOST_COMPOSITIONS]:
         total = format_bytes(explanation.peak.total, units)
-        pieces.append((Span(one.title, "heading"), Span(f": {total} at the peak")))
+        pieces.append((Span(shown_measurement.title, "heading"), Span(f": {total} at the peak")))
         pieces += [*_composition(explanation, units, MOST_ROWS), NOTHING]
     more = len(explained) - MOST_COMPOSITIONS
     if more > 0 and not everything:
@@ -70,16 +72,16 @@ def compositions(measured: Iterable[ShownMeasurement], units: UnitSystem, *, eve
 
 
 def details(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[Piece]:
-    """Return the phases of each measurement, and the composition of its peak where that was recorded."""
+    """Return each measurement's phases, and its peak's composition if it was recorded."""
     pieces: list[Piece] = []
     unexplained = False
-    for one in measured:
-        phases = phase_table(one, units)
-        explanation = one.verdict.measurement.explanation
+    for shown_measurement in measured:
+        phases = phase_table(shown_measurement, units)
+        explanation = shown_measurement.verdict.measurement.explanation
         unexplained |= explanation is None and phases is not None
         if phases is None and explanation is None:
             continue
-        pieces.append((Span(one.title, "heading"),))
+        pieces.append((Span(shown_measurement.title, "heading"),))
         if phases is not None:
             pieces.append(phases)
         if explanation is not None:
@@ -91,21 +93,21 @@ def details(measured: Iterable[ShownMeasurement], units: UnitSystem) -> list[Pie
     return pieces
 
 
-def phase_table(one: ShownMeasurement, units: UnitSystem) -> Table | None:
-    """Return the peak and time of each phase, with their changes; ``None`` where the step has no phases."""
-    found = {
-        phase: (one.verdict.of(f"peak_{phase}"), one.verdict.of(f"{phase}_time"))
+def phase_table(shown_measurement: ShownMeasurement, units: UnitSystem) -> Table | None:
+    """Return the peak and time of each phase, with their changes; ``None`` if the step has no phases."""
+    phases = {
+        phase: (shown_measurement.verdict.of(f"peak_{phase}"), shown_measurement.verdict.of(f"{phase}_time"))
         for phase in PHASES
-        if one.verdict.of(f"peak_{phase}") is not None
+        if shown_measurement.verdict.of(f"peak_{phase}") is not None
     }
-    if not found:
+    if not phases:
         return None
-    timed = any(time is not None for _, time in found.values())
-    times = (Column("time", weight=2), Column("change", weight=0)) if timed else ()
+    has_times = any(time is not None for _, time in phases.values())
+    times = (Column("time", weight=2), Column("change", weight=0)) if has_times else ()
     columns = (Column("phase", left=True), Column("peak"), Column("change", weight=1), *times)
     rows = []
-    for phase, (peak, time) in found.items():
-        figures = [*_figure(peak, units), *(_figure(time, units) if timed else ())]
+    for phase, (peak, time) in phases.items():
+        figures = [*_figure(peak, units), *(_figure(time, units) if has_times else ())]
         rows.append((Span(phase), *map(Span, figures)))
     return Table(columns, tuple(rows), indent=2)
 
@@ -130,45 +132,49 @@ MARKUP: dict[Style | None, dict[str, bool]] = {
     "heading": {"bold": True},
     "aside": {"light": True},
 }
-"""Styles as arguments of pytest's terminal writer."""
+"""Styles as arguments for pytest's terminal writer."""
 _WEIGHTS = {"ROI": 0, "cost": 1, "step time": 2, "saving": 3}
-"""The columns of a matrix that a narrow terminal leaves out, the lightest first."""
+"""The weights of matrix columns. A narrow terminal omits the smallest weight first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The end of a session's output: ``tables`` under a heading of their own, and ``lines`` after them."""
+    """The end of a session's output: ``tables`` under their own heading, and ``lines`` after them."""
 
     tables: tuple[Line, ...]
     lines: tuple[Line, ...]
 
 
 def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, explain_all: bool = False) -> Summary:
-    """Return what a terminal shows of a report.
+    """Return the terminal's text for a report.
 
     Args:
         report: The session.
-        screen: What the lines have to fit.
-        verbosity: pytest's. Below 0: the line that counts, and why the session is red. At 0:
-            measurements that need attention. At 1: everything that was measured. At 2: phases, and compositions of peaks.
-        explain_all: Show compositions of peaks at 0, too (``--gpumem-explain=always``).
+        screen: The target screen.
+        verbosity: pytest's verbosity. Below 0: the accounting line, and the reasons for a red session. At 0: measurements that
+            need attention. At 1: all measurements. At 2: phases, and compositions of peaks.
+        explain_all: True to show compositions of peaks also at verbosity 0 (``--gpumem-explain=always``).
     """
     quiet, everything, units = verbosity < 0, verbosity > 0, report.terms.units
     measured = measured_in(report.results, report.terms.update)
-    found = causes_in(report)
-    explained = explained_by_causes(found.causes, (one.verdict for one in report.results)) if found.tell else ()
+    session_causes = causes_in(report)
+    explained = (
+        explained_by_causes(session_causes.causes, (result.verdict for result in report.results))
+        if session_causes.tell
+        else ()
+    )
     chosen = measured if everything else [] if quiet else to_be_shown(measured, explained, gating=report.terms.baseline)
     pieces: list[Piece] = []
-    if found.tell and not quiet:
+    if session_causes.tell and not quiet:
         most = None if everything else MOST_CAUSES
-        pieces += [cause_table(found, units, most)] if found.causes.causes else []
-        pieces += [*map(_line, cause_notes(found, units, most, hint="-v shows all")), NOTHING]
+        pieces += [cause_table(session_causes, units, most)] if session_causes.causes.causes else []
+        pieces += [*map(_line, cause_notes(session_causes, units, most, hint="-v shows all")), NOTHING]
     if chosen:
         pieces.append(summary_table(chosen, units, everything=everything))
         pieces += [_line(text, "aside") for text in not_shown(measured, chosen)]
         pieces += map(_line, device_lines(chosen, units))
     if not quiet:
-        compared = (one.verdict for one in report.results if one.verdict.verdicts)
+        compared = (result.verdict for result in report.results if result.verdict.verdicts)
         remarks = [*reasons(compared, units, report.terms.update), *notes(measured)]
         pieces += map(_line, remarks if everything else first_remarks(remarks))
         pieces += [NOTHING] if pieces else []
@@ -176,7 +182,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += [_ranks(ranks, units), NOTHING] if ranks else []
         if everything or not report.terms.baseline:
             for title, rows in matrices(report.results).items():
-                # Why nothing of it was measured is in the line that counts.
+                # If nothing in the matrix was measured, the accounting line has the reason.
                 if everything or any(row.peak is not None for row in rows):
                     pieces += [*matrix_pieces(title, rows, units), NOTHING]
         if verbosity > 1:
@@ -184,7 +190,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         elif explain_all:
             pieces += compositions(measured, units, everything=everything)
     warnings = [*report.warnings]
-    # The store's line, which a quiet session has not, says what an update writes.
+    # The store's line says what an update writes. A quiet session does not print it.
     warnings += unstored_times(report) if quiet else () if verbosity > 1 else recording_notes(report.results)
     lines = [
         *(_line(f"gpumem: {warning}", "doubtful") for warning in warnings),
@@ -195,7 +201,7 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
 
 
 def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
-    """Return a line for each test that failed or did not finish, with why, as pytest has for a session's own tests."""
+    """Return a line with the reason for each failed or unfinished test, like pytest's short summary."""
     failed = [row for row in rows_of(report) if row.status.fails]
     return as_lines(
         [_line(f"{'FAILED' if row.result else 'NOT RUN'} {row.title} - {row.headline}", "bad") for row in failed],
@@ -204,7 +210,7 @@ def failure_lines(report: SessionReport, screen: Screen) -> list[Line]:
 
 
 def matrix_pieces(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> list[Piece]:
-    """Return the table of a matrix of step configs, with what its columns mean."""
+    """Return the table for a matrix of step configs, with a legend."""
     header, lines = matrix_cells(rows, units)
     columns = (
         Column(title, left=True, least=LEAST_NAME),
@@ -219,7 +225,7 @@ def matrix_pieces(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> l
 
 
 def _ranks(rows: Sequence[RankPeaks], units: UnitSystem) -> Table:
-    """Return the peaks of all ranks; a narrow terminal leaves out those in between."""
+    """Return the peaks on all ranks. A narrow terminal omits the ranks in between."""
     header, lines = rank_cells(rows, units)
     columns = (
         Column("peaks of ranks", left=True, least=LEAST_NAME),
@@ -231,17 +237,17 @@ def _ranks(rows: Sequence[RankPeaks], units: UnitSystem) -> Table:
 
 WITHOUT_GPU = (
     "gpumem: without a GPU, choose where steps run, here or as `device` in [tool.gpumem]:",
-    f"  --gpumem-device=emulated:h100   a GPU that is emulated: `{command_name()} doctor` tells what that needs here",
+    f"  --gpumem-device=emulated:h100   an emulated GPU: see `{command_name()} doctor` for what it needs on this machine",
     "  --gpumem-device=cpu             the CPU, with baselines of its own",
-    "  --gpumem-device=auto            the GPU where there is one, else the CPU",
+    "  --gpumem-device=auto            the GPU if there is one, else the CPU",
 )
-"""The ways on for a session that found no GPU."""
+"""The advice for a session without a GPU."""
 
 
 def _ending(report: SessionReport) -> list[Line]:
-    """Return why the session is red, and the line that counts every test."""
+    """Return the reasons for a red session, and the accounting line."""
     nothing = [report.nothing_done] if report.nothing_done is not None else []
-    grown = [one for one in report.renamed_and_grown if one in report.problems]
+    grown = [sentence for sentence in report.renamed_and_grown if sentence in report.problems]
     problems = [*report.errors, *grown, *nothing]
     lines = [_line(f"gpumem: {problem}", "bad") for problem in problems]
     if any((result.verdict.unmeasured or "").startswith(NO_CUDA) for result in report.results):
@@ -254,10 +260,10 @@ def _ending(report: SessionReport) -> list[Line]:
 
 
 def _style_of(report: SessionReport) -> Style | None:
-    """Return the style of the line that counts: of its worst outcome, and good only where something was gated."""
+    """Return the accounting line's style: the worst outcome's style, and good only if something was gated."""
     results = [result for result in report.results if not result.is_accepted_by(report.terms.update)]
     styles = {STYLES[result.verdict.outcome] for result in results}
-    # The line does not count tests that are not measured.
+    # The line counts only measured tests.
     if "bad" in styles or not replace(report, others_failed=0).passed:
         return "bad"
     if "doubtful" in styles:
@@ -270,7 +276,7 @@ def _line(text: str, style: Style | None = None) -> Line:
 
 
 def as_lines(pieces: Sequence[Piece], screen: Screen) -> list[Line]:
-    """Return pieces as the lines that a screen shows of them."""
+    """Return the pieces as lines for the screen."""
     lines: list[Line] = []
     for piece in pieces:
         if isinstance(piece, Table):

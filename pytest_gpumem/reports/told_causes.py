@@ -1,4 +1,7 @@
-"""Failures of tests whose causes another test tells in full. Pure."""
+"""Short failures for tests whose causes another test has already explained in full. Pure.
+
+For example, six tests fail because of ``blocks.*.attention``: the first has the full text, the others name its node id.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ if TYPE_CHECKING:
     from pytest_gpumem.units import UnitSystem
 
 MOST_NAMED = 2
-"""Causes that the short text of a test names."""
+"""The number of causes in a short failure."""
 
 
 def short_failure(test: TestVerdict, told_at: Sequence[tuple[Cause, str]], units: UnitSystem) -> str:
-    """Return the text of a test whose causes were told in full before, in at most six lines.
+    """Return the failure of a test whose causes other tests have already explained, in at most six lines.
 
     Args:
-        test: The verdict that failed it.
-        told_at: Its causes, each with the id of the test whose text has told it.
-        units: How bytes are shown.
+        test: The failed test's verdict.
+        told_at: The test's causes, each with the id of the test with the full explanation.
+        units: The unit system for bytes.
     """
     accept = [f"  accept:   {test.accept}"] if test.accept else []
     causes = [f"  {line}" for line in cause_lines(test.nodeid, told_at, units)]
@@ -38,39 +41,40 @@ def short_failure(test: TestVerdict, told_at: Sequence[tuple[Cause, str]], units
 
 
 def cause_lines(test: str, told_at: Sequence[tuple[Cause, str]], units: UnitSystem) -> list[str]:
-    """Return a line for each of the first causes of a test, with the id of the test that tells it in full."""
+    """Return a line for each of a test's first causes, with the id of the test with the full explanation."""
     lines = []
-    for cause, where in told_at[:MOST_NAMED]:
-        share = max((one for one in cause.shares if one.growth.test == test), key=lambda one: one.amount)
-        grown = difference(share.growth.metric, share.amount, units)
-        lines.append(f"cause:    {name_of(cause, units)}: {grown}, as in {where}")
+    for cause, explained_in in told_at[:MOST_NAMED]:
+        shares = (share for share in cause.shares if share.growth.test == test)
+        largest = max(shares, key=lambda share: share.amount)
+        grown = difference(largest.growth.metric, largest.amount, units)
+        lines.append(f"cause:    {name_of(cause, units)}: {grown}, as in {explained_in}")
     more = len(told_at) - MOST_NAMED
     return [*lines, *([f"          and {counted(more, 'other')}"] if more > 0 else [])]
 
 
-def explained_by_causes(found: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
-    """Return the causes of those tests that they explain and that have no other reason to fail, by test."""
-    of_test: dict[str, list[Cause]] = {}
-    others = {share.growth.test for share in found.unexplained}
-    for cause in found.causes:
+def explained_by_causes(causes: Causes, tests: Iterable[TestVerdict]) -> dict[str, list[Cause]]:
+    """Return the causes of each test without other reasons to fail, by node id."""
+    causes_by_test: dict[str, list[Cause]] = {}
+    unexplained_tests = {share.growth.test for share in causes.unexplained}
+    for cause in causes.causes:
         for test in cause.tests:
-            of_test.setdefault(test, []).append(cause)
-    mine = [test for test in tests if test.nodeid in of_test]
-    # A test has a verdict for each device that shards measured it on.
-    others |= {
+            causes_by_test.setdefault(test, []).append(cause)
+    candidates = [test for test in tests if test.nodeid in causes_by_test]
+    # A test has a verdict for each device of the shards.
+    unexplained_tests |= {
         test.nodeid
-        for test in mine
-        if test.missing or test.failed_by_itself or fails_for_more(test, of_test[test.nodeid])
+        for test in candidates
+        if test.missing or test.failed_by_itself or fails_for_more(test, causes_by_test[test.nodeid])
     }
-    return {test.nodeid: of_test[test.nodeid] for test in mine if test.nodeid not in others}
+    return {test.nodeid: causes_by_test[test.nodeid] for test in candidates if test.nodeid not in unexplained_tests}
 
 
 def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
-    """Return whether a test fails also by time, by what no budget among its causes is of, or does more work elsewhere."""
-    failing = {one.metric for verdict in test.verdicts for one in verdict.metrics if one.outcome in FAILING}
+    """Return whether a test also fails by time, by a metric whose budget is no cause, or by more work at other places."""
+    failing = {metric.metric for verdict in test.verdicts for metric in verdict.metrics if metric.outcome in FAILING}
     if any(METRICS[name].kind in ("time", "throughput") for name in failing):
         return True
-    # A budget explains its own metric; by what lines or packages take, other metrics grow, too.
+    # A budget explains only its own metric. A line or a package makes other metrics grow as well.
     by_causes = {share.growth.metric for cause in causes for share in cause.shares if share.growth.test == test.nodeid}
     if any(cause.kind == "budget" for cause in causes) and not failing <= by_causes:
         return True
@@ -87,24 +91,28 @@ def fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
     return any(line and file_and_line(line)[0] not in files and module not in modules for line, module in lines)
 
 
-def told_before(found: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
-    """Return the tests that need not be told in full, since earlier ones tell their causes, each with the id of that test."""
-    explained = explained_by_causes(found, tests)
-    told: dict[Cause, str] = {}
-    short = {}
+def told_before(session_causes: Causes, tests: Sequence[TestVerdict]) -> dict[str, list[tuple[Cause, str]]]:
+    """Return the tests for which a short failure suffices, with their causes and the explaining tests' ids."""
+    explained = explained_by_causes(session_causes, tests)
+    explained_in: dict[Cause, str] = {}
+    short_tests = {}
     for test in tests:
         causes = explained.get(test.nodeid, [])
-        if causes and all(cause in told for cause in causes):
-            short[test.nodeid] = [(cause, told[cause]) for cause in causes]
+        if causes and all(cause in explained_in for cause in causes):
+            short_tests[test.nodeid] = [(cause, explained_in[cause]) for cause in causes]
             continue
-        for cause in found.of(test.nodeid):
-            mine = [one for one in cause.shares if one.growth.test == test.nodeid]
-            if any(one.amount >= LEAST * one.growth.amount for one in mine):
-                told.setdefault(cause, test.nodeid)
-    return short
+        for cause in session_causes.of(test.nodeid):
+            shares = [share for share in cause.shares if share.growth.test == test.nodeid]
+            if any(share.amount >= LEAST * share.growth.amount for share in shares):
+                explained_in.setdefault(cause, test.nodeid)
+    return short_tests
 
 
-def short_failures(found: Causes, failed: Sequence[TestVerdict], units: UnitSystem) -> dict[str, str]:
-    """Return the short texts of those tests whose causes an earlier one of ``failed`` tells in full, by test."""
-    before = told_before(found, failed)
-    return {test.nodeid: short_failure(test, before[test.nodeid], units) for test in failed if test.nodeid in before}
+def short_failures(causes: Causes, failed: Sequence[TestVerdict], units: UnitSystem) -> dict[str, str]:
+    """Return the short failures of the tests whose causes an earlier test in ``failed`` explains, by node id."""
+    explained_tests = told_before(causes, failed)
+    return {
+        test.nodeid: short_failure(test, explained_tests[test.nodeid], units)
+        for test in failed
+        if test.nodeid in explained_tests
+    }

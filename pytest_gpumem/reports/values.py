@@ -1,4 +1,4 @@
-"""Values of metrics as texts, with their units. Pure."""
+"""Metric values as texts with units. Pure."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MetricTexts:
-    """A metric, its baseline and its budget as texts, which are empty where there is none."""
+    """A metric, its baseline and its budget as texts; an absent value is an empty text."""
 
     title: str
     baseline: str
-    now: str
+    value: str
     change: str
     allowed: str
     budget: str
     words: str
-    """Its outcome."""
+    """The outcome in words."""
 
 
 def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
-    """Return the row of a metric in a table of metrics."""
+    """Return a metric's row for a table."""
     return MetricTexts(
         METRICS[verdict.metric].title + on_device(verdict),
         shown(verdict.metric, verdict.baseline, units, verdict.of),
@@ -52,28 +52,28 @@ def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
 
 
 def on_device(verdict: MetricVerdict) -> str:
-    """Return ``" on cuda:1"`` for a metric that is one of several GPUs', and else nothing."""
+    """Return ``" on cuda:1"`` for a metric from one of several GPUs, else an empty text."""
     return "" if verdict.gpu is None else f" on {verdict.gpu}"
 
 
 def peaks_by_device(measurement: Measurement, units: UnitSystem) -> str | None:
-    """Return ``"peak 3.2 GB on cuda:1 (cuda:0 2.9 GB)"``, the largest first; ``None`` where the step used one GPU."""
-    peaks = {device: here["peak_allocated"] for device, here in measurement.by_device.items()}
+    """Return ``"peak 3.2 GB on cuda:1 (cuda:0 2.9 GB)"``, the largest first; ``None`` if the step used a single GPU."""
+    peaks = {device: metrics["peak_allocated"] for device, metrics in measurement.by_device.items()}
     if len(peaks) < 2:
         return None
-    first, *others = sorted(peaks, key=lambda device: -peaks[device])
-    rest = ", ".join(f"{device} {format_bytes(peaks[device], units)}" for device in others)
-    return f"peak {format_bytes(peaks[first], units)} on {first} ({rest})"
+    largest, *smaller = sorted(peaks, key=lambda device: -peaks[device])
+    rest = ", ".join(f"{device} {format_bytes(peaks[device], units)}" for device in smaller)
+    return f"peak {format_bytes(peaks[largest], units)} on {largest} ({rest})"
 
 
 def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = None) -> str:
-    """Return a value with its unit: ``"8.12 GB"``, ``"12.31 ms"``, ``"1200 samples/s"``; empty for none."""
+    """Return a value with its unit: ``"8.12 GB"``, ``"12.31 ms"``, ``"1200 samples/s"``; empty for ``None``."""
     if value is None:
         return ""
     unit = METRICS[metric].unit
     if unit not in WHOLE:
         return format_seconds(value) if unit == "seconds" else format_rate(value, of or "")
-    # A tolerance may be infinite.
+    # A tolerance can be infinite.
     if not math.isfinite(value):
         return str(value)
     if unit == "bytes":
@@ -82,12 +82,12 @@ def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = 
 
 
 def difference(metric: str, change: float, units: UnitSystem) -> str:
-    """Return a signed difference of two values, of bytes or counts: ``"+1.19 GB"``, ``"+48"``."""
+    """Return a signed difference in bytes or counts: ``"+1.19 GB"``, ``"+48"``."""
     return ("+" if change >= 0 else "") + shown(metric, change, units)
 
 
 def moved(metric: str, old: float, new: float, units: UnitSystem) -> str:
-    """Return the change from ``old`` to ``new``: ``"+14.7 %"``, or as it is where the old value is 0 or tiny beside it."""
+    """Return the change from ``old`` to ``new`` in percent, or in the metric's unit if ``old`` is 0 or tiny: ``"+14.7 %"``."""
     return _relative(metric, new - old, old, units)
 
 
@@ -97,7 +97,7 @@ def _relative(metric: str, change: float, old: float, units: UnitSystem) -> str:
 
 
 def change(verdict: MetricVerdict, units: UnitSystem) -> str:
-    """Return the change against the baseline: ``"+14.7 %"``, as it is where the baseline is 0, empty where there is none."""
+    """Return the change against the baseline: ``"+14.7 %"``, or ``"+4.00 MB"`` if the baseline is 0; else empty."""
     if verdict.baseline is None:
         return ""
     if not verdict.baseline and not verdict.value:
@@ -106,7 +106,7 @@ def change(verdict: MetricVerdict, units: UnitSystem) -> str:
 
 
 def deciding_change(verdict: Verdict, units: UnitSystem) -> str:
-    """Return the change for a measurement's row: the deciding metric's, with its name unless it is the peak.
+    """Return the change in the deciding metric for a measurement's row, with the metric's name unless it is the peak.
 
     Examples: ``"+14.7 %"``, ``"retained +4.00 MB"``, and ``"retained 4.00 MB"`` if the metric has a budget and no baseline.
     """
@@ -122,8 +122,8 @@ def change_or_value(verdict: MetricVerdict, units: UnitSystem) -> str:
 
 
 def tolerated(metric: str, allowed: float | None, old: float | None, units: UnitSystem) -> str:
-    """Return the tolerated change of ``old``: ``"+0.5 %"``, or as it is where the old value is 0 or tiny beside it.
+    """Return the tolerated change in percent, or in the metric's unit if ``old`` is 0 or tiny: ``"+0.5 %"``.
 
-    Empty where there is none.
+    The text is empty without an old value or a tolerance.
     """
     return "" if allowed is None or old is None else _relative(metric, allowed, old, units)

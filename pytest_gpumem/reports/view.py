@@ -1,4 +1,4 @@
-"""The rows of every format of reports: how each test ended, why it failed, which command accepts it. Pure."""
+"""The rows in every report format: how each test ended, why it failed, and which command accepts it. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ALWAYS_FAIL = frozenset({*(outcome.words for outcome in FAILING), BY_ITSELF, NO
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The end of a test: ``words``, a ``mark`` for the eye, and whether it ``fails`` the gate."""
+    """The end of a test: its ``words``, a ``mark`` for a quick look, and whether it ``fails`` the gate."""
 
     words: str
     fails: bool
@@ -54,14 +54,14 @@ class Status:
 
     @property
     def note(self) -> str:
-        """The words for whether it failed, where the status suggests the opposite; else empty."""
+        """``failed`` or ``not failed`` if the status suggests the opposite; else empty."""
         if self.fails == (self.words in _ALWAYS_FAIL):
             return ""
         return "failed" if self.fails else "not failed"
 
     @property
     def severity(self) -> int:
-        """A rank that is higher the more important it is to a reader."""
+        """A rank that is higher for a more serious status."""
         return _SEVERITY.index(self.words)
 
     @property
@@ -70,53 +70,53 @@ class Status:
 
 
 _COMPARED = COMPARED | {Outcome.STALE}
-_NOT_JUDGED = "what was measured is not what failed it"
+_NOT_JUDGED = "it failed for a reason other than its measurements"
 
 
 @dataclass(frozen=True, slots=True)
 class ShownMeasurement:
-    """A measurement with the test that took it."""
+    """A measurement with its test."""
 
     test: TestVerdict
     verdict: Verdict
     device: str | None = None
-    """The device, where shards measured the test on several."""
+    """The device, if shards measured the test on several devices."""
     accepted: frozenset[Outcome] = frozenset()
-    """The outcomes of what became the baseline."""
+    """The outcomes whose figures became the baseline."""
 
     @property
     def outcome(self) -> Outcome:
         return self.test.outcome_of(self.verdict)
 
     def words_of(self, outcome: Outcome) -> str:
-        """Return the outcome of this measurement, or of a metric of it, as text."""
+        """Return a measurement's or metric's outcome as text."""
         return ACCEPTED if outcome in self.accepted else outcome.words
 
     @property
     def title(self) -> str:
-        """The test's id, with the names of the measurement and the device where there are several."""
+        """The test's id, with the measurement's name if the test has several, and the device if it used several."""
         name = f" ({self.verdict.measurement.name})" if len(self.test.verdicts) > 1 else ""
         return f"{self.test.nodeid}{name}{f' on {self.device}' if self.device else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """A test of a session: how it ended, and its measurements."""
+    """A test in a session: its end and its measurements."""
 
     file: str
     test: str
     status: Status
     why: str = ""
-    """The reason why it failed: the whole text of the gate, or a sentence. Empty where it did not fail."""
+    """The reason why it failed: the gate's complete text, or a sentence. Empty if it did not fail."""
     accept: str = ""
-    """The command that accepts what failed."""
+    """The command to accept the failed figures."""
     bisect: str = ""
-    """The command that finds which package did it."""
+    """The command to find the responsible package."""
     notes: tuple[str, ...] = ()
-    """Notes on the whole test, as clauses: why it was not measured, why it did not fail."""
+    """Notes on the test as clauses, for example why it was not measured, or why it did not fail."""
     measured: tuple[ShownMeasurement, ...] = ()
     result: TestResult | None = None
-    """``None`` where it gave none."""
+    """The test's result; ``None`` if it did not finish."""
 
     @property
     def title(self) -> str:
@@ -124,12 +124,12 @@ class ReportRow:
 
     @property
     def headline(self) -> str:
-        """The reason why it failed, in a line."""
+        """The reason why it failed, on a single line."""
         return headline(self.why)
 
 
 def rows_of(report: SessionReport) -> tuple[ReportRow, ...]:
-    """Return the tests of a session, those that gave no result last."""
+    """Return the tests in a session. Tests without a result come last."""
     several = _on_several_devices(report.results)
     return (
         *(_row(result, several, report.terms.update) for result in report.results),
@@ -141,13 +141,13 @@ def rows_of(report: SessionReport) -> tuple[ReportRow, ...]:
 
 
 def measured_in(results: Sequence[TestResult], update: UpdateMode | None = None) -> list[ShownMeasurement]:
-    """Return the measurements of all tests of a session with this update."""
+    """Return the measurements from all tests in a session with this update."""
     several = _on_several_devices(results)
-    return [one for result in results for one in _measured(result, several, update)]
+    return [measured for result in results for measured in _measured(result, several, update)]
 
 
 def why_failed(result: TestResult) -> str:
-    """Return why a test failed: the whole text that the gate failed it with, or else a sentence that says where it failed."""
+    """Return why a test failed: the gate's complete text, or else a sentence with the phase."""
     verdict = result.verdict
     if verdict.failure:
         return verdict.failure
@@ -156,19 +156,19 @@ def why_failed(result: TestResult) -> str:
 
 
 def headline(why: str) -> str:
-    """Return the first line of a failure's text."""
+    """Return a failure's first line."""
     return next((line for line in why.split("\n") if line.strip()), "The gate failed it" if why else "")
 
 
 def state_of(report: SessionReport) -> Literal["passed", "failed", "idle"]:
-    """Return how a session ended; ``idle`` where nothing failed because nothing was held against anything."""
+    """Return how a session ended; ``idle`` if nothing failed because nothing was compared."""
     if not report.passed:
         return "failed"
     return "passed" if any(result.verdict.gated for result in report.results) else "idle"
 
 
 def origin_line(origin: Origin, *, reason: bool = False) -> str:
-    """Return when, where and with what a baseline was recorded, and with ``reason`` why it was accepted."""
+    """Return when, where and with which torch a baseline was recorded, and with ``reason`` why it was accepted."""
     parts = [origin.recorded, origin.device, f"torch {origin.torch}"]
     parts += [f"commit {origin.commit}"] if origin.commit else []
     parts += [f"reason: {origin.reason}"] if reason and origin.reason else []
@@ -216,14 +216,14 @@ def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
 
 def _measured(result: TestResult, several: frozenset[str], update: UpdateMode | None) -> Iterable[ShownMeasurement]:
     test, accepts = result.verdict, result.is_accepted_by(update)
-    for one in () if test.unmeasured else test.verdicts:
-        device = one.measurement.environment.device if test.nodeid in several else None
-        yield ShownMeasurement(test, one, device, ACCEPTS[update] & _COMPARED if accepts else frozenset())
+    for verdict in () if test.unmeasured else test.verdicts:
+        device = verdict.measurement.environment.device if test.nodeid in several else None
+        yield ShownMeasurement(test, verdict, device, ACCEPTS[update] & _COMPARED if accepts else frozenset())
 
 
 def _on_several_devices(results: Iterable[TestResult]) -> frozenset[str]:
-    """Return the ids of the tests that were measured on several devices."""
+    """Return the ids of tests with several devices."""
     tests = [result.verdict for result in results if not result.verdict.unmeasured]
-    pairs = {(test.nodeid, one.measurement.environment.device) for test in tests for one in test.verdicts}
+    pairs = {(test.nodeid, verdict.measurement.environment.device) for test in tests for verdict in test.verdicts}
     devices = Counter(nodeid for nodeid, _ in pairs)
     return frozenset(nodeid for nodeid, count in devices.items() if count > 1)

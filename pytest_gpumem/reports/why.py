@@ -1,4 +1,4 @@
-"""Everything that a report has about one test, as the lines that ``pytest -vv`` shows of it. Pure."""
+"""A report's contents for a single test, as ``pytest -vv`` prints them. Pure."""
 
 from __future__ import annotations
 
@@ -20,29 +20,37 @@ if TYPE_CHECKING:
 
 
 def tests_of(report: SessionReport) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Return the measured tests of a report as (file, test), each with the names of its measurements."""
-    found: dict[tuple[str, str], tuple[str, ...]] = dict.fromkeys(report.not_run, ())
+    """Return the measured tests in a report as (file, test), each with the names of its measurements."""
+    names_by_test: dict[tuple[str, str], tuple[str, ...]] = dict.fromkeys(report.not_run, ())
     for result in report.results:
         verdict = result.verdict
-        names = tuple(one.measurement.name for one in verdict.verdicts)
-        found[verdict.file, verdict.test] = (*found.get((verdict.file, verdict.test), ()), *names)
-    return found
+        names = tuple(part.measurement.name for part in verdict.verdicts)
+        names_by_test[verdict.file, verdict.test] = (*names_by_test.get((verdict.file, verdict.test), ()), *names)
+    return names_by_test
 
 
 def why_lines(report: SessionReport, file: str, test: str, screen: Screen) -> list[Line]:
-    """Return what is to be said of a test of the report: how it ended, why, its figures, and what they are made of.
+    """Return the lines on a single test: its end, the reason, its figures, and their explanation.
 
-    A test that shards measured on several devices has an end on each.
+    If shards measured the test on several devices, the lines contain an end for each device.
+
+    Args:
+        report: The session.
+        file: The test's file.
+        test: The test's id without its file.
+        screen: The target screen.
     """
-    results = [one for one in report.results if (one.verdict.file, one.verdict.test) == (file, test)]
-    mine = [row for row in rows_of(report) if (row.file, row.test) == (file, test)]
-    lines = as_lines([piece for row in mine for piece in _end(row)], screen)
+    results = [result for result in report.results if (result.verdict.file, result.verdict.test) == (file, test)]
+    test_rows = [row for row in rows_of(report) if (row.file, row.test) == (file, test)]
+    lines = as_lines([piece for row in test_rows for piece in _end(row)], screen)
     lines += as_lines([(Span(_session(report), "aside"),), NOTHING], screen)
-    # A matrix is of all its tests.
-    alone = tuple(replace(one, verdict=replace(one.verdict, cell=None)) for one in results)
-    lines += terminal_text(replace(report, results=alone, not_run=()), screen, 2).tables
-    cells = {one.verdict.cell.matrix for one in results if one.verdict.cell is not None}
-    related = [one for one in report.results if one.verdict.cell is not None and one.verdict.cell.matrix in cells]
+    # A matrix needs all of its tests, so it is printed separately below.
+    without_cells = tuple(replace(result, verdict=replace(result.verdict, cell=None)) for result in results)
+    lines += terminal_text(replace(report, results=without_cells, not_run=()), screen, 2).tables
+    cells = {result.verdict.cell.matrix for result in results if result.verdict.cell is not None}
+    related = [
+        result for result in report.results if result.verdict.cell is not None and result.verdict.cell.matrix in cells
+    ]
     for title, rows in matrices(related).items():
         lines += as_lines([*matrix_pieces(title, rows, report.terms.units), NOTHING], screen)
     while lines and not lines[-1]:
@@ -64,7 +72,7 @@ def _end(row: ReportRow) -> Iterator[Piece]:
 
 
 def _session(report: SessionReport) -> str:
-    """Return which session it is of."""
+    """Return a line about the report's session."""
     ended = report.ended.replace("T", " ").replace("Z", " UTC")
     commit = f", commit {report.commit}" if report.commit else ""
     return f"of the session that ended {ended}{commit}: {report.terms.asked_for}"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_PACKAGE = re.compile(r"(\S+) \S+: ")
+_PACKAGE = re.compile(r"(?<!\S)(\S+) \S+: ")
+"""A package with its release. The lookbehind keeps the search linear in a long text without blanks."""
 _MOST_DIGITS = 18
 
 Chain = tuple[str, ...]

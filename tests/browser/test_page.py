@@ -84,7 +84,7 @@ def test_failures_come_first_panels_close_again_and_print_shows_no_buttons(opens
     button = page.locator("tbody[data-outcome] th button").first
     button.click()
     assert button.get_attribute("aria-expanded") == "true"
-    page.get_by_text("as it was told").click()
+    page.get_by_text("The full text of the failure").click()
     assert page.locator("pre.failure").inner_text() == REGRESSED.verdict.failure
     button.click()
     assert button.get_attribute("aria-expanded") == "false"

@@ -151,9 +151,9 @@ def test_the_token_is_not_taken_elsewhere(github, status):
         with pytest.raises(GitHubError, match=f"{status} .*moved to {elsewhere.url}"):
             put(github)
         assert elsewhere.requests == []
-        with pytest.raises(GitHubError, match="is not of"):
+        with pytest.raises(GitHubError, match="does not belong to"):
             api(github).request("GET", f"{elsewhere.url}/repos")
-        with pytest.raises(GitHubError, match="is not of"):
+        with pytest.raises(GitHubError, match="does not belong to"):
             api(github).request("GET", "file:///etc/hostname")
         assert elsewhere.requests == []
 

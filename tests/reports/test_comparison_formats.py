@@ -164,7 +164,7 @@ def test_markdown_has_as_much_as_there_is_room_for_and_says_so():
     whole, part = markdown(many, "si"), markdown(many, "si", most=3_000)
     assert len(part) <= 3_000 < len(whole)
     assert part.startswith(whole[:1_000])
-    assert part.endswith("\nThere is not room for all of it here.\n")
+    assert part.endswith("\nThe text is shortened, because it would be too long.\n")
     assert markdown(many, "si", most=len(whole)) == whole
 
 

@@ -278,7 +278,7 @@ def test_rows_are_not_more_than_the_total_if_a_row_is_negative():
 def test_what_is_shown_of_a_composition_adds_up_to_its_total(sizes, most):
     rows = [row("unattributed" if size < 0 else "activation", size, f"m{n}") for n, size in enumerate(sizes)]
     table = composition_table("what is there", composition(*rows), "si", most)
-    figures = [*(part.figures[0] for part in table.parts), *([table.rest] if table.others else [])]
+    figures = [*(part.figures[0] for part in table.parts), *([table.rest] if table.others_title else [])]
     assert sum(int(figure.removesuffix(" B")) for figure in figures) == max(0, sum(sizes))
 
 
@@ -305,7 +305,7 @@ def test_a_baseline_without_a_composition_is_said_to_have_none_and_how_it_gets_o
     (block,) = explanation_blocks(verdict_of(composition(WEIGHTS)), ["peak_allocated"], "si")
     assert block[0].startswith("what is there at the peak")
     assert block[-1] == (
-        "note: the baseline keeps no composition to compare with; one is kept when it is next accepted "
+        "note: the baseline has no composition to compare with; accepting the figures stores a composition "
         "(not under --gpumem-explain=never)"
     )
 

@@ -180,7 +180,7 @@ def test_a_peak_over_budget_that_nobody_compared():
           peak allocated  9.31 GB  8.00 GB  over budget
           retained            0 B
 
-          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
+          budget:   set by the test's @pytest.mark.gpumem, or by budget or models in [tool.gpumem]
         """
     )
 
@@ -193,7 +193,7 @@ def test_a_leak_over_a_budget_of_nothing():
           metric      now  budget
           retained  512 B     0 B  over budget
 
-          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
+          budget:   set by the test's @pytest.mark.gpumem, or by budget or models in [tool.gpumem]
         """
     )
 
@@ -221,7 +221,7 @@ def test_over_budget_and_regressed_is_told_as_over_budget_with_both_ways_out():
 
           baseline: 2026-11-02, NVIDIA H100 80GB HBM3, torch 2.11.0, commit abc1234
 
-          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
+          budget:   set by the test's @pytest.mark.gpumem, or by budget or models in [tool.gpumem]
           accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
         """
     )
@@ -350,7 +350,7 @@ def test_of_several_measurements_only_the_guilty_are_told_and_by_name():
           metric              now   budget
           peak allocated  3.00 GB  2.00 GB  over budget
 
-          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
+          budget:   set by the test's @pytest.mark.gpumem, or by budget or models in [tool.gpumem]
           accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
         """
     )
@@ -452,7 +452,7 @@ def test_too_little_throughput_is_told_with_its_budget_and_where_that_is_set():
           step time        12.00 ms
           throughput  667 samples/s  800 samples/s  over budget
 
-          budget:   of the test's @pytest.mark.gpumem, or of budget or models in [tool.gpumem]
+          budget:   set by the test's @pytest.mark.gpumem, or by budget or models in [tool.gpumem]
         """
     )
 
@@ -565,7 +565,7 @@ def test_a_failed_region_says_why_it_is_not_explained_and_what_explains_it(budge
     region = replace(measured("region", peak_allocated=2 * GB), workload=Workload("region"))
     earlier = stored(workload=Workload("region"), peak_allocated=GB)
     told = (
-        "gpumem.track() runs once and is not recorded, so no line and tensor of it is known; to see them, move its code"
+        "gpumem.track() runs once and is not recorded, so its lines and tensors are unknown; to see them, move its code"
     )
     assert told in text_of((region, budget, earlier))
     step = replace(region, workload=Workload("measure"))

@@ -357,7 +357,7 @@ def test_several_runs_of_a_step_stay_within_the_limit_together(tmp_path, monkeyp
     summary = tmp_path / "summary.md"
     said = [report_to_github(session(OK), tmp_path, environment(tmp_path)) for _ in range(9)]
     assert summary.stat().st_size <= most
-    assert "Left out for want of room" in summary.read_text(encoding="utf-8")
+    assert "Left out, because the text would be too long" in summary.read_text(encoding="utf-8")
     assert said[0] == []
     assert said[-1] == [
         (

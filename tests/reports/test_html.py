@@ -47,14 +47,14 @@ def test_tests_that_fail_come_first_and_the_worst_before_others():
     over = result(measured(peak(Outcome.OVER_BUDGET, budget=9 * GB)), test="test_z", failure="over budget")
     new = result(measured(peak(Outcome.NEW, then=None)), test="test_n")
     rows = page_of(session(OK, new, REGRESSED, over, not_run=(("a.py", "test_x"),))).tests
-    assert [(row.of.test, row.of.status.words) for row in rows] == [
+    assert [(row.report_row.test, row.report_row.status.words) for row in rows] == [
         ("test_x", "not run"),
         ("test_z", "over budget"),
         ("test_b", "regressed"),
         ("test_n", "new"),
         ("test_a", "ok"),
     ]
-    assert [row.of.status.fails for row in rows] == [True, True, True, False, False]
+    assert [row.report_row.status.fails for row in rows] == [True, True, True, False, False]
 
 
 def test_the_headline_is_the_gates_and_nothing_gated_is_no_pass():
@@ -100,7 +100,7 @@ def test_a_failed_metric_without_a_column_stands_in_place_of_the_peaks_change():
     rows = page_of(
         session(*(result(measured(same, one), test=f"test_{one.metric}") for one in (kept, fallen, slower)))
     ).tests
-    assert {row.of.test: row.cells[1] for row in rows} == {
+    assert {row.report_row.test: row.cells[1] for row in rows} == {
         "test_retained": HtmlCell("+300.0 %", 3.0, bad=True, metric="retained"),
         "test_throughput": HtmlCell("10 steps/s", None, bad=True, metric="throughput"),
         "test_step_time": HtmlCell("+0.0 %", 0.0),
@@ -124,7 +124,7 @@ def test_the_only_test_that_failed_is_open(results, opened):
 
 
 SPARED = "it did not fail for this: "
-NOT_THE_MEASUREMENT = "what was measured is not what failed it"
+NOT_THE_MEASUREMENT = "it failed for a reason other than its measurements"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_did_not_fail_for_a_regression_says_so_and_why(passed, failure, upd
     verdict = replace(REGRESSED.verdict, failure=failure)
     report = session(TestResult(verdict, passed=passed, failed=False), terms=Terms(baseline=True, update=update))
     (row,) = page_of(report).tests
-    assert (row.of.status.note, row.of.notes) == (note, (said,))
+    assert (row.report_row.status.note, row.report_row.notes) == (note, (said,))
     text = html(report)
     assert said in text
     assert '<b class="spared">not failed</b>' in text
@@ -153,21 +153,21 @@ def test_what_did_not_fail_for_a_regression_says_so_and_why(passed, failure, upd
 
 def test_what_failed_beside_its_measurement_says_where():
     (row,) = page_of(session(TestResult(OK.verdict, passed=False, failed=True))).tests
-    assert (row.of.status.note, row.of.notes) == ("failed", (NOT_THE_MEASUREMENT,))
+    assert (row.report_row.status.note, row.report_row.notes) == ("failed", (NOT_THE_MEASUREMENT,))
     (gated,) = page_of(session(REGRESSED)).tests
-    assert (gated.of.status.note, gated.of.notes) == ("", ())
+    assert (gated.report_row.status.note, gated.report_row.notes) == ("", ())
 
 
 def test_what_failed_before_it_was_measured_is_not_said_to_be_measured():
     unmeasured = replace(OK.verdict, verdicts=(), unmeasured="its set-up failed", failed_by_itself=True)
     (row,) = page_of(session(TestResult(unmeasured, passed=False, failed=True, failed_in="setup"))).tests
-    assert (row.of.headline, row.of.notes) == ("Its set-up failed", ())
+    assert (row.report_row.headline, row.report_row.notes) == ("Its set-up failed", ())
 
 
 def test_what_a_text_says_to_be_the_command_that_accepts_cannot_be_copied():
     failure = "GPU memory over budget\n\n  accept:   pytest -k all\n\n  accept:   rm -r /"
     (row,) = page_of(session(result(measured(peak(Outcome.OVER_BUDGET)), failure=failure))).tests
-    assert (row.of.accept, row.of.result.verdict.failure) == ("", failure)
+    assert (row.report_row.accept, row.report_row.result.verdict.failure) == ("", failure)
 
 
 # Bars.
@@ -175,8 +175,8 @@ def test_what_a_text_says_to_be_the_command_that_accepts_cannot_be_copied():
 
 def test_a_bar_is_from_nothing_to_twice_what_it_is_held_against():
     metric = MetricVerdict("peak_allocated", Outcome.REGRESSED, 5, baseline=4, allowed=1, budget=8)
-    assert bar_of(metric) == Bar(now=0.625, baseline=0.5, limit=0.625, budget=1.0)
-    assert bar_of(MetricVerdict("peak_allocated", Outcome.OK, 2, budget=8)) == Bar(now=0.125, budget=0.5)
+    assert bar_of(metric) == Bar(value=0.625, baseline=0.5, limit=0.625, budget=1.0)
+    assert bar_of(MetricVerdict("peak_allocated", Outcome.OK, 2, budget=8)) == Bar(value=0.125, budget=0.5)
 
 
 def test_the_same_bytes_are_as_long_whatever_the_budget_and_a_regression_is_longer():
@@ -184,9 +184,9 @@ def test_the_same_bytes_are_as_long_whatever_the_budget_and_a_regression_is_long
         bar_of(MetricVerdict("peak_allocated", Outcome.REGRESSED, now, 100, 2, budget))
         for now, budget in ((135, 1000), (135, None), (100, None))
     )
-    assert (far.now, far.baseline, far.limit) == (near.now, near.baseline, near.limit)
-    assert far.now > near.baseline == steady.now
-    assert near.now / steady.now == 1.35
+    assert (far.value, far.baseline, far.limit) == (near.value, near.baseline, near.limit)
+    assert far.value > near.baseline == steady.value
+    assert near.value / steady.value == 1.35
 
 
 @pytest.mark.parametrize(("budget", "told"), [(770, "7.7 x"), (500_000, "5,000 x"), (10**9, "> 9,999 x")])
@@ -205,7 +205,7 @@ def test_what_is_longer_than_its_track_is_cut_off_and_said_to_be():
     assert bar_of(far) == Bar(1.0, 0.5, 0.51, cut=True)
     text = html(session(result(measured(far))))
     assert text.count('class="cut"') == 2
-    assert "longer than there is room for" in text
+    assert "value longer than the bar" in text
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_what_is_held_against_nothing_has_no_bar(metric):
 
 def test_the_limit_of_what_is_better_when_larger_lies_below_its_baseline():
     bar = bar_of(MetricVerdict("throughput", Outcome.OK, 90, baseline=100, allowed=20))
-    assert bar == Bar(now=0.45, baseline=0.5, limit=0.4)
+    assert bar == Bar(value=0.45, baseline=0.5, limit=0.4)
 
 
 @unhurried
@@ -230,7 +230,7 @@ def test_the_limit_of_what_is_better_when_larger_lies_below_its_baseline():
 def test_no_bar_is_longer_than_its_track(baseline, allowed, budget, value):
     bar = bar_of(MetricVerdict("peak_allocated", Outcome.OK, value, baseline, allowed, budget))
     if bar is not None:
-        assert all(0 <= part <= 1 for part in (bar.now, bar.baseline, bar.limit, bar.budget) if part is not None)
+        assert all(0 <= part <= 1 for part in (bar.value, bar.baseline, bar.limit, bar.budget) if part is not None)
 
 
 # Charts.

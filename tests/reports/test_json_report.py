@@ -326,7 +326,7 @@ def test_what_is_of_a_wrong_type_is_told_as_by_a_whole_validator_of_the_schema(p
         (FULL.replace('"shards": 3', '"shards": 1e999'), "a.json: it is not JSON: the number 1e999 is too large"),
         (FULL.replace('"shards": 3', f'"shards": {"9" * 5000}'), "a.json: it is not JSON: Exceeds the limit"),
         (FULL.replace('"shards": 3', f'"shards": {"9" * 4000}'), "a.json: shards must be smaller than or equal to 1000000, but is a number of very many digits"),
-        (FULL.replace('"shards": 3', '"shards": "3"'), 'a.json: shards must be integer, but is "3"; it is of pytest-gpumem a text, this is'),
+        (FULL.replace('"shards": 3', '"shards": "3"'), 'a.json: shards must be integer, but is "3"; it comes from pytest-gpumem a text, this is'),
         (FULL.replace('"shards": 3', '"shard": 3'), "a.json: shards is missing;"),
         (FULL.replace('"shards": 3', '"shards": 3, "shrads": 3'), "a.json: shrads is no key of it; did you mean 'shards'?"),
         (FULL.replace('"regressed"', '"worse"'), 'metrics[0].outcome must be one of "recorded", "ok", '),
@@ -391,7 +391,7 @@ def test_what_no_schema_can_say_is_told_too(old, new, told):
 
 def test_a_report_of_a_newer_version_says_which():
     changed = FULL.replace('"version": "a text"', '"version": "99.0"').replace('"settled"', '"setled"')
-    with pytest.raises(ReportError, match=rf"it is of pytest-gpumem 99\.0, this is {__version__}"):
+    with pytest.raises(ReportError, match=rf"it comes from pytest-gpumem 99\.0, this is {__version__}"):
         from_json(changed, "a.json")
 
 

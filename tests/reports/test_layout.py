@@ -54,7 +54,7 @@ def test_then_the_lightest_columns_are_left_out_and_named():
         "test                     peak  verdict",
         "tests/…t_train[fp32]  8.12 GB  regressed",
         "a.py::test_b            512 B  ok",
-        "not shown, for want of width: change, time",
+        "too narrow to show: change, time",
     ]
 
 
@@ -107,7 +107,7 @@ def test_a_cell_that_cannot_be_shown_as_it_is_stays_one_cell_of_one_line():
 def test_no_row_is_wider_than_a_screen_of_forty_cells_or_more(width, names, encoding):
     row = TABLE.rows[0][1:]
     table = Table(COLUMNS, tuple((Span(name), *row) for name in names))
-    said = "not shown, for want of width: "
+    said = "too narrow to show: "
     assert max(cells(line) for line in lines(table, width, encoding) if not line.startswith(said)) <= width
 
 

@@ -135,7 +135,7 @@ def test_a_report_is_red_by_a_renamed_test_that_grew_unless_everything_is_accept
     assert not report.passed
     (problem,) = report.problems
     assert problem == (
-        "a.py::test_b: renamed? It has no baseline, and an unused baseline (a.py::test_a) is of the same step, batch and "
+        "a.py::test_b: renamed? It has no baseline, and an unused baseline (a.py::test_a) has the same step, batch and "
         "device: peak allocated went from 1.00 MB to 4.00 MB (+300.0 %). Accept it with `pytest a.py`; if they are different "
         "tests, remove the unused baseline with `gpumem prune a.py`"
     )

@@ -261,7 +261,7 @@ def test_one_line_accounts_for_every_class_of_tests():
     )
     assert line == (
         "gpumem: 11 gated, 2 over budget, 1 regressed, 2 improved, 1 uncertain, 3 new, "
-        "1 stale (the baseline is of another workload: --gpumem-update=all replaces it), "
+        "1 stale (the baseline has another workload: --gpumem-update=all replaces it), "
         "2 foreign (NVIDIA A100, NVIDIA B200), 3 unmeasured (it was skipped; no CUDA device), "
         "1 recorded (no budget, and no --gpumem-baseline), 1 failed by itself"
     )

@@ -52,7 +52,7 @@ def test_every_format_gives_the_same_reason_for_a_failure(result, why):
     told = [text_of(line) for line in failure_lines(report, Screen())]
     assert told == [f"{'FAILED' if result else 'NOT RUN'} tests/test_gpt.py::test_a - {why}"]
     row, _ = page_of(report).tests
-    assert row.of.headline == why
+    assert row.report_row.headline == why
     assert f'<h3 class="why">{why}</h3>' in html(report)
     data = [command(line)[2] for line in annotation_lines(report) if "test_a" in line]
     assert [one.split("\n")[0] for one in data] == [why]
@@ -66,7 +66,9 @@ def test_the_command_that_accepts_is_the_same_everywhere_and_stands_in_the_failu
     text = failure_text(REGRESSED.verdict, frozenset({Outcome.REGRESSED}), "si", accept)
     assert text.splitlines()[-1] == f"  accept:   {accept}"
     report = session(replace(REGRESSED, verdict=replace(REGRESSED.verdict, failure=text, accept=accept)))
-    assert [row.accept for row in (*rows_of(report), *(one.of for one in page_of(report).tests))] == [accept] * 2
+    assert [row.accept for row in (*rows_of(report), *(row.report_row for row in page_of(report).tests))] == [
+        accept
+    ] * 2
     assert f"To accept it:\n\n```text\n{accept}\n```" in markdown(report)
 
 

@@ -1,1 +1,1 @@
-"""A session's report as one HTML file that needs nothing else."""
+"""A session's report as a self-contained HTML file."""

@@ -1,9 +1,9 @@
-// The charts of a report: what plotly draws, of the data of a chart, in the colours of a theme. Nothing here touches the page.
+// The report's charts: turn a chart's data into plotly's data and layout, in a theme's colours, without changing the page.
 "use strict";
 const CHARTS = (() => {
   const LONGEST = 40;
 
-  // In charts, text is markup of plotly's own: nothing of it may be a tag, or a formula.
+  // plotly reads texts as its own markup, so tags and formulas are escaped.
   const ENTITIES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", $: "&#36;" };
   const plain = (text) => text.replace(/[&<>$]/g, (character) => ENTITIES[character]);
   const label = (text) => plain(text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : text);
@@ -36,7 +36,7 @@ const CHARTS = (() => {
         line: { shape: "hv", width: 0 }, fillcolor: theme(`c-${category.replace(" ", "-")}`),
         hovertemplate: `${name} %{y:,.4~g} ${chart.unit}<extra></extra>`,
       }));
-      // What lasts less than a pixel is still to be seen as a line.
+      // The line makes peaks visible that are narrower than a pixel.
       data.push({
         type: "scatter", mode: "lines", name: "total", x: chart.time, showlegend: false,
         y: chart.time.map((_, at) => chart.series.reduce((sum, { y }) => sum + y[at], 0)),
@@ -83,7 +83,7 @@ const CHARTS = (() => {
 
     rounds(chart, theme, narrow) {
       const data = [], shapes = [];
-      // There is no half of a round: plotly would label it as a whole one.
+      // Without whole-number ticks plotly would label half a round as a round.
       let begin = 1;
       for (const [number, sample] of chart.samples.entries()) {
         const last = begin + sample.y.length - 1;

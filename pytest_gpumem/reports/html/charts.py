@@ -1,4 +1,4 @@
-"""Data of a page's charts, as plain values in readable units. Pure."""
+"""The data for a page's charts, as plain values in readable units. Pure."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _DIGITS = 5
-"""The significant digits of a figure in a chart: more than a screen has pixels."""
+"""The significant digits of a figure in a chart. A screen has fewer pixels."""
 
 
 _FURTHEST = 2
-"""The highest that a line may be, as a multiple of the peak: further off it would press the areas flat."""
+"""The largest value for a line, as a multiple of the peak. A higher line would flatten the areas."""
 
 
 _FEWEST_POINTS = 3
-"""The points that a chart needs. Fewer are a sentence with their figures."""
+"""The smallest number of points for a chart. Fewer points become a sentence with their figures."""
 
 
 def _sentence(text: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _sentence(text: str) -> dict[str, Any]:
 def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: UnitSystem) -> dict[str, Any]:
     """Return the memory of a step over time as stacked areas, with its phases and its peak.
 
-    Lines show the baseline and the budget by which that peak was ``judged``. A step of one or two moments is a sentence:
+    Lines show the baseline and the budget by which the peak was ``judged``. A step with one or two moments is a sentence:
     ``"The step held 4.00 MB, then 8.00 MB."``
     """
     if len(over_time.time_ns) < _FEWEST_POINTS:
@@ -85,7 +85,7 @@ def over_time_chart(over_time: OverTime, judged: MetricVerdict | None, units: Un
 
 
 def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
-    """Return the rounds of each sample of a step's time, with their median, its interval and the baseline's median.
+    """Return the rounds in each sample of a step's time, with the median, its interval and the baseline's median.
 
     One or two rounds are a sentence: ``"2 rounds took 12.30 ms and 12.50 ms."``
     """
@@ -94,11 +94,11 @@ def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
         return None
     judged = verdict.of("step_time")
     baseline = None if judged is None else judged.baseline
-    drawn = [baseline or 0.0, *(one.seconds for sample in times.samples for one in sample.rounds)]
+    drawn = [baseline or 0.0, *(timed_round.seconds for sample in times.samples for timed_round in sample.rounds)]
     if not all(map(math.isfinite, drawn)):
         return None
     against = "" if baseline is None else f", {format_seconds(baseline)} in the baseline"
-    seconds = [one.seconds for sample in times.samples for one in sample.rounds]
+    seconds = [timed_round.seconds for sample in times.samples for timed_round in sample.rounds]
     count = len(seconds)
     if count < _FEWEST_POINTS:
         took = " and ".join(map(format_seconds, seconds))
@@ -116,8 +116,10 @@ def rounds_chart(verdict: Verdict) -> dict[str, Any] | None:
 def _sample(sample: Sample, clock: float) -> dict[str, Any]:
     low, high = sample.interval()
     return {
-        "y": [_short(one.seconds / clock) for one in sample.rounds],
-        "disturbed": [None if one.disturbed is None else visible(one.disturbed) for one in sample.rounds],
+        "y": [_short(timed_round.seconds / clock) for timed_round in sample.rounds],
+        "disturbed": [
+            None if timed_round.disturbed is None else visible(timed_round.disturbed) for timed_round in sample.rounds
+        ],
         "median": _short(sample.median / clock),
         "low": _short(low / clock),
         "high": _short(high / clock),
@@ -126,7 +128,7 @@ def _sample(sample: Sample, clock: float) -> dict[str, Any]:
 
 
 def matrix_chart(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> dict[str, Any] | None:
-    """Return saving and cost of the configs, and which are efficient; ``None`` unless two have both."""
+    """Return each config's saving and cost, and whether it is efficient; ``None`` if fewer than two configs have both."""
     first = next((row for row in rows if row.peak is not None), None)
     if first is None or not first.peak or not first.time:
         return None
@@ -147,7 +149,7 @@ def matrix_chart(title: str, rows: Sequence[MatrixRow], units: UnitSystem) -> di
     named = ", ".join(str(point["config"]) for point in points if point["efficient"])
     return {
         "kind": "matrix",
-        "label": f"Saving against cost of {counted(len(points), 'config')} of {visible(title)}. No other one beats {named}.",
+        "label": f"Saving against cost of {counted(len(points), 'config')} of {visible(title)}. No other config beats {named}.",
         "first": visible(first.config),
         "points": points,
     }

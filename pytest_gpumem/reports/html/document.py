@@ -1,4 +1,4 @@
-"""HTML documents: markup, styles, scripts and data in one file, and nothing that is fetched."""
+"""Self-contained HTML documents with styles, scripts and data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""Policy by which nothing is fetched, and only this package's scripts run, by their hashes. Plotly needs styles inline."""
+"""Forbid all fetches, and all scripts except this package's, by their hashes. Plotly needs inline styles."""
 
 
 def document(template: str, **values: Any) -> str:
-    """Return the document that a template of this folder makes of ``values``.
+    """Render a template in this folder.
+
+    Args:
+        template: The template's file name.
+        values: The template's variables.
 
     Raises:
         ImportError: plotly or jinja2 is not installed (extra ``report``).
@@ -29,7 +33,7 @@ def document(template: str, **values: Any) -> str:
     environment = Environment(
         loader=PackageLoader("pytest_gpumem.reports.html", "."),
         autoescape=True,
-        # A text is one line but for those with the filter ``lines``.
+        # Texts are printed on a single line, unless the filter ``lines`` keeps their lines.
         finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -49,7 +53,7 @@ def document(template: str, **values: Any) -> str:
 
 
 def in_lines(text: str) -> str:
-    """Return ``text`` with its lines and tabs as they are; what cannot be seen, or held by a file, as an escape."""
+    """Return ``text`` with its lines and tabs, and with other invisible characters escaped."""
     return visible(text.replace("\r\n", "\n"), keep="\n\t")
 
 
@@ -58,9 +62,9 @@ def _source(name: str) -> str:
 
 
 def _within_a_script(source: str) -> str:
-    """Return JavaScript that cannot end the element that it stands in.
+    """Return JavaScript that cannot close the ``<script>`` element around it.
 
-    A backslash changes nothing in its strings and patterns.
+    The added backslashes do not change JavaScript's strings and patterns.
     """
     return source.replace("\r\n", "\n").replace("</script", "<\\/script").replace("<!--", "<\\!--")
 

@@ -1,10 +1,10 @@
-// The page of a report: filters and sorts the table, opens what was measured of a test, and has its charts drawn then.
+// The report's page: filter and sort the table, open a test's panel, and draw its charts when it opens.
 "use strict";
 (() => {
   const table = document.querySelector("table.tests");
   const tests = table ? [...table.tBodies].filter((body) => body.dataset.outcome) : [];
-  const panels = new Map([...document.querySelectorAll("noscript[data-of]")].map((one) => [one.dataset.of, one]));
-  // The charts that are drawn, and whether for a narrow screen.
+  const panels = new Map([...document.querySelectorAll("noscript[data-of]")].map((panel) => [panel.dataset.of, panel]));
+  // For each drawn chart, whether it was drawn for a narrow screen.
   const drawn = new Map();
 
   // Filter.
@@ -45,18 +45,18 @@
 
   function sort(button) {
     const header = button.closest("th");
-    // Figures are of interest from the largest on, names from the first.
+    // Sort figures from the largest, and names from the first letter.
     const first = header.matches(".number, .outcome") ? "descending" : "ascending";
     const other = first === "descending" ? "ascending" : "descending";
     const direction = header.getAttribute("aria-sort") === first ? other : first;
-    for (const one of table.tHead.rows[0].cells) one.removeAttribute("aria-sort");
+    for (const cell of table.tHead.rows[0].cells) cell.removeAttribute("aria-sort");
     header.setAttribute("aria-sort", direction);
     const sign = direction === "descending" ? -1 : 1;
     const keys = new Map(tests.map((body) => [body, keyOf(body, Number(button.dataset.sorts))]));
-    tests.sort((one, other) => {
-      const [mine, theirs] = [keys.get(one), keys.get(other)];
-      if (mine === null || theirs === null) return (mine === null) - (theirs === null);
-      return sign * (typeof mine === "number" ? mine - theirs : order.compare(mine, theirs));
+    tests.sort((left, right) => {
+      const [leftKey, rightKey] = [keys.get(left), keys.get(right)];
+      if (leftKey === null || rightKey === null) return (leftKey === null) - (rightKey === null);
+      return sign * (typeof leftKey === "number" ? leftKey - rightKey : order.compare(leftKey, rightKey));
     });
     table.append(...tests, document.getElementById("nothing"));
   }
@@ -74,7 +74,7 @@
       cell.className = "panel";
       cell.id = `panel-of-${body.id}`;
       button.setAttribute("aria-controls", cell.id);
-      // The markup is the page's own, as it would be without scripts.
+      // The markup comes from this page, which shows it as it is if scripts are off.
       cell.innerHTML = panels.get(body.id).textContent;
     }
     if (body.rows.length > 1) body.rows[1].hidden = !opened;
@@ -115,7 +115,7 @@
   const isNarrow = (figure) => figure.clientWidth < 600;
 
   function draw(figure, plot) {
-    // What is closed has no width: it is drawn anew when it is opened.
+    // A closed panel has no width, so its charts are drawn when it opens.
     drawn.delete(figure);
     if (!figure.clientWidth) return;
     drawn.set(figure, isNarrow(figure));
@@ -145,23 +145,23 @@
     table.tHead.addEventListener("click", ({ target }) => target.closest("button") && sort(target.closest("button")));
     table.addEventListener("click", ({ target }) => {
       const body = target.closest("tbody[data-outcome]");
-      // A click anywhere in a test's line opens it, unless it was to mark some of its text: that is never its button's.
+      // A click anywhere in a test's line opens it, unless the click selected text. A click on the button always opens it.
       if (!body || !body.rows[0].contains(target) || (!target.closest("button") && isMarked(body.rows[0]))) return;
       const opened = body.querySelector("th button").getAttribute("aria-expanded") !== "true";
       open(body, opened);
       history.replaceState(null, "", opened ? `#${body.id}` : location.pathname + location.search);
     });
-    // What an earlier visit left in the fields, as browsers restore it.
+    // Browsers restore the fields from an earlier visit.
     if (search.value || boxes.some((box) => box.checked)) filter();
   }
   document.addEventListener("click", async ({ target }) => {
     if (!target.matches("button.copy")) return;
-    const told = target.parentElement.querySelector("[role=status]");
+    const message = target.parentElement.querySelector("[role=status]");
     try {
       await navigator.clipboard.writeText(target.dataset.text);
-      told.textContent = "copied";
+      message.textContent = "copied";
     } catch {
-      told.textContent = "not copied: this browser does not let a page do so";
+      message.textContent = "not copied: this browser does not allow it";
     }
   });
   for (const details of document.querySelectorAll("details.matrix")) {
@@ -173,8 +173,8 @@
     for (const figure of [...drawn.keys()]) draw(figure, figure.querySelector(".plot"));
   });
   addEventListener("resize", () => {
-    const others = [...drawn].filter(([figure, narrow]) => figure.clientWidth && isNarrow(figure) !== narrow);
-    for (const [figure] of others) draw(figure, figure.querySelector(".plot"));
+    const resized = [...drawn].filter(([figure, narrow]) => figure.clientWidth && isNarrow(figure) !== narrow);
+    for (const [figure] of resized) draw(figure, figure.querySelector(".plot"));
   });
   const only = tests.find((body) => "opened" in body.dataset);
   if (location.hash) openLinked();

@@ -35,7 +35,7 @@ _HEADLINES = {"passed": "The gate passed", "failed": "The gate failed", "idle": 
 _METRICS = ("peak_allocated", "step_time")
 """Metrics with columns of their own."""
 _LONGEST = 60
-"""Characters of a test's name in its anchor."""
+"""The longest part from a test's name in its anchor, in characters."""
 
 
 def anchor_of(nodeid: str) -> str:
@@ -46,57 +46,57 @@ def anchor_of(nodeid: str) -> str:
 
 
 def unique(anchors: Iterable[str]) -> list[str]:
-    """Return ``anchors``, numbered where one is there twice: shards may have run the same test."""
+    """Return ``anchors`` with a number after each repeated one, because several shards may have run the same test."""
     seen: Counter[str] = Counter()
-    found = []
+    numbered = []
     for anchor in anchors:
         seen[anchor] += 1
-        found.append(anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}")
-    return found
+        numbered.append(anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}")
+    return numbered
 
 
 @dataclass(frozen=True, slots=True)
 class HtmlCell:
-    """A figure in the table. ``sort`` is ``None`` where there is none, which sorts last; ``bad`` is the gate's word."""
+    """A figure in the table. Cells with ``sort=None`` come last. ``bad`` marks a figure beyond its limit."""
 
     text: str = ""
     sort: float | None = None
     bad: bool = False
     metric: str = ""
-    """Title of the cell's metric, if the column has another one."""
+    """The title of the cell's metric, if it differs from the column's."""
 
 
 @dataclass(frozen=True, slots=True)
 class TestRow:
-    """A test: its line of the table, and what opens beneath it."""
+    """A test's line in the table, and the panels below it."""
 
     __test__ = False
 
-    of: ReportRow
+    report_row: ReportRow
     anchor: str
     device: str
     part: str
-    """The name of the measurement that the figures are of, where the test has several."""
+    """The name of the measurement with these figures, if the test has several."""
     cells: tuple[HtmlCell, ...]
-    """Peak, change (the deciding metric's), step time, and its change."""
+    """The peak, its change (or the deciding metric's), the step time, and its change."""
     panels: tuple[Panel, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CauseView:
-    """A cause: its figures, and its tests with their anchors."""
+    """A cause with its figures, and its tests with their anchors."""
 
     cells: CauseCells
     anchor: str
     tests: tuple[tuple[str, str], ...]
     most: str
-    """The test that grew most by it, with its chart."""
+    """The test with the largest growth by this cause, whose chart is shown."""
     chart: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixView:
-    """A matrix of step configs: its table, and its chart where saving and cost are known."""
+    """A matrix of step configs: its table, and its chart if saving and cost are known."""
 
     title: str
     anchor: str
@@ -108,28 +108,28 @@ class MatrixView:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Everything on the page that is not in the report itself."""
+    """The page's content in addition to the report."""
 
     verdict: Literal["passed", "failed", "idle"]
-    """``idle`` where nothing failed because nothing was held against anything."""
+    """``idle`` if nothing failed because nothing was compared."""
     problems: tuple[str, ...]
-    """The reason why it failed, in a few sentences."""
+    """The reasons why it failed, in a few sentences."""
     facts: tuple[tuple[str, str], ...]
     causes: tuple[CauseView, ...]
-    """Empty where a single test grew, which says so itself."""
+    """Empty if only a single test grew, because its own panel explains the growth."""
     cause_notes: tuple[str, ...]
     statuses: tuple[tuple[Status, int], ...]
     tests: tuple[TestRow, ...]
     timed: bool
-    """True if any test has a step time: else there are no columns for it."""
+    """True if any test has a step time. Otherwise the columns for it are omitted."""
     several_devices: bool
     ranks: tuple[Sequence[str], Sequence[Sequence[str]]]
-    """Titles and rows of the table of ranks' peaks; without rows in a session without ranks."""
+    """The titles and rows of the table with peaks by rank; no rows in a session without ranks."""
     opened: str
-    """Anchor of the only failed test, which is open at first; empty if no test failed, or several."""
+    """The anchor of the only failed test, which is open at first; empty if no test or several tests failed."""
     matrices: tuple[MatrixView, ...]
     environments: tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]
-    """Device, details and number of tests of each environment."""
+    """The device, the details and the test count for each environment."""
     notes: tuple[str, ...]
 
     @property
@@ -138,22 +138,22 @@ class Page:
 
 
 def html(report: SessionReport) -> str:
-    """Return an HTML page in one file of about 5 MB, mostly plotly.js, that fetches nothing.
+    """Return an HTML page in a single file of about 5 MB, mostly plotly.js, that fetches nothing.
 
-    It needs the extra ``report`` (plotly and jinja2). Without the extra, asking for the file is a usage error before any test
-    runs. The Content-Security-Policy forbids every request, and every script but the page's own. Without JavaScript the page
-    has everything but the charts.
+    The page needs the extra ``report`` (plotly and jinja2). Without the extra, asking for the file is a usage error before any
+    test runs. The Content-Security-Policy forbids every request, and every script but the page's own. Without JavaScript the
+    page has everything but the charts.
 
     - The headline is the gate's: it passed, it failed, or nothing was gated. The accounting line and the reasons follow.
     - The table has a line for each test, failing tests first. If a test has several measurements, the figures come from the
-      measurement with the worst verdict. If a metric without a column decided the verdict, its change stands in place of the
-      peak's, with its name. A test that is the only one to fail is open at first.
-    - A test that is opened shows for each measurement the explanation of the metrics that changed; memory over the step by
-      category; each metric as a bar from 0 to twice the baseline (or the budget), beside baseline, tolerance and budget; the
-      composition of the peak; and the rounds of the step's time, with disturbed rounds marked, the median, its 95 % interval
-      and the baseline's median. Tables have up to 30 rows. The failure follows as pytest printed it.
+      measurement with the worst verdict. If a metric without a column decided the verdict, its change replaces the peak's
+      change, with the metric's name. If a single test failed, it is open at first.
+    - An open test shows for each measurement the explanation of the changed metrics; memory over the step by category; each
+      metric as a bar from 0 to twice the baseline (or the budget), beside baseline, tolerance and budget; the composition of
+      the peak; and the rounds of the step's time, with disturbed rounds marked, the median, its 95 % interval and the
+      baseline's median. Tables have up to 30 rows. The failure follows as pytest printed it.
     - A matrix of configs has its table and, with times, a chart of saving against cost.
-    - The anchor of a test has its name and a digest of its id, and is the same in every report.
+    - A test's anchor consists of its name and a digest of its id, so it is the same in every report.
 
     Raises:
         ImportError: plotly or jinja2 is not installed.
@@ -162,26 +162,39 @@ def html(report: SessionReport) -> str:
 
 
 def page_of(report: SessionReport) -> Page:
-    """Return what the page of ``report`` shows. Tests that fail come first."""
+    """Return the page's content for ``report``. Failed tests come first."""
     units = report.terms.units
     tests = [_row(row, units) for row in rows_of(report)]
-    tests.sort(key=lambda row: (not row.of.status.fails, -row.of.status.severity, row.of.file, row.of.test))
+    tests.sort(
+        key=lambda row: (
+            not row.report_row.status.fails,
+            -row.report_row.status.severity,
+            row.report_row.file,
+            row.report_row.test,
+        )
+    )
     tests = [
         replace(row, anchor=anchor) for row, anchor in zip(tests, unique(row.anchor for row in tests), strict=True)
     ]
-    failing = [row for row in tests if row.of.status.fails]
-    counts = Counter(row.of.status.words for row in tests)
-    first = {row.of.status.words: row.of.status for row in tests}
-    statuses = sorted(((first[words], count) for words, count in counts.items()), key=lambda one: -one[0].severity)
+    failing = [row for row in tests if row.report_row.status.fails]
+    counts = Counter(row.report_row.status.words for row in tests)
+    status_by_words = {row.report_row.status.words: row.report_row.status for row in tests}
+    statuses = sorted(
+        ((status_by_words[words], count) for words, count in counts.items()),
+        key=lambda status_count: -status_count[0].severity,
+    )
     failed = sum(result.failed for result in report.results)
-    found = causes_in(report)
+    session_causes = causes_in(report)
     unsuccessful = ((failed, "failed"), (len(report.not_run), "did not finish"))
     return Page(
         verdict=state_of(report),
-        problems=(*report.problems, *(f"{counted(count, 'test')} {what}" for count, what in unsuccessful if count)),
+        problems=(
+            *report.problems,
+            *(f"{counted(count, 'test')} {outcome}" for count, outcome in unsuccessful if count),
+        ),
         facts=_facts(report),
-        causes=tuple(_causes(found, tests, units)) if found.tell else (),
-        cause_notes=tuple(cause_notes(found, units, None)) if found.tell else (),
+        causes=tuple(_causes(session_causes, tests, units)) if session_causes.tell else (),
+        cause_notes=tuple(cause_notes(session_causes, units, None)) if session_causes.tell else (),
         statuses=tuple(statuses),
         tests=tuple(tests),
         timed=any(row.cells[2].text for row in tests),
@@ -194,15 +207,15 @@ def page_of(report: SessionReport) -> Page:
     )
 
 
-def _causes(found: CausesOf, tests: Sequence[TestRow], units: UnitSystem) -> Iterator[CauseView]:
+def _causes(session_causes: CausesOf, tests: Sequence[TestRow], units: UnitSystem) -> Iterator[CauseView]:
     anchors: dict[str, str] = {}
     charts = {}
     for row in tests:
-        for one, panel in zip(row.of.measured, row.panels, strict=True):
-            measurement = one.verdict.measurement
-            anchors.setdefault(one.test.nodeid, row.anchor)
-            charts[one.test.nodeid, measurement.name, measurement.environment.device] = panel.over_time
-    for cause, cells in zip(found.causes.causes, cause_cells(found, units, None), strict=True):
+        for measured, panel in zip(row.report_row.measured, row.panels, strict=True):
+            measurement = measured.verdict.measurement
+            anchors.setdefault(measured.test.nodeid, row.anchor)
+            charts[measured.test.nodeid, measurement.name, measurement.environment.device] = panel.over_time
+    for cause, cells in zip(session_causes.causes.causes, cause_cells(session_causes, units, None), strict=True):
         most = cause.largest.growth
         named = tuple((test, anchors.get(test, "")) for test in cause.tests)
         chart = charts.get((most.test, most.name, most.device))
@@ -210,8 +223,8 @@ def _causes(found: CausesOf, tests: Sequence[TestRow], units: UnitSystem) -> Ite
 
 
 def _row(row: ReportRow, units: UnitSystem) -> TestRow:
-    # The figures in the table are those of the measurement with the worst outcome, and of such the first.
-    shown_first = max(row.measured, key=lambda one: one.outcome.importance, default=None)
+    # The table shows the first measurement with the worst outcome.
+    shown_first = max(row.measured, key=lambda measured: measured.outcome.importance, default=None)
     worst = None if shown_first is None else shown_first.verdict
     return TestRow(
         row,
@@ -219,7 +232,7 @@ def _row(row: ReportRow, units: UnitSystem) -> TestRow:
         device="" if worst is None else worst.measurement.environment.device,
         part=worst.measurement.name if worst is not None and len(row.measured) > 1 else "",
         cells=_cells(worst, units),
-        panels=tuple(panel_of(one.verdict, units, one.accepted) for one in row.measured),
+        panels=tuple(panel_of(measured.verdict, units, measured.accepted) for measured in row.measured),
     )
 
 
@@ -272,13 +285,13 @@ def _facts(report: SessionReport) -> tuple[tuple[str, str], ...]:
 
 
 def _environments(report: SessionReport) -> tuple[tuple[str, tuple[tuple[str, str], ...], int], ...]:
-    found: dict[tuple[str, tuple[tuple[str, str], ...]], set[str]] = {}
+    tests_by_environment: dict[tuple[str, tuple[tuple[str, str], ...]], set[str]] = {}
     for result in report.results:
-        for one in result.verdict.verdicts:
-            where = one.measurement.environment
+        for verdict in result.verdict.verdicts:
+            environment = verdict.measurement.environment
             details = (
-                ("folder of baselines", where.slug),
-                *((name, str(value)) for name, value in where.details.items()),
+                ("folder of baselines", environment.slug),
+                *((name, str(value)) for name, value in environment.details.items()),
             )
-            found.setdefault((where.device, details), set()).add(result.verdict.nodeid)
-    return tuple((device, details, len(tests)) for (device, details), tests in sorted(found.items()))
+            tests_by_environment.setdefault((environment.device, details), set()).add(result.verdict.nodeid)
+    return tuple((device, details, len(tests)) for (device, details), tests in sorted(tests_by_environment.items()))

@@ -1,4 +1,4 @@
-"""Panels of an HTML page: what it shows of each measurement. Pure, frozen values."""
+"""Panels in the HTML page, one for each measurement. Pure, frozen values."""
 
 from __future__ import annotations
 
@@ -34,25 +34,30 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Composition, Row
 
 MOST_ROWS = 30
-"""The most rows of a table that explains; the others are one row together."""
+"""The row limit for an explaining table. A last row sums up the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of a value, its baseline and its limits, as fractions of the track: twice the baseline, or else the budget.
+    """A bar with a value, its baseline and its limits, as fractions of a track from 0 to twice the baseline, or else the
+    budget.
 
-    So the marks of baselines stand beneath each other, and a change of 10 % is as long in every row. A longer value is cut.
+    Baseline marks therefore have the same position in every row, and a change of 10 % has the same length. A longer value is
+    cut.
+
+    Example: a peak of 6 MB, 4 MB in the baseline and with a budget of 10 MB, has ``value=0.75``, ``baseline=0.5`` and
+    ``beyond="2.5 x"``.
     """
 
-    now: float
+    value: float
     baseline: float | None = None
     limit: float | None = None
-    """The most that is tolerated."""
+    """The largest tolerated value."""
     budget: float | None = None
     cut: bool = False
     """True if the value is longer than the track."""
     beyond: str = ""
-    """A budget that is: how many times the baseline. It has no place on the track then."""
+    """A budget beyond the track, as a multiple of the baseline; empty if the budget is on the track."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class MetricRow:
     texts: MetricTexts
     fails: bool
     bar: Bar | None
-    """``None`` where it was held against nothing."""
+    """``None`` if the metric was compared with nothing."""
     reason: str = ""
 
 
@@ -84,31 +89,31 @@ class Panel:
 
 
 def panel_of(verdict: Verdict, units: UnitSystem, accepted: frozenset[Outcome] = frozenset()) -> Panel:
-    """Return what a page shows of a measurement; ``accepted`` are the outcomes of what became its baseline."""
+    """Return the page's panel for a measurement. ``accepted`` are the outcomes whose figures became the baseline."""
     measurement, explanation, difference = verdict.measurement, verdict.measurement.explanation, verdict.difference
     over_time = None if explanation is None else explanation.over_time
     changes = count_tables(verdict, grown_counts(verdict), units, MOST_ROWS)
-    kept, others = _compositions(verdict, units)
+    kept_tables, other_tables = _compositions(verdict, units)
     if difference is not None and difference.changes:
         title = f"What changed at the peak{explained_on(verdict)}: {format_bytes_change(difference.nbytes, units)}"
         table = change_table(difference, units, MOST_ROWS, title)
-        has_changed = any(METRICS[one.metric].peak and one.outcome in CHANGED for one in verdict.metrics)
-        (changes if has_changed else others).insert(0, table)
+        has_changed = any(METRICS[metric.metric].peak and metric.outcome in CHANGED for metric in verdict.metrics)
+        (changes if has_changed else other_tables).insert(0, table)
     return Panel(
         measurement.name,
         tuple(_workload(verdict)),
         tuple(
             MetricRow(
-                replace(texts_of(one, units), **({"words": ACCEPTED} if one.outcome in accepted else {})),
-                one.outcome in FAILING - accepted,
-                bar_of(one),
-                one.reason or "",
+                replace(texts_of(metric, units), **({"words": ACCEPTED} if metric.outcome in accepted else {})),
+                metric.outcome in FAILING - accepted,
+                bar_of(metric),
+                metric.reason or "",
             )
-            for one in verdict.metrics
+            for metric in verdict.metrics
         ),
         "" if verdict.origin is None else origin_line(verdict.origin, reason=True),
-        (*kept, *changes),
-        tuple(others),
+        (*kept_tables, *changes),
+        tuple(other_tables),
         over_time_chart(over_time, verdict.of("peak_allocated"), units)
         if over_time is not None and over_time.time_ns
         else None,
@@ -130,16 +135,16 @@ def _workload(verdict: Verdict) -> Iterable[str]:
 
 
 def bar_of(metric: MetricVerdict) -> Bar | None:
-    """Return the bar of a metric with a baseline or a budget above zero; no part of it is longer than 1."""
-    middle = metric.baseline or metric.budget
-    if not middle or middle < 0 or not all(map(math.isfinite, (metric.value, middle))):
+    """Return a bar for a metric with a baseline or a budget above zero. No part is longer than 1."""
+    reference = metric.baseline or metric.budget
+    if not reference or reference < 0 or not all(map(math.isfinite, (metric.value, reference))):
         return None
     limit = None
     if metric.baseline is not None and metric.allowed is not None:
         limit = metric.baseline + (-metric.allowed if METRICS[metric.metric].larger_is_better else metric.allowed)
 
     def times(value: float) -> float:
-        return value / middle
+        return value / reference
 
     def part(value: float | None) -> float | None:
         return None if value is None else min(1.0, max(0.0, times(value) / 2))
@@ -160,7 +165,7 @@ def _multiple(ratio: float) -> str:
 
 
 def _compositions(verdict: Verdict, units: UnitSystem) -> tuple[list[PartTable], list[PartTable]]:
-    """Return the compositions for a metric with a worse value, and the other compositions."""
+    """Return the compositions for metrics with worse values, and the other compositions."""
     explanation = verdict.measurement.explanation
     if explanation is None:
         return [], []
@@ -168,24 +173,28 @@ def _compositions(verdict: Verdict, units: UnitSystem) -> tuple[list[PartTable],
     if explanation.asked is not None:
         title = f"What was there when {format_bytes(explanation.asked, units)} more were asked for"
     retained, garbage = explanation.retained, explanation.garbage
-    worse = {one.metric for one in verdict.metrics if one.outcome in WORSE}
+    worse = {metric.metric for metric in verdict.metrics if metric.outcome in WORSE}
     cycles = tuple(f"cycle: {cycle}" for cycle in explanation.cycles)
     explaining: list[PartTable] = []
-    others = [_table_of(title, explanation.peak, units)]
-    kept = kept_rows(verdict)
-    holders = (*holder_lines(kept.holders(explanation.holders), units), *kept_notes(kept, units))
-    for what, composition, metrics, reasons, rows in (
-        (retained_title(verdict).capitalize(), retained, KEPT, holders, kept.rows),
+    other_tables = [_table_of(title, explanation.peak, units)]
+    retained_rows = kept_rows(verdict)
+    holders = (*holder_lines(retained_rows.holders(explanation.holders), units), *kept_notes(retained_rows, units))
+    for heading, composition, metrics, reasons, rows in (
+        (retained_title(verdict).capitalize(), retained, KEPT, holders, retained_rows.rows),
         ("What only the cyclic collector freed", garbage, {"cyclic_garbage"}, cycles, None),
     ):
         if composition.rows:
-            table = replace(_table_of(what, composition, units, rows), first=reasons)
-            (others if worse.isdisjoint(metrics) else explaining).append(table)
-    return explaining, others
+            table = replace(_table_of(heading, composition, units, rows), sentences=reasons)
+            (other_tables if worse.isdisjoint(metrics) else explaining).append(table)
+    return explaining, other_tables
 
 
-def _table_of(what: str, composition: Composition, units: UnitSystem, rows: Sequence[Row] | None = None) -> PartTable:
-    return composition_table(f"{what}: {format_bytes(composition.total, units)}", composition, units, MOST_ROWS, rows)
+def _table_of(
+    heading: str, composition: Composition, units: UnitSystem, rows: Sequence[Row] | None = None
+) -> PartTable:
+    return composition_table(
+        f"{heading}: {format_bytes(composition.total, units)}", composition, units, MOST_ROWS, rows
+    )
 
 
 def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
@@ -205,4 +214,4 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield from explanation.retained.notes
     for sample in measurement.times.samples if measurement.times is not None else ():
         if sample.invalid is not None:
-            yield f"no verdict may rest on a sample of its times: {sample.invalid}"
+            yield f"a sample of its times cannot decide a verdict: {sample.invalid}"
