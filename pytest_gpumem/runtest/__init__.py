@@ -1,1 +1,1 @@
-"""One measured test: its hooks, what belongs to it, its measurements, their judging and explaining."""
+"""The run of one measured test: hooks, ownership of bytes, measurements, verdicts and explanations."""
