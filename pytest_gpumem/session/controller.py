@@ -156,10 +156,10 @@ class Controller:
             self._check_selected(session, results)
         self._report_missing_store(results)
         if self._settings.update is not None:
-            written = self._store.write(results, self._settings.update)
-            results = written.results
-            self._closing += written.said
-            self._errors += [] if written.error is None else [written.error]
+            store_update = self._store.write(results, self._settings.update)
+            results = store_update.results
+            self._closing += store_update.lines
+            self._errors += [] if store_update.error is None else [store_update.error]
         self._note_too_low(results)
         if self._packed:
             self._closing.append(reduce(Packed.merged, (packed() for packed in self._packed)).line())
