@@ -136,7 +136,7 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"time_budget": "2"}, "here: time_budget: '2' is not a duration; write it like '2 s'"),
         (
             {"time_budget": "0 s"},
-            "here: time_budget: '0 s' is not a duration above zero; --no-gpumem-time takes no time at all",
+            "here: time_budget: '0 s' is not a duration above zero; to switch timing off, use --no-gpumem-time",
         ),
         ({"report": "gpumem.html"}, "here: report is 'gpumem.html', expected an array"),
         ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .sarif, .json, .md or .html"),
