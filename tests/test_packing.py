@@ -111,7 +111,7 @@ def test_on_the_cpu_the_option_is_an_error(project):
     result = project.run("--gpumem-pack")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["*--gpumem-pack has tests share the memory of a GPU, and this session measures on the CPU: leave it out*"]
+        ["*--gpumem-pack lets tests share the memory of a GPU, and this session measures on the CPU: leave it out*"]
     )
 
 
