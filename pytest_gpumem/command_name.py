@@ -14,7 +14,7 @@ from pathlib import Path
 
 SHORT, LONG = "gpumem", "pytest-gpumem"
 _MOST_BYTES = 2**20
-"""The largest command that is read, in bytes. A script has hundreds. A launcher on Windows has 100,000, with the script at its
+"""The size limit for reading a command, in bytes. A script has hundreds. A launcher on Windows has 100,000, with its script at the
 end."""
 _OURS = re.compile(rb"pytest[_-]gpumem")
 _IMPORT = re.compile(rb"^from ([\w.]+) import ", re.MULTILINE)
@@ -23,11 +23,11 @@ _PYTHON = re.compile(rb"#![^\n]*python", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class OtherCommand:
-    """A command ``gpumem`` that belongs to another package."""
+    """A command ``gpumem`` from another package."""
 
     path: str
     module: str | None = None
-    """The module that its script imports, for example ``gpumem.cli``; ``None`` if the script does not say."""
+    """The module imported by its script, for example ``gpumem.cli``; ``None`` if the script does not say."""
 
 
 @functools.cache

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class Region:
-    """A region of a test that `Gpumem.track` measures."""
+    """A region of a test, measured by `Gpumem.track`."""
 
     def __init__(self) -> None:
         self.ended: Measurement | None = None
@@ -52,7 +52,7 @@ class Region:
 
 
 class WithBlock(AbstractContextManager[_T]):
-    """The context manager that ``gpumem.loop()`` or ``gpumem.track()`` returns.
+    """The context manager from ``gpumem.loop()`` or ``gpumem.track()``.
 
     It serves a ``with`` statement only. For example, ``gpumem.loop().callback()`` raises an ``AttributeError`` that shows the
     ``with`` statement to write.
@@ -127,7 +127,7 @@ class Gpumem:
 
     @property
     def device(self) -> torch.device:
-        """The ``torch.device`` that is measured. Put models and batches there.
+        """The measured ``torch.device``. Put models and batches there.
 
         Example::
 

@@ -1,4 +1,4 @@
-"""Run git in a folder: a single command with its output, or a batch that reads many objects."""
+"""Run git in a folder: a single command with its output, or a batch for many objects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Revision:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment without the variables that git sets for a hook, so git uses the folder that it runs in."""
+    """Return the environment without git's variables for hooks, so git uses its current folder."""
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_HOOKS}
 
 
@@ -70,7 +70,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def restoring_command(folder: Path) -> str | None:
-    """Return the command that restores a deleted folder: ``git checkout -- gpumem-baselines``.
+    """Return the command for restoring a deleted folder: ``git checkout -- gpumem-baselines``.
 
     Return ``None`` if the path exists, or if git tracks no file in the folder.
     """
@@ -85,7 +85,7 @@ def restoring_command(folder: Path) -> str | None:
 
 
 def default_branch(folder: Path) -> str:
-    """Return the branch that changes are merged into.
+    """Return the target branch for changes.
 
     It is the default branch of ``origin``, otherwise ``main`` or ``master``, otherwise the checked-out branch.
     """
@@ -104,7 +104,7 @@ def changed_files(folder: Path, base: str) -> frozenset[str] | None:
     """Return the files in a pull request's diff, relative to ``folder``; files outside ``folder`` are left out.
 
     Args:
-        folder: A folder in a checkout of the pull request's branch, or of its merge into ``base``.
+        folder: A folder in a checkout of the pull request's branch or merge.
         base: The branch to merge into. Example: ``main``.
 
     Returns:

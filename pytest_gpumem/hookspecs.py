@@ -47,7 +47,7 @@ def pytest_gpumem_devices(config: pytest.Config) -> Mapping[str, DeviceFactory]:
 
 
 def pytest_gpumem_environment(config: pytest.Config, device: Device) -> Mapping[str, str | int]:  # type: ignore[empty-body]
-    """Add details to the environment that is stored with a baseline, such as the version of a library that affects figures.
+    """Add details to a baseline's environment, such as the version of a library that affects figures.
 
     A result of another type fails the measured tests.
 
@@ -159,7 +159,7 @@ def _is_amount(value: object) -> bool:
 
 
 def _called(hook: pluggy.HookCaller) -> str:
-    """Return the name of a hook and of all plugins with it, because pluggy does not say which plugin returned a result.
+    """Return the names of a hook and all plugins with it, because pluggy does not say which plugin returned a result.
 
     For example, ``pytest_gpumem_tolerance (/project/conftest.py or my_plugin)``.
     """

@@ -84,7 +84,7 @@ class Workload:
     If the host read values that depend on the setting ``routing``, the text includes the setting: ``"fp32,routing=balanced"``.
     """
     parameters: int | None = None
-    """The number of parameters of the model."""
+    """The model's number of parameters."""
     batch: str | None = None
     """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
 
@@ -100,7 +100,7 @@ class Workload:
 
 
 def _distinct_texts(value: str | int | None, earlier: str | int | None) -> tuple[str, str]:
-    """Return two different values of a field as texts that differ.
+    """Return two different values of a field as different texts.
 
     For example, 16,640 and 16,000 become ``16.64 k`` and ``16.00 k``, but 16,640 and 16,641 become ``16,640`` and ``16,641``.
     """
@@ -208,7 +208,7 @@ class Measurement(FrozenValue, MetricAttributes):
     workspaces](../concepts/measuring.md#cublas-workspaces).
     """
     unused_before: int = 0
-    """Bytes that the allocator had reserved without use when the step began (CUDA only). `peak_reserved` can vary by this
+    """Bytes reserved by the allocator, but unused, when the step began (CUDA only). `peak_reserved` can vary by this
     amount between identical runs.
     """
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

@@ -17,12 +17,12 @@ Shown = Literal["always", "if nonzero", "if changed", "in details"]
 Kind = Literal["memory", "work", "time", "throughput"]
 
 WHOLE: tuple[Unit, ...] = ("bytes", "count")
-"""Units of metrics that are whole numbers."""
+"""Units of whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The growth of a metric over its baseline that a gate allows. The larger of the two parts counts.
+    """The allowed growth of a metric over its baseline. The larger of the two parts counts.
 
     Example:
         >>> Tolerance(relative=0.005, absolute=64e3).allowed(40e6)
@@ -41,7 +41,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the table. ``name`` is the attribute of `MetricAttributes` that it is assigned to."""
+    """A row of the table. ``name`` is its attribute in `MetricAttributes`."""
 
     name: str = field(init=False)
     title: str
@@ -69,9 +69,9 @@ class Metric:
     made_of_operators: bool = False
     """True for work that is counted operator by operator, so a failure names the operators' lines."""
     depends_on: tuple[str, ...] = ()
-    """Details of an environment that affect the metric although the code is the same."""
+    """Environment details that affect the metric although the code is the same."""
     decided_by: tuple[str, ...] = ()
-    """Details that affect the metric by any amount in either direction. If they differ, no comparison is possible."""
+    """Environment details that affect the metric by any amount in either direction. If they differ, no comparison is possible."""
     where_absent: float | None = None
     """The value for a baseline without the metric; ``None`` if no value can be assumed."""
     emulated: Tolerance | None = Tolerance(0.0)
@@ -82,7 +82,7 @@ class Metric:
 
     @property
     def details(self) -> tuple[str, ...]:
-        """All details of an environment that affect the metric."""
+        """All environment details that affect the metric."""
         return (*self.depends_on, *self.decided_by)
 
     @property
@@ -92,7 +92,7 @@ class Metric:
 
     @property
     def kind(self) -> Kind:
-        """The kind of figure that a failure names. Bytes are memory, and counts of operators are work."""
+        """The kind of figure in a failure's text. Bytes are memory, and counts of operators are work."""
         if self.made_of_operators:
             return "work"
         kinds: dict[Unit, Kind] = {"seconds": "time", "items/s": "throughput"}
@@ -179,7 +179,7 @@ class MetricAttributes:
     )
     """The most bytes that tensors held at once. Requested bytes count, before the allocator rounds them up.
 
-    It counts the memory that the test allocates and that its fixtures hold, or the step's model, optimizer and batch. All
+    It counts memory from the test and its fixtures, or the step's model, optimizer and batch. All
     other live memory is subtracted. With several steps it is the highest peak. On a GPU it includes the workspaces of cuBLAS
     (`Measurement.workspaces`), and the relative tolerance is a ratio of the peak without workspaces.
     """
@@ -216,14 +216,14 @@ class MetricAttributes:
     for each larger block. A step reserves fewer segments if it finds room in a segment that other tests' bytes keep. The room
     at its start is `Measurement.unused_before`. If this room equals the baseline's, the same code reserves the same bytes, and
     the absolute tolerance is 2 MiB. Otherwise the tolerance is 2 MiB plus the 20 MiB segments that the larger room is part of,
-    at most 40 MiB. If the baseline does not have ``unused_before``, the tolerance is 40 MiB.
+    up to 40 MiB. If the baseline does not have ``unused_before``, the tolerance is 40 MiB.
     """
 
     # It comes before the peak as a cause, because a step that keeps more each time also has a higher peak.
     growth = WholeMetric(
         "growth per step", "bytes", _SCALARS, shown="if nonzero", weight=5, precedence=-1, where_absent=0
     )
-    """Bytes that every further step keeps: a leak. It is 0 for a step that repeats, and a baseline without it means 0.
+    """Bytes that every further step keeps: a leak. It is 0 for a repeating step, and a baseline without it means 0.
 
     If one of a step's last five runs left bytes behind, 18 more runs follow. If some of these kept bytes, but too seldom to
     be certain, 12 more follow. Growth is the average that each of the last 12 (24) runs keeps, if both the lowest and the
@@ -234,7 +234,7 @@ class MetricAttributes:
 
     retained = WholeMetric("retained", "bytes", _EXACT, shown="if nonzero", weight=4, budget="max_retained")
     """Bytes that outlive the step, region, loading or call after garbage collection, and that neither the test's fixtures nor
-    the loaded object hold. If steps differ, it is the least that a step leaves, or `growth` if that is more."""
+    the loaded object hold. If steps differ, it is the least value of a step, or `growth` if that is more."""
 
     loaded = WholeMetric("loaded", "bytes", _EXACT, shown="if nonzero", weight=4)
     """Bytes held by the object that `gpumem.load` returned, usually the model. Only a ``load`` has this metric. Memory that is
@@ -304,7 +304,7 @@ class MetricAttributes:
         made_of_operators=True,
         depends_on=("torch",),
     )
-    """The number of times that a step makes the host wait for the device.
+    """The number of times in a step when the host waits for the device.
 
     The host waits for values (``.item()``, ``.tolist()``, ``nonzero``, ``x[mask]``, ``torch.equal``, ``if tensor:``,
     printing) and for copies between host and device without ``non_blocking=True``, such as ``torch.tensor(2.0,

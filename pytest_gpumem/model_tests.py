@@ -1,4 +1,4 @@
-"""Tests without a test file: a step of each model that the settings or ``--gpumem-model`` name, with each of its configs."""
+"""Tests without a test file: a step for each model and config in the settings or ``--gpumem-model``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Place = Literal["alone", "added", "in its file"]
 
 
 class ModelTests:
-    """A plugin that collects the tests of models as tests in ``pyproject.toml``, so a printed id can be run again.
+    """A plugin that collects models' tests as tests in ``pyproject.toml``, so a printed id can be run again.
 
     pytest collects them if it collects ``pyproject.toml``, for example with ``pytest
     "pyproject.toml::timm:resnet18[8-fp32]"``. They are also added to a run of the ``testpaths`` and to each run with
@@ -110,8 +110,8 @@ class ModelTest(pytest.Function):
 def lines_of(steps: Sequence[ModelStep], text: str) -> list[int | None]:
     """Return the line of each step's entry in the settings, counted from 0.
 
-    An entry's line is the next line that contains the model's name. For example, if lines 3 and 9 of ``text`` name
-    ``timm:resnet18``, they are the lines of the first and the second entry with this model.
+    An entry's line is the next line that contains the model's name. For example, if lines 3 and 9 in ``text`` name
+    ``timm:resnet18``, they belong to the first and the second entry with this model.
 
     Args:
         steps: The steps, in the order of their entries.

@@ -24,7 +24,7 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _JUNCTION = 0xA0000003
-"""``IO_REPARSE_TAG_MOUNT_POINT``: a folder on Windows that leads to another folder."""
+"""``IO_REPARSE_TAG_MOUNT_POINT``: a link between folders on Windows."""
 
 
 class LinkFound(OSError):
@@ -172,7 +172,7 @@ def open_folder(root: Path, below: Sequence[str] = (), *, make: bool = False) ->
     Args:
         root: A trusted folder, for example the root of a store.
         below: The names of the folders from the root: ``("cpu-x86_64", "tests")``.
-        make: Whether to make the folders that do not exist.
+        make: Whether to make missing folders.
 
     Raises:
         OSError: A folder cannot be opened, or is a link.
@@ -192,7 +192,7 @@ def open_folder(root: Path, below: Sequence[str] = (), *, make: bool = False) ->
 
 @contextmanager
 def private_folder(path: Path, *, also_before: bool = False) -> Iterator[OpenFolder]:
-    """Open a folder that only this user can enter, and make it if it does not exist.
+    """Open a folder for this user only, and make it if it does not exist.
 
     Args:
         path: The folder. Its parent exists and is trusted.

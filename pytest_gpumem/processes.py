@@ -28,17 +28,17 @@ GRACE_SECONDS = 3.0
 
 
 class Stopped(Exception):
-    """Raised after a signal that ends the program."""
+    """Raised after a signal to end the program."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
         self.signum = signum
         self.exit_status = 128 + signum
-        """The exit status that shells use for the signal: 130 for SIGINT."""
+        """The usual exit status in shells for the signal: 130 for SIGINT."""
 
 
 class Stop:
-    """The first signal that should end the program, if one has come."""
+    """The first signal to end the program, if any has come."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -56,9 +56,9 @@ class Stop:
 
 @contextmanager
 def noted_signals() -> Iterator[Stop]:
-    """Record signals that should end the program, so they interrupt no code in this context."""
+    """Record signals to end the program, so they interrupt no code in this context."""
     stop = Stop()
-    # Only the main thread can handle signals. Signals that are ignored, for example by nohup, stay ignored.
+    # Only the main thread can handle signals. Ignored signals, for example by nohup, stay ignored.
     is_main_thread = threading.current_thread() is threading.main_thread()
     signums = [signum for signum in _SIGNALS if is_main_thread and signal.getsignal(signum) is not signal.SIG_IGN]
     previous_handlers = {signum: signal.signal(signum, stop.note) for signum in signums}
@@ -129,7 +129,7 @@ def run(
 
 
 _PR_SET_PDEATHSIG = 1
-"""Option of Linux's ``prctl(2)`` that sets the signal for a process when its parent has ended."""
+"""Option of Linux's ``prctl(2)`` to set the signal for a process when its parent has ended."""
 
 
 def _prctl() -> Callable[[int, int], int] | None:
@@ -155,7 +155,7 @@ def end_group(leader: int, stop: Stop, wait: Callable[[float], object]) -> None:
     pytest reacts to the signal and keeps its measurements up to now.
 
     Args:
-        leader: The id of the process, which is also the id of its process group.
+        leader: The id of the process and its process group.
         stop: The recorded signal.
         wait: Waits for the end of the process. The argument is the most seconds to wait.
     """

@@ -1,4 +1,4 @@
-"""Run a script as the only item of a pytest session, with the settings, devices, store, verdict and reports of a test.
+"""Run a script as the only item in a pytest session, with settings, devices, store, verdict and reports as for a test.
 
 For example, ``gpumem run train.py --epochs 1`` measures the steps of ``train.py`` as `Gpumem.loop` does in a test.
 """
@@ -43,12 +43,12 @@ _NOT_FOR_A_SCRIPT: dict[str, Any] = {
     "cacheshow": None,
     "stepwise": False,
 }
-"""Options of pytest and pytest-xdist that distribute or select tests, with values that switch them off.
+"""Options in pytest and pytest-xdist for distributing or selecting tests, with values that switch them off.
 
 A project may have them in ``addopts``.
 """
 _PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly", "gpumem-models")
-"""Plugins that cache the project's tests, seed random numbers or add tests. ``addopts`` may contain their options."""
+"""Plugins for caching the project's tests, seeding random numbers or adding tests. ``addopts`` may contain their options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Script:
     name: str
     """The part of the id after ``train.py::``."""
     command: Command
-    """The command that runs the script again."""
+    """The command for another run of the script."""
 
 
 class ScriptSession:
@@ -75,7 +75,7 @@ class ScriptSession:
         self._has_ended = False
 
     def has_ended(self, *, passed: bool) -> None:
-        """Record the end of the command. Functions that the script registered with ``atexit`` cannot turn a failure into 0."""
+        """Record the end of the command. The script's ``atexit`` functions cannot turn a failure into 0."""
         self._has_ended = True
         if self._end is not None:
             self._end.has_come(passed=passed)
@@ -130,7 +130,7 @@ class ScriptItem(pytest.Item):
         super().__init__(**more)
         self._script = script
         self.fixturenames = [FIXTURE]
-        """The names that mark the item as measured. pytest sets up no fixture for it."""
+        """The names by which the item counts as measured. pytest sets up no fixture for it."""
         self.stash[COMMAND] = script.command
 
     def runtest(self) -> None:
@@ -152,7 +152,7 @@ class ScriptItem(pytest.Item):
 
 
 class ScriptFailed(Exception):
-    """Error for a script that exited with a status other than 0. The message is a sentence."""
+    """Error for a script with an exit status other than 0. The message is a sentence."""
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> None:
@@ -183,7 +183,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> None:
 
 
 def failure_of_script(path: Path, error: BaseException) -> str:
-    """Return the traceback of an exception that a script did not catch, beginning with the script's own frame."""
+    """Return the traceback of a script's uncaught exception, beginning with the script's own frame."""
     formatted = traceback.TracebackException.from_exception(error)
     begin = next((index for index, frame in enumerate(formatted.stack) if frame.filename == str(path)), 0)
     formatted.stack = traceback.StackSummary.from_list(formatted.stack[begin:])

@@ -1,4 +1,4 @@
-"""Read TOML that strangers may have written: files of a store, and pyproject.toml."""
+"""Read TOML from strangers: store files and pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ else:
 _FEW_PARTS = 16
 """Keys with at most so many parts need no check, because they are parsed quickly. This package's keys have at most 4 parts."""
 _MOST_WORK = 2_000_000
-"""The limit for the number of parts in all keys, multiplied by the parts of the longest key. It bounds the parser's steps to
+"""The limit for the number of parts in all keys, multiplied by the parts in the longest key. It bounds the parser's steps to
 about 0.5 s.
 
 For example, the parser took 100 s for a key with 50,000 parts, in a file of 100 kB. Keys of other tools in pyproject.toml may

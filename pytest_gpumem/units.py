@@ -71,7 +71,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_gigabytes(number: float) -> int:
-    """Return the bytes of a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
+    """Return the bytes in a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f"{number!r} is not a number of GB; {_as_gigabytes(number)}")
     if number < 0:
@@ -80,7 +80,7 @@ def parse_gigabytes(number: float) -> int:
 
 
 def _as_gigabytes(value: object) -> str:
-    """Return the remedy for a value that is not a number of GB.
+    """Return the remedy for a wrong number of GB.
 
     For example, ``"60 MB"`` gives ``write 0.06, or use max_memory='60 MB'``.
     """
@@ -115,7 +115,7 @@ def parse_ratio(text: str) -> float:
 
 
 def _as_percentage(value: object) -> str:
-    """Return the percentage that a value probably means: ``"2 %"`` for 0.02 and for 2."""
+    """Return the probable percentage for a value: ``"2 %"`` for 0.02 and for 2."""
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
     if isinstance(value, str) and _quantity(value)[0] and not _quantity(value)[1]:
         number = float(_quantity(value)[0])
@@ -161,7 +161,7 @@ def parse_rate(text: str) -> ThroughputLimit:
 
 
 def _amount(value: object) -> str | None:
-    """Return a positive number that was written without a unit; ``None`` for any other value."""
+    """Return a positive number without a unit; ``None`` for any other value."""
     number, unit = _quantity(str(value)) if not isinstance(value, bool) else ("", "")
     return number if number and not unit and float(number) > 0 else None
 

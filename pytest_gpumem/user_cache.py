@@ -20,7 +20,7 @@ _FOLDERS = ("bisections", "emulation", "environments", "torchinductor")
 
 
 class CacheRefused(Exception):
-    """Error for a folder of the cache that may contain files from other users. The message is a sentence with the remedy."""
+    """Error for a cache folder that may contain files from other users. The message is a sentence with the remedy."""
 
 
 def cache_root() -> Path:
@@ -71,7 +71,7 @@ def _refuse_shared(root: Path) -> None:
 
 
 def check_own(folder: Path) -> None:
-    """Check that only this user can have written the files in a folder of the cache.
+    """Check that only this user can have written the files in a cache folder.
 
     The check includes the time before `make_own` closed the cache to other users.
 

@@ -1,4 +1,4 @@
-"""Environment variables that this package reads.
+"""Environment variables for this package.
 
 Variables that processes of this package set for each other are defined beside the code that sets them.
 """
@@ -9,7 +9,7 @@ CACHE = "GPUMEM_CACHE"
 """Folder for this package's files: emulation libraries, environments of ``gpumem ab``, bisections and compiled kernels. The
 default is ``pytest-gpumem`` in the user's cache (``~/.cache`` on Linux)."""
 EMULATED = "GPUMEM_EMULATED"
-"""The emulated GPU, for example ``emulated:h100``. A session with an emulated GPU sets it for itself and for all processes
+"""The emulated GPU, for example ``emulated:h100``. A session with an emulated GPU sets it for itself and all processes
 that it starts. It also sets ``GPUMEM_EMULATED_GPU`` to the card's figures, so processes in other folders know your own cards.
 A test can use the variable to skip itself::
 
@@ -25,7 +25,7 @@ A test can use the variable to skip itself::
         gpumem.measure(lambda: torch.linalg.solve(matrix, matrix))
 """
 EMULATED_CARD = "GPUMEM_EMULATED_CARD"
-"""Path of a file by which processes share the memory of one emulated card. The bytes of each process, and 545 MB for its CUDA
+"""Path of a file by which processes share one emulated card's memory. The bytes of each process, and 545 MB for its CUDA
 context, are then missing for the other processes until it ends. Without the variable each process has a card of its own.
 ``--gpumem-pack`` sets it for the workers of a session."""
 EMULATED_ADDRESSES = "GPUMEM_EMULATED_ADDRESSES"

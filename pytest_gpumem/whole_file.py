@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DRAFT = ".draft"
-"""Suffix of a file that is being written; its name begins with a dot."""
+"""Suffix of an unfinished file; its name begins with a dot."""
 
 
 def write_whole(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:

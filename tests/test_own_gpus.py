@@ -80,8 +80,8 @@ def test_another_capability_has_limits_of_its_own(capability):
         ({"mine": {**PLAIN, "sms": True}}, "here: gpus.mine.sms is True, expected a whole number"),
         ({"mine": {**PLAIN, "name": "x" * 201}}, "expected a string of 1 to 200 bytes"),
         ({"l4": PLAIN}, "here: gpus.l4: emulated:l4 already means L4; choose another name"),
-        ({"a100-80gb": PLAIN}, "here: gpus.a100-80gb: emulated:a100-80gb is A100 80GB already"),
-        ({"h100x8": PLAIN}, "here: gpus.h100x8: emulated:h100x8 is H100 80GB already"),
+        ({"a100-80gb": PLAIN}, "here: gpus.a100-80gb: emulated:a100-80gb already means A100 80GB"),
+        ({"h100x8": PLAIN}, "here: gpus.h100x8: emulated:h100x8 already means H100 80GB"),
         (
             {"l4-mig-1g.6gb": PLAIN},
             "here: gpus.l4-mig-1g.6gb: 'l4-mig-1g.6gb' cannot be the name of a GPU; write small letters",

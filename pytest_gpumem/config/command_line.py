@@ -27,7 +27,7 @@ WORKER_IS_WHOLE = "gpumem_whole"
 arguments as if they were typed."""
 
 SELECTING = ("keyword", "markexpr", "lf", "stepwise", "deselect", "ignore", "ignore_glob", "gpumem_model", "pyargs")
-"""Options of pytest and this plugin that leave tests out of a run."""
+"""Options in pytest and this plugin that leave tests out of a run."""
 _SELECTING_OF_PLUGINS = (
     "splits",
     "group",
@@ -38,9 +38,9 @@ _SELECTING_OF_PLUGINS = (
     "picked",
     "testmon",
 )
-"""Options of pytest-split, pytest-shard, pytest-test-groups, pytest-picked and pytest-testmon that leave tests out."""
+"""The same kind of options in pytest-split, pytest-shard, pytest-test-groups, pytest-picked and pytest-testmon."""
 _SETTINGS = ("addopts", "testpaths", "python_files", "python_classes", "python_functions", "norecursedirs")
-"""Settings of pytest that decide which tests exist."""
+"""pytest's settings for finding tests."""
 
 
 def is_whole_run(config: pytest.Config) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """A key of ``[tool.gpumem]``, or of a table in it."""
+    """A key in ``[tool.gpumem]`` or an inner table."""
 
     kind: kinds.Kind
     help: str
@@ -34,12 +34,12 @@ BUDGET_KEYS: Mapping[str, Key] = MappingProxyType(
     {
         "tests": Key(
             kinds.TEXT,
-            "Pattern for the node id of a test, or for a file or class that contains the test.",
+            "Pattern for a test's node id, or for its file or class.",
             "needed",
         ),
     }
 )
-"""The keys of an entry in ``budget``, in addition to the arguments of the marker."""
+"""The keys for an entry in ``budget``, in addition to the arguments of the marker."""
 
 GPU_KEYS: Mapping[str, Key] = MappingProxyType(
     {
@@ -94,11 +94,11 @@ MODEL_KEYS: Mapping[str, Key] = MappingProxyType(
         "lora": Key(
             kinds.TEXT,
             'LoRA settings, `"r=8"`. The test then trains only the adapters, like `--lora` of [`gpumem '
-            "advise`](command-advise.md). A model that is not from transformers needs `targets=`.",
+            "advise`](command-advise.md). Models from other libraries than transformers need `targets=`.",
         ),
     }
 )
-"""The keys of an entry in ``models``, in addition to the arguments of the marker."""
+"""The keys for an entry in ``models``, in addition to the arguments of the marker."""
 
 _TOLERANCE = """
 ```toml
@@ -161,7 +161,7 @@ sms = 96
 A session reads the cards from the `pyproject.toml` of pytest's root directory. A command reads them from the nearest
 `pyproject.toml` with a table `[tool.gpumem]`, in the current folder or in a folder around it.
 
-A name has small letters, digits, `-` and `.`, and begins with a letter. A name that another card has is an error.
+A name has small letters, digits, `-` and `.`, and begins with a letter. The name of another card is an error.
 """
 _MODELS = """
 ```toml
@@ -230,13 +230,13 @@ OTHER_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
         "budget": Key(
             kinds.TABLES,
-            "Limits for all measured tests that match a pattern. An entry has the key `tests` and any arguments of the "
+            "Limits for all measured tests with a matching id. An entry has the key `tests` and any arguments of the "
             "[marker](marker.md).",
             details=_BUDGET,
         ),
         "mark": Key(
             kinds.PATTERNS,
-            "Patterns of tests that are measured as if they had `@pytest.mark.gpumem`.",
+            "Patterns for tests to measure as if they had `@pytest.mark.gpumem`.",
             details=_MARK,
         ),
         "gpus": Key(
@@ -252,4 +252,4 @@ OTHER_KEYS: Mapping[str, Key] = MappingProxyType(
         ),
     }
 )
-"""The keys of ``[tool.gpumem]`` that are not options."""
+"""The keys in ``[tool.gpumem]`` without an option."""

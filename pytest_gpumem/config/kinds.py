@@ -32,7 +32,7 @@ class Kind(NamedTuple):
     `SettingsError`."""
     choices: tuple[str, ...] | None = None
     is_array: bool = False
-    """True for an array of strings that are not empty. Such an option may be repeated."""
+    """True for an array of nonempty strings. Such an option may be repeated."""
     is_path: bool = False
     """True for a path. A relative path in pyproject.toml starts in the root directory, and a typed path in the current folder.
 

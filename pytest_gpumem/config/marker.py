@@ -46,7 +46,7 @@ def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
 
 
 TIMED_LIMITS = ("max_slowdown", "min_throughput")
-"""The arguments that limit the time of a step."""
+"""The arguments that limit a step's time."""
 
 
 def sets_itself(item: pytest.Item, limit: str) -> bool:
@@ -79,7 +79,7 @@ def remember_markers(item: pytest.Item) -> None:
 def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
     """Fail a test that got a marker too late to have an effect. Without a gate, only warn.
 
-    A gate must not silently pass a test that its author wanted to gate.
+    A gate must not silently pass a test although its author wanted to gate it.
     """
     if tuple(item.iter_markers(MARKER)) == item.stash.get(_MARKERS, ()):
         return

@@ -21,7 +21,7 @@ def _size(value: object) -> int:
 
 
 def _with_unit(value: object) -> str:
-    """Return the size that a number probably means: ``"6.5 GB"`` for 6.5, and ``"8.00 GB"`` for 8,000,000,000."""
+    """Return the probable size for a number: ``"6.5 GB"`` for 6.5, and ``"8.00 GB"`` for 8,000,000,000."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         return "6.5 GB"
     return f"{value:g} GB" if value < 10**6 else format_bytes(int(value))
@@ -37,7 +37,7 @@ class MarkerArgument(NamedTuple):
     """An argument of the marker ``gpumem``."""
 
     target: str
-    """The metric that the argument limits, or the field of `Budget` that it sets."""
+    """The limited metric, or the field in `Budget`."""
     read: Callable[[Any], object]
     """Returns the limit for a value. Raises ``ValueError`` for a wrong value."""
     example: str
@@ -74,9 +74,7 @@ MARKER_ARGUMENTS = {
         "The least `throughput`, in `samples/s`, `tokens/s`, `steps/s` or `items/s`. If the test gives `items=` as a number, "
         "this number counts for every unit. A test fails if none of its steps has the unit.",
     ),
-    "device": MarkerArgument(
-        "device", _device, '"cpu"', "The device that measures this test. It wins over `--gpumem-device`."
-    ),
+    "device": MarkerArgument("device", _device, '"cpu"', "The device for this test. It wins over `--gpumem-device`."),
 }
 """The arguments of the marker by name."""
 MARKER_DETAILS = """
@@ -88,7 +86,7 @@ from the closest marker that sets it. A `conftest.py` may add the marker in `pyt
 `pytest_collection_modifyitems`. A marker that is added later has no effect, and fails the test if the session gates.
 
 A size is a number and a unit: `B`, `kB`, `MB`, `GB`, `TB` (powers of 1000) or `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), in
-upper or lower case. `0` needs no unit. A value that equals its limit is allowed.
+upper or lower case. `0` needs no unit. A value equal to its limit is allowed.
 
 `max_slowdown` and `min_throughput` limit the steps that the fixture times. They are a usage error in a marker on a test without
 the fixture, because its call runs once and is not timed. An unknown argument or an unreadable value is a usage error at

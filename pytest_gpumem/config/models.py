@@ -50,7 +50,7 @@ class ModelStep:
 
     @property
     def matrix(self) -> str:
-        """The name that all configs of an entry share: ``"hf-tiny:openai-community/gpt2[4x128]"``."""
+        """The common name for all configs in an entry: ``"hf-tiny:openai-community/gpt2[4x128]"``."""
         return self._named(self._size)
 
     @property

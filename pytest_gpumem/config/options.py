@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
-"""The argument that pytest needs to collect an item: ``--gpumem-model=NAME`` for a model that is not in the settings."""
+"""pytest's argument for collecting an item: ``--gpumem-model=NAME`` for a model outside of the settings."""
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
 """An item's cell in its matrix, if the settings and not a marker make the matrix."""
 PARSER: pytest.StashKey[pytest.Parser] = pytest.StashKey()
@@ -77,7 +77,7 @@ class Option(NamedTuple):
 
     @property
     def negated(self) -> str:
-        """The form that switches a flag off: ``--no-gpumem-strict``."""
+        """The form for switching a flag off: ``--no-gpumem-strict``."""
         return f"--no-{self.flag[2:]}"
 
     @property

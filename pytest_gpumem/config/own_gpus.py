@@ -32,7 +32,7 @@ _MOST_NAME = 200
 
 
 def own_gpus(table: Mapping[str, Any], where: str) -> dict[str, Gpu]:
-    """Return the GPUs that a ``gpus`` table defines, by name.
+    """Return the GPUs in a ``gpus`` table, by name.
 
     Args:
         table: The table from TOML.
@@ -85,7 +85,7 @@ def _gpu(name: str, entry: Mapping[str, Any], place: str) -> Gpu:
 
 
 def _base(entry: Mapping[str, Any], place: str) -> Gpu:
-    """Return the GPU that has the missing figures: the entry's ``like``, or the first card with its compute capability."""
+    """Return the GPU for missing figures: the entry's ``like``, or the first card with its compute capability."""
     if "like" not in entry:
         for key, example in (("memory", "48GB"), ("capability", "8.9")):
             if key not in entry:

@@ -41,7 +41,7 @@ class ProjectFiles:
     settings_file: Path | None
     """The file with pytest's settings, for example pytest.ini."""
     of_addopts: Mapping[str, Any]
-    """Values of options in ``addopts`` by name; ``None`` for an option that is not set."""
+    """Values of options in ``addopts`` by name; ``None`` for an unset option."""
     of_user: Mapping[str, Any]
     """Values of options in ``PYTEST_ADDOPTS``, in the same form."""
     cache_dir: str

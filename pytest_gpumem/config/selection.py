@@ -91,7 +91,7 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
 
 
 def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> str:
-    """Return a clause on the device that a marker probably means.
+    """Return a clause on a marker's probable device.
 
     A marker cannot name an emulated GPU, because an emulated GPU replaces CUDA in the whole session.
     """
@@ -132,7 +132,7 @@ def without_group(item: pytest.Item) -> str:
 
 
 def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
-    """Add the marker to all test functions that match a pattern. Doctests and items of other kinds do not get it."""
+    """Add the marker to all test functions with a matching pattern. Doctests and items of other kinds do not get it."""
     for item in items:
         if isinstance(item, pytest.Function) and any(
             matches_test(pattern, without_group(item)) for pattern in patterns
@@ -147,7 +147,7 @@ def whole_files_of(config: pytest.Config, files: Iterable[str]) -> frozenset[str
 
 
 def _covers(config: pytest.Config, pattern: str) -> bool:
-    """Return whether a run has collected all tests that a pattern could match.
+    """Return whether a run has collected all possible matches of a pattern.
 
     For example, ``pytest tests/gpt`` covers ``tests/gpt/*::test_step``, but not ``tests/*::test_step``.
     """
@@ -169,7 +169,7 @@ def idle_patterns(
 ) -> tuple[str, ...]:
     """Return a sentence for each entry of ``budget`` and each pattern of ``mark`` without effect.
 
-    A pattern has no effect if it matches no test although this run has collected all tests that it could match. A budget also
+    A pattern has no effect if it matches no test although this run covers the pattern. A budget also
     has no effect if none of its tests is measured. A limit on times has no effect if none of its tests measures a step. A run
     that does not only collect whole folders reports nothing.
 

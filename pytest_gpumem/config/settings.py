@@ -73,7 +73,7 @@ class Settings:
     baseline: bool = False
     update: UpdateMode | None = None
     reason: str | None = None
-    """The reason for the changes that ``update`` writes, in one line."""
+    """The reason for the changes by ``update``, in one line."""
     store: str = DEFAULT_STORE
     """The folder or URL of the store. A relative path starts in ``store_base``."""
     store_base: Path = field(default_factory=Path)
@@ -93,7 +93,7 @@ class Settings:
     """The files for reports. Relative paths start in ``report_base``."""
     report_base: Path = field(default_factory=Path)
     model: tuple[ModelName, ...] = ()
-    """The models from the command line. A name that is a relative path starts in ``model_base``."""
+    """The models from the command line. A relative path as a name starts in ``model_base``."""
     model_base: Path = field(default_factory=Path)
     models: tuple[ModelStep, ...] = ()
     """Steps of named models in the settings. Relative paths start in the root directory."""
@@ -107,7 +107,7 @@ class Settings:
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
-    """Patterns of tests that are measured without the marker."""
+    """Patterns for tests to measure without the marker."""
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
     """The user's own GPUs for emulation, by name."""
     explicit: bool = False
@@ -174,7 +174,7 @@ def settings_of(config: pytest.Config) -> Settings:
 def settings_from(
     root: Path, started_in: Path, option_values: Mapping[str, Any], only_in_file: Collection[str] = ()
 ) -> Settings:
-    """Return the settings from the values of options and the pyproject.toml of the root directory.
+    """Return the settings from the options' values and the root directory's pyproject.toml.
 
     Args:
         root: pytest's root directory.

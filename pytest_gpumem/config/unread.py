@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TABLE = re.compile(rb"^[ \t]*\[\[?[ \t]*tool[ \t]*\.[ \t]*gpumem\b", re.MULTILINE)
 _HEADER = re.compile(rb"^[ \t]*\[\[?[ \t]*([\w.:\"' \t-]*(?:gpu|mem)[\w.:\"' \t-]*)\]", re.MULTILINE | re.IGNORECASE)
-"""The name of a table or section that could be meant for this plugin."""
+"""The name of a table or section, possibly meant for this plugin."""
 _RIGHT = "gpumem"
 _SIMILAR = 0.8
 """The least ratio of `difflib` for a mistyped name: "gpumen" has 0.83, "gpumon" 0.67."""
@@ -59,7 +59,7 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
 
 
 def _mistyped(path: Path) -> Iterator[str]:
-    """Yield the names of tables and sections that resemble this plugin's table, but are not read."""
+    """Yield the names of unread tables and sections if they resemble this plugin's table."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:

@@ -1,1 +1,1 @@
-"""The run of one measured test: hooks, ownership of bytes, measurements, verdicts and explanations."""
+"""Run a measured test: hooks, own bytes, measurements, verdicts and explanations."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 COMPOSITION = frozenset({"composition", "explanation"})
-"""Attributes of a `Measurement` that need an explained step.
+"""The `Measurement` attributes for which a step has to be explained.
 
 A step is explained if the test function reads one of them. If another module reads them, the test passes ``explain=True``.
 """
@@ -35,7 +35,7 @@ class ExplainPolicy:
     """The rules by which one test's measurements are explained, from ``--gpumem-explain``.
 
     Example:
-        Under ``on-failure``, a test that grows by 4 MB has the composition of its peak recorded, because the failure lists the
+        Under ``on-failure``, a test that needs 4 MB more has its peak's composition recorded, because the failure lists the
         tensors. A test without growth is not explained, unless its figures become a baseline or it reads
         ``measurement.composition``.
     """
@@ -64,7 +64,7 @@ class ExplainPolicy:
         return judging.measured.has_fixture and reads_any(getattr(judging.item, "function", None), COMPOSITION)
 
     def device_to_explain(self, judged: Judged) -> str | None:
-        """Return the GPU whose peak is explained: the first GPU that fails the test, or the GPU with the largest peak."""
+        """Return the GPU whose peak is explained: the GPU with a failing metric, or with the largest peak."""
         failing = self.judging.failing(self.judging.verdict([judged]))
         metrics = judged.verdict.metrics
         failed_on = (metric.gpu for metric in metrics if metric.outcome in failing and metric.gpu is not None)

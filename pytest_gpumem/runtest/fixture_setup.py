@@ -39,7 +39,7 @@ def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -
     Args:
         node: The module, or the folder with a conftest.
         lost: The reason for lost readings, as a clause from `Device.lost`; ``None`` if none were lost.
-        reads: The uncomputed values that were read, from `Device.take_reads`.
+        reads: The uncomputed values read during the import, from `Device.take_reads`.
     """
     if lost is not None:
         node.stash.setdefault(_LOST_BY_IMPORT, f"{lost} (while {node.nodeid or node.name} was collected)")
@@ -50,16 +50,16 @@ def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -
 class SharedFixtures:
     """Shared fixtures that are set up, with the readings lost (`Device.lost`) and values read (`Device.take_reads`) in each.
 
-    A fixture's problem is also the problem of each fixture and test that uses it. For example, if the set-up of a session
+    A fixture's problem is also a problem for each fixture and test with this fixture. For example, if the set-up of a session
     fixture ``model`` lost readings, all tests with ``model`` have no figures, until pytest tears ``model`` down.
     """
 
     _reasons: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
     """The reason for lost readings, by fixture."""
     _reason_stack: list[str | None] = field(default_factory=lambda: [None])
-    """Reasons for lost readings so far: first of the test, then of each shared fixture that is being set up."""
+    """Reasons for lost readings so far: the test's, then those of shared fixtures in their set-up, the innermost last."""
     _reads: dict[pytest.FixtureDef[Any], UnknownReads] = field(default_factory=dict)
-    """The uncomputed values that were read, by fixture."""
+    """The uncomputed values read, by fixture."""
     _reads_stack: list[UnknownReads] = field(default_factory=lambda: [NOTHING_READ])
     """Uncomputed values read so far, in the order of ``_reason_stack``."""
 
@@ -72,7 +72,7 @@ class SharedFixtures:
     def setting_up(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest, device: Device
     ) -> Iterator[None]:
-        """Record lost readings while the fixture is set up. They are also lost for the fixture or test that requested it."""
+        """Record lost readings while the fixture is set up. The requesting fixture or test has lost them as well."""
         lost_before = device.lost()
         self._reason_stack.append(None)
         self._reads_stack[-1] += device.take_reads()
@@ -92,18 +92,18 @@ class SharedFixtures:
                 self._reads[fixturedef] = sum((self._reads[used] for used in requested() if used in self._reads), reads)
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Forget a fixture that has been torn down."""
+        """Forget a fixture after its teardown."""
         self._reasons.pop(fixturedef, None)
         self._reads.pop(fixturedef, None)
 
     def lost(self, item: pytest.Item) -> str | None:
-        """Return why a test that was set up has no figures, as a clause; ``None`` if no readings were lost."""
+        """Return why a test has no figures after its set-up, as a clause; ``None`` if no readings were lost."""
         fixtures = (self._reasons[fixturedef] for fixturedef in _used(item, self._reasons))
         files = (node.stash[_LOST_BY_IMPORT] for node in item.listchain() if _LOST_BY_IMPORT in node.stash)
         return next(itertools.chain(files, fixtures), self._reason_stack[0])
 
     def reads(self, item: pytest.Item, device: Device) -> UnknownReads:
-        """Return the values that a test, its file and its fixtures have read so far."""
+        """Return the uncomputed values read so far by a test, its file and its fixtures."""
         self._reads_stack[0] += device.take_reads()
         files = (node.stash[_READ_BY_IMPORT] for node in item.listchain() if _READ_BY_IMPORT in node.stash)
         fixtures = (self._reads[fixturedef] for fixturedef in _used(item, self._reads))
@@ -111,14 +111,14 @@ class SharedFixtures:
 
 
 def _used(item: pytest.Item, among: Mapping[pytest.FixtureDef[Any], object]) -> Iterable[pytest.FixtureDef[Any]]:
-    """Return the fixtures in ``among`` that a test uses, by its arguments or by ``request.getfixturevalue``."""
+    """Return a test's fixtures in ``among``, from its arguments and ``request.getfixturevalue``."""
     requested = _definitions(getattr(item, "_request", None)).values()
     return dict.fromkeys([*fixtures_used(item, among), *(fixture for fixture in requested if fixture in among)])
 
 
 @contextmanager
 def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[pytest.FixtureDef[Any]]]]:
-    """Yield a function that returns the fixtures that ``getfixturevalue`` was called for within the context.
+    """Yield a function that returns the fixtures requested by ``getfixturevalue`` within the context.
 
     pytest has no hook for a fixture that exists already.
     """
@@ -137,7 +137,7 @@ def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[],
 
 
 def _definitions(request: object) -> Mapping[str, pytest.FixtureDef[Any]]:
-    """Return the fixtures that a test's request has resolved so far, by name. pytest has no public name for them."""
+    """Return the fixtures resolved so far by a test's request, by name. pytest has no public name for them."""
     definitions: Mapping[str, pytest.FixtureDef[Any]] = getattr(request, "_fixture_defs", {})
     return definitions
 
@@ -161,7 +161,7 @@ class FixtureSetup:
         """The measured test from its set-up to its teardown."""
 
     def begin(self, item: pytest.Item, device: Device) -> Ownership:
-        """Prepare for the set-up of a measured test, and return the ownership of bytes on its device."""
+        """Prepare for the set-up of a measured test, and return its device's ownership."""
         ownership = self._ownership(device)
         ownership.clear_left_gradients(item)
         self._heap.begin(device)
@@ -186,7 +186,7 @@ class FixtureSetup:
             return (yield from self._set_up(device, fixturedef, request, node if serves_measured_test else None))
         if not (is_shared and serves_measured_test):
             return (yield)
-        # A test that is not measured uses the fixture first.
+        # An unmeasured test uses the fixture first.
         try:
             device = self._devices.get(self._default_device)
             device.open()

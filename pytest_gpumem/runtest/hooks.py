@@ -54,7 +54,7 @@ _NO_DEVICE = pytest.StashKey[tuple[str, "TestVerdict"]]()
 """The reason why this machine lacks a test's device, and the verdict on the test."""
 _JUDGING = pytest.StashKey[Judging]()
 _VERDICT_RECORDED = "gpumem_verdict_recorded"
-"""An attribute of the exception that ends a test, if the test's verdict is recorded already."""
+"""The attribute of an exception that ends a test after its verdict was recorded."""
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
@@ -106,7 +106,7 @@ def _forget(item: pytest.Item) -> None:
 
 @dataclass(eq=False, repr=False)
 class Measuring:
-    """A plugin that is registered when measured tests were selected."""
+    """The plugin that measures tests. The session registers it if measured tests were selected."""
 
     config: pytest.Config
     settings: Settings
@@ -268,7 +268,7 @@ class Measuring:
     def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
         judging, (_, verdict) = item.stash[_JUDGING], item.stash[_NO_DEVICE]
         if measured.has_fixture:
-            # A test that the gate does not fail was skipped in its set-up.
+            # The set-up skips such a test, unless the gate fails it here.
             judging.conclude(verdict)
         result = yield
         judging.conclude(verdict)

@@ -51,7 +51,7 @@ NOT_TIMED = (
 _TIMES = frozenset(
     {*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "costs", "roi"}
 )
-"""Attributes of a `Measurement` that are times, or are computed from times."""
+"""The `Measurement` attributes with times, or with values computed from times."""
 
 _SINCE = pytest.StashKey[SinceBaselines]()
 
@@ -113,7 +113,7 @@ def fail_again(item: pytest.Item) -> None:
 
 
 def forget_verdict(item: pytest.Item) -> None:
-    """Remove the gate's failure and the verdict of an earlier run of the test."""
+    """Remove the gate's failure and the verdict from an earlier run."""
     if _FAILURE in item.stash:
         del item.stash[_FAILURE]
     _forget_properties(item)
@@ -155,7 +155,7 @@ def _has_verdict(item: pytest.Item) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A measurement's verdict, and the baseline that it was compared with."""
+    """A measurement's verdict, and the compared baseline."""
 
     verdict: Verdict
     baseline: Baseline | NoBaseline | None
@@ -228,12 +228,12 @@ class Judging:
         )
 
     def missing(self, judged: Sequence[Judged], slug: str) -> tuple[str, ...]:
-        """Return the names of measurements with baselines that the test, at the end of its call, has not taken.
+        """Return the names of baselines for which the test, at the end of its call, has no measurement.
 
         A measurement without some of its baseline's counts is missing as well, for example ``train_step (FLOPs, syncs)``.
 
         Args:
-            judged: The measurements that the test took.
+            judged: The test's measurements.
             slug: The device's slug.
         """
         if not self._compares:
@@ -311,7 +311,7 @@ class Judging:
         )
 
     def _functions(self) -> list[object]:
-        """Return the functions of the test and of its fixtures."""
+        """Return the functions of the test and its fixtures."""
         definitions_by_name = getattr(getattr(self.item, "_fixtureinfo", None), "name2fixturedefs", {})
         fixtures = [fixturedef.func for definitions in definitions_by_name.values() for fixturedef in definitions]
         return [getattr(self.item, "function", None), *fixtures]
@@ -368,7 +368,7 @@ class Judging:
             raise failure from None
 
     def _with_changed_lines(self, verdict: TestVerdict) -> TestVerdict:
-        """Return the verdict with marks on the lines that changed since the baseline, for metrics that got worse."""
+        """Return the verdict with marks on lines changed since the baseline, for worse metrics."""
         verdicts = []
         for measurement_verdict in verdict.verdicts:
             if any(metric.outcome in WORSE for metric in measurement_verdict.metrics):
@@ -387,7 +387,7 @@ class Judging:
 
     @property
     def _since(self) -> SinceBaselines:
-        """The lines that have changed since the baselines of this session."""
+        """The lines changed since this session's baselines."""
         stash = self.config.stash
         if _SINCE not in stash:
             stash[_SINCE] = SinceBaselines(self.config.rootpath, self.store.folder)
@@ -418,7 +418,7 @@ class Judging:
         return verdict if idle is None else replace(verdict, failure=idle)
 
     def _accept_all(self) -> str:
-        """Return the command that accepts all figures of the test under its new name."""
+        """Return the command for accepting all figures of the test under its new name."""
         argument = self.item.stash.get(ARGUMENT, None) or self._path_from_here(
             f"{self.measured.file}::{self.measured.test}"
         )
@@ -489,7 +489,7 @@ class Judging:
 
 
 def _uncounted(judged: Judged) -> list[str]:
-    """Return the titles of counts that the baseline has and the measurement lacks, if both ran the same workload."""
+    """Return the titles of the baseline's counts without a value in the measurement, if both ran the same workload."""
     baseline, measurement = judged.baseline, judged.measurement
     if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
         return []

@@ -30,7 +30,7 @@ class Loading(Generic[T]):
     """The result of `Gpumem.load`."""
 
     value: T
-    """The object that the factory returned."""
+    """The factory's result."""
     measurement: Measurement
     """The measurement of the loading."""
 
@@ -98,7 +98,7 @@ class _RepeatedLoading:
         return [str(device.torch_device) for device in self._run.device.everywhere]
 
     def loaded(self, value: object) -> dict[str, int]:
-        """Return the bytes that a loaded object holds, by device."""
+        """Return the bytes of a loaded object, by device."""
         tensors = list(reachable_tensors([value]))
         devices = self._run.device.everywhere
         blocks = [blocks_of(tensors, device.torch_device) if device.is_used else {} for device in devices]

@@ -1,9 +1,9 @@
 """Decide which live bytes belong to a test.
 
-A test owns the bytes that its fixtures hold when its call begins, and the bytes that it allocates itself. All other live
+A test owns the bytes of its fixtures when its call begins, and its own allocations. All other live
 bytes are subtracted from its figures, so the figures do not depend on earlier tests.
 
-For example, 10 MB are live when a test's call begins: 6 MB in a session fixture ``model`` that the test uses, and 4 MB in a
+For example, 10 MB are live when a test's call begins: 6 MB in its session fixture ``model``, and 4 MB in a
 session fixture of other tests. The test allocates 3 MB more, so its peak is 9 MB.
 """
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FixtureNote:
-    """State of a fixture at the end of its set-up."""
+    """A fixture's state after its set-up."""
 
     hidden: int
-    """Bytes that the fixture keeps, but that cannot be reached from its value: in a generator's locals, or in a global."""
+    """The fixture's bytes outside of its value, for example in a generator's locals or in a global."""
     gradients: tuple[weakref.ref[torch.Tensor], ...]
-    """The gradients that the set-up created."""
+    """The gradients from the set-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnBytes:
-    """The bytes that belong to a test."""
+    """A test's own bytes."""
 
     blocks: Blocks
-    """The blocks that can be reached from its fixtures."""
+    """The blocks reachable from its fixtures."""
     hidden: int
-    """Bytes that its fixtures keep in other places (`FixtureNote.hidden`)."""
+    """Bytes of its fixtures in other places (`FixtureNote.hidden`)."""
 
     @property
     def total(self) -> int:
@@ -52,14 +52,14 @@ class OwnBytes:
 
 @dataclass
 class Ownership:
-    """The fixtures that are set up on one device, and the bytes that belong to tests through them."""
+    """The current fixtures on one device, and the test's own bytes through them."""
 
     device: Device
     others: tuple[Ownership, ...] = ()
     """The ownerships of the device's `others`. Each fixture's set-up is recorded on them as well."""
     _notes: dict[pytest.FixtureDef[Any], FixtureNote] = field(default_factory=dict)
     _nested_gains: list[int] = field(default_factory=list)
-    """For each fixture that is being set up, the bytes gained by fixtures that it requested, the innermost last."""
+    """For each fixture in its set-up, the bytes gained by its requested fixtures, the innermost last."""
 
     @contextmanager
     def setting_up(
@@ -67,10 +67,10 @@ class Ownership:
     ) -> Iterator[Callable[[object], None]]:
         """Record the bytes of a fixture while it is set up for ``node``. Yield a function that takes the fixture's value.
 
-        The bytes of fixtures that it requests meanwhile (``getfixturevalue``) are not its own.
+        Bytes from fixtures requested meanwhile (``getfixturevalue``) belong to these fixtures.
 
         Example:
-            A fixture ``model`` allocates 6 MB: 5 MB in the module that it returns, and 1 MB in a local variable of its
+            A fixture ``model`` allocates 6 MB: 5 MB in its value, a module, and 1 MB in a local variable of its
             generator. Its note has 1 MB as ``hidden``, and the 5 MB are found by its value.
         """
         with ExitStack() as stack:
@@ -116,12 +116,12 @@ class Ownership:
         self._notes[fixturedef] = FixtureNote(hidden, tuple(map(weakref.ref, gradients)))
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Forget a fixture that has been torn down."""
+        """Forget a fixture after its teardown."""
         for ownership in self.everywhere:
             ownership._notes.pop(fixturedef, None)  # noqa: SLF001 - an instance of this class
 
     def clear_left_gradients(self, item: pytest.Item) -> None:
-        """Clear the gradients that earlier tests left on shared fixtures, before ``item`` is set up.
+        """Clear earlier tests' gradients on shared fixtures, before ``item`` is set up.
 
         If ``item`` ran first, these gradients would not exist, and accumulating into a gradient takes more memory than
         creating it. Gradients from the set-up of a fixture stay.
@@ -147,7 +147,7 @@ class Ownership:
         )
 
     def values(self, item: pytest.Item) -> list[object]:
-        """Return the values that the test can reach: its arguments, its class's attributes, and the values of its fixtures."""
+        """Return the values in reach of the test: its arguments, its class's attributes, and its fixtures' values."""
         return [*_values_of(item), *map(_value_of, self._serving(item))]
 
     def storages(self, item: pytest.Item) -> Iterator[torch.UntypedStorage]:
@@ -155,7 +155,7 @@ class Ownership:
         return storages_of(reachable_tensors(self.values(item)), self.device.torch_device)
 
     def _serving(self, item: pytest.Item) -> dict[pytest.FixtureDef[Any], FixtureNote]:
-        """Return the fixtures that ``item`` uses."""
+        """Return the fixtures of ``item``."""
         return {fixturedef: self._notes[fixturedef] for fixturedef in fixtures_used(item, self._notes)}
 
     def _blocks(self, values: Iterable[object]) -> Blocks:
@@ -166,7 +166,7 @@ class Ownership:
 
 
 def fixtures_used(item: pytest.Item, among: Iterable[pytest.FixtureDef[Any]]) -> list[pytest.FixtureDef[Any]]:
-    """Return the fixtures in ``among`` that ``item`` uses.
+    """Return the fixtures of ``item`` in ``among``.
 
     An overridden fixture is used only if the overriding fixture requests it. For example, a module's ``model(model)`` uses the
     ``model`` in conftest.py, and a module's ``model()`` does not.
@@ -200,7 +200,7 @@ def _value_of(fixturedef: pytest.FixtureDef[Any]) -> object:
 
 
 def _resolved(item: pytest.Item) -> set[pytest.FixtureDef[Any]] | None:
-    """Return the fixtures that pytest resolved for the test's arguments; ``None`` for an item without fixtures.
+    """Return pytest's fixtures for the test's arguments; ``None`` for an item without fixtures.
 
     pytest has no public name for them. If a name has several definitions, the last is the closest to the test. An earlier
     definition is used only if the next closer definition requests a fixture of its own name.
@@ -229,7 +229,7 @@ def _values_of(item: pytest.Item) -> list[object]:
 
 
 def _class_values(node: pytest.Item | pytest.Collector | None) -> list[object]:
-    """Return the values that ``setUpClass``, ``setup_class`` and ``setup_method`` keep: class attributes and the instance."""
+    """Return values from ``setUpClass``, ``setup_class`` and ``setup_method``: class attributes and the instance."""
     owner = getattr(node, "cls", None)
     if owner is None:
         return []

@@ -1,4 +1,4 @@
-"""The state of one measured test while it runs: its device, its own bytes, and its measurements so far."""
+"""The running measured test: its device, its own bytes, and its measurements so far."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TestRun:
     _ownership: Ownership
     _environment: Environment
     _reads: Callable[[], UnknownReads]
-    """Returns the uncomputed values that the test and its fixtures have read so far."""
+    """Returns the uncomputed values read so far by the test and its fixtures."""
     judged: list[Judged] = field(default_factory=list)
     """The measurements with their verdicts."""
     relations: int = 0
@@ -81,14 +81,14 @@ class TestRun:
     _random: RandomNumbers | None = None
     """The state of random numbers when the call began."""
     _known_at_call: BlockIds = frozenset()
-    """The blocks that the device knew when the call began."""
+    """The device's known blocks when the call began."""
     _made_by_call: TensorsMadeBy | None = None
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
     """The current measurement, as the text of its call: ``"gpumem.measure('forward')"``. Only nested regions add more."""
     _nested: MeasuringError | None = None
-    """The error of a measurement that was nested in the current measurement."""
+    """The error from a measurement within the current measurement."""
 
     def __post_init__(self) -> None:
         self.item, self.device = self.judging.item, self.context.device
@@ -114,7 +114,7 @@ class TestRun:
         return replace(self.judging.measured.not_measured(why), missing=missing)
 
     def begin_call(self) -> None:
-        """Prepare for the call. Bytes that are allocated after this method belong to the test."""
+        """Prepare for the call. Later allocations belong to the test."""
         self.is_called = True
         self.device.quiesce()
         self._random = RandomNumbers.now(self.device)
@@ -129,20 +129,20 @@ class TestRun:
 
     @property
     def not_own(self) -> tuple[int, ...]:
-        """The live bytes at the begin of the call that belong neither to the test nor to its fixtures, on each device."""
+        """The live bytes outside of the test and its fixtures when the call began, on each device."""
         if self._at_call is None:
             raise RuntimeError("the test's call has not begun")
         return tuple(live - own for own, live in zip(*self._at_call, strict=True))
 
     def _own_bytes(self) -> list[int]:
-        """Return the bytes that belong to the test now, on each device of `Device.everywhere`."""
+        """Return the test's current own bytes, on each device of `Device.everywhere`."""
         return [
             ownership.own(self.item).total if ownership.device.is_used else 0
             for ownership in self._ownership.everywhere
         ]
 
     def reached(self, values: Sequence[object]) -> list[int]:
-        """Return the bytes on each device that can be reached from ``values`` or belong to the test."""
+        """Return the bytes reachable from ``values`` or from the test, on each device."""
         tensors = list(reachable_tensors([*self._ownership.values(self.item), *values]))
         return [
             sum(blocks_of(tensors, device.torch_device).values()) if device.is_used else 0
@@ -150,9 +150,9 @@ class TestRun:
         ]
 
     def blocks_not_own(self) -> frozenset[int]:
-        """Return the addresses of live tensors that belong neither to the test nor to its fixtures.
+        """Return the addresses of live tensors outside of the test and its fixtures.
 
-        Only tensors that Python can find are among them.
+        Only tensors known to Python are among them.
         """
         import torch
 
@@ -177,7 +177,7 @@ class TestRun:
         outer measurement raises it again.
 
         Args:
-            method: The fixture method that the test called: ``"train_step"``.
+            method: The called fixture method: ``"train_step"``.
             name: The name of the measurement, if the test gave one.
 
         Raises:
@@ -206,7 +206,7 @@ class TestRun:
 
     @contextmanager
     def tracked(self) -> Iterator[Callable[[], ByDevice]]:
-        """Measure the test's call. Yield a function that returns the figures after the call has ended.
+        """Measure the test's call. Yield a function for the figures, to be called after the test's call.
 
         The context begins right after `begin_call`, and uses its readings.
         """
@@ -241,7 +241,7 @@ class TestRun:
         return self._noted(judged, self._left_by(new_tensors, device))
 
     def _noted(self, judged: Judged, left: LeftByRun | None) -> Judged:
-        """Return a measurement without an explanation, with notes on the holders of the tensors that it ``left``."""
+        """Return a measurement without an explanation, with notes on the holders of retained tensors (``left``)."""
         measurement, holders = judged.measurement, () if left is None else left.holders(is_once=True)
         notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
         return judged.explained(replace(measurement, notes=notes))
@@ -321,7 +321,7 @@ class TestRun:
         return measurement
 
     def judge_figures(self, workload: Workload, figures: ByDevice, name: str | None = None) -> Judged:
-        """Judge the figures of code that ran once: a call, a region or a loading."""
+        """Judge the figures of a call, a region or a loading, which run once."""
         metrics = {device: memory.memory_metrics() for device, memory in figures.items()}
         measurement = self._new_measurement(
             workload,
@@ -433,7 +433,7 @@ class TestRun:
             judged: The measurement, with its verdict.
             subject: Returns the subject to record on a device of `Device.everywhere`.
             explain: Whether to explain the code; ``None`` if the verdict and the settings decide.
-            new_tensors: The tensors that the first run made. If some are retained, their holders are searched for before the
+            new_tensors: The new tensors from the first run. If some are retained, their holders are searched for before the
                 second run.
 
         Returns:
@@ -457,7 +457,7 @@ class TestRun:
         return self._with_packages(self._explained(judged, explanation, explain), sites)
 
     def _left_by(self, new_tensors: TensorsMadeBy | None, device: Device) -> LeftByRun | None:
-        """Return the tensors that a call or a region left on a device. Call it before other code of the test runs."""
+        """Return the tensors retained by a call or a region on a device. Call it before other code of the test runs."""
         if new_tensors is None:
             return None
         own = self._ownership.everywhere[self.device.everywhere.index(device)].storages(self.item)
@@ -495,7 +495,7 @@ class TestRun:
         return judged.explained(replace(judged.measurement, environment=environment))
 
     def explain_call_out_of_memory(self, error: BaseException) -> None:
-        """Run a call that ran out of memory once more, recorded, and report the largest rows of memory."""
+        """After an out-of-memory error in the call, run it once more, recorded, and report the largest rows."""
         if not self.measures_itself and self._at_call is not None:
             self.explain_out_of_memory(error, self._call_subject)
 
@@ -564,7 +564,7 @@ class TestRun:
         self._errors += errors
 
     def release(self) -> None:
-        """Release the objects that the test's errors and this run keep alive."""
+        """Release the objects in this run and in the tracebacks of the test's errors."""
         for error in self._errors:
             clear_frames(error)
         self._errors.clear()

@@ -1,4 +1,4 @@
-"""Find the lines that have changed since a baseline was accepted. git runs only if a test is worse."""
+"""Find the lines changed since a baseline was accepted. git runs only if a test is worse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAILURES = (GitError, OSError, ValueError)
 
 @dataclass(frozen=True)
 class SinceBaselines:
-    """The lines that have changed since baselines were accepted. git runs only if a verdict needs marks.
+    """The lines changed since baselines were accepted. git runs only if a verdict needs marks.
 
     Example:
         A commit ``4f2c1a9`` wrote ``peak_allocated = 280000`` into the store, and the checked-out code needs 380,000 bytes.
@@ -40,7 +40,7 @@ class SinceBaselines:
     _histories: dict[str, tuple[list[FileChange], dict[str, bytes]]] = field(default_factory=dict)
 
     def marked(self, verdict: Verdict, key: Key, slug: str) -> Verdict:
-        """Return a verdict whose increases name the lines that have changed since its baseline.
+        """Return a verdict whose increases name the lines changed since its baseline.
 
         Without the baseline's code, for example in a shallow clone, the verdict has no marks.
 
@@ -71,7 +71,7 @@ class SinceBaselines:
         return self._tops[0]
 
     def _since(self, commit: str | None) -> ChangedCode | None:
-        """Return the lines that have changed since a commit; ``None`` if the clone lacks the commit."""
+        """Return the lines changed since a commit; ``None`` if the clone lacks the commit."""
         if commit is None or self._top is None:
             return None
         if commit not in self._commits:
@@ -83,7 +83,7 @@ class SinceBaselines:
     def _accepted_in(self, key: Key, slug: str) -> str | None:
         """Return the commit that wrote a baseline in its current form; ``None`` if no known commit did.
 
-        An entry names the commit that was checked out when the entry was written. The accepted change is often committed
+        An entry names the checked-out commit at its time. The accepted change is often committed
         later, together with its baselines.
         """
         if self.store is None or self._top is None:

@@ -1,4 +1,4 @@
-"""Measure the steps of a loop that the test runs itself, by watching its optimizers.
+"""Measure the steps of a test's own loop, by watching its optimizers.
 
 For example, ``optimizer.step()`` in the loop ends a step, and the plugin reads the step's memory before the loop goes on.
 """
@@ -39,7 +39,7 @@ NOT_ITERABLE = (
 
 
 class MeasuredLoop:
-    """The steps of a loop that `Gpumem.loop` measures."""
+    """The loop within `Gpumem.loop`."""
 
     def __init__(
         self, run: TestRun, steps: int, name: str | None, items: float | None, *, explain: bool | None

@@ -75,7 +75,7 @@ class Controller:
         self._errors.append(error)
 
     def select(self, selection: Selection) -> None:
-        """Store the selection of a process that has collected tests. All workers have the same selection."""
+        """Store a process's selection after its collection. All workers have the same selection."""
         self._selection = selection
         if self._selected():
             self._files.begin()
@@ -173,7 +173,7 @@ class Controller:
             self._errors.append("another plugin made the session red, and no test did")
             self.report = replace(self.report, errors=tuple(self._errors))
         self._errors += self._files.write(self.report)
-        # `write` returns errors of files that could not be written. The written files have all earlier errors.
+        # `write` returns errors for unwritten files. The written files have all earlier errors.
         self.report = replace(self.report, errors=tuple(self._errors))
         self._keep(self.report)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
@@ -319,7 +319,7 @@ class Controller:
                 self._closing.append(f"{title}: the peaks of {counted(count, 'measurement')} may be too low: {why}")
 
     def _selected(self) -> int:
-        """Return the number of measured tests that were selected to run."""
+        """Return the number of selected measured tests."""
         if self._selection is None or self._config.option.collectonly:
             return 0
         return len(self._selection.measured)

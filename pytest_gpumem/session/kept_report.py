@@ -19,7 +19,7 @@ _FOLDER, _FILE = "gpumem", "report.json"
 
 
 def keep(config: pytest.Config, report: SessionReport) -> str | None:
-    """Keep the report of a session for later, in place of the previous report.
+    """Keep a session's report for later, and replace the previous report.
 
     A session without a result keeps the previous report. If the cache cannot be written, no report is kept, and the session
     does not fail.

@@ -1,4 +1,4 @@
-"""Name the test files with baselines that settings leave out of a run without a typed selection.
+"""Name test files with baselines if settings leave them out of a run without a typed selection.
 
 Example: ``tests/test_gpt.py was not collected (left out by testpaths), and 2 tests in it have baselines on cpu-x86_64: let
 pytest collect the file, or delete cpu-x86_64/tests/test_gpt.py.toml from the store``.
@@ -122,7 +122,7 @@ def deselected(config: pytest.Config, tests: Collection[Test], stored: StoreHere
 def left_out_by_name(
     config: pytest.Config, stored: Iterable[tuple[str, Key]], tests: Collection[Test], files: Collection[str]
 ) -> dict[Test, str]:
-    """Return tests that exist in the modules of collected files but were not collected, each with the responsible setting.
+    """Return uncollected tests in the modules of collected files, each with the responsible setting.
 
     For example, ``python_functions = check_*`` leaves out ``test_it``. Deleted tests are not returned.
 
@@ -150,10 +150,10 @@ def left_out_by_name(
 
 
 def uncollected(settings: Mapping[Test, str], stored: StoreHere) -> tuple[str, ...]:
-    """Return a sentence for each setting of names that leaves out tests with baselines.
+    """Return a sentence for each setting of names by which tests with baselines are left out.
 
     Args:
-        settings: The tests, each with the setting that leaves it out.
+        settings: The left-out tests, each with its setting.
         stored: The baselines for this session.
     """
     idle = sorted(tests_in({file for file, _ in settings}, stored) & settings.keys())
@@ -194,7 +194,7 @@ def _tests_were(participle: str, tests: Collection[Test]) -> str:
 
 
 def selecting_options(config: pytest.Config) -> str | None:
-    """Return the options in ``addopts`` that deselect tests: ``"-k of addopts"``; ``None`` if there are none."""
+    """Return the deselecting options in ``addopts``: ``"-k of addopts"``; ``None`` if there are none."""
     options = [
         word
         for word, name in (
@@ -210,7 +210,7 @@ def selecting_options(config: pytest.Config) -> str | None:
 
 
 def setting_that_leaves_out(config: pytest.Config, file: str) -> str | None:
-    """Return the pytest setting that leaves out a test file, for example ``"testpaths"``; ``None`` if it is not clear."""
+    """Return the pytest setting by which a test file is left out, for example ``"testpaths"``; ``None`` if it is not clear."""
     root, path = config.rootpath, config.rootpath / file
     starts = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
     if not any(path.resolve().is_relative_to(start) for start in starts):

@@ -1,6 +1,6 @@
 """Find tests with baselines that have lost the marker and the fixture, and fail them in a gate.
 
-Only a test that comes to the end of its call fails by this. A skipped test keeps its outcome.
+The failure comes at the end of the test's call, so a skipped test keeps its outcome.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Names = tuple[str, ...]
 def no_longer_measured(
     items: Iterable[pytest.Item], stored: StoreHere
 ) -> dict[pytest.Item, tuple[MeasuredTest, Names]]:
-    """Return the unmeasured tests among ``items`` that have baselines, with the names of their measurements.
+    """Return the unmeasured tests with baselines among ``items``, with the names of their measurements.
 
     Args:
         items: The selected tests.

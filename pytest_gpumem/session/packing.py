@@ -1,6 +1,6 @@
 """Plan how measured tests share a GPU (``--gpumem-pack``): by their known peaks, the largest first.
 
-For example, on an 80 GB GPU four workers run tests that need 30, 30, 12 and 8 GB at the same time. A test that needs 40 GB
+For example, on an 80 GB GPU four workers run tests that need 30, 30, 12 and 8 GB at the same time. A further test with 40 GB
 waits until enough memory is free.
 """
 
@@ -40,11 +40,11 @@ class GpuShare:
 
     memory: SharedMemory
     needed: int | None
-    """Bytes that the test needs in addition to the memory of its process; ``None`` if it needs the whole GPU."""
+    """The test's bytes in addition to its process's memory; ``None`` if it needs the whole GPU."""
     why_alone: WhyAlone | None = None
     """The reason why the test has the whole GPU."""
     largest_need: int | None = None
-    """The bytes that the test needs at most on any GPU with baselines. They order the tests in the same way in all workers."""
+    """The test's largest need on any GPU with baselines. They order the tests in the same way in all workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Packed:
 
     sharing: int = 0
     alone: tuple[tuple[WhyAlone, str], ...] = ()
-    """The tests that had the whole GPU, each with the reason."""
+    """The tests with a whole GPU, each with the reason."""
     repeated: frozenset[str] = frozenset()
     """The tests that exceeded their reserved memory, and ran once more with the whole GPU."""
     not_shared: frozenset[str] = frozenset()
-    """Clauses that say why tests share nothing on a device."""
+    """Reasons why tests share nothing on a device, as clauses."""
 
     def merged(self, other: Packed) -> Packed:
         """Return the combined figures of two workers in one session."""
@@ -91,7 +91,7 @@ NOT_AMONG_RANKS = Packed(not_shared=frozenset({"ranks share no GPU, as torchrun 
 
 
 def needed_bytes(budget: Budget, stored: Iterable[Baseline]) -> int | None:
-    """Return the bytes that a test needs on a GPU; ``None`` if its peak is not known.
+    """Return the bytes needed by a test on a GPU; ``None`` if its peak is not known.
 
     The peak is the largest in the test's baselines, or the limit in its budget if it has no baseline. Reserved bytes
     (``peak_reserved``, ``max_reserved``) count before allocated bytes. The tolerance of ``peak_reserved`` is added, 2 % and at
@@ -116,7 +116,7 @@ def _peak(bytes_by_metric: Mapping[str, float]) -> float | None:
 def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, GpuShare]) -> list[pytest.Item]:
     """Return the tests in the order in which they should run.
 
-    Tests that share a GPU come first, by their largest need. Tests without a GPU follow, and then the tests that need a whole
+    Tests with a shared GPU come first, by their largest need. Tests without a GPU follow, and then the tests with a whole
     GPU. Workers may have different GPUs and pytest-xdist needs the same order in all of them, so the needs on this worker's GPU
     do not decide.
     """
@@ -146,7 +146,7 @@ class Planner:
         self.not_shared: set[str] = set()
 
     def shares(self, measured: Mapping[pytest.Item, MeasuredTest]) -> dict[pytest.Item, GpuShare]:
-        """Return the shares of the tests on shared devices, and enter this process in the ledgers of these devices."""
+        """Return the shares of tests on shared devices, and enter this process in the devices' ledgers."""
         shares = {}
         for item, test in measured.items():
             try:

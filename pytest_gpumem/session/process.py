@@ -51,10 +51,10 @@ class GpumemSession:
 
         Args:
             config: pytest's configuration.
-            files: The files and folders that were collected without an error. This set and the next two grow during the
+            files: The files and folders collected without an error. This set and the next two grow during the
                 collection.
             not_collected: The files and folders with an error.
-            skipped: The files that skipped themselves.
+            skipped: The files skipped by themselves.
 
         Raises:
             pytest.UsageError: A setting is wrong, or the store is broken.
@@ -130,7 +130,7 @@ class GpumemSession:
         return self._config.rootpath
 
     def mark(self, items: list[pytest.Item]) -> None:
-        """Give the marker to the tests that the settings name."""
+        """Add the marker to the tests named by the settings."""
         mark(items, self.settings.mark)
 
     def keep_measured(self, items: list[pytest.Item]) -> None:
@@ -236,7 +236,7 @@ class GpumemSession:
                     self._controller.packs(lambda: NOT_AMONG_RANKS)
 
     def _settings_without_effect(self, everything: list[pytest.Item], *, is_measured: bool) -> tuple[str, ...]:
-        """Return sentences on patterns without effect, and on a table of settings that this run does not read."""
+        """Return sentences on patterns without effect, and on an unread table of settings."""
         idle = idle_patterns(self.settings, everything, self._measured, self._config)
         unread = unread_settings(self._config) if is_measured or self._gate_typed else None
         return (*idle, *([] if unread is None else [unread]))
@@ -244,7 +244,7 @@ class GpumemSession:
     def _no_longer_measured(
         self, items: list[pytest.Item]
     ) -> Mapping[pytest.Item, tuple[MeasuredTest, tuple[str, ...]]]:
-        """Return the selected tests that are not measured but have baselines, with the names of their measurements."""
+        """Return the selected unmeasured tests with baselines, with the names of their measurements."""
         if not (self.settings.baseline or self.settings.update) or self._config.option.collectonly:
             return {}
         from pytest_gpumem.baselines.errors import BackendError, StoreError
@@ -416,7 +416,7 @@ class GpumemSession:
         return frozenset(without_group(item) for item, device in devices.items() if device in absent)
 
     def present_devices(self) -> frozenset[str]:
-        """Return the slugs of the devices that this machine has."""
+        """Return the slugs of this machine's devices."""
         from pytest_gpumem.devices.registry import slugs_of
 
         device_factories = self._device_factories()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.rank_session import RankSession
 
 _MOST_TEXT = 20_000
-"""Characters of an exception's text that other ranks get. A longer text loses its beginning."""
+"""The most characters of an exception's text for other ranks. A longer text loses its beginning."""
 _LEAVES = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
 """Exceptions that end the session, not only a test."""
 
@@ -38,11 +38,11 @@ class RankHooks:
     """The connection to the other ranks."""
     measured: Mapping[pytest.Item, MeasuredTest]
     tell: Callable[[str], object]
-    """Called on rank 0 with each error on another rank that makes the session red."""
+    """Called on rank 0 with each session error from another rank."""
     current: MeasuredTest | None = None
     """The running measured test."""
     _failed: list[str] = field(default_factory=list)
-    """Failures on this rank that no verdict contains, each as a clause."""
+    """Failures on this rank outside of any verdict, each as a clause."""
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.ranks.watch import Watch
 
 _MOST_SHOWN = 5
-"""The most tests that a message names if ranks selected different tests."""
+"""The most tests in a message on different selections."""
 
 
 class RankSession(OneProcess):
@@ -78,7 +78,7 @@ class RankSession(OneProcess):
         Args:
             tests: The ids of this rank's tests, in their order.
             measured: The ids of the measured tests among them.
-            not_collected: The files that this rank could not collect.
+            not_collected: This rank's files with errors in their collection.
         """
         selections = self.consensus.exchange([list(tests), list(measured), list(not_collected)])
         tests_of_first, measured_on_first, not_collected_on_first = selections[0]
@@ -151,7 +151,7 @@ class RankSession(OneProcess):
         """Tell the other ranks that this rank runs no more tests.
 
         Args:
-            failed: The failures on this rank that no verdict contains, each as a clause.
+            failed: The failures on this rank outside of any verdict, each as a clause.
             ended_early: Why this rank did not run all of its tests; ``None`` if it did.
         """
         self._has_sent_end = True
@@ -176,7 +176,7 @@ class RankSession(OneProcess):
             if not self._has_sent_end:
                 with suppress(BoardError):
                     self.end_tests([], "its session ended before its first test")
-            # Rank 0 may serve the ranks' key-value store. It need not wait for ranks that have seen that it is about to exit.
+            # Rank 0 may serve the ranks' key-value store. It need not wait for ranks after they have seen its entry.
             with suppress(BoardError):
                 self.consensus.leave()
         finally:
@@ -211,8 +211,8 @@ def differing_text(
         rank: The rank.
         tests_of_first: Rank 0's tests.
         tests_of_rank: The rank's tests.
-        files: The files that the rank could not collect.
-        files_of_first: The files that rank 0 could not collect.
+        files: The rank's files with errors in their collection.
+        files_of_first: Rank 0's files with errors in their collection.
 
     Returns:
         For example, ``rank 1 of 2 selected other tests than rank 0: it lacks test_it.py::test_b. Every rank has to select the

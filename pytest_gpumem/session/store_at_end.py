@@ -36,7 +36,7 @@ class StoreUpdate:
     lines: list[str]
     """Lines on the update, for the end of the session."""
     results: list[TestResult]
-    """The session's results. ``unwritten`` is set in results that could not be written."""
+    """The session's results. Unwritten results have ``unwritten`` set."""
     error: str | None = None
     """The reason why not everything was written, as a sentence."""
 
@@ -57,7 +57,7 @@ class StoreAtEnd:
         return None if restore is None else f"{settings.store} is gone, and git has it: `{restore}` restores it"
 
     def write(self, results: list[TestResult], mode: UpdateMode) -> StoreUpdate:
-        """Write the results that ``mode`` accepts. Errors of the store are part of the returned value."""
+        """Write the results that ``mode`` accepts. The returned value contains errors of the store."""
         try:
             return StoreUpdate(self._write(results, mode), results)
         except IncompleteChangeError as error:
@@ -107,7 +107,7 @@ class StoreAtEnd:
             return ()
         unused_keys = unused(
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
-            # An update reports tests that are not measured any more in a line of its own.
+            # An update reports no longer measured tests in a line of its own.
             measured=selection.measured
             | selection.uncollected
             | {(result.verdict.file, result.verdict.test) for result in results},
@@ -159,7 +159,7 @@ class StoreAtEnd:
 
 
 def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
-    """Return a line on tests that have baselines but measured nothing. No update changes such baselines."""
+    """Return a line on tests with baselines but without a measurement. No update changes such baselines."""
     tests = [result.verdict for result in results if result.verdict.missing and not result.verdict.verdicts]
     if not tests:
         return []

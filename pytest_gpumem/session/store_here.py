@@ -33,7 +33,7 @@ class StoreHere:
     _slugs: dict[str | None, str | None] = field(default_factory=dict, init=False)
 
     def files(self) -> set[str]:
-        """Return the test files that have baselines on any device."""
+        """Return the test files with baselines on any device."""
         return self.store.files()
 
     def keys(self, files: Collection[str]) -> list[tuple[str, Key]]:

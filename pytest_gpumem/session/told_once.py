@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 MOST_SHORT = 20
-"""The most shortened failures that pytest shows. If there are more, pytest shows their number only, or all with ``-v``."""
+"""The most shortened failures in pytest's report. If there are more, pytest shows only their number, or all with ``-v``."""
 
 
 def tell_causes_once(reporter: Any, report: SessionReport) -> None:
