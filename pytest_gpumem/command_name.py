@@ -14,7 +14,7 @@ from pathlib import Path
 
 SHORT, LONG = "gpumem", "pytest-gpumem"
 _MOST_BYTES = 2**20
-"""The size limit for reading a command, in bytes. A script has hundreds. A launcher on Windows has 100,000, with its script at the
+"""The most bytes to read from a command. A script has hundreds. A launcher on Windows has 100,000, with its script at the
 end."""
 _OURS = re.compile(rb"pytest[_-]gpumem")
 _IMPORT = re.compile(rb"^from ([\w.]+) import ", re.MULTILINE)

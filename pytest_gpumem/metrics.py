@@ -71,7 +71,7 @@ class Metric:
     depends_on: tuple[str, ...] = ()
     """Environment details that affect the metric although the code is the same."""
     decided_by: tuple[str, ...] = ()
-    """Environment details that affect the metric by any amount in either direction. If they differ, no comparison is possible."""
+    """Environment details that affect the metric by any amount in either direction. If they differ, nothing is compared."""
     where_absent: float | None = None
     """The value for a baseline without the metric; ``None`` if no value can be assumed."""
     emulated: Tolerance | None = Tolerance(0.0)

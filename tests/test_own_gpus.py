@@ -67,7 +67,7 @@ def test_another_capability_has_limits_of_its_own(capability):
         ({"mine": {"like": 4}}, "here: gpus.mine.like is 4, expected a string"),
         (
             {"mine": {**PLAIN, "capability": "new"}},
-            "here: gpus.mine.capability is 'new', expected a compute capability of",
+            "here: gpus.mine.capability is 'new', expected a compute capability with",
         ),
         ({"mine": {**PLAIN, "capability": "3.5"}}, "with known limits: 7.0, 7.5, 8.0"),
         ({"mine": {**PLAIN, "capability": True}}, "here: gpus.mine.capability is True, expected"),

@@ -8,4 +8,4 @@ class SettingsError(ValueError):
 
 
 class BudgetError(ValueError):
-    """Error for a wrong argument of a budget. The message names the argument and a right value."""
+    """Error for a wrong budget argument. The message names the argument and a right value."""

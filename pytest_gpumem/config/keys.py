@@ -1,4 +1,4 @@
-"""The table ``[tool.gpumem]`` in the ``pyproject.toml`` of pytest's root directory.
+"""The table ``[tool.gpumem]`` in ``pyproject.toml``, in pytest's root directory.
 
 An unknown key or a wrong value is a usage error (exit code 4). A table above the root directory has no effect, for example if
 ``packages/a/pytest.ini`` makes ``packages/a`` the root directory. The header of each run points out such a table, and so does
@@ -64,7 +64,7 @@ GPU_KEYS: Mapping[str, Key] = MappingProxyType(
         "name": Key(kinds.TEXT, 'Name that `torch.cuda.get_device_name()` returns, before "(emulated)".', "`NAME`"),
     }
 )
-"""The keys of ``[tool.gpumem.gpus.NAME]``."""
+"""The keys in ``[tool.gpumem.gpus.NAME]``."""
 
 MODEL_KEYS: Mapping[str, Key] = MappingProxyType(
     {
@@ -184,7 +184,7 @@ are the same in each run. Code that a configuration names is not run. A library 
 An id contains the batch if the entry has one, then `infer`, `generate-64` or `lora-r8`, then the config. Another batch
 is another test. Patterns, `-k`, `-m gpumem`, `--deselect` and pytest-xdist treat these tests like all other tests.
 
-pytest collects them with the `pyproject.toml` of the root directory: in a run of the root directory or of the
+pytest collects them with the `pyproject.toml` of the root directory: in a run of the root directory or the
 `testpaths`, and with `pytest pyproject.toml`. `pytest tests` does not collect them.
 
 ## Models on the command line

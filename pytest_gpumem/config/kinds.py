@@ -1,4 +1,4 @@
-"""Kinds of values for options and for keys of ``[tool.gpumem]``, with a check for each kind.
+"""Kinds of values for options and for keys in ``[tool.gpumem]``, with a check for each kind.
 
 Every pytest run loads this module, so a check imports other modules only when it has a value to check.
 """
@@ -24,11 +24,11 @@ class Kind(NamedTuple):
     """
 
     types: type | tuple[type, ...]
-    """The types of the value in TOML."""
+    """The value's types in TOML."""
     expected: str
     """The words for the kind in messages: ``"a string"``."""
     convert: Callable[[Any, str], Any] = lambda value, _: value
-    """Checks a value and returns the setting. The second argument is the value's place, for messages. Raises
+    """Checks a value and returns the setting. The second argument is its place, for messages. Raises
     `SettingsError`."""
     choices: tuple[str, ...] | None = None
     is_array: bool = False
@@ -42,11 +42,11 @@ class Kind(NamedTuple):
     """Raises `SettingsError` for a value that must be typed and not be in a file, because a pull request can change a file."""
 
     def read(self, value: Any, where: str) -> Any:
-        """Return the setting for a value of ``[tool.gpumem]``.
+        """Return the setting for a value in ``[tool.gpumem]``.
 
         Args:
             value: The value from TOML.
-            where: The place of the value, for messages: ``"pyproject.toml: [tool.gpumem]: units"``.
+            where: The value's place, for messages: ``"pyproject.toml: [tool.gpumem]: units"``.
 
         Raises:
             SettingsError: The value has another type, is not among the choices, or ``convert`` refuses it.

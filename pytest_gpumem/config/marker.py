@@ -96,7 +96,7 @@ def budget_of_marks(item: pytest.Item) -> Budget | None:
     """Return the budget from a test's markers; ``None`` if it has no marker. For each limit, the closest marker wins.
 
     Raises:
-        BudgetError: An argument of a marker is wrong.
+        BudgetError: A marker's argument is wrong.
     """
     budget: Budget | None = None
     for mark in item.iter_markers(MARKER):
@@ -138,7 +138,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
-    """Return the test's cell in its matrix of configs; ``None`` if the test is in no matrix."""
+    """Return the test's cell in its config matrix; ``None`` if the test is in no matrix."""
     if CELL in item.stash:
         return item.stash[CELL]
     callspec = getattr(item, "callspec", None)
@@ -151,7 +151,7 @@ def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
 
 
 def _without(nodeid: str, config_id: str) -> str:
-    """Return the common id of a matrix from one of its tests: ``test_it[fp32-4]`` without ``fp32`` is ``test_it[4]``."""
+    """Return a matrix's common id from a test's id: ``test_it[fp32-4]`` without ``fp32`` is ``test_it[4]``."""
     test, _, parameters = nodeid.removesuffix("]").partition("[")
     rest = f"-{parameters}-".replace(f"-{config_id}-", "-", 1).strip("-")
     return f"{test}[{rest}]" if rest else test

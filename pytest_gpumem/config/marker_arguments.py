@@ -34,7 +34,7 @@ def _device(value: object) -> str:
 
 
 class MarkerArgument(NamedTuple):
-    """An argument of the marker ``gpumem``."""
+    """An argument for the marker ``gpumem``."""
 
     target: str
     """The limited metric, or the field in `Budget`."""
@@ -76,7 +76,7 @@ MARKER_ARGUMENTS = {
     ),
     "device": MarkerArgument("device", _device, '"cpu"', "The device for this test. It wins over `--gpumem-device`."),
 }
-"""The arguments of the marker by name."""
+"""The marker's arguments by name."""
 MARKER_DETAILS = """
 Put `@pytest.mark.gpumem(...)` on a test or a class, or on a module by `pytestmark`. It measures the test's call. If the test
 has the fixture `gpumem`, the budget applies to the fixture's measurements, and the call is not measured.
@@ -125,7 +125,7 @@ SKIP_HELP = (
     "A config text, or a list of texts. A combination with all settings of a text is left out. A text that leaves no "
     "combination out is a usage error."
 )
-"""The argument ``skip`` of the marker ``gpumem_configs``."""
+"""The help for the argument ``skip`` in ``gpumem_configs``."""
 MARKER_HELP = (
     f"{MARKER}({', '.join(f'{name}=...' for name in MARKER_ARGUMENTS)}): measure the GPU memory of the test, and the speed of "
     "its steps, and fail when it is over budget or regresses"

@@ -40,9 +40,9 @@ class ModelStep:
     config: StepConfig = _PLAIN
     task: Task = TRAINING
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the marker."""
+    """Arguments for the marker."""
     entry: int | None = None
-    """The index of the test's entry in the settings. ``None`` for a model from the command line."""
+    """The index for the test's entry in the settings. ``None`` for a model from the command line."""
     written: str = ""
     """The model's name as this entry has it."""
     index: int = 0
@@ -67,7 +67,7 @@ class ModelStep:
 
 
 def model_steps(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:
-    """Return the steps for the entries of ``models``. Raises `SettingsError`."""
+    """Return the steps for the entries in ``models``. Raises `SettingsError`."""
     steps: dict[str, ModelStep] = {}
     for number, entry in enumerate(entries):
         for step in _steps_of(entry, number, f"{where} {number + 1}"):
@@ -96,7 +96,7 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
         budget_from_arguments(limits)
         task = _task(entry)
         check_task(model, task)
-        # A whole number is a size as well. `batch_size` refuses the text of any other value.
+        # A whole number is a size as well. `batch_size` refuses the text for any other value.
         size = batch_size(str(entry["batch"])) if "batch" in entry else None
         configs = _configs(entry["config"], task) if "config" in entry else [_PLAIN]
     except (BudgetError, ConfigError, ModelError) as error:
@@ -130,7 +130,7 @@ def _configs(value: object, task: Task) -> list[StepConfig]:
 
 
 def chosen(steps: Sequence[ModelStep], typed: Iterable[ModelName]) -> tuple[ModelStep, ...]:
-    """Return the steps of the ``typed`` models. A model without a step in ``steps`` gets a plain step."""
+    """Return the steps for the ``typed`` models. A model without a step in ``steps`` gets a plain step."""
     groups = [[step for step in steps if step.model == name] or [ModelStep(name)] for name in dict.fromkeys(typed)]
     return tuple(step for group in groups for step in group)
 

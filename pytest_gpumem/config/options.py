@@ -1,4 +1,4 @@
-"""The ``--gpumem-*`` options, and the names of markers and fixtures.
+"""The ``--gpumem-*`` options, and names for markers and fixtures.
 
 Every pytest run loads this module, so it imports little. Rows are named tuples, because a dataclass takes 0.4 ms to create.
 """
@@ -23,7 +23,7 @@ ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
 """An item's cell in its matrix, if the settings and not a marker make the matrix."""
 PARSER: pytest.StashKey[pytest.Parser] = pytest.StashKey()
-"""pytest's parser, with the options of all plugins."""
+"""pytest's parser, with all plugins' options."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 ExplainMode = Literal["on-failure", "always", "never"]
@@ -32,7 +32,7 @@ DEFAULT_EXPLAIN: ExplainMode = "on-failure"
 DEFAULT_STORE = "gpumem-baselines"
 """The folder for baselines, in pytest's root directory."""
 DEFAULT_RANK_TIMEOUT = 600.0
-"""Seconds: the default timeout of NCCL's collectives."""
+"""Seconds, as in NCCL's default timeout for collectives."""
 
 
 class Option(NamedTuple):
@@ -43,7 +43,7 @@ class Option(NamedTuple):
     help: str
     """One or two sentences, for help and for the page of the options."""
     metavar: str | None = None
-    """The name of the value in help. Flags and choices need no name."""
+    """The value's name in help. Flags and choices need no name."""
     default: str | None = None
     """The default as help shows it, if neither the option nor the key is set."""
     details: str = ""
@@ -82,7 +82,7 @@ class Option(NamedTuple):
 
     @property
     def dest(self) -> str:
-        """The name of the value in pytest's configuration: ``gpumem_rank_timeout``."""
+        """The value's name in pytest's configuration: ``gpumem_rank_timeout``."""
         return f"gpumem_{self.name}"
 
 
@@ -249,7 +249,7 @@ OPTIONS = (
         "model",
         kinds.MODELS,
         "Measure a model by its name, without a test file: hf:ORG/NAME with random weights, hf-tiny:ORG/NAME with two"
-        " of its layers, or a model of timm, torchvision or diffusers. May be repeated.",
+        " of its layers, or a model from timm, torchvision or diffusers. May be repeated.",
         "NAME",
         is_key=False,
         details="See [Models by name](models-by-name.md#models-on-the-command-line).",
@@ -280,7 +280,7 @@ OPTIONS = (
         "shared. See [packing](../concepts/processes.md#packing).",
     ),
 )
-"""All options, in the order of help."""
+"""All options, in the order for help."""
 
 
 def is_measured(item: pytest.Item) -> bool:
@@ -292,7 +292,7 @@ def check_words(parser: pytest.Parser, words: list[str]) -> None:
     """Check that all typed options with the prefix ``--gpumem-`` or ``--no-gpumem-`` exist.
 
     Args:
-        parser: pytest's parser, with the options of all plugins and of the first conftests.
+        parser: pytest's parser, with options from all plugins and the first conftests.
         words: The command line.
 
     Raises:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.config.settings import Settings
 
 _PLUGIN = ("gpumem", "pytest_gpumem.plugin")
-"""The name and the module of the plugin's entry point."""
+"""The name and module in the plugin's entry point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ProjectFiles:
 
     @property
     def settings(self) -> Settings:
-        """The settings of a session without typed options. Raises `SettingsError`."""
+        """The settings for a session without typed options. Raises `SettingsError`."""
         values = {name: _joined(self.of_addopts[name], self.of_user[name]) for name in self.of_addopts}
         only_in_file = [name for name in self.of_addopts if self.of_user[name] is None]
         return settings_from(self.root, self.started_in, values, only_in_file)
@@ -146,7 +146,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options(words: Sequence[str], where: str) -> dict[str, Any]:
-    """Return the values of this plugin's options in pytest's arguments, and of pytest's options on plugins and settings."""
+    """Return the values for this plugin's options in pytest's arguments, and for pytest's options on plugins and settings."""
     parser = _Parser(prog=where, add_help=False, allow_abbrev=False)
     for option in OPTIONS:
         parser.add_argument(option.flag, dest=option.name, default=None, **arguments_of(option))
@@ -158,7 +158,7 @@ def _options(words: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def _joined(in_file: Any, by_user: Any) -> Any:
-    """Return the value of an option from both places. Arrays are joined. Of other values, the user's wins."""
+    """Return the value of an option from both places. Arrays are joined. Otherwise the user's value wins."""
     if in_file is None or by_user is None:
         return in_file if by_user is None else by_user
     return [*in_file, *by_user] if isinstance(by_user, list) else by_user

@@ -105,7 +105,7 @@ def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> st
 
 
 def _check_below_root(item: pytest.Item, nodeid: str) -> None:
-    """Raise `BudgetError` if a test's file is outside of the root directory, because pytest leaves the path out of its id."""
+    """Raise `BudgetError` if a test's file is outside the root directory, because pytest leaves the path out of its id."""
     if not nodeid.startswith("::"):
         return
     root, path = item.config.rootpath, item.path
@@ -117,7 +117,7 @@ def _check_below_root(item: pytest.Item, nodeid: str) -> None:
 
 
 def location_of(item: pytest.Item) -> Location | None:
-    """Return the file and line of a test; ``None`` if pytest does not know the line."""
+    """Return a test's file and line; ``None`` if pytest does not know the line."""
     file, line, _ = item.location
     return None if line is None else Location(file.replace("\\", "/"), line + 1)
 
@@ -132,7 +132,7 @@ def without_group(item: pytest.Item) -> str:
 
 
 def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
-    """Add the marker to all test functions with a matching pattern. Doctests and items of other kinds do not get it."""
+    """Add the marker to all test functions with a matching pattern. Doctests and other items do not get it."""
     for item in items:
         if isinstance(item, pytest.Function) and any(
             matches_test(pattern, without_group(item)) for pattern in patterns
@@ -167,7 +167,7 @@ def idle_patterns(
     measured: Mapping[pytest.Item, MeasuredTest],
     config: pytest.Config,
 ) -> tuple[str, ...]:
-    """Return a sentence for each entry of ``budget`` and each pattern of ``mark`` without effect.
+    """Return a sentence for each ``budget`` entry and each ``mark`` pattern without effect.
 
     A pattern has no effect if it matches no test although this run covers the pattern. A budget also
     has no effect if none of its tests is measured. A limit on times has no effect if none of its tests measures a step. A run

@@ -68,18 +68,18 @@ class PatternBudget:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a session."""
+    """A session's settings."""
 
     baseline: bool = False
     update: UpdateMode | None = None
     reason: str | None = None
     """The reason for the changes by ``update``, in one line."""
     store: str = DEFAULT_STORE
-    """The folder or URL of the store. A relative path starts in ``store_base``."""
+    """The store's folder or URL. A relative path starts in ``store_base``."""
     store_base: Path = field(default_factory=Path)
     device: str = DEFAULT_DEVICE
     against: str | None = None
-    """The slug of a real GPU. Figures of an emulated GPU are compared with its baselines."""
+    """A real GPU's slug. The figures of an emulated GPU are compared with its baselines."""
     strict: bool = False
     time: bool | None = None
     """True to time all steps, False to time no step. ``None`` times steps whose times are compared, recorded or shown."""
@@ -103,7 +103,7 @@ class Settings:
     """The assumption about the experts of each token on an emulated GPU."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
-    """Seconds for the first samples of a test's step time."""
+    """Seconds for the first samples of step times in a test."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ KEYS: Mapping[str, Kind] = MappingProxyType(
         **{name: key.kind for name, key in OTHER_KEYS.items()},
     }
 )
-"""The keys of ``[tool.gpumem]``."""
+"""The keys in ``[tool.gpumem]``."""
 
 
 def is_loaded(config: pytest.Config) -> bool:
@@ -160,7 +160,7 @@ def is_loaded(config: pytest.Config) -> bool:
 
 
 def settings_of(config: pytest.Config) -> Settings:
-    """Return the settings of a session.
+    """Return a session's settings.
 
     Options win over ``[tool.gpumem]`` in the root directory's pyproject.toml, and both win over defaults.
 
@@ -179,7 +179,7 @@ def settings_from(
     Args:
         root: pytest's root directory.
         started_in: The folder in which pytest was started. Relative paths in options start there.
-        option_values: The values of options by name, as pytest parsed them. Other names are ignored.
+        option_values: pytest's parsed values for options, by name. Other names are ignored.
         only_in_file: The names of options that come from ``addopts`` and were not typed.
 
     Raises:

@@ -33,7 +33,7 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
 
     For example, ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the
     repository's pyproject.toml has no effect. If the root directory has a table of its own, tables above it are not reported.
-    The search ends at the top of the repository. Outside of a repository it ends at the folder in which pytest was started,
+    The search ends at the repository's top. Outside of a repository it ends at the folder in which pytest was started,
     if that folder contains the root directory. A mistyped table such as ``[tool.gpumen]`` is reported as well.
 
     Args:

@@ -71,12 +71,12 @@ class ExplainPolicy:
         return next(failed_on, judged.measurement.largest_device)
 
     def should_find_holders(self, judged: Judged) -> bool:
-        """Return whether to search for the holders of retained tensors: `retained` fails the test."""
+        """Return whether to search for holders: `retained` fails the test."""
         failing = self.judging.failing(self.judging.verdict([judged]))
         return "retained" in failing_metrics(judged.verdict, failing)
 
     def should_locate_counts(self, judged: Judged) -> bool:
-        """Return whether to find the lines of the counts: they fail the test, or may become a baseline."""
+        """Return whether to find the counts' lines: they fail the test, or may become a baseline."""
         return self._is_needed(judged, "work")
 
     def _is_shown(self, judged: Judged, kind: Kind) -> bool:

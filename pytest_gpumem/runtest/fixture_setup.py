@@ -1,7 +1,7 @@
-"""Watch the set-up of fixtures: record the bytes of each fixture, and whether readings were lost.
+"""Watch the set-up of fixtures: record each fixture's bytes, and whether readings were lost.
 
 A test has no figures if readings were lost in one of its fixtures. For example, a fixture on an emulated GPU may turn an
-uncomputed value into an integer and allocate so many bytes. Then the memory of all its tests is unknown.
+uncomputed value into an integer and allocate so many bytes. Then the memory is unknown in all its tests.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[],
 
 
 def _definitions(request: object) -> Mapping[str, pytest.FixtureDef[Any]]:
-    """Return the fixtures resolved so far by a test's request, by name. pytest has no public name for them."""
+    """Return the fixtures from a test's request up to now, by name. pytest has no public name for them."""
     definitions: Mapping[str, pytest.FixtureDef[Any]] = getattr(request, "_fixture_defs", {})
     return definitions
 

@@ -1,4 +1,4 @@
-"""The gate of one test: compare measurements with budget and baselines, report the verdict, and fail the test."""
+"""Gate a single test: compare measurements with budget and baselines, report the verdict, and fail the test."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _SINCE = pytest.StashKey[SinceBaselines]()
 
 _T = TypeVar("_T")
 _FAILURE = pytest.StashKey[BaseException]()
-"""The gate's failure of a test."""
+"""The gate's failure in a test."""
 
 
 def _shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
@@ -101,7 +101,7 @@ def errors_kept_by(item: pytest.Item) -> list[BaseException]:
 
 
 def failure_of(item: pytest.Item) -> BaseException | None:
-    """Return the gate's failure of the test; ``None`` if the gate did not fail it."""
+    """Return the gate's failure in the test; ``None`` if the gate did not fail it."""
     return item.stash.get(_FAILURE, None)
 
 
@@ -171,11 +171,11 @@ class Judged:
 
 @dataclass(eq=False, repr=False)
 class Judging:
-    """The gate of one test.
+    """The gate for one test.
 
     Example:
-        A test measured ``train_step`` with a peak of 303.41 kB, and its baseline has 280.00 kB. The growth of 23.41 kB is
-        within the tolerance of 64 kB. So `judge` returns the outcome ``ok``, `failing` returns no outcome for this verdict,
+        A test measured ``train_step`` with a peak of 303.41 kB, and its baseline has 280.00 kB. The difference, 23.41 kB, is
+        within the tolerance, 64 kB. So `judge` returns the outcome ``ok``, `failing` returns no outcome for this verdict,
         and `conclude` records the verdict and raises nothing.
     """
 
@@ -189,7 +189,7 @@ class Judging:
     """The baselines of deleted tests. The test may be a deleted test under a new name."""
 
     def judge(self, measurement: Measurement) -> Judged:
-        """Return the verdict on a measurement of the test."""
+        """Return the verdict on a measurement."""
         baseline = self._baseline(measurement)
         verdict = judge(measurement, self.measured.budget, baseline, self._tolerances)
         if isinstance(baseline, NoBaseline):
@@ -289,7 +289,7 @@ class Judging:
         """Return whether the steps of the test are timed on the device ``slug``.
 
         A gate does not need times if the baselines have none, unless a budget limits times, the test or a hook reads them,
-        or strict mode fails tests without a comparison. Functions of the project are searched for such reads. A baseline
+        or strict mode fails tests without a comparison. The project's functions are searched for such reads. A baseline
         has no times if its test was recorded without times, or on a machine that was too busy. Ranks always time, because
         all ranks have to time the same steps although their baselines differ.
         """
@@ -311,7 +311,7 @@ class Judging:
         )
 
     def _functions(self) -> list[object]:
-        """Return the functions of the test and its fixtures."""
+        """Return the test's function and its fixtures' functions."""
         definitions_by_name = getattr(getattr(self.item, "_fixtureinfo", None), "name2fixturedefs", {})
         fixtures = [fixturedef.func for definitions in definitions_by_name.values() for fixturedef in definitions]
         return [getattr(self.item, "function", None), *fixtures]

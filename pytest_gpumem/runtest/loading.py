@@ -1,4 +1,4 @@
-"""Measure the loading of a model, which runs once: its peak, the bytes of the model, and the bytes left beyond it."""
+"""Measure the single loading of a model: its peak, the model's bytes, and the bytes left beyond."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Loading(Generic[T]):
     value: T
     """The factory's result."""
     measurement: Measurement
-    """The measurement of the loading."""
+    """The loading's measurement."""
 
 
 def load(run: TestRun, factory: Callable[[], T], name: str | None, *, explain: bool | None) -> tuple[T, Judged]:
     """Run ``factory`` once and measure it.
 
     Args:
-        run: The run of the test.
+        run: The test's run.
         factory: The function that loads.
-        name: The name of the measurement; by default ``load``.
+        name: The measurement's name; by default ``load``.
         explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
 
     Returns:

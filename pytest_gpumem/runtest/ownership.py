@@ -124,7 +124,7 @@ class Ownership:
         """Clear earlier tests' gradients on shared fixtures, before ``item`` is set up.
 
         If ``item`` ran first, these gradients would not exist, and accumulating into a gradient takes more memory than
-        creating it. Gradients from the set-up of a fixture stay.
+        creating it. Gradients from a fixture's set-up stay.
         """
         for fixturedef, note in self._serving(item).items():
             set_up_gradients = {id(reference()) for reference in note.gradients}

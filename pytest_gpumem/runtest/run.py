@@ -79,7 +79,7 @@ class TestRun:
     _at_call: tuple[list[int], list[int]] | None = None
     """The test's own bytes, and all live bytes, on each device of `Device.everywhere` when the call began."""
     _random: RandomNumbers | None = None
-    """The state of random numbers when the call began."""
+    """The random state when the call began."""
     _known_at_call: BlockIds = frozenset()
     """The device's known blocks when the call began."""
     _made_by_call: TensorsMadeBy | None = None
@@ -129,7 +129,7 @@ class TestRun:
 
     @property
     def not_own(self) -> tuple[int, ...]:
-        """The live bytes outside of the test and its fixtures when the call began, on each device."""
+        """The live bytes outside the test and its fixtures when the call began, on each device."""
         if self._at_call is None:
             raise RuntimeError("the test's call has not begun")
         return tuple(live - own for own, live in zip(*self._at_call, strict=True))
@@ -150,7 +150,7 @@ class TestRun:
         ]
 
     def blocks_not_own(self) -> frozenset[int]:
-        """Return the addresses of live tensors outside of the test and its fixtures.
+        """Return the addresses of live tensors outside the test and its fixtures.
 
         Only tensors known to Python are among them.
         """
@@ -178,7 +178,7 @@ class TestRun:
 
         Args:
             method: The called fixture method: ``"train_step"``.
-            name: The name of the measurement, if the test gave one.
+            name: The measurement's name, if the test gave one.
 
         Raises:
             MeasuringError: Another measurement is under way.
@@ -261,8 +261,8 @@ class TestRun:
 
         Args:
             prepared: The step, which can be run again.
-            step: The memory figures and counts of the step.
-            name: The name of the measurement; by default the step's word.
+            step: The step's memory figures and counts.
+            name: The measurement's name; by default the step's word.
             explain: Whether to explain the step; ``None`` if the verdict and the settings decide.
 
         Returns:
@@ -335,7 +335,7 @@ class TestRun:
         return self.judging.judge(measurement)
 
     def _by_device(self, metrics: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
-        """Return the metrics of devices with own bytes, by device; empty if the process sees only one device."""
+        """Return the metrics for devices with own bytes, by device; empty if the process sees only one device."""
         if not self.device.others:
             return {}
         return {device: values for device, values in metrics.items() if values["peak_allocated"] > 0}
@@ -374,7 +374,7 @@ class TestRun:
     def _new_measurement(
         self, workload: Workload, metrics: Mapping[str, float], name: str | None, notes: Sequence[str] = (), **more: Any
     ) -> Measurement:
-        """Return a measurement of this test.
+        """Return a new measurement.
 
         A measurement without a name is called after its step: ``train_step``, then ``train_step-2``.
 
@@ -500,7 +500,7 @@ class TestRun:
             self.explain_out_of_memory(error, self._call_subject)
 
     def explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
-        """Report the largest rows of memory if ``error`` is an out-of-memory error. The error itself does not change.
+        """Report the largest rows if ``error`` is an out-of-memory error. The error itself does not change.
 
         Args:
             error: The error.

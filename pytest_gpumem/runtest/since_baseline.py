@@ -103,9 +103,9 @@ def commit_of_entry(changes: list[FileChange], texts: dict[str, bytes], current:
     """Return the commit that wrote an entry in its current form; ``None`` if no commit did. Pure.
 
     Args:
-        changes: The changes of the file, the latest last.
+        changes: The file's changes, the latest last.
         texts: The contents of the file before and after each change, by blob.
-        current: The current content of the file.
+        current: The file's current content.
         key: The entry's key.
     """
     entry = _entry(current, key)

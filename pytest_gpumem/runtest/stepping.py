@@ -133,7 +133,7 @@ class MeasuredLoop:
     def _ran_out_by_counting(self, error: BaseException) -> bool:
         """Return whether memory ran out in a counted step, which takes more memory than an ordinary step.
 
-        With several ranks, the other ranks may wait for this rank in such a step. There the error is an error of the loop.
+        With several ranks, the other ranks may wait for this rank in such a step. There the error belongs to the loop.
         """
         return self._loop.is_counted and is_out_of_memory(error) and not self._run.device.consensus.several
 

@@ -64,7 +64,7 @@ class Controller:
         self._began = False
         self._errors: list[str] = []
         self.report: SessionReport | None = None
-        """The report at the end of the tests; ``None`` if no test was to be run."""
+        """The report after all tests; ``None`` if no test was to be run."""
         self._files = ReportFiles([settings.report_base / file for file in settings.report])
         typed = config.getoption("gpumem_report") is not None
         if (typed or settings.baseline) and not config.option.collectonly:

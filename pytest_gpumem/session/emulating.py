@@ -33,7 +33,7 @@ def begin(config: pytest.Config) -> None:
     if not isinstance(word, str) or not word.startswith(EMULATED):
         return
     try:
-        # If a session of another project started this one, an environment variable has the figures of its GPU.
+        # If another project's session started this one, an environment variable has its GPU's figures.
         own_gpus = {**gpu_told(), **own_gpus_in(table, "pyproject.toml: [tool.gpumem]")}
         gpu = emulated_gpu(word, own_gpus)
         emulate(gpu)

@@ -49,7 +49,7 @@ EXIT_CODES: Mapping[pytest.ExitCode, str] = MappingProxyType(
         pytest.ExitCode.NO_TESTS_COLLECTED: "No test was collected.",
     }
 )
-"""The meaning of each exit code of pytest in a session with this plugin, as Markdown."""
+"""The meaning of pytest's exit codes in a session with this plugin, as Markdown."""
 _TYPED = "--gpumem-baseline"
 _SHOWS_PYTEST = ("help", "version", "markers")
 """Options under which pytest shows information about itself and runs no test."""

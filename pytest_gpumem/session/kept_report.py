@@ -57,5 +57,5 @@ def _leaves(root: Path, cache: Path) -> bool:
 
 
 def kept_in(cache: Path) -> Path:
-    """Return the path of the report in pytest's cache: ``.pytest_cache/d/gpumem/report.json``."""
+    """Return the report's path in pytest's cache: ``.pytest_cache/d/gpumem/report.json``."""
     return cache / "d" / _FOLDER / _FILE

@@ -36,7 +36,7 @@ WhyAlone = Literal["timed", "of unknown peak"]
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """A test's part of a GPU."""
+    """A test's part in a GPU."""
 
     memory: SharedMemory
     needed: int | None
@@ -131,9 +131,9 @@ def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, Gpu
 
 
 class Planner:
-    """Finds each measured test's part of its GPU.
+    """Finds each measured test's part in its GPU.
 
-    Its methods raise `StoreError` and `BackendError` if the store cannot be read, and ``OSError`` for the ledger of the GPU.
+    Its methods raise `StoreError` and `BackendError` if the store cannot be read, and ``OSError`` for the GPU's ledger.
     """
 
     def __init__(self, config: pytest.Config, settings: Settings, devices: Devices, store: Store) -> None:

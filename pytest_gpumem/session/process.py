@@ -126,7 +126,7 @@ class GpumemSession:
 
     @property
     def root(self) -> Path:
-        """The root directory of pytest, where paths of test files start."""
+        """The root directory, where paths to test files start."""
         return self._config.rootpath
 
     def mark(self, items: list[pytest.Item]) -> None:
@@ -169,7 +169,7 @@ class GpumemSession:
 
         Args:
             everything: All collected tests.
-            selected: The selected tests. A worker of pytest-xdist empties the list in place of raising an error.
+            selected: The selected tests. A pytest-xdist worker empties the list instead of raising an error.
 
         Raises:
             pytest.UsageError: A marker is wrong, also of a deselected test, or a device has no such name.
@@ -486,7 +486,7 @@ class GpumemSession:
             self._config.pluginmanager.register(self._controller, "gpumem-controller")
 
     def store(self) -> Store:
-        """Return the store of this session. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
+        """Return this session's store. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
         if self._store is None:
             from pytest_gpumem.session.session_store import opened
 
@@ -495,7 +495,7 @@ class GpumemSession:
 
 
 def _tests(items: list[pytest.Item]) -> frozenset[tuple[str, str]]:
-    """Return the ids of tests as (file, test)."""
+    """Return the tests' ids as (file, test)."""
     return frozenset((file, test) for file, _, test in (without_group(item).partition("::") for item in items))
 
 

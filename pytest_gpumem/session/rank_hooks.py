@@ -1,4 +1,4 @@
-"""The plugin for a session of one rank, which keeps its tests in step with the tests of the other ranks.
+"""The plugin for a rank's session, which keeps its tests in step with the other ranks.
 
 For example, if ``test_step`` raises an error on rank 1, rank 0 learns it and fails ``test_step`` as well, so no rank waits for
 another in a different test.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.rank_session import RankSession
 
 _MOST_TEXT = 20_000
-"""The most characters of an exception's text for other ranks. A longer text loses its beginning."""
+"""The most characters in an exception's text for other ranks. A longer text loses its beginning."""
 _LEAVES = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
 """Exceptions that end the session, not only a test."""
 
@@ -81,7 +81,7 @@ class RankHooks:
             self.ranks.consensus.comes_to(where)
 
     def _until_it_ends(self, item: pytest.Item, measured: MeasuredTest, phase: str) -> Generator[None, object, object]:
-        """Run a phase of a measured test. If an error ends the test in it, end the test on all ranks."""
+        """Run a phase in a measured test. If an error ends the test in it, end the test on all ranks."""
         try:
             result = yield
             errors = errors_kept_by(item)

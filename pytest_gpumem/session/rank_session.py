@@ -31,12 +31,12 @@ _MOST_SHOWN = 5
 
 
 class RankSession(OneProcess):
-    """A session of one rank. Between `join` and `leave`, a `Watch` ends it if another rank is lost."""
+    """A rank's session. Between `join` and `leave`, a `Watch` ends it if another rank is lost."""
 
     consensus: Consensus
 
     def __init__(self, launch: Launch, seconds: float) -> None:
-        """Make the session of a launched rank.
+        """Make a launched rank's session.
 
         Args:
             launch: The rank's number, its launcher and its addresses.
@@ -76,8 +76,8 @@ class RankSession(OneProcess):
         """Return a sentence if the ranks are about to run or measure different tests; ``None`` if all agree.
 
         Args:
-            tests: The ids of this rank's tests, in their order.
-            measured: The ids of the measured tests among them.
+            tests: This rank's tests by id, in their order.
+            measured: The measured tests among them, by id.
             not_collected: This rank's files with errors in their collection.
         """
         selections = self.consensus.exchange([list(tests), list(measured), list(not_collected)])
@@ -192,7 +192,7 @@ def ranks_of(seconds: float, environ: Mapping[str, str]) -> OneProcess | RankSes
         environ: The environment, with the launcher's variables such as ``WORLD_SIZE``.
 
     Raises:
-        LaunchError: A variable of the launcher is missing or wrong.
+        LaunchError: A launcher's variable is missing or wrong.
     """
     launch = launch_of(environ)
     return OneProcess() if launch is None else RankSession(launch, seconds)

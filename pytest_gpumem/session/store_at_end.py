@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoreUpdate:
-    """The result of an update of the store, complete or not."""
+    """The result of a store update, complete or not."""
 
     lines: list[str]
-    """Lines on the update, for the end of the session."""
+    """Lines on the update, for the session's end."""
     results: list[TestResult]
     """The session's results. Unwritten results have ``unwritten`` set."""
     error: str | None = None
@@ -43,7 +43,7 @@ class StoreUpdate:
 
 @dataclass(frozen=True, slots=True)
 class StoreAtEnd:
-    """The store of a session at its end. Methods that read the store raise `StoreError` and `BackendError`."""
+    """The store at a session's end. Methods that read the store raise `StoreError` and `BackendError`."""
 
     store: Store
     settings: Settings
@@ -57,7 +57,7 @@ class StoreAtEnd:
         return None if restore is None else f"{settings.store} is gone, and git has it: `{restore}` restores it"
 
     def write(self, results: list[TestResult], mode: UpdateMode) -> StoreUpdate:
-        """Write the results that ``mode`` accepts. The returned value contains errors of the store."""
+        """Write the results that ``mode`` accepts. The returned value contains the store's errors."""
         try:
             return StoreUpdate(self._write(results, mode), results)
         except IncompleteChangeError as error:

@@ -26,7 +26,7 @@ class StoreHere:
 
     store: Store
     rank: Rank | None
-    """The rank of this process. Other ranks, and jobs with another number of ranks, have their own baselines."""
+    """This process's rank. Other ranks, and jobs with another number of ranks, have their own baselines."""
     slug_of: Callable[[str | None], str | None]
     """Returns the slug of a device, or ``None`` if the device is not available. The argument ``None`` means the session's
     device. The function may load torch, so it is called only if there are baselines."""

@@ -36,7 +36,7 @@ def tell_causes_once(reporter: Any, report: SessionReport) -> None:
     if verbosity > 1:
         return
     verdicts = {result.verdict.nodeid: result.verdict for result in report.results if result.verdict.failure}
-    # A subtest's failure has the id of its test.
+    # A subtest's failure has its test's id.
     failures = {
         failure.nodeid: failure
         for failure in reporter.stats.get("failed", ())

@@ -125,7 +125,7 @@ def _is_left_to_other_plugins(item: pytest.Item) -> bool:
 
 
 def _forget(item: pytest.Item) -> None:
-    """Remove the report sections of the first run, and pytest's cached errors of shared fixtures.
+    """Remove the first run's report sections, and pytest's cached errors from shared fixtures.
 
     These names are private in pytest. If a version lacks one, the second run raises the cached error and reports it.
     """
