@@ -483,7 +483,7 @@ def test_a_reason_needs_something_that_it_is_the_reason_of(tmp_path):
         ({"device": "cuda"}, "this session measures on cuda: add --gpumem-device=emulated:h100"),
         ({}, "this session measures on cuda"),
         ({"device": "emulated:h100"}, "has no effect without a comparison: add --gpumem-baseline"),
-        ({"device": "emulated:h100", "baseline": True, "update": "all"}, "Leave --gpumem-update=all out"),
+        ({"device": "emulated:h100", "baseline": True, "update": "all"}, "leave --gpumem-update=all out"),
         ({"device": "emulated:h100", "against": "emulated-h100-80gb"}, "does not name a real GPU"),
     ],
 )
