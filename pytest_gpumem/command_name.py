@@ -1,6 +1,7 @@
-"""The name by which a shell finds this package's command: ``gpumem``, or ``pytest-gpumem`` if the former is another's.
+"""Find the name for this package's command: ``gpumem``, or ``pytest-gpumem`` if another package owns ``gpumem``.
 
-The package index has a package ``gpumem`` with a command of that name. The command is looked at and never run.
+The package index has another package ``gpumem`` with a command of the same name. This module reads the command's file and never
+runs it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 
 SHORT, LONG = "gpumem", "pytest-gpumem"
 _MOST_BYTES = 2**20
-"""Bytes that are read of a command. A script has hundreds, a launcher of Windows 100,000 with the script at its end."""
+"""The most bytes to read from a command. A script has hundreds. A launcher on Windows has 100,000, with its script at the
+end."""
 _OURS = re.compile(rb"pytest[_-]gpumem")
 _IMPORT = re.compile(rb"^from ([\w.]+) import ", re.MULTILINE)
 _PYTHON = re.compile(rb"#![^\n]*python", re.IGNORECASE)
@@ -21,30 +23,30 @@ _PYTHON = re.compile(rb"#![^\n]*python", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class OtherCommand:
-    """A command ``gpumem`` that belongs to another package."""
+    """A command ``gpumem`` from another package."""
 
     path: str
     module: str | None = None
-    """The module that its script imports, for example ``gpumem.cli``; ``None`` if the script does not say."""
+    """The module imported by its script, for example ``gpumem.cli``; ``None`` if the script does not say."""
 
 
 @functools.cache
 def command_name() -> str:
-    """Return the name to type for this package's command, as hints have it."""
+    """Return the name to type for this package's command, for hints in messages."""
     return SHORT if other_command() is None else LONG
 
 
 def other_command() -> OtherCommand | None:
-    """Return the ``gpumem`` that is first on the path, if it belongs to another package."""
+    """Return the first ``gpumem`` on the path if it belongs to another package; otherwise ``None``."""
     path = shutil.which(SHORT)
     return None if path is None else other_in(path, _content(Path(path)))
 
 
 def other_in(path: str, content: bytes) -> OtherCommand | None:
-    """Return the command at ``path`` if its content shows that it belongs to another package.
+    """Return the command at ``path`` if its content shows that it belongs to another package. Pure.
 
-    A script of Python belongs to another package unless it names this one. Nothing is known of other files: a version
-    manager's shim, say, starts a command of any package. Pure.
+    A Python script belongs to another package unless it names this package. Other files do not show their package. For example,
+    a version manager's shim starts a command from any package.
     """
     if _OURS.search(content):
         return None
@@ -55,9 +57,9 @@ def other_in(path: str, content: bytes) -> OtherCommand | None:
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of a command; none if it is no file that can be read, or too large for a script."""
+    """Return the bytes of a command; ``b""`` if it is not a readable file, or is too large for a script."""
     try:
-        # A pipe on the path would wait for a writer.
+        # Reading a named pipe on the path would wait for a writer.
         return path.read_bytes() if path.is_file() and path.stat().st_size <= _MOST_BYTES else b""
     except OSError:
         return b""

@@ -1,4 +1,4 @@
-"""The fixture ``gpumem``: a test measures its own steps and regions."""
+"""The fixture ``gpumem``, with which a test measures its own steps and regions."""
 
 from __future__ import annotations
 
@@ -38,21 +38,25 @@ _T = TypeVar("_T")
 
 
 class Region:
-    """A region of a test that `Gpumem.track` measures."""
+    """A region of a test, measured by `Gpumem.track`."""
 
     def __init__(self) -> None:
         self.ended: Measurement | None = None
 
     @property
     def measurement(self) -> Measurement:
-        """The measurement, after the region has ended. Before, it raises `MeasuringError`."""
+        """The measurement, which is available after the region has ended. Before, reading it raises `MeasuringError`."""
         if self.ended is None:
             raise MeasuringError("the region has not ended yet: read its measurement after the with block")
         return self.ended
 
 
 class WithBlock(AbstractContextManager[_T]):
-    """A context manager of ``gpumem.loop()`` or ``gpumem.track()``, for a ``with`` statement and nothing else."""
+    """The context manager from ``gpumem.loop()`` or ``gpumem.track()``.
+
+    It serves a ``with`` statement only. For example, ``gpumem.loop().callback()`` raises an ``AttributeError`` that shows the
+    ``with`` statement to write.
+    """
 
     def __init__(self, method: str, within: AbstractContextManager[_T]) -> None:
         self._method = method
@@ -68,40 +72,46 @@ class WithBlock(AbstractContextManager[_T]):
 
     def __getattr__(self, name: str) -> NoReturn:
         call = f"gpumem.{self._method}()"
-        raise AttributeError(f"{call} returns a context manager: write `with {call} as it:`, and then it.{name}")
+        alias = "training" if self._method == "loop" else "region"
+        raise AttributeError(
+            f"{call} returns a context manager. Write `with {call} as {alias}:`, and then `{alias}.{name}`"
+        )
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
-            NOT_ITERABLE if self._method == "loop" else f"gpumem.{self._method}() is for a `with` statement"
+            NOT_ITERABLE
+            if self._method == "loop"
+            else "gpumem.track() returns a context manager. Write `with gpumem.track() as region:`"
         )
 
 
 class Gpumem:
     """Measures steps of a model, or any code, on the device of this run (``--gpumem-device``).
 
-    A test that has the fixture ``gpumem`` measures its own steps and regions, as often as it likes. Its call as a whole is
-    not measured. Each measurement is judged after the test: against the budget of the marker and the settings, and, with
+    A test with the fixture ``gpumem`` measures its own steps and regions, as often as it likes. The test's call is not
+    measured. Each measurement is judged after the test: against the budget in the marker and the settings, and, with
     ``--gpumem-baseline``, against its baseline. For annotations: ``from pytest_gpumem import Gpumem``.
 
     Every measurement has a name, which is a part of its baseline's key. The default name is the method's word
-    (``train_step``, then ``train_step-2``; ``region`` for `Gpumem.track`). Give names if a test measures several things,
-    because numbers shift when a measurement is added in between. A name that is used twice in one test, an empty name, a name
-    with more than 200 characters, and a name that no file can hold raise ``ValueError``.
+    (``train_step``, then ``train_step-2``; ``region`` for `Gpumem.track`). Give names if a test takes several measurements,
+    because the default numbers shift when another measurement is added before them. A name raises ``ValueError`` if the test
+    uses it twice, if it is empty, if it has more than 200 characters, or if no file can hold it.
 
     `Gpumem.train_step`, `Gpumem.infer_step` and `Gpumem.measure` bring memory to rest, then repeat the step until two steps
     in a row have the same peaks (2 to 6 steps), and four times more. Then they count one more step (`flops`), and time rounds
     of steps. With ``compile`` or a gradient scaler they repeat until nothing is compiled and the scale stays, at most 16
     times.
 
-    Measurements do not nest, except for regions within regions: a measurement within another one raises `MeasuringError`.
+    Only regions can be nested in regions. Any other measurement within a measurement raises `MeasuringError`.
     """
 
     def __init__(self, run: TestRun | None, refuse: Callable[[str | None], NoReturn]) -> None:
         """Make the fixture of one test.
 
         Args:
-            run: The test; ``None`` if the device cannot be used here. Then any use ends in ``refuse(None)``.
-            refuse: Ends the test, which cannot be measured for the given reason, a clause.
+            run: The run of the test; ``None`` if this machine lacks the device. Then every method calls ``refuse(None)``.
+            refuse: Skips or fails a test that cannot be measured. The argument is the reason, a clause, or ``None`` if the
+                machine lacks the device.
         """
         self._maybe_run = run
         self._refuse = refuse
@@ -111,13 +121,13 @@ class Gpumem:
         return self._refuse(None) if self._maybe_run is None else self._maybe_run
 
     def __getattr__(self, name: str) -> NoReturn:
-        known = [method for method in vars(type(self)) if not method.startswith("_")]
-        why = f"the fixture gpumem has no attribute {name!r}; {nearest(name, known)}"
+        attributes = [attribute for attribute in vars(type(self)) if not attribute.startswith("_")]
+        why = f"the fixture gpumem has no attribute {name!r}; {nearest(name, attributes)}"
         raise AttributeError(why, name=name, obj=self)
 
     @property
     def device(self) -> torch.device:
-        """The ``torch.device`` that is measured. Put models and batches there.
+        """The measured ``torch.device``. Put models and batches there.
 
         Example::
 
@@ -138,23 +148,24 @@ class Gpumem:
     ) -> Measurement:
         """Measure ``fn()`` as a step that repeats: first its memory, then its time.
 
-        The objects that ``fn`` holds (its closure, defaults, arguments bound to it, its object) belong to the step. Globals
-        that it uses do not, and neither does other live memory. Random numbers are restored: the test's next draw does not
-        depend on the number of runs. A step that counts its own calls sees every run.
+        The objects that ``fn`` refers to by its closure, its defaults, its bound arguments or its ``__self__`` belong to the
+        step. Globals and all other live memory do not. Random numbers are restored, so the test's next draw does not depend
+        on the number of runs. A step that counts its own calls sees every run.
 
         Args:
             fn: The function to run.
-            items: The number of samples, tokens or other items that one call works on. Only with it there is a `throughput`.
+            items: The number of samples, tokens or other items in one call. The measurement has a `throughput` only with
+                ``items``.
             name: The name of the measurement; by default ``measure``.
             explain: ``True`` records the composition of the peak (`Measurement.composition`), ``False`` does not. By default
-                ``--gpumem-explain`` decides, and the composition is recorded if the test reads it. With
-                ``--gpumem-explain=never`` it is never recorded.
+                ``--gpumem-explain`` decides, and a test that reads the composition gets one. ``--gpumem-explain=never``
+                switches all recording off.
 
         Returns:
             The measurement.
 
         Raises:
-            MeasuringError: No figure can be believed, for example because ``fn`` holds nothing on the device.
+            MeasuringError: The figures would not be valid, for example because ``fn`` holds nothing on the device.
             ValueError: The name is in use, empty or too long.
 
         Example::
@@ -174,15 +185,15 @@ class Gpumem:
     def track(self, name: str | None = None) -> AbstractContextManager[Region]:
         """Measure the body of a ``with`` block, which runs once, cold and untimed.
 
-        Objects that the test and its fixtures hold at the beginning belong to the region. Everything that is still alive at
-        the end, including local variables of the body, is `retained`. Regions may be nested in regions. A region is not
-        explained, because its body runs once; `Gpumem.measure` with the same code is.
+        Objects that the test and its fixtures hold at the beginning belong to the region. Memory that is still alive at the
+        end, including local variables of the body, is `retained`. Regions may be nested in regions. A region is not
+        explained, because its body runs once. To explain the same code, pass it to `Gpumem.measure`.
 
         Args:
             name: The name of the measurement; by default ``region``.
 
         Returns:
-            A context manager that yields a region. Its ``measurement`` is there after the block.
+            A context manager that yields a region. Read its ``measurement`` after the block.
 
         Raises:
             MeasuringError: Another measurement is under way, or ``measurement`` is read within the block.
@@ -208,17 +219,17 @@ class Gpumem:
         """Measure ``factory()``, which loads a model onto the device.
 
         The factory runs once, with an empty allocator, as at the start of a program. It is not timed. Garbage is collected
-        and the allocator's cache is emptied before, so figures repeat. `peak_allocated` counts the loaded object and
-        everything held meanwhile, such as a second copy of the weights. `loaded` is the memory of the object, and `retained`
-        the memory that is left beyond it. On CUDA `peak_reserved` has the memory that the allocator took, including buffers
-        that are never filled.
+        and the allocator's cache is emptied before, so figures repeat. `peak_allocated` counts the loaded object and all
+        temporary memory, such as a second copy of the weights. `loaded` is the memory of the object, and `retained` is the
+        memory that is left beyond the object. On CUDA `peak_reserved` counts the memory that the allocator took, including
+        buffers that are never filled.
 
-        The objects that ``factory`` holds (its closure, arguments bound to it) count into the peak; all other live memory
+        The objects that ``factory`` refers to by its closure or its bound arguments count into the peak. Other live memory
         does not. Random numbers are not restored.
 
-        To explain the peak, the factory runs once more while the first object is there. If the GPU has no room for both, a
-        note says so. Memory that the program's threads load, as transformers does with a ``device_map`` since 5.0, is in all
-        figures on a GPU, and in the composition without lines and operators.
+        To explain the peak, the factory runs once more while the first object is alive. If the GPU has no room for two
+        objects, a note says so. Threads may load memory as well, as transformers does with a ``device_map`` since 5.0. On a
+        GPU all figures count this memory, and the composition shows it without lines and operators.
 
         Args:
             factory: A function without arguments that loads and returns a model, a state dict, or any object that holds
@@ -230,8 +241,8 @@ class Gpumem:
             The loaded object as ``value``, and its ``measurement``.
 
         Raises:
-            TypeError: ``factory`` cannot be called.
-            Exception: Any error of ``factory``.
+            TypeError: ``factory`` is not callable.
+            Exception: Any error that ``factory`` raises.
 
         Example::
 
@@ -253,38 +264,38 @@ class Gpumem:
         name: str | None = None,
         explain: bool | None = None,
     ) -> AbstractContextManager[MeasuredLoop]:
-        """Measure the steps of a training loop, which runs as it is, and end it when they have been measured.
+        """Measure the steps of an unchanged training loop, and end the loop when they have been measured.
 
-        A step ends with ``optimizer.step()`` of a torch optimizer, whoever calls it. Several micro-batches before it are one
-        step. With several optimizers, the first optimizer that steps again ends the step. An optimizer that steps within
-        ``backward()`` ends the step before the next call of a module. Without such an optimizer, the loop calls
+        A step ends with ``optimizer.step()`` of a torch optimizer, regardless of the caller. Micro-batches before this call
+        belong to one step. With several optimizers, the first optimizer that steps again ends the step. An optimizer that
+        steps within ``backward()`` ends the step before the next call of a module. Without a torch optimizer, the loop calls
         ``step_ended()`` at the end of each step.
 
-        Memory comes from the first ``steps`` steps. The first of them, in which a loop builds state, counts for budgets only.
-        `growth` comes from the last 12 steps; if some of these kept bytes, and too few to tell a leak from a cache, 12 more
-        steps are looked at. The next steps are counted, explained and timed. If steps differ, at least 6 and at most
-        ``steps`` steps are recorded until one of them has the highest peak again; otherwise the closest step is shown, and a
-        note says so.
+        Memory comes from the first ``steps`` steps. The first step, in which a loop builds state, counts for budgets only.
+        `growth` comes from the last 12 steps. If some of these kept bytes, but too few to tell a leak from a cache, 12 more
+        steps follow. The next steps are counted, explained and timed. If steps differ, at least 6 and at most ``steps`` steps
+        are recorded until a step reaches the highest peak again. If no step does, the closest step is shown, with a note.
 
         Then the block ends by an exception that is not an ``Exception``, through the loop's own ``finally`` and ``with``
         blocks. Code after the block goes on. ``callback()`` returns a callback for the ``Trainer`` of transformers or
-        Lightning, which stops training in its own way. A loop that ends before is measured as far as it went, with a note.
-        Random numbers are not restored.
+        Lightning, which stops training in its own way. A loop that ends before is measured up to its end, with a note. Random
+        numbers are not restored.
 
-        If memory runs out in the step that is counted, which takes more than an ordinary step, the loop ends as if it had
-        been measured, with the error as a note. Any other error of the loop is the test's.
+        If memory runs out in the counted step, which takes more than an ordinary step, the loop ends as if it had been
+        measured, and the error becomes a note. Any other error of the loop fails the test.
 
         Args:
-            steps: The number of steps, 4 or more, that memory is read from. The loop's batches are not an argument.
-            items: The number of samples, tokens or other items that one step works on. Only with it there is a `throughput`.
+            steps: The number of steps for the memory figures, 4 or more. The loop's batches are not an argument.
+            items: The number of samples, tokens or other items in one step. The measurement has a `throughput` only with
+                ``items``.
             name: The name of the measurement; by default ``loop``.
             explain: As for `Gpumem.measure`.
 
         Returns:
-            A context manager that yields the measured loop. Its ``measurement`` is there after the block.
+            A context manager that yields the measured loop. Read its ``measurement`` after the block.
 
         Raises:
-            MeasuringError: The loop ended before there were four steps, or no step was seen.
+            MeasuringError: The loop ended before its fourth step, or no step was seen.
             TypeError: ``steps`` is not a whole number.
             ValueError: ``steps`` is less than 4.
 
@@ -307,7 +318,7 @@ class Gpumem:
         with self._run.alone("loop", name), loop.within():
             yield loop
 
-    def train_step(  # noqa: D417 - ``unknown`` takes wrong arguments only
+    def train_step(  # noqa: D417 - ``unknown`` catches wrong arguments
         self,
         model_or_factory: ModelOrFactory,
         batch: Any,
@@ -322,25 +333,24 @@ class Gpumem:
     ) -> Measurement:
         """Measure forward, backward and optimizer of a model, in training mode.
 
-        While the step runs, ``config.use_cache`` of the model and its modules is ``False``, as trainers set it. A model that
-        is given is really trained, and its gradients are cleared first.
+        While the step runs, ``config.use_cache`` of the model and its modules is ``False``, as trainers set it. A model
+        instance is really trained, and its gradients are cleared first.
 
         Args:
-            model_or_factory: A module on `gpumem.device`, or a class or function without arguments that builds one. It is
-                called with the device as torch's default device (and without, if that fails), and the module that it returns
-                is moved to the device. Lazy modules are initialized by a forward pass.
+            model_or_factory: A module on `gpumem.device`, or a class or function without arguments that builds a module. A
+                factory is called with the device as torch's default device (and without, if that fails), and its module is
+                moved to the device. Lazy modules are initialized by a forward pass.
             batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments, which are moved to
-                the device; or a function without arguments that makes one, which is called there.
+                the device; or a function without arguments that makes the batch, which is called there.
             config: The step config, such as ``"amp-bf16,checkpoint=blocks,accumulate=4"``, or a
-                `StepConfig`. Without it the step runs plainly in the model's own precision, with autocast off, whatever
-                surrounds the call.
-            loss: A function ``loss(output, batch)`` that returns a scalar. Without it the loss is ``output.loss``,
+                `StepConfig`. By default the step runs plainly in the model's own precision, with autocast off, even within
+                an autocast block.
+            loss: A function ``loss(output, batch)`` that returns a scalar. By default the loss is ``output.loss``,
                 ``output["loss"]`` or a scalar output.
-            optimizer: A class or function of the trainable parameters, or an optimizer of a given model. Without it the
-                config's optimizer is used, which is ``torch.optim.AdamW`` by default.
-            items: The items that one step works on, for `throughput`: a finite number above 0, ``"samples"`` (the first
-                dimension of the batch's first tensor, the default) or ``"tokens"`` (the elements of the batch's first tensor
-                of integers).
+            optimizer: A class or function that takes the trainable parameters, or an optimizer of the model instance. The
+                default is the config's optimizer, which is ``torch.optim.AdamW`` unless the config names another.
+            items: The items in one step, for `throughput`: a finite number above 0, ``"samples"`` (the first dimension of
+                the batch's first tensor, the default) or ``"tokens"`` (the elements of the batch's first integer tensor).
             name: The name of the measurement; by default ``train_step``.
             explain: As for `Gpumem.measure`.
 
@@ -350,7 +360,7 @@ class Gpumem:
         Raises:
             ConfigError: The config cannot be read, has nothing to act on, or names an optimizer beside ``optimizer``.
             TypeError: The model, the batch, the loss or the optimizer has a wrong type.
-            ValueError: They do not make a step, for example because the model is on another device.
+            ValueError: The arguments do not make a step, for example because the model is on another device.
 
         Example::
 
@@ -373,7 +383,7 @@ class Gpumem:
         del prepared  # Free the step's tensors before the measurement is returned.
         return run.keep(judged)
 
-    def infer_step(  # noqa: D417 - ``unknown`` takes wrong arguments only
+    def infer_step(  # noqa: D417 - ``unknown`` catches wrong arguments
         self,
         model_or_factory: ModelOrFactory,
         batch: Any,
@@ -387,10 +397,10 @@ class Gpumem:
     ) -> Measurement:
         """Measure one forward pass under ``torch.inference_mode()``, in evaluation mode.
 
-        With ``new_tokens`` the step is a call of the model's own ``generate()``, as models of transformers have it. It adds
+        With ``new_tokens`` the step calls the model's own ``generate()``, a method that transformers defines. The call adds
         tokens to the batch, which is the prompt. The model's ``generation_config`` decides the search and the token that ends
-        a text; a text that ends early is measured up to there. The number of new tokens is a part of the workload, and only
-        they count for ``tokens/s``.
+        a text. A text that ends early is measured up to its end. The number of new tokens is a part of the workload, and
+        only new tokens count for ``tokens/s``.
 
         Args:
             model_or_factory: As for `Gpumem.train_step`.
@@ -408,7 +418,7 @@ class Gpumem:
         Raises:
             ConfigError: The config cannot be read, or has settings that do nothing in an infer step, such as ``checkpoint``.
             TypeError: The model or the batch has a wrong type.
-            ValueError: They do not make a step.
+            ValueError: The arguments do not make a step.
 
         Example::
 
@@ -428,7 +438,7 @@ class Gpumem:
         del prepared  # Free the step's tensors before the measurement is returned.
         return run.keep(judged)
 
-    def estimate(  # noqa: D417 - ``unknown`` takes wrong arguments only
+    def estimate(  # noqa: D417 - ``unknown`` catches wrong arguments
         self,
         model_or_factory: ModelOrFactory,
         batch: Any,
@@ -443,8 +453,8 @@ class Gpumem:
 
         The bytes of parameters, gradients, optimizer state and master weights follow from the config. Activations are
         measured. A state that is more than 2 % off its formula is a finding, and so is memory that something else holds at
-        rest. Findings are notes of the measurement, which the end of the run prints. They fail nothing: ``assert not
-        estimate.findings`` does.
+        rest. Findings are notes of the measurement, which the end of the run prints. Findings do not fail the test. To fail
+        it, write ``assert not estimate.findings``.
 
         Args:
             model_or_factory: As for `Gpumem.train_step`.
@@ -499,15 +509,15 @@ class Gpumem:
     ) -> None:
         """Assert that one step gives every parameter the same gradient under two configs.
 
-        The model is built twice, and both start with the weights, buffers and random numbers of the first. Gradients are
-        taken before clipping and unscaling; optimizer, ``clip`` and ``zero_grad`` of the configs play no part. A parameter's
-        gradients are the same if the root mean square of their difference is at most ``atol`` + ``rtol`` x the root mean
-        square of the gradient under ``config_b``.
+        The model is built twice, and the second model starts with the weights, buffers and random numbers of the first.
+        Gradients are taken before clipping and unscaling. The optimizer, ``clip`` and ``zero_grad`` of the configs have no
+        effect. A parameter's gradients are the same if the root mean square of their difference is at most ``atol`` +
+        ``rtol`` x the root mean square of the gradient under ``config_b``.
 
-        The default ``rtol`` is that of the less precise config: 1e-4 for ``fp32``, 1e-2 for ``tf32``, 5e-2 for ``amp-fp16``
-        and ``fp16``, 1e-1 for ``amp-bf16`` and ``bf16``. Without a precision in the config, the parameters decide. It holds
-        for a gradient as a whole, because rounding may decide single entries (on which side of a ReLU's corner a value
-        falls). A wrong gradient is off by about its own size.
+        The default ``rtol`` follows from the less precise config: 1e-4 for ``fp32``, 1e-2 for ``tf32``, 5e-2 for ``amp-fp16``
+        and ``fp16``, 1e-1 for ``amp-bf16`` and ``bf16``. Without a precision in the config, the parameters decide. The
+        tolerance applies to a gradient as a whole, because rounding may decide single entries (on which side of a ReLU's
+        corner a value falls). A wrong gradient is off by about its own size.
 
         ``accumulate`` and ``compile`` draw other random numbers than a plain step, so switch dropout off. Batch statistics,
         and a mean over unequal numbers of tokens, differ with ``accumulate`` as well. Between precisions, values that cross a
@@ -517,17 +527,16 @@ class Gpumem:
         Args:
             model_factory: A class or function without arguments that builds the model.
             batch: As for `Gpumem.train_step`.
-            config_a: One config.
-            config_b: The other config, whose gradients are the reference.
+            config_a: The first config.
+            config_b: The second config. Its gradients are the reference.
             rtol: The relative tolerance, a ratio.
             atol: The absolute tolerance. By default it is ``rtol`` / 100 x the root mean square of the largest gradient, for
                 gradients that are 0 except for rounding.
             loss: As for `Gpumem.train_step`.
 
         Raises:
-            AssertionError: A gradient differs; the message names the first parameter and its error. Also if all gradients are
-                0.
-            ConfigError: A config cannot be read, or does nothing to the model.
+            AssertionError: A gradient differs, or all gradients are 0. The message names the first parameter and its error.
+            ConfigError: A config cannot be read, or has no effect on the model.
             TypeError: ``model_factory`` is a model.
 
         Example::
@@ -535,7 +544,7 @@ class Gpumem:
             def test_checkpointing_keeps_gradients(gpumem):
                 gpumem.assert_same_gradients(GPT, batch, "fp32", "fp32,checkpoint=blocks")
         """
-        config_a, config_b = _both(config_a), _both(config_b)
+        config_a, config_b = _needed_config(config_a), _needed_config(config_b)
         with self._run.alone("assert_same_gradients"), self._or_refused():
             assert_same_gradients(
                 self._run.device, model_factory, batch, (config_a, config_b), rtol=rtol, atol=atol, loss=loss
@@ -543,18 +552,18 @@ class Gpumem:
         self._run.relations += 1
 
     def assert_no_growth(self, step: Callable[[], object], steps: int = 20) -> None:
-        """Assert that ``step()``, called again and again, keeps no more memory.
+        """Assert that memory does not grow while ``step()`` is called again and again.
 
         Caches may fill in the first half of the calls. In the second half memory may not grow. If it grows, ``step()`` is
-        called once more (not by a rank of several), because tensors that this call replaces are not kept. Memory that is
-        reserved and unused is not looked at.
+        called once more (not under torchrun with several ranks), because tensors that this call replaces are not a leak.
+        Reserved but unused memory is ignored.
 
         Args:
             step: The function to call.
             steps: The number of calls, 2 or more. Give more if a cache fills slowly.
 
         Raises:
-            AssertionError: Memory grows. The message has the bytes that a step keeps, the kinds of tensors and their holders.
+            AssertionError: Memory grows. The message shows the bytes per step, the kinds of tensors and their holders.
             MeasuringError: The step held nothing on the device.
             TypeError: ``steps`` is not a whole number.
             ValueError: ``steps`` is less than 2.
@@ -577,7 +586,7 @@ class Gpumem:
 
     @contextmanager
     def _or_refused(self) -> Iterator[None]:
-        """Skip the test if the device cannot run its step, or fail it under ``--gpumem-strict``."""
+        """Skip the test if the device cannot run the step; fail the test under ``--gpumem-strict``."""
         try:
             yield
         except CannotRun as error:
@@ -585,8 +594,10 @@ class Gpumem:
 
 
 def _check_words(method: str, unknown: Mapping[str, object]) -> None:
-    """Raise ``TypeError`` for unknown keyword arguments. If a step config has the name, the message says how to write it
-    there.
+    """Raise ``TypeError`` for unknown keyword arguments.
+
+    If the name is an axis of the step config, the message shows the config. For example, ``checkpoint="blocks"`` raises
+    ``gpumem.train_step() has no argument 'checkpoint'; it is a part of the step config: config="checkpoint=blocks"``.
     """
     for name, value in unknown.items():
         if name in AXES:
@@ -598,14 +609,14 @@ def _check_words(method: str, unknown: Mapping[str, object]) -> None:
 
 
 def _check_function(method: str, fn: object) -> None:
-    """Raise ``TypeError`` if a method that calls a function was given something else, such as the function's result."""
+    """Raise ``TypeError`` if ``fn`` is not callable, for example because the caller passed the result of the function."""
     if not callable(fn):
         call = f"gpumem.{method}"
         raise TypeError(f"{call}() calls a function, and got {class_name(type(fn))}: write {call}(lambda: ...)")
 
 
-def _both(config: StepConfig | str) -> StepConfig:
-    made = as_config(config)
-    if made is None:
+def _needed_config(config: StepConfig | str) -> StepConfig:
+    parsed = as_config(config)
+    if parsed is None:
         raise ConfigError("assert_same_gradients compares two step configs; write 'fp32' for a plain step")
-    return made
+    return parsed

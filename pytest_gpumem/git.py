@@ -1,4 +1,4 @@
-"""Commands of git in a folder: one command and its output, or the contents of many objects at once."""
+"""Run git in a folder: a single command with its output, or a batch for many objects."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ class GitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A revision as it was named, and the full hash of its commit."""
+    """A revision by its name and its commit. ``str()`` of ``Revision("main", "4f2c1a9...")`` is ``"main (4f2c1a9)"``."""
 
     name: str
+    """The name as the user typed it: a branch, a tag or a hash."""
     commit: str
+    """The full hash."""
 
     @property
     def short(self) -> str:
@@ -40,54 +42,57 @@ class Revision:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment without the variables of a git hook, so that git goes by the folder it runs in."""
+    """Return the environment without git's variables for hooks, so git uses its current folder."""
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_HOOKS}
 
 
 def git_environment() -> dict[str, str]:
-    """Return `plain_environment`, in which git does not prompt for a password."""
+    """Return `plain_environment` with a variable that keeps git from prompting for a password."""
     return {**plain_environment(), "GIT_TERMINAL_PROMPT": "0"}
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """Return git's output. Raises `GitError`."""
-    return _answer(folder, arguments).decode("utf-8", "surrogateescape")
+    """Return git's output: ``git(folder, "rev-parse", "HEAD")``. Raises `GitError`."""
+    return _output(folder, arguments).decode("utf-8", "surrogateescape")
 
 
 def is_shallow(folder: Path) -> bool:
-    """Return whether the clone that ``folder`` is in lacks old commits. Raises `GitError`."""
+    """Return whether the clone around ``folder`` lacks old commits. Raises `GitError`."""
     return git(folder, "rev-parse", "--is-shallow-repository").strip() == "true"
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the abbreviated hash of the commit checked out in ``folder``; ``None`` where git does not say it within 10 s."""
+    """Return the abbreviated hash of the checked-out commit; ``None`` if git fails or takes more than 10 s."""
     try:
-        return _answer(folder, ("rev-parse", "--short=9", "HEAD"), seconds=10).decode().strip()
+        return _output(folder, ("rev-parse", "--short=9", "HEAD"), seconds=10).decode().strip()
     except GitError:
         return None
 
 
 def restoring_command(folder: Path) -> str | None:
-    """Return the command that restores a folder that is gone and that git knows: ``git checkout -- gpumem-baselines``.
+    """Return the command for restoring a deleted folder: ``git checkout -- gpumem-baselines``.
 
-    Return ``None`` if git knows no file in it, or something is there.
+    Return ``None`` if the path exists, or if git tracks no file in the folder.
     """
     if folder.exists():
         return None
-    there = next(parent for parent in folder.parents if parent.is_dir())
+    existing = next(parent for parent in folder.parents if parent.is_dir())
     try:
-        deleted = _answer(there, ("ls-files", "--deleted", "--", str(folder)), seconds=10)
+        deleted = _output(existing, ("ls-files", "--deleted", "--", str(folder)), seconds=10)
     except GitError:
         return None
     return f"git checkout -- {shlex.quote(os.path.relpath(folder))}" if deleted else None
 
 
 def default_branch(folder: Path) -> str:
-    """Return the branch that changes go to: the remote ``origin``'s, else ``main`` or ``master``, else what is checked out."""
+    """Return the target branch for changes.
+
+    It is the default branch of ``origin``, otherwise ``main`` or ``master``, otherwise the checked-out branch.
+    """
     with suppress(GitError):
         return git(folder, "symbolic-ref", "--short", "refs/remotes/origin/HEAD").strip().partition("/")[2]
     branches = git(folder, "for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads").split()
-    usual = next((one for one in (USUAL_BRANCH, "master") if one in branches), None)
+    usual = next((branch for branch in (USUAL_BRANCH, "master") if branch in branches), None)
     if usual is not None:
         return usual
     with suppress(GitError):
@@ -99,16 +104,17 @@ def changed_files(folder: Path, base: str) -> frozenset[str] | None:
     """Return the files in a pull request's diff, relative to ``folder``; files outside ``folder`` are left out.
 
     Args:
-        folder: A folder in a checkout of the pull request's branch, or of its merge into ``base``.
+        folder: A folder in a checkout of the pull request's branch or merge.
         base: The branch to merge into. Example: ``main``.
 
     Returns:
-        ``None`` if the clone has neither that branch of ``origin`` nor the merge's first parent.
+        Paths such as ``tests/test_gpt.py``; ``None`` if the clone has neither the branch ``base`` of ``origin`` nor the first
+        parent of the merge.
     """
     with suppress(GitError):
         return _differing(folder, f"refs/remotes/origin/{base}...HEAD")
     with suppress(GitError):
-        # `actions/checkout` fetches the merge alone, whose first parent is the branch. With `fetch-depth: 2` that is there.
+        # `actions/checkout` fetches only the merge. Its first parent is the branch, which `fetch-depth: 2` fetches as well.
         git(folder, "rev-parse", "--verify", "--quiet", "HEAD^2")
         return _differing(folder, "HEAD^1", "HEAD")
     return None
@@ -120,33 +126,42 @@ def _differing(folder: Path, *revisions: str) -> frozenset[str]:
 
 
 def contents(folder: Path, objects: Iterable[str]) -> dict[str, bytes]:
-    """Return the bytes of each of the blobs with these full names (40 or 64 hex digits). Raises `GitError`."""
+    """Return the bytes of blobs, by name.
+
+    Args:
+        folder: A folder in the checkout.
+        objects: The full names of the blobs (40 or 64 hex digits).
+
+    Raises:
+        GitError: git failed, or the clone lacks a blob.
+    """
     names = list(dict.fromkeys(objects))
     if not names:
         return {}
-    answer = _answer(folder, ("cat-file", "--batch"), "".join(f"{name}\n" for name in names).encode())
-    found: dict[str, bytes] = {}
+    output = _output(folder, ("cat-file", "--batch"), "".join(f"{name}\n" for name in names).encode())
+    blobs: dict[str, bytes] = {}
     position = 0
     for name in names:
         # "<name> blob <size>\n<bytes>\n", or "<name> missing\n".
-        end = answer.index(b"\n", position)
-        words = answer[position:end].split()
+        end = output.index(b"\n", position)
+        words = output[position:end].split()
         if len(words) != 3:
             raise GitError(f"object {name} is missing in this clone")
         start, size = end + 1, int(words[2])
-        found[name] = answer[start : start + size]
+        blobs[name] = output[start : start + size]
         position = start + size + 1
-    return found
+    return blobs
 
 
-def _answer(folder: Path, arguments: tuple[str, ...], given: bytes = b"", seconds: float | None = None) -> bytes:
+def _output(folder: Path, arguments: tuple[str, ...], stdin: bytes = b"", seconds: float | None = None) -> bytes:
+    """Return git's standard output. Raises `GitError`, also after ``seconds``."""
     try:
-        answer = subprocess.run(
+        process = subprocess.run(
             ["git", *arguments],
             cwd=folder,
             env=git_environment(),
-            # Empty where nothing is given: git must not wait for a terminal.
-            input=given,
+            # Without input it is empty, because git must not wait for a terminal.
+            input=stdin,
             capture_output=True,
             check=False,
             start_new_session=True,
@@ -156,7 +171,7 @@ def _answer(folder: Path, arguments: tuple[str, ...], given: bytes = b"", second
         raise GitError(f"git {arguments[0]} did not end within {seconds} s") from None
     except OSError as error:
         raise GitError(f"git cannot be run: {error.strerror}") from None
-    if answer.returncode:
-        message = answer.stderr.decode("utf-8", "surrogateescape").strip()
-        raise GitError(message or f"git {arguments[0]} ended with exit status {answer.returncode}")
-    return answer.stdout
+    if process.returncode:
+        message = process.stderr.decode("utf-8", "surrogateescape").strip()
+        raise GitError(message or f"git {arguments[0]} ended with exit status {process.returncode}")
+    return process.stdout

@@ -47,16 +47,16 @@ def pytest_gpumem_devices(config: pytest.Config) -> Mapping[str, DeviceFactory]:
 
 
 def pytest_gpumem_environment(config: pytest.Config, device: Device) -> Mapping[str, str | int]:  # type: ignore[empty-body]
-    """Add details to the environment that is stored with a baseline, such as the version of a library that moves figures.
+    """Add details to a baseline's environment, such as the version of a library that affects figures.
 
-    Another type of result fails the measured tests.
+    A result of another type fails the measured tests.
 
     Args:
         config: pytest's configuration.
         device: The device that measures.
 
     Returns:
-        A string or an int for each name. ``slug`` and ``device`` are no names, because they belong to the device.
+        A string or an int for each name. The names ``slug`` and ``device`` are not allowed, because the device sets them.
 
     Example::
 
@@ -91,8 +91,8 @@ def pytest_gpumem_tolerance(item: pytest.Item, metric: str, tolerance: Tolerance
         tolerance: The tolerance without this hook, from the metric's default or the settings.
 
     Returns:
-        A ``pytest_gpumem.Tolerance`` in the metric's unit, or ``None`` for no change by this hook. Any other result fails the
-        test and names the plugins with this hook, and so does a tolerance that is negative or not finite.
+        A ``pytest_gpumem.Tolerance`` in the metric's unit, or ``None`` to change nothing. Any other result fails the test and
+        names the plugins with this hook. A negative tolerance, or one that is not finite, does so as well.
 
     Example::
 
@@ -116,7 +116,7 @@ def checked_tolerance(result: object, metric: str, default: Tolerance, hook: plu
     """Return the tolerance from ``pytest_gpumem_tolerance`` for ``metric``, or the ``default`` for ``None``.
 
     Raises:
-        HookError: The result is no tolerance, or its amounts are negative or not finite.
+        HookError: The result is not a tolerance, or its amounts are negative or not finite.
     """
     from pytest_gpumem.metrics import Tolerance
 
@@ -131,7 +131,7 @@ def checked_tolerance(result: object, metric: str, default: Tolerance, hook: plu
 
 
 def environment_of(device: Device, config: pytest.Config) -> Environment:
-    """Return the environment of a device with the details that ``pytest_gpumem_environment`` adds. Raises `HookError`."""
+    """Return a device's environment with the details from ``pytest_gpumem_environment``. Raises `HookError`."""
     environment = device.environment()
     hook = config.hook.pytest_gpumem_environment
     details = {**environment.details, **checked_details(hook(config=config, device=device), hook)}
@@ -139,14 +139,14 @@ def environment_of(device: Device, config: pytest.Config) -> Environment:
 
 
 def checked_details(results: Iterable[object], hook: pluggy.HookCaller) -> dict[str, str | int]:
-    """Return the details of an environment that ``pytest_gpumem_environment`` added. Raises `HookError`."""
+    """Return the combined details from all ``pytest_gpumem_environment`` hooks. Raises `HookError` for a wrong result."""
     details: dict[str, str | int] = {}
     for result in results:
         if not isinstance(result, Mapping):
             raise HookError(f"{_called(hook)} returned {result!r}, expected a mapping of names to strings or ints")
         for name, value in result.items():
             if name in _RESERVED:
-                # They name the folder of the device's baselines.
+                # The device's slug names the folder of its baselines.
                 raise HookError(f"{_called(hook)} returned {name!r}, which is the device's own; give it another name")
             if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (str, int)):
                 raise HookError(f"{_called(hook)} returned {name!r}: {value!r}, expected a name and a string or an int")
@@ -159,6 +159,9 @@ def _is_amount(value: object) -> bool:
 
 
 def _called(hook: pluggy.HookCaller) -> str:
-    """Return the names of a hook and of all plugins with it. pluggy does not say which of them returned a result."""
+    """Return the names of a hook and all plugins with it, because pluggy does not say which plugin returned a result.
+
+    For example, ``pytest_gpumem_tolerance (/project/conftest.py or my_plugin)``.
+    """
     names = [str(implementation.plugin_name) for implementation in hook.get_hookimpls()]
     return f"{hook.name} ({' or '.join(names)})" if names else hook.name

@@ -1,4 +1,4 @@
-"""Frozen values that a measured step returns."""
+"""Frozen values for a measured step: its workload, its environment and its figures."""
 
 from __future__ import annotations
 
@@ -21,31 +21,36 @@ if TYPE_CHECKING:
 
 
 SAMPLES, TOKENS, ITEMS = "samples", "tokens", "items"
-"""The items that a step works on: counted in its batch, or given as a number."""
+"""Units of a step's items: counted in the batch (samples, tokens), or a number from the test (items)."""
 _EXPLAINED = ("measure", "train_step", "infer_step", "load", "loop")
 
 
 class MissingMetric(AttributeError):
-    """Raised if a measurement does not have a metric. The message lists the metrics that it has."""
+    """Raised if a measurement does not have a metric. The message lists all metrics of the measurement."""
 
 
 class MeasuringError(RuntimeError):
-    """Raised if no figure of a step can be believed, for example because the step held nothing on the device."""
+    """Raised if the figures of a step would not be valid, for example because the step held nothing on the device."""
 
 
 HELD_NOTHING = (
     "it runs elsewhere, or not at all; put the model and its batch on gpumem.device, or set the device that they are on "
     '(device = "cpu", say)'
 )
-"""The rest of a reason why nothing was measured on a device, and what to do."""
+"""The end of a sentence on a step without memory on the device, with the remedy."""
 
 
 MOST_OF_A_NAME = 200
-"""Characters of the name of a measurement."""
+"""The most characters in the name of a measurement."""
 
 
 def check_name(name: object) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what cannot be the name of a measurement."""
+    """Check the name of a measurement.
+
+    Raises:
+        TypeError: The name is not a text.
+        ValueError: The name is empty, has more than 200 characters, or contains a character that no file can hold.
+    """
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: the name of a measurement is a text; write name={str(name)!r}")
     if not name or name.isspace():
@@ -64,7 +69,7 @@ def check_name(name: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The step that was run. Measurements with different workloads are not compared.
+    """The step that ran. Measurements with different workloads are not compared.
 
     Example:
         ``Workload("train_step", config="fp32", parameters=16640, batch="float32[16, 64]")``
@@ -73,31 +78,34 @@ class Workload:
     step: str
     """``call``, ``region``, ``measure``, ``train_step``, ``infer_step``, ``generate``, ``load`` or ``loop``."""
     config: str | None = None
-    """The text of the step config. Without a precision in it, the parameters' precision is added: ``"fp32"``, ``"bf16+fp32"``.
+    """The text of the step config. If it names no precision, the parameters' precision is added: ``"fp32"``, ``"bf16+fp32"``.
     ``None`` if the test runs its own code.
 
-    If the host read values that follow from the setting ``routing``, the text has it: ``"fp32,routing=balanced"``.
+    If the host read values that depend on the setting ``routing``, the text includes the setting: ``"fp32,routing=balanced"``.
     """
     parameters: int | None = None
-    """The number of parameters of the model."""
+    """The model's number of parameters."""
     batch: str | None = None
     """Dtypes and shapes of the batch's tensors: ``int64[4, 256]``."""
 
     def differences(self, earlier: Workload) -> list[str]:
-        """Return a clause for each field that differs from ``earlier``."""
-        mine, theirs = asdict(self), asdict(earlier)
+        """Return a clause for each field that differs from ``earlier``: ``"parameters 16.64 k, were 16.00 k"``."""
+        fields, earlier_fields = asdict(self), asdict(earlier)
         return [
-            f"{name} {now}, {'were' if name == 'parameters' else 'was'} {was}"
-            for name in mine
-            if mine[name] != theirs[name]
-            for now, was in (_told_apart(mine[name], theirs[name]),)
+            f"{name} {text}, {'were' if name == 'parameters' else 'was'} {earlier_text}"
+            for name in fields
+            if fields[name] != earlier_fields[name]
+            for text, earlier_text in (_distinct_texts(fields[name], earlier_fields[name]),)
         ]
 
 
-def _told_apart(now: str | int | None, was: str | int | None) -> tuple[str, str]:
-    """Return two different values of a field as a person reads them; numbers with as many digits as tell them apart."""
+def _distinct_texts(value: str | int | None, earlier: str | int | None) -> tuple[str, str]:
+    """Return two different values of a field as different texts.
+
+    For example, 16,640 and 16,000 become ``16.64 k`` and ``16.00 k``, but 16,640 and 16,641 become ``16,640`` and ``16,641``.
+    """
     for show in (format_large_count, format_count):
-        texts = [show(value) if isinstance(value, int) else str(value or "none") for value in (now, was)]
+        texts = [show(number) if isinstance(number, int) else str(number or "none") for number in (value, earlier)]
         if texts[0] != texts[1]:
             break
     return texts[0], texts[1]
@@ -118,15 +126,15 @@ class Environment(FrozenValue):
     details: Mapping[str, str | int] = field(default_factory=dict)
     """Versions and settings by name.
 
-    ``torch`` and ``machine`` (the host's processor, and the cores that pytest may use); ``cpu_capability`` and
-    ``cpu_bfloat16`` (instructions for bfloat16: ``AMX``, ``AVX512_BF16`` or ``none``) on the CPU;
-    ``total_memory`` (bytes), ``cuda``, ``driver`` and ``allocator`` on a GPU; the names that the hook
-    ``pytest_gpumem_environment`` adds. On an emulated GPU ``emulated_cudnn`` is the release of cuDNN that planned
-    convolutions, or ``none``, and ``emulated_rnn`` is ``lower bound`` if recurrent layers ran.
+    All devices have ``torch`` and ``machine`` (the host's processor, and the cores that pytest may use). The CPU has
+    ``cpu_capability`` and ``cpu_bfloat16`` (instructions for bfloat16: ``AMX``, ``AVX512_BF16`` or ``none``). A GPU has
+    ``total_memory`` (bytes), ``cuda``, ``driver`` and ``allocator``. On an emulated GPU, ``emulated_cudnn`` is the release of
+    cuDNN that planned convolutions, or ``none``, and ``emulated_rnn`` is ``lower bound`` if recurrent layers ran. The hook
+    ``pytest_gpumem_environment`` adds further names.
     """
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions by name, if the step was explained: ``{"transformers": "4.38.2"}``. They are the installed packages whose code
-    ran in the step, and the packages that torch requires and whose release decides memory (cuDNN, cuBLAS, NCCL, Triton).
+    """Versions by name, if the step was explained: ``{"transformers": "4.38.2"}``. They include the installed packages whose
+    code ran in the step, and packages that torch requires and whose release decides memory (cuDNN, cuBLAS, NCCL, Triton).
     """
 
     def __post_init__(self) -> None:
@@ -144,17 +152,17 @@ class Environment(FrozenValue):
         return {**torch, **self.packages}
 
 
-def changed_releases(then: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a clause for each package that both sides have in another version: ``"transformers 4.38.2, was 4.37.2"``.
+def changed_releases(earlier: Mapping[str, str], current: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a clause for each package with another version: ``"transformers 4.38.2, was 4.37.2"``.
 
-    A package that only one of them has is not among them: that code uses another one is a change of the code.
+    A package on only one side is left out, because the use of another package is a change in the code.
     """
-    both = sorted(then.keys() & now.keys())
-    return tuple(f"{name} {now[name]}, was {then[name]}" for name in both if now[name] != then[name])
+    common = sorted(earlier.keys() & current.keys())
+    return tuple(f"{name} {current[name]}, was {earlier[name]}" for name in common if current[name] != earlier[name])
 
 
 def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Return the device with the largest peak, the first of equal ones; ``None`` of none."""
+    """Return the first device with the largest peak; ``None`` if ``by_device`` is empty."""
     return max(by_device, key=lambda device: by_device[device]["peak_allocated"], default=None)
 
 
@@ -162,25 +170,25 @@ def largest(by_device: Mapping[str, Mapping[str, int]]) -> str | None:
 class Measurement(FrozenValue, MetricAttributes):
     """The figures of one measured step, a frozen value.
 
-    Each [metric](metrics.md) is an attribute, for example ``measurement.peak_allocated``: bytes and counts are int, seconds
-    and items per second float. A metric that this step or device does not have raises `MissingMetric`.
+    Each [metric](metrics.md) is an attribute, for example ``measurement.peak_allocated``. Bytes and counts are int, seconds
+    and items per second are float. If this step or device lacks a metric, its attribute raises `MissingMetric`.
     """
 
     name: str
     """The name, a part of the baseline's key: ``train_step``."""
     workload: Workload
-    """The step that was run."""
+    """The step that ran."""
     environment: Environment
     """The device and the software."""
     metrics: Mapping[str, float]
-    """The metrics that this measurement has, by name."""
+    """The metrics of this measurement, by name."""
     settled: bool = True
     """True if two steps in a row had the same peaks, and all steps after them as well."""
     notes: tuple[str, ...] = ()
     """Clauses, for example about peaks that moved from step to step."""
     recomputed: int | None = None
-    """The number of module calls that backward repeated, because of the config or of the model itself. Only a ``train_step``
-    has it; otherwise ``None``.
+    """The number of module calls that backward repeated, because of the config or the model itself. ``None`` unless the step is
+    a ``train_step``.
     """
     explanation: Annotated[Explanation, Form(Explanation, Explanation.kept, lambda read: read)] | None = None
     """The result of the recorded run; ``None`` if nothing was recorded."""
@@ -189,22 +197,22 @@ class Measurement(FrozenValue, MetricAttributes):
     work: Annotated[Mapping[str, float], Form(tuple[tuple[str, float], ...], lambda work: work.items(), dict)] = field(
         default_factory=dict
     )
-    """The items that one step works on, by unit: 8 ``samples``, 8192 ``tokens``. `throughput` counts the first entry."""
+    """The items in one step, by unit: 8 ``samples``, 8192 ``tokens``. `throughput` counts the first entry."""
     step_peaks: StepPeaks = field(default_factory=StepPeaks)
-    """The peaks of all steps that were looked at. With several GPUs it is the largest peak in each step."""
+    """The peaks of all measured steps. With several GPUs it is the largest peak in each step."""
     by_operator: Mapping[str, KeptTallies] = field(default_factory=dict)
     """The parts of `flops`, `operators`, `syncs` and `launches`, by metric. Places are empty unless lines were recorded."""
     workspaces: int = 0
-    """Bytes of `peak_allocated` that cuBLAS takes from torch's allocator for itself (CUDA only). Without workspaces the peak
-    would be lower by this number. For a region or call that keeps workspaces, it is their size at the end. [cuBLAS
-    workspaces](../concepts/measuring.md#cublas-workspaces) explains them.
+    """Bytes in `peak_allocated` that cuBLAS takes from torch's allocator for itself (CUDA only). Without workspaces the peak
+    would be lower by this number. If a region or call keeps workspaces, it is their size at the end. See [cuBLAS
+    workspaces](../concepts/measuring.md#cublas-workspaces).
     """
     unused_before: int = 0
-    """Bytes that the allocator had reserved without use when the step began (CUDA only). `peak_reserved` can vary by this
+    """Bytes reserved by the allocator, but unused, when the step began (CUDA only). `peak_reserved` can vary by this
     amount between identical runs.
     """
     by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """The metrics in bytes of each GPU on which the step held any, by name (``"cuda:1"``), if the process sees several GPUs.
+    """The metrics in bytes on each GPU that the step used, by name (``"cuda:1"``), if the process sees several GPUs.
 
     `Measurement.metrics` has the largest value of each metric.
     """
@@ -218,7 +226,9 @@ class Measurement(FrozenValue, MetricAttributes):
             metrics=_in_order(self.metrics),
             work=self.work,
             by_operator=self.by_operator,
-            by_device={device: MappingProxyType(_in_order(here)) for device, here in sorted(self.by_device.items())},
+            by_device={
+                device: MappingProxyType(_in_order(values)) for device, values in sorted(self.by_device.items())
+            },
             lowest_counts=dict(sorted(self.lowest_counts.items())),
             step_peaks_by_device=dict(sorted(self.step_peaks_by_device.items())),
         )
@@ -236,8 +246,8 @@ class Measurement(FrozenValue, MetricAttributes):
     def composition(self) -> Composition:
         """The composition of the peak: bytes by category, module, source line, dtype and shape.
 
-        It is recorded if the test reads it, with ``explain=True``, and with ``--gpumem-explain=always``. Otherwise it raises
-        `MissingComposition`.
+        It is recorded if the test function reads it, with ``explain=True``, and with ``--gpumem-explain=always``. Otherwise
+        reading it raises `MissingComposition`.
         """
         if self.explanation is None:
             failed = next((note for note in self.notes if note.startswith(NOT_EXPLAINED)), None)
@@ -247,7 +257,7 @@ class Measurement(FrozenValue, MetricAttributes):
                 else f"the composition of {self.name!r} was not recorded; --gpumem-explain=always records it for every test, "
                 f"and {self.workload.step}(..., explain=True) for this step, unless --gpumem-explain=never"
                 if self.workload.step in _EXPLAINED
-                else f"the composition of {self.name!r} was not recorded, as of any {self.workload.step}; "
+                else f"the composition of {self.name!r}, a {self.workload.step}, was not recorded; "
                 "gpumem.measure, train_step, infer_step, load and loop record it with explain=True"
             )
         return self.explanation.peak
@@ -258,7 +268,9 @@ class Measurement(FrozenValue, MetricAttributes):
         return largest(self.by_device)
 
     def saves(self, other: Measurement) -> Rate:
-        """Return the memory saving rate: (other - this) / other, for `peak_allocated` without workspaces. 0.3 is 30 % less.
+        """Return the memory saving rate: (other - this) / other, for `peak_allocated` without workspaces.
+
+        For example, 0.3 means 30 % less memory.
 
         Args:
             other: A measurement on the same device.
@@ -270,14 +282,14 @@ class Measurement(FrozenValue, MetricAttributes):
             ValueError: The measurements come from different devices, or ``other`` has no bytes to save.
         """
         self._check_comparable(other)
-        before = other.peak_allocated - other.workspaces
-        if before <= 0:
+        other_bytes = other.peak_allocated - other.workspaces
+        if other_bytes <= 0:
             raise ValueError(
-                f"{other.name!r} has no bytes to save: its peak without workspaces is {format_bytes(before)}"
+                f"{other.name!r} has no bytes to save: its peak without workspaces is {format_bytes(other_bytes)}"
             )
-        mine, theirs = format_bytes(self.peak_allocated), format_bytes(other.peak_allocated)
-        rate = (before - self.peak_allocated + self.workspaces) / before
-        return Rate(rate, f"peak {mine} against {theirs}{_on_recomputation(self, other)}")
+        peak, other_peak = format_bytes(self.peak_allocated), format_bytes(other.peak_allocated)
+        rate = (other_bytes - self.peak_allocated + self.workspaces) / other_bytes
+        return Rate(rate, f"peak {peak} against {other_peak}{_on_recomputation(self, other)}")
 
     def costs(self, other: Measurement) -> Rate:
         """Return the time increase rate: (this - other) / other, for `step_time`. It is negative if this step is faster.
@@ -297,9 +309,9 @@ class Measurement(FrozenValue, MetricAttributes):
         return Rate(rate, f"step time {format_seconds(self.step_time)} against {format_seconds(other.step_time)}")
 
     def roi(self, other: Measurement) -> Rate:
-        """Return the saving over the cost. It is infinite if this step costs no time, and 0 if it saves nothing.
+        """Return the saving divided by the cost. It is infinite if this step costs no time, and 0 if it saves nothing.
 
-        A technique with more than 1.5 is recommended.
+        For example, a technique that saves 30 % of memory for 15 % more time has 2.0. More than 1.5 is recommended.
 
         Args:
             other: A measurement on the same device.
@@ -322,21 +334,21 @@ class Measurement(FrozenValue, MetricAttributes):
             )
 
     def __repr__(self) -> str:
-        # Short, since it stands in every failed assertion about a figure.
-        what = f"{self.workload.step} {self.workload.config or ''}".rstrip()
-        return f"<Measurement {self.name!r}: {what} on {self.environment.device}>"
+        # It is short, because every failed assertion about a figure shows it.
+        step = f"{self.workload.step} {self.workload.config or ''}".rstrip()
+        return f"<Measurement {self.name!r}: {step} on {self.environment.device}>"
 
 
 def _in_order(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in METRICS if name in metrics}
 
 
-def _on_recomputation(mine: Measurement, other: Measurement) -> str:
-    """Return further evidence for or against recomputation."""
-    if mine.recomputed is None or other.recomputed is None:
+def _on_recomputation(measurement: Measurement, other: Measurement) -> str:
+    """Return a clause on recomputation in backward, which explains a saving or its absence; ``""`` if there is none."""
+    if measurement.recomputed is None or other.recomputed is None:
         return ""
-    if mine.recomputed == 0 and mine.peak_allocated >= other.peak_allocated:
+    if measurement.recomputed == 0 and measurement.peak_allocated >= other.peak_allocated:
         return "; nothing was computed again in backward"
-    if mine.recomputed != other.recomputed:
-        return f"; {mine.recomputed} module calls were computed again in backward, {other.recomputed} there"
+    if measurement.recomputed != other.recomputed:
+        return f"; {measurement.recomputed} module calls were computed again in backward, {other.recomputed} there"
     return ""

@@ -1,4 +1,8 @@
-"""The table of metrics: a row has everything that the package knows of one, and all else is derived from the rows."""
+"""The table of metrics. Each row defines a metric completely, and other code reads all its properties from the row.
+
+For example, ``METRICS["retained"]`` has the title ``"retained"``, the unit ``"bytes"``, the marker's argument ``max_retained``
+and a tolerance of 0.5 % or 64 kB.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ Shown = Literal["always", "if nonzero", "if changed", "in details"]
 Kind = Literal["memory", "work", "time", "throughput"]
 
 WHOLE: tuple[Unit, ...] = ("bytes", "count")
-"""Units of metrics that are whole numbers."""
+"""Units of whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The growth over the baseline that a metric is allowed. The larger of the two parts holds.
+    """The allowed growth of a metric over its baseline. The larger of the two parts counts.
 
     Example:
         >>> Tolerance(relative=0.005, absolute=64e3).allowed(40e6)
@@ -37,69 +41,69 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the table. ``name`` is the attribute of `MetricAttributes` that it is assigned to."""
+    """A row of the table. ``name`` is its attribute in `MetricAttributes`."""
 
     name: str = field(init=False)
     title: str
     unit: Unit
     tolerance: Tolerance | None = None
-    """``None`` for what is recorded and shown but not judged."""
+    """``None`` if the metric is recorded and shown, but not judged."""
     shown: Shown = "always"
-    """Tables of measurements in which it has a column: in each; where a value is not 0; where one has changed; in none, only
-    where all of a measurement is shown."""
+    """The tables in which the metric has a column: every table, tables with a value other than 0, or tables with a changed
+    value. With ``"in details"`` only the complete list of a measurement's figures shows the metric."""
     short: str = ""
-    """The head of its column, where that is neither its name nor its title."""
+    """The head of the metric's column, if it differs from the name and the title."""
     weight: int | None = 0
-    """Columns of less weight give way first where there is no room for all; ``None`` for one that never does."""
+    """If a table is too wide, columns with less weight are left out first. A column with ``None`` is never left out."""
     precedence: int = 0
-    """Rank as a cause: of several metrics by which a measurement fails, the one with the least heads the failure."""
+    """Rank as a cause: if a measurement fails by several metrics, the metric with the lowest number heads the failure."""
     budget: str | None = None
-    """The marker's argument that limits it, which takes a size."""
+    """The marker's argument that limits the metric. It takes a size."""
     larger_is_better: bool = False
     peak: bool = False
-    """True if it is a peak of bytes: it has the backend's workspaces, and moves as long as steps have not settled."""
+    """True for a peak of bytes. A peak includes cuBLAS workspaces, and changes until steps have settled."""
     repeats: bool = True
-    """True if the same step gives the same value every time, to the byte."""
+    """True if the same step has the same value every time, to the byte."""
     optional: bool = False
-    """True if a device may be unable to tell it, which is not the code's fault."""
+    """True if a device may be unable to report the metric, which is not a fault of the code."""
     made_of_operators: bool = False
-    """True if it is counted operator by operator, so that a failure names their lines: work, and not memory."""
+    """True for work that is counted operator by operator, so a failure names the operators' lines."""
     depends_on: tuple[str, ...] = ()
-    """Details of an environment that move this metric though nobody changed the code."""
+    """Environment details that affect the metric although the code is the same."""
     decided_by: tuple[str, ...] = ()
-    """Details that move it by any amount, to either side, so that no change of it means anything where they differ."""
+    """Environment details that affect the metric by any amount in either direction. If they differ, nothing is compared."""
     where_absent: float | None = None
-    """The value in a baseline that does not have it; ``None`` where it is not known."""
+    """The value for a baseline without the metric; ``None`` if no value can be assumed."""
     emulated: Tolerance | None = Tolerance(0.0)
-    """The least tolerance of an emulated GPU's value against a real one's; ``None`` where they cannot be compared."""
+    """The least tolerance between an emulated GPU's value and a real GPU's; ``None`` if they cannot be compared."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         object.__setattr__(self, "name", name)
 
     @property
     def details(self) -> tuple[str, ...]:
-        """All details of an environment that it depends on."""
+        """All environment details that affect the metric."""
         return (*self.depends_on, *self.decided_by)
 
     @property
     def settles(self) -> bool:
-        """True if a step is repeated until this stays as it is."""
+        """True if a step is repeated until the metric's value stays the same."""
         return self.peak and self.repeats
 
     @property
     def kind(self) -> Kind:
-        """The kind of figure that a failure names; a count that is not made of operators is memory."""
+        """The kind of figure in a failure's text. Bytes are memory, and counts of operators are work."""
         if self.made_of_operators:
             return "work"
         kinds: dict[Unit, Kind] = {"seconds": "time", "items/s": "throughput"}
         return kinds.get(self.unit, "memory")
 
     def has_column(self, values: Collection[float], *, changed: bool = False) -> bool:
-        """Return whether a table has a column for it.
+        """Return whether a table has a column for the metric.
 
         Args:
-            values: Those of the measurements in the table.
-            changed: Whether one of them is another than its baseline's, or all columns are wanted.
+            values: The values of the measurements in the table.
+            changed: Whether a value differs from its baseline, or the table should have all columns.
         """
         if self.shown == "if changed":
             return changed
@@ -111,7 +115,7 @@ class _Measured(Protocol):
 
 
 class WholeMetric(Metric):
-    """Bytes, or a count: an int, as an attribute of a measurement."""
+    """A metric in bytes, or a count. Its attribute of a measurement is an int."""
 
     __slots__ = ()
 
@@ -124,7 +128,7 @@ class WholeMetric(Metric):
 
 
 class RealMetric(Metric):
-    """Seconds, or items a second: a float, as an attribute of a measurement."""
+    """A metric in seconds, or in items per second. Its attribute of a measurement is a float."""
 
     __slots__ = ()
 
@@ -136,28 +140,28 @@ class RealMetric(Metric):
         return self if measured is None else float(measured._value_of(self.name))  # noqa: SLF001
 
 
-# Bytes that tensors ask for repeat exactly, so the tolerance only has to swallow what nobody would act on.
+# Tensors request exactly the same bytes in each run. So the tolerance only has to cover changes that nobody would act on.
 _EXACT = Tolerance(relative=0.005, absolute=64e3)
-# Some hundred scalars a step, which people keep on purpose to log them; any tensor that matters is larger.
+# About a hundred scalars per step, which people keep on purpose to log them. Any tensor that matters is larger.
 _SCALARS = Tolerance(relative=0.0, absolute=1024)
-# The whole interval has to lie beyond it, so that 10 % is found where runs of the same code vary by up to 1.5 %.
+# The whole confidence interval has to exceed it. So a slowdown of 10 % is found although equal code varies by up to 1.5 %.
 _SPEED = Tolerance(relative=0.025)
-# The allocator reserves in segments of up to 20 MiB, and whether a step finds room in a segment that somebody else's
-# bytes keep open is chance: two such segments are noise at most, and less where there was less room (`gate/judge.py`).
+# The allocator reserves segments of up to 20 MiB. It is chance whether a step finds room in a segment that other bytes keep
+# open. So two such segments are noise, or less if there was less room (`gate/judge.py`).
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
 
-# The same code calls the same operators, until a release of torch takes one apart in another way.
+# The same code calls the same operators, unless another release of torch decomposes an operator differently.
 _COUNTED = Tolerance(relative=0.0)
 
-# Of peaks between 4 and 176 GB that others measured on a B200 nine of ten are equal to the byte on an emulated one; the tenth
-# is 0.016 % off in what is allocated and 0.53 % in what is reserved. What is allocated moves by up to 0.37 % from one step to
-# the next at the same requested bytes (benchmarks/results/emulated-b200).
+# Nine of ten published peaks from a B200, between 4 and 176 GB, are equal to the byte on an emulated B200. The tenth differs by
+# 0.016 % in allocated and 0.53 % in reserved bytes. Allocated bytes move by up to 0.37 % from one step to the next at the same
+# requested bytes (benchmarks/results/emulated-b200).
 _EMULATED = Tolerance(relative=0.005)
 _EMULATED_SEGMENTS = Tolerance(relative=0.02)
 
 
 class MetricAttributes:
-    """The rows, each of which is an attribute of a measurement; in the order in which they are shown and stored."""
+    """The rows of the table, in the order in which metrics are shown and stored. Each row is an attribute of a measurement."""
 
     __slots__ = ()
 
@@ -173,19 +177,20 @@ class MetricAttributes:
         decided_by=("emulated_cudnn",),
         emulated=_EMULATED,
     )
-    """The most bytes that tensors held at once, as they asked for them, before the allocator rounds up.
+    """The most bytes that tensors held at once. Requested bytes count, before the allocator rounds them up.
 
-    It counts the memory that the test allocates and that its fixtures hold, or the step's model, optimizer and batch. All
-    other live memory is subtracted. Of several steps it is the highest peak. On a GPU it has the workspaces of cuBLAS
-    (`Measurement.workspaces`), and the relative tolerance is a ratio of the peak without them.
+    It counts memory from the test and its fixtures, or the step's model, optimizer and batch. All
+    other live memory is subtracted. With several steps it is the highest peak. On a GPU it includes the workspaces of cuBLAS
+    (`Measurement.workspaces`), and the relative tolerance is a ratio of the peak without workspaces.
     """
 
     peak_forward = WholeMetric("peak forward", "bytes", shown="in details", peak=True)
-    """`peak_allocated` within the forward pass of a `gpumem.train_step`. With micro-batches it is the largest of
-    theirs. A pipeline stage has none."""
+    """`peak_allocated` within the forward pass of a `gpumem.train_step`. With micro-batches it is the largest of their peaks.
+    A pipeline stage does not have this metric."""
 
     peak_backward = WholeMetric("peak backward", "bytes", shown="in details", peak=True)
-    """`peak_allocated` within the backward pass of a `gpumem.train_step`. With micro-batches it is the largest of theirs."""
+    """`peak_allocated` within the backward pass of a `gpumem.train_step`. With micro-batches it is the largest of their
+    peaks."""
 
     peak_optimizer = WholeMetric("peak optimizer", "bytes", shown="in details", peak=True)
     """`peak_allocated` within the optimizer's step of a `gpumem.train_step`."""
@@ -203,37 +208,37 @@ class MetricAttributes:
         decided_by=("emulated_cudnn",),
         emulated=_EMULATED_SEGMENTS,
     )
-    """The growth of the memory that the CUDA caching allocator holds from the GPU, at its most, plus the test's own bytes at
-    the start (CUDA only). It is never less than `peak_allocated`. The CPU has no such metric, so `max_reserved` has no effect
-    there, and a note says so.
+    """The largest growth of the memory that CUDA's caching allocator reserves on the GPU, plus the test's own bytes at the
+    start (CUDA only). It is never less than `peak_allocated`. The CPU does not have this metric, so `max_reserved` has no
+    effect there, and a note says so.
 
     The allocator reserves segments of 2 MiB for blocks up to 1 MiB, segments of 20 MiB for blocks up to 10 MiB, and a segment
-    for each larger block. A step takes fewer segments if it finds room in a segment that other tests' bytes keep. The room at
-    its start is `Measurement.unused_before`. If it equals the baseline's, the same code reserves the same bytes, and the
-    absolute tolerance is 2 MiB. Otherwise it is 2 MiB plus the 20 MiB segments that the larger of the two is part of, at most
-    40 MiB. If the baseline does not have ``unused_before``, it is 40 MiB.
+    for each larger block. A step reserves fewer segments if it finds room in a segment that other tests' bytes keep. The room
+    at its start is `Measurement.unused_before`. If this room equals the baseline's, the same code reserves the same bytes, and
+    the absolute tolerance is 2 MiB. Otherwise the tolerance is 2 MiB plus the 20 MiB segments that the larger room is part of,
+    up to 40 MiB. If the baseline does not have ``unused_before``, the tolerance is 40 MiB.
     """
 
-    # A step that keeps more each time has a higher peak because of that.
+    # It comes before the peak as a cause, because a step that keeps more each time also has a higher peak.
     growth = WholeMetric(
         "growth per step", "bytes", _SCALARS, shown="if nonzero", weight=5, precedence=-1, where_absent=0
     )
-    """Bytes that every further step keeps: a leak. It is 0 for a step that repeats, and a baseline without it stands for 0.
+    """Bytes that every further step keeps: a leak. It is 0 for a repeating step, and a baseline without it means 0.
 
-    If one of a step's last five runs left bytes behind, 18 more runs follow, and 12 more if some of these kept bytes too
-    seldom to tell. Growth is the average that each of the last 12 (24) runs keeps, if both the lowest and the highest live
-    bytes after them rise from their first half to their second. If steps allocate different amounts, only steps with equal
-    amounts are compared. In a `gpumem.loop` it comes from the last 12 steps, or 24. A region, a call and a ``load`` have
-    none.
+    If one of a step's last five runs left bytes behind, 18 more runs follow. If some of these kept bytes, but too seldom to
+    be certain, 12 more follow. Growth is the average that each of the last 12 (24) runs keeps, if both the lowest and the
+    highest live bytes after the runs rise from the first half of the runs to the second. If steps allocate different amounts,
+    only steps with equal amounts are compared. In a `gpumem.loop` it comes from the last 12 steps, or 24. A region, a call and
+    a ``load`` do not have this metric.
     """
 
     retained = WholeMetric("retained", "bytes", _EXACT, shown="if nonzero", weight=4, budget="max_retained")
     """Bytes that outlive the step, region, loading or call after garbage collection, and that neither the test's fixtures nor
-    the loaded object hold. In steps that differ it is the least that one of them leaves, or `growth` if that is more."""
+    the loaded object hold. If steps differ, it is the least value of a step, or `growth` if that is more."""
 
     loaded = WholeMetric("loaded", "bytes", _EXACT, shown="if nonzero", weight=4)
-    """Bytes held by the object that `gpumem.load` returned, usually the model. Only a ``load`` has it. Memory that is
-    mapped from a file on the CPU (``torch.load(mmap=True)``) is loaded, and is in no peak."""
+    """Bytes held by the object that `gpumem.load` returned, usually the model. Only a ``load`` has this metric. Memory that is
+    mapped from a file on the CPU (``torch.load(mmap=True)``) counts as loaded, but not in any peak."""
 
     cyclic_garbage = WholeMetric("cyclic garbage", "bytes", _EXACT, shown="if nonzero", short="cycles", weight=3)
     """Bytes that only Python's cyclic collector freed afterwards. The collector is switched off during the measurement."""
@@ -251,24 +256,24 @@ class MetricAttributes:
     """Floating-point operations of a step in matrix products, convolutions and attention, as ``torch.utils.flop_counter``
     counts them. A multiply-add is two operations.
 
-    Causal attention counts in full. Attention counts as two products forward and five backward, also on the CPU, whose kernel
-    torch's counter does not know. Elementwise operators, norms, matrix-vector products and operators that do everything at
-    once (an LSTM on the CPU) do not count.
+    Causal attention counts in full. Attention counts as two products forward and five backward, also on the CPU, although
+    torch's counter does not know the CPU's kernel. Elementwise operators, norms, matrix-vector products and operators that do
+    everything at once (an LSTM on the CPU) do not count.
 
     `flops`, `operators`, `syncs` and `launches` are the counts. They come from one more step after the memory was measured
-    and before any time is taken; on CUDA a further step counts `launches`. If the peaks or the allocated bytes of the last
-    two measured steps differ, three more steps are counted. A count that differs among them is the largest, with a note, and
-    it is ``uncertain`` if the smallest (`Measurement.lowest_counts`) is not above the baseline. Work that only some steps do
-    and that allocates nothing is not seen, such as an ``.item()`` in every tenth step. A call, a region and a ``load`` have
+    and before the step is timed. On CUDA a further step counts `launches`. If the peaks or the allocated bytes of the last
+    two measured steps differ, three more steps are counted. If a count differs among these steps, the largest is taken, with a
+    note. The count is ``uncertain`` if the smallest (`Measurement.lowest_counts`) is not above the baseline. Work in some steps
+    only is not seen if it allocates nothing, such as an ``.item()`` in every tenth step. A call, a region and a ``load`` have
     no counts.
 
     Counts do not see operators in code that ``torch.compile`` compiled. A step config with ``compile`` has `launches` only,
     and a function that the test compiles itself counts as if it were not compiled. A step that raises only while it is
     counted (``flex_attention`` and 8-bit optimizers do) is measured without counts, and a note says so.
 
-    A failure names the operators that are more, with their modules and lines. A further run of the step finds the lines. It
-    is made only if a test fails by its counts, if the counts become a baseline, and with ``--gpumem-explain=always``. With
-    ``--gpumem-explain=never`` or ``explain=False`` it is never made.
+    A failure names the additional operators, with their modules and lines. A further run of the step finds the lines. This run
+    takes place only if a test fails by its counts, if the counts become a baseline, or with ``--gpumem-explain=always``.
+    ``--gpumem-explain=never`` and ``explain=False`` prevent it.
     """
 
     operators = WholeMetric(
@@ -281,11 +286,12 @@ class MetricAttributes:
         made_of_operators=True,
         depends_on=("torch",),
     )
-    """Calls of operators in a step, ATen's and custom ones, below autograd and with composite operators taken apart.
+    """Calls of ATen's and custom operators in a step, below autograd. Composite operators count by their parts.
 
-    Operators that only make a view or allocate (``view``, ``t``, ``expand``, ``detach``, ``empty``) do not count: releases of
-    torch differ in their number. An operator of a tensor subclass (int8 weights) counts once. An operator in backward has the
-    line of the forward call that made its node, and a recomputed operator has the line where it was computed first.
+    Operators that only make a view or allocate (``view``, ``t``, ``expand``, ``detach``, ``empty``) do not count, because
+    their number differs between releases of torch. An operator of a tensor subclass (int8 weights) counts once. An operator in
+    backward has the line of the forward call that made its node, and a recomputed operator has the line of its first
+    computation.
     """
 
     syncs = WholeMetric(
@@ -298,16 +304,16 @@ class MetricAttributes:
         made_of_operators=True,
         depends_on=("torch",),
     )
-    """The number of times that a step makes the host wait for the device.
+    """The number of times in a step when the host waits for the device.
 
     The host waits for values (``.item()``, ``.tolist()``, ``nonzero``, ``x[mask]``, ``torch.equal``, ``if tensor:``,
     printing) and for copies between host and device without ``non_blocking=True``, such as ``torch.tensor(2.0,
     device="cuda")``. Waits within an operator, and waits without a value (``torch.cuda.synchronize()``), are not seen.
 
-    On the CPU it is the number of waits for a GPU in the CPU's place. Every tensor counts as a GPU tensor, except for an
+    On the CPU it is the number of waits that a GPU in its place would cause. Every tensor counts as a GPU tensor, except for an
     optimizer's counters (``step``), tensors that the step makes without ``device=``, tensors copied with ``.cpu()`` or
-    ``.to("cpu")``, and results computed from such tensors alone. A tensor that a model keeps on the host on purpose, or makes
-    with ``torch.from_numpy``, cannot be recognized there.
+    ``.to("cpu")``, and results computed only from these. On the CPU, tensors that a model keeps on the host on purpose, or
+    makes with ``torch.from_numpy``, cannot be recognized.
     """
 
     launches = WholeMetric(
@@ -317,13 +323,13 @@ class MetricAttributes:
         shown="if changed",
         weight=1,
         precedence=4,
-        optional=True,  # whether they can be counted is a matter of the driver's permissions
+        optional=True,  # the driver may forbid the counting
         made_of_operators=True,
         depends_on=("torch", "cuda", "driver"),
-        emulated=None,  # a product of cuBLAS is one launch there, and on a GPU sometimes two
+        emulated=None,  # a product of cuBLAS is one launch on an emulated GPU, and sometimes two on a real GPU
     )
-    """CUDA kernels that a step launches, without copies and fills, as CUPTI reports them (CUDA only). Absent if CUPTI reports
-    nothing. A failure names the kernels, and no line."""
+    """CUDA kernels that a step launches, without copies and fills, as CUPTI reports them (CUDA only). The metric is absent if
+    CUPTI reports nothing. A failure names the kernels, but not their lines."""
 
     step_time = RealMetric("step time", "seconds", _SPEED, weight=6, precedence=5, repeats=False)
     """Median seconds of a step. `Measurement.times` has the rounds and their percentiles. A call, a region and a ``load`` are
@@ -334,19 +340,18 @@ class MetricAttributes:
     """
 
     forward_time = RealMetric("forward time", "seconds", shown="in details", repeats=False)
-    """Median seconds of the forward pass of a `gpumem.train_step`, from up to three rounds of their own."""
+    """Median seconds of the forward pass in a `gpumem.train_step`, from up to three separate rounds."""
 
     backward_time = RealMetric("backward time", "seconds", shown="in details", repeats=False)
-    """Median seconds of the backward pass of a `gpumem.train_step`, from the same rounds as `forward_time`."""
+    """Median seconds of the backward pass in a `gpumem.train_step`, from the same rounds as `forward_time`."""
 
     optimizer_time = RealMetric("optimizer time", "seconds", shown="in details", repeats=False)
     """Median seconds of the optimizer's step in a `gpumem.train_step`, with clipping and ``zero_grad``, from the same rounds as
     `forward_time`."""
 
     throughput = RealMetric("throughput", "items/s", precedence=5, larger_is_better=True, repeats=False)
-    """Items per second at `step_time`: samples in a model's step, or the number or word given as ``items``.
-    `gpumem.measure` and `gpumem.loop` have it only with ``items``. It has no tolerance; the argument ``min_throughput``
-    limits it.
+    """Items per second at `step_time`: samples in a model's step, or the items in the argument ``items``. `gpumem.measure` and
+    `gpumem.loop` have this metric only with ``items``. It has no tolerance, but the argument ``min_throughput`` limits it.
 
     A throughput below the budget is ``over_budget`` if it is [certainly below](../concepts/step-time.md#throughput), otherwise
     ``uncertain``.

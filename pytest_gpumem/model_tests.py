@@ -1,4 +1,4 @@
-"""Tests without a file: a step of each model that the settings or ``--gpumem-model`` name, under each of its configs."""
+"""Tests without a test file: a step for each model and config in the settings or ``--gpumem-model``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ Place = Literal["alone", "added", "in its file"]
 
 
 class ModelTests:
-    """A plugin that collects the tests of models, as those of the settings' file: an id that is printed can be run again.
+    """A plugin that collects models' tests as tests in ``pyproject.toml``, so a printed id can be run again.
 
-    pytest finds them where it collects that file. They are added to a run of the ``testpaths``, which do not have it, and to
-    any with ``--gpumem-model``; where that is typed without a path, they are what is run.
+    pytest collects them if it collects ``pyproject.toml``, for example with ``pytest
+    "pyproject.toml::timm:resnet18[8-fp32]"``. They are also added to a run of the ``testpaths`` and to each run with
+    ``--gpumem-model``. If ``--gpumem-model`` is typed without a path, only these tests run.
     """
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
@@ -38,15 +39,15 @@ class ModelTests:
         typed = [from_root(name, settings.model_base, root) for name in settings.model]
         self._path = root / "pyproject.toml"
         self._steps = chosen(steps, typed) if typed else tuple(steps)
-        # A worker of pytest-xdist is given the arguments as they were typed, and so comes to the same.
+        # A worker of pytest-xdist has the same arguments as typed, so it finds the same place.
         self._place = self._place_in(config, bool(typed))
 
     def _place_in(self, config: pytest.Config, typed: bool) -> Place:
-        """Return where the tests come in what is collected."""
+        """Return whether the tests are the only collected tests, are added to others, or are collected with their file."""
         folder, source = config.invocation_params.dir, config.args_source
-        # An option of addopts, which is in every run, must not keep all other tests out of it.
-        by_hand = any(word.partition("=")[0] == _FLAG for word in map(str, config.invocation_params.args))
-        if typed and by_hand and source is not pytest.Config.ArgsSource.ARGS:
+        # The option in addopts applies to every run, so it must not leave out all other tests.
+        is_typed_by_hand = any(word.partition("=")[0] == _FLAG for word in map(str, config.invocation_params.args))
+        if typed and is_typed_by_hand and source is not pytest.Config.ArgsSource.ARGS:
             return "alone"
         paths = [Path(os.path.abspath(folder / word.partition("::")[0])) for word in config.args]  # noqa: PTH100
         if self._path.is_file() and any(path in (self._path, *self._path.parents) for path in paths):
@@ -70,7 +71,7 @@ class ModelTests:
 
 
 class ModelFile(pytest.File):
-    """The file of the settings, with a test for each step."""
+    """The file with the settings, ``pyproject.toml``, which contains a test for each step."""
 
     def __init__(self, *, steps: Sequence[ModelStep], **more: Any) -> None:
         super().__init__(**more)
@@ -87,7 +88,7 @@ class ModelFile(pytest.File):
 
 
 class ModelTest(pytest.Function):
-    """A test of one step: a test function with the fixture ``gpumem``, so that all that is about tests is about it, too."""
+    """A test of one step: a function with the fixture ``gpumem``, so markers, fixtures and hooks of tests apply to it."""
 
     def __init__(self, *, step: ModelStep, line: int | None, **more: Any) -> None:
         root = more["parent"].config.rootpath
@@ -102,25 +103,33 @@ class ModelTest(pytest.Function):
             self.stash[ARGUMENT] = f"{_FLAG}={step.model}"
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """Return the entry of the settings; no line for a model that was typed."""
+        """Return the file, line and name of the entry in the settings. A typed model has no line."""
         return self.path, self._line, self.name
 
 
 def lines_of(steps: Sequence[ModelStep], text: str) -> list[int | None]:
-    """Return the line of ``text``, counted from 0, with the entry that each step is from: the next one that names its model."""
+    """Return the line of each step's entry in the settings, counted from 0.
+
+    An entry's line is the next line that contains the model's name. For example, if lines 3 and 9 in ``text`` name
+    ``timm:resnet18``, they belong to the first and the second entry with this model.
+
+    Args:
+        steps: The steps, in the order of their entries.
+        text: The content of ``pyproject.toml``.
+    """
     lines = text.splitlines()
-    found: dict[int, int | None] = {}
+    line_by_entry: dict[int, int | None] = {}
     begin = 0
     for step in steps:
-        if step.entry is not None and step.entry not in found:
-            line = next((n for n in range(begin, len(lines)) if step.written in lines[n]), None)
-            found[step.entry] = line
+        if step.entry is not None and step.entry not in line_by_entry:
+            line = next((number for number in range(begin, len(lines)) if step.written in lines[number]), None)
+            line_by_entry[step.entry] = line
             begin = begin if line is None else line + 1
-    return [None if step.entry is None else found[step.entry] for step in steps]
+    return [None if step.entry is None else line_by_entry[step.entry] for step in steps]
 
 
 def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> None:
-    """Measure the step of a model, as a test would. What no step can be made of fails the test with a sentence."""
+    """Measure the step of a model, as a test would. If the model or config does not make a step, fail with a sentence."""
     import torch
 
     from pytest_gpumem.measure.random_numbers import random_numbers_given_back
@@ -135,7 +144,7 @@ def measure(item: pytest.Item, step: ModelStep, root: Path, gpumem: Gpumem) -> N
     try:
         model = named_model(replace(step.model, base=root), step.batch, step.task)
         with random_numbers_given_back(run.device):
-            # Figures of some models depend on values: which experts tokens are sent to.
+            # Figures of some models depend on values, for example on the expert for each token.
             torch.manual_seed(0)
             if step.task.trains:
                 gpumem.train_step(lambda: model.build(dtype), model.batch, config=step.config, loss=model.loss)

@@ -1,8 +1,8 @@
-"""Folders that are reached through descriptors: no symbolic link below a root is followed, also if one appears meanwhile.
+"""Open folders by descriptors, so no symbolic link below a root is followed, even if somebody creates a link meanwhile.
 
-A stranger's branch can hold links. For example, ``gpumem-baselines/cpu-x86_64`` can lead to ``/etc``. A check of the path and
-a later ``open`` would be two steps, and the link could be put there in between. So each folder is opened within the one
-before, by ``dir_fd`` and ``O_NOFOLLOW``. Systems without these (Windows) check each name first.
+A stranger's branch can contain links. For example, ``gpumem-baselines/cpu-x86_64`` can lead to ``/etc``. If the path were
+checked first and opened later, somebody could create the link in between. So each folder is opened relative to its parent, by
+``dir_fd`` and ``O_NOFOLLOW``. Systems without these (Windows) check each name first.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _JUNCTION = 0xA0000003
-"""``IO_REPARSE_TAG_MOUNT_POINT``: a folder that leads to another one on Windows."""
+"""``IO_REPARSE_TAG_MOUNT_POINT``: a link between folders on Windows."""
 
 
 class LinkFound(OSError):
-    """A symbolic link in the place of a file or folder. Its text is a sentence, also as ``strerror``.
+    """Error for a symbolic link in the place of a file or folder. Its text, also in ``strerror``, is a sentence.
 
     Args:
         path: The link.
-        mend: The clause on what to do.
+        mend: The remedy, as a clause.
     """
 
     def __init__(self, path: Path, mend: str = "remove it") -> None:
@@ -43,11 +43,11 @@ class LinkFound(OSError):
 
 
 class OpenFolder:
-    """A folder that is open. Names are looked up in this folder, even if its path leads elsewhere by now.
+    """An open folder. Names are looked up in this folder, even if its path leads elsewhere by now.
 
     Args:
         path: The folder's path, for messages.
-        descriptor: The folder's descriptor; ``None`` on systems that cannot look names up in one.
+        descriptor: The folder's descriptor; ``None`` on systems that cannot look up names by a descriptor.
     """
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
@@ -55,7 +55,7 @@ class OpenFolder:
         self._descriptor = descriptor
 
     def status(self, name: str) -> os.stat_result:
-        """Return the status of a name, for a link its own. Raises ``OSError``."""
+        """Return the status of a name. For a link it is the status of the link itself. Raises ``OSError``."""
         with self._errors_named(name):
             return os.stat(self._at(name), dir_fd=self._descriptor, follow_symlinks=False)
 
@@ -89,12 +89,12 @@ class OpenFolder:
             return file.read()
 
     def replace(self, name: str, by: str) -> None:
-        """Put the file ``by`` in the place of ``name``. A link of that name is replaced itself."""
+        """Replace the file ``name`` by the file ``by``. If ``name`` is a link, the link itself is replaced."""
         with self._errors_named(name):
             os.replace(self._at(by), self._at(name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def remove(self, name: str) -> None:
-        """Remove the file ``name``, if there is one; a link of that name is removed itself."""
+        """Remove the file ``name`` if it exists. If ``name`` is a link, the link itself is removed."""
         with self._errors_named(name), suppress(FileNotFoundError):
             os.unlink(self._at(name), dir_fd=self._descriptor)
 
@@ -104,9 +104,9 @@ class OpenFolder:
             os.rmdir(self._at(name), dir_fd=self._descriptor)
 
     def folder(self, name: str, *, make: bool) -> OpenFolder:
-        """Open a folder in this one. Raises ``OSError``, also for a link."""
+        """Open a subfolder. Raises ``OSError``, also for a link."""
         if name in ("", ".", "..") or Path(name).name != name:
-            raise ValueError(f"{name!r} is no name of a folder")
+            raise ValueError(f"{name!r} is not the name of a folder")
         if make:
             with self._errors_named(name), suppress(FileExistsError):
                 os.mkdir(self._at(name), dir_fd=self._descriptor)
@@ -115,13 +115,13 @@ class OpenFolder:
             return _opened(self.path / name, self._at(name), self._descriptor, _NO_LINK)
 
     def keep_others_out(self, *, also_before: bool) -> None:
-        """Let only this user enter the folder. Systems without users' numbers check nothing.
+        """Let only this user enter the folder. Systems without user ids check nothing.
 
         Args:
-            also_before: Whether others must not have been able to write to it, because files in it are loaded or run.
+            also_before: Whether to refuse a folder that other users could write to before, because its files are loaded or run.
 
         Raises:
-            OSError: The folder belongs to another user, or others could write to it and it is not empty.
+            OSError: The folder belongs to another user, or is not empty and other users could write to it.
         """
         if self._descriptor is None or not hasattr(os, "getuid"):
             return
@@ -158,7 +158,7 @@ class OpenFolder:
 
     @contextmanager
     def _errors_named(self, name: str) -> Iterator[None]:
-        """Give errors the whole path, because names in a descriptor have none."""
+        """Add the whole path to errors, because errors from a descriptor only have the name."""
         try:
             yield
         except OSError as error:
@@ -167,12 +167,12 @@ class OpenFolder:
 
 @contextmanager
 def open_folder(root: Path, below: Sequence[str] = (), *, make: bool = False) -> Iterator[OpenFolder]:
-    """Open a folder below ``root``. The root itself may be a link, and no folder below it may be.
+    """Open a folder below ``root``. The root itself may be a link, but no folder below it.
 
     Args:
-        root: The folder that is trusted, for example the root of a store.
-        below: The names of the folders from there: ``("cpu-x86_64", "tests")``.
-        make: Make the folders that do not exist.
+        root: A trusted folder, for example the root of a store.
+        below: The names of the folders from the root: ``("cpu-x86_64", "tests")``.
+        make: Whether to make missing folders.
 
     Raises:
         OSError: A folder cannot be opened, or is a link.
@@ -192,14 +192,14 @@ def open_folder(root: Path, below: Sequence[str] = (), *, make: bool = False) ->
 
 @contextmanager
 def private_folder(path: Path, *, also_before: bool = False) -> Iterator[OpenFolder]:
-    """Open a folder that only this user can enter, and make it if it does not exist.
+    """Open a folder for this user only, and make it if it does not exist.
 
     Args:
-        path: The folder. The folder that it is in exists, and is trusted.
-        also_before: Whether others must not have been able to write to it, because files in it are loaded or run.
+        path: The folder. Its parent exists and is trusted.
+        also_before: Whether to refuse a folder that other users could write to before, because its files are loaded or run.
 
     Raises:
-        OSError: The folder is a link, belongs to another user, or others could write to it.
+        OSError: The folder is a link, belongs to another user, or other users could write to it.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -212,6 +212,6 @@ def _opened(path: Path, name: str, within: int | None, flags: int) -> OpenFolder
     if _HAS_DESCRIPTORS:
         return OpenFolder(path, os.open(name, _FOLDER | _OPEN | flags, dir_fd=within))
     if not path.is_dir():
-        kind, says = (errno.ENOTDIR, "not a folder") if path.exists() else (errno.ENOENT, "no such folder")
-        raise OSError(kind, says, str(path))
+        code, reason = (errno.ENOTDIR, "not a folder") if path.exists() else (errno.ENOENT, "no such folder")
+        raise OSError(code, reason, str(path))
     return OpenFolder(path, None)

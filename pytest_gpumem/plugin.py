@@ -1,6 +1,7 @@
-"""pytest's hooks in the order in which pytest calls them; wiring only.
+"""The hooks of the plugin, in the order in which pytest calls them. Other modules do the work.
 
-A run that measures nothing must cost nothing: whatever is not needed for finding that out is imported later.
+A run that measures nothing must cost nothing. So this module imports only the modules that are needed to find out whether
+there is something to measure.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def pytest_load_initial_conftests(
 
 
 def _emulation_hint(errors: Iterable[str]) -> str | None:
-    """Return a sentence if one of the errors is that of a torch that can only be imported on an emulated GPU."""
+    """Return a sentence if an error shows that torch needs an emulated GPU to be imported; otherwise ``None``."""
     error = next((text for text in errors if "cannot open shared object file" in text), None)
     if error is None or "torch" in sys.modules:
         return None
@@ -72,7 +73,7 @@ def _emulation_hint(errors: Iterable[str]) -> str | None:
 
 
 def is_emulated(config: pytest.Config) -> bool:
-    """Return whether an emulated GPU may be asked for: by the option, or in the settings."""
+    """Return whether the option, or possibly the settings, name an emulated GPU."""
     option = getattr(config.known_args_namespace, "gpumem_device", None)
     if option is not None:
         return str(option).startswith("emulated:")
@@ -88,22 +89,22 @@ def _settings_have(config: pytest.Config, words: bytes) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int | None, int | None]:
-    # Around the whole process: the exit status is what comes out of here, whatever hooks and tests have made of it.
-    passed = False
+    # This wrapper is around the whole process, so it decides the exit status after all other hooks and tests.
+    has_passed = False
     try:
         status = yield
         if status is not None:
             status = _final_status(config, status)
-        passed = not status
+        has_passed = not status
         return status
     except SystemExit as end:
         if end.code in (0, None):
             end.code = _final_status(config, 0)
-        passed = end.code == 0
+        has_passed = end.code == 0
         raise
     finally:
         if SESSION in config.stash:
-            config.stash[SESSION].leave(passed=passed)
+            config.stash[SESSION].leave(passed=has_passed)
 
 
 def _final_status(config: pytest.Config, status: int) -> int:
@@ -128,7 +129,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _register_markers(config: pytest.Config) -> None:
-    """Register the markers: by name, and for ``pytest --markers`` with their help, which needs the table of metrics."""
+    """Register the markers by name. ``pytest --markers`` shows their help, which needs the table of metrics."""
     lines = MARKER, CONFIG_MARKER
     if config.getoption("markers", default=False):
         from pytest_gpumem.config.marker_arguments import CONFIG_MARKER_HELP, MARKER_HELP
@@ -139,10 +140,10 @@ def _register_markers(config: pytest.Config) -> None:
 
 
 def is_concerned(config: pytest.Config) -> bool:
-    """Return whether there is something to do before the tests are known.
+    """Return whether to make the session before tests are collected.
 
-    An option, settings, or workers to send tests to. A worker itself has the options that were typed for its controller, and
-    makes its session later if it collects a measured test.
+    This is so if there is an option or a setting of this plugin, or if pytest-xdist sends tests to workers. Workers get the
+    options of their controller. A worker without such options makes its session later, if it collects a measured test.
     """
     if any(config.getoption(option.dest, None) is not None for option in OPTIONS):
         return True
@@ -153,7 +154,7 @@ def is_concerned(config: pytest.Config) -> bool:
 
 
 class Collecting:
-    """A plugin that looks for measured tests, and makes the session once there is something to measure."""
+    """A plugin that searches the collected tests for measured tests, and makes the session when it finds one."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -163,7 +164,7 @@ class Collecting:
         self._collected: list[pytest.Item] = []
 
     def session(self) -> GpumemSession:
-        """Return the session, made when it is first asked for."""
+        """Return the session. The first call makes it."""
         if SESSION not in self._config.stash:
             from pytest_gpumem.session.process import GpumemSession
 
@@ -199,8 +200,8 @@ class Collecting:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:
-        # First of all, before anybody deselects: `-m gpumem` selects what the settings mark, and a wrong marker of a test
-        # that is deselected is reported, too.
+        # This runs before any plugin deselects tests, so `-m gpumem` selects tests that the settings mark, and wrong markers of
+        # deselected tests are reported.
         self._collected = list(items)
         if SESSION in self._config.stash:
             self.session().mark(items)
@@ -210,7 +211,7 @@ class Collecting:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        # Only now has every hook of a conftest.py added its markers.
+        # By now, all hooks in conftest.py files have added their markers.
         everything = list(dict.fromkeys([*self._collected, *session.items]))
         if SESSION in self._config.stash or any(map(is_measured, everything)):
             self.session().collected(everything, session.items)
@@ -226,8 +227,8 @@ class Collecting:
         if item.get_closest_marker(MARKER) is not None:
             from pytest_gpumem.config.marker import report_late_marker
 
-            known = self._config.stash.get(SESSION, None)
-            report_late_marker(item, gates=known is not None and known.settings.gates)
+            session = self._config.stash.get(SESSION, None)
+            report_late_marker(item, gates=session is not None and session.settings.gates)
         return result
 
 
@@ -249,7 +250,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def gpumem_config() -> StepConfig:
-    """The step config of this test, one of those that ``@pytest.mark.gpumem_configs(...)`` asks for."""
+    """The step config of this test, from its marker ``@pytest.mark.gpumem_configs(...)``."""
     pytest.fail(
         f"{CONFIG_FIXTURE} has no config: give the test @pytest.mark.{CONFIG_MARKER}(precision=['fp32', 'amp-bf16'], ...)",
         pytrace=False,

@@ -1,6 +1,7 @@
-"""Commands in process groups of their own, which end as a whole when a signal asks for it.
+"""Run commands in process groups of their own, and end the whole group after a signal.
 
-Ctrl-C and other signals are noted, and checked while a command runs, so that it ends in order, also when they come twice.
+Signals such as Ctrl-C are recorded, and checked while a command runs. So the command ends in order, even after a second
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,44 +28,44 @@ GRACE_SECONDS = 3.0
 
 
 class Stopped(Exception):
-    """A signal asked for the end."""
+    """Raised after a signal to end the program."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
         self.signum = signum
         self.exit_status = 128 + signum
-        """The one that shells have for it."""
+        """The usual exit status in shells for the signal: 130 for SIGINT."""
 
 
 class Stop:
-    """The first signal that asked for the end, if there was one."""
+    """The first signal to end the program, if any has come."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
 
     def note(self, signum: int, _frame: FrameType | None = None) -> None:
-        """Take note of a signal; the first counts."""
+        """Record a signal. Only the first counts."""
         if self.signum is None:
             self.signum = signum
 
     def check(self) -> None:
-        """Raise `Stopped` if the end was asked for."""
+        """Raise `Stopped` if a signal has come."""
         if self.signum is not None:
             raise Stopped(self.signum)
 
 
 @contextmanager
 def noted_signals() -> Iterator[Stop]:
-    """Note signals that ask for the end, so that they interrupt nothing."""
+    """Record signals to end the program, so they interrupt no code in this context."""
     stop = Stop()
-    # Only the main thread gets signals, and what is ignored (nohup) stays so.
-    mine = threading.current_thread() is threading.main_thread()
-    noted = [signum for signum in _SIGNALS if mine and signal.getsignal(signum) is not signal.SIG_IGN]
-    earlier = {signum: signal.signal(signum, stop.note) for signum in noted}
+    # Only the main thread can handle signals. Ignored signals, for example by nohup, stay ignored.
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    signums = [signum for signum in _SIGNALS if is_main_thread and signal.getsignal(signum) is not signal.SIG_IGN]
+    previous_handlers = {signum: signal.signal(signum, stop.note) for signum in signums}
     try:
         yield stop
     finally:
-        for signum, handler in earlier.items():
+        for signum, handler in previous_handlers.items():
             signal.signal(signum, handler)
 
 
@@ -78,12 +79,27 @@ def run(
     errors: Path | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run ``command`` (a text is for the shell) and return its exit status, negative when a signal ended it.
+    """Run a command to its end, or until a signal comes.
 
-    Its output is added to ``output``, and to ``errors``, if that is given, what it writes on standard error; ``tick`` is called
-    a few times a second. Raises `Stopped`.
+    Args:
+        command: The words of the command, or a text for the shell.
+        folder: The folder to run in.
+        environment: The environment of the command.
+        output: The file to append its output to.
+        stop: The recorded signals.
+        errors: The file to append its standard error to; by default ``output``.
+        tick: Called a few times a second.
+
+    Returns:
+        The exit status, which is negative if a signal ended the command.
+
+    Raises:
+        Stopped: A signal has come. The command and its children have ended.
     """
-    with output.open("ab") as file, nullcontext(subprocess.STDOUT) if errors is None else errors.open("ab") as beside:
+    with (
+        output.open("ab") as file,
+        nullcontext(subprocess.STDOUT) if errors is None else errors.open("ab") as error_file,
+    ):
         stop.check()
         process = subprocess.Popen(
             command,
@@ -91,9 +107,9 @@ def run(
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
-            stderr=beside,
+            stderr=error_file,
             shell=isinstance(command, str),
-            # Ctrl-C in the terminal is for us; what runs is ended by us.
+            # Only this process gets Ctrl-C from the terminal, and it ends the command.
             start_new_session=True,
             preexec_fn=end_with_parent,  # noqa: PLW1509 - it makes one system call and takes no lock
         )
@@ -113,33 +129,35 @@ def run(
 
 
 _PR_SET_PDEATHSIG = 1
-"""Of Linux's ``prctl(2)``: the signal that a process gets when the one that started it has ended."""
+"""Option of Linux's ``prctl(2)`` to set the signal for a process when its parent has ended."""
 
 
 def _prctl() -> Callable[[int, int], int] | None:
     """Return Linux's ``prctl``, looked up before any fork; ``None`` on other systems."""
     if not sys.platform.startswith("linux"):
         return None
-    found: Callable[[int, int], int] = ctypes.CDLL(None).prctl
-    return found
+    prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
+    return prctl
 
 
 _PRCTL = _prctl()
 
 
 def end_with_parent() -> None:
-    """Have this process killed when its parent is, as ``kill -9`` leaves nobody to end it."""
+    """Let the system kill this process when its parent ends, because a parent killed by ``kill -9`` cannot do so."""
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_group(leader: int, stop: Stop, wait: Callable[[float], object]) -> None:
-    """End a process and those that it has started, by the signal that asked for the end: pytest keeps what it has then.
+    """End a process and its children, by the signal that has come, or SIGTERM. After 3 s they are killed.
+
+    pytest reacts to the signal and keeps its measurements up to now.
 
     Args:
-        leader: The process's id, which is that of its process group.
-        stop: The signal.
-        wait: Waits for the end of the process, for so many seconds at most.
+        leader: The id of the process and its process group.
+        stop: The recorded signal.
+        wait: Waits for the end of the process. The argument is the most seconds to wait.
     """
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGTERM if stop.signum is None else stop.signum)

@@ -1,4 +1,7 @@
-"""A pytest session of one item, which runs a script: settings, devices, store, verdict and reports are those of any test."""
+"""Run a script as the only item in a pytest session, with settings, devices, store, verdict and reports as for a test.
+
+For example, ``gpumem run train.py --epochs 1`` measures the steps of ``train.py`` as `Gpumem.loop` does in a test.
+"""
 
 from __future__ import annotations
 
@@ -40,36 +43,39 @@ _NOT_FOR_A_SCRIPT: dict[str, Any] = {
     "cacheshow": None,
     "stepwise": False,
 }
-"""Options that a project may have in ``addopts`` to distribute or select its tests: pytest's and pytest-xdist's."""
+"""Options in pytest and pytest-xdist for distributing or selecting tests, with values that switch them off.
+
+A project may have them in ``addopts``.
+"""
 _PLUGINS_NOT_FOR_A_SCRIPT = ("cacheprovider", "stepwise", "randomly", "gpumem-models")
-"""Plugins that keep a cache of the project's tests, seed random numbers or add tests; ``addopts`` may have their options."""
+"""Plugins for caching the project's tests, seeding random numbers or adding tests. ``addopts`` may contain their options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script, its arguments, and how much of it is run."""
+    """A script with its arguments, and the number of steps to measure."""
 
     path: Path
     arguments: tuple[str, ...]
     steps: int
     name: str
-    """The name in the place of a test's in the id."""
+    """The part of the id after ``train.py::``."""
     command: Command
-    """The command that runs it again."""
+    """The command for another run of the script."""
 
 
 class ScriptSession:
-    """A plugin that collects the script, and nothing else."""
+    """A plugin that collects only the script."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
         self.skipped = False
-        """True if the script was not run, as its device cannot be used here."""
+        """True if the script did not run, because this machine lacks its device."""
         self._end: EndOfProcess | None = None
         self._has_ended = False
 
     def has_ended(self, *, passed: bool) -> None:
-        """Note how the command ends: what the script left for the end of the process does not change that to 0."""
+        """Record the end of the command. The script's ``atexit`` functions cannot turn a failure into 0."""
         self._has_ended = True
         if self._end is not None:
             self._end.has_come(passed=passed)
@@ -80,7 +86,7 @@ class ScriptSession:
         for name, value in _NOT_FOR_A_SCRIPT.items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
-        # Not by -p no:..., with which their options would be unknown.
+        # With `-p no:...` their options would be unknown.
         for name in _PLUGINS_NOT_FOR_A_SCRIPT:
             if config.pluginmanager.has_plugin(name):
                 config.pluginmanager.unregister(name=name)
@@ -91,7 +97,7 @@ class ScriptSession:
         return False if collection_path == self._script.path else None
 
     def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-        # In the place of a module, which pytest would import.
+        # pytest would import the script as a module.
         return self._file(module_path, parent)
 
     def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -107,7 +113,7 @@ class ScriptSession:
 
 
 class ScriptFile(pytest.File):
-    """The file of a script, with one item."""
+    """The file of a script, which contains one item."""
 
     def __init__(self, *, script: Script, **more: Any) -> None:
         super().__init__(**more)
@@ -124,7 +130,7 @@ class ScriptItem(pytest.Item):
         super().__init__(**more)
         self._script = script
         self.fixturenames = [FIXTURE]
-        """The fixtures of a test that measures with ours; this one has no set-up by pytest."""
+        """The names by which the item counts as measured. pytest sets up no fixture for it."""
         self.stash[COMMAND] = script.command
 
     def runtest(self) -> None:
@@ -146,17 +152,21 @@ class ScriptItem(pytest.Item):
 
 
 class ScriptFailed(Exception):
-    """Error of a script that ended by itself with another status than 0; the message is a sentence."""
+    """Error for a script with an exit status other than 0. The message is a sentence."""
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> None:
-    """Run a script to its end as ``__main__``, with these arguments and with its folder first on ``sys.path``.
+    """Run a script to its end as ``__main__``, with its folder first on ``sys.path``.
 
-    Processes that it forks end where it ends in them, and do not come back.
+    If the script forks, the forked process ends at the end of the script and does not return from this function.
+
+    Args:
+        path: The script.
+        arguments: The script's arguments, ``sys.argv[1:]``.
 
     Raises:
-        ScriptFailed: It left by ``sys.exit`` with something else than 0.
-        BaseException: What it raised.
+        ScriptFailed: The script called ``sys.exit`` with a status other than 0.
+        BaseException: Any other exception of the script.
     """
     process = os.getpid()
     try:
@@ -173,15 +183,15 @@ def run_script(path: Path, arguments: Sequence[str]) -> None:
 
 
 def failure_of_script(path: Path, error: BaseException) -> str:
-    """Return the traceback of an exception that a script did not catch, from the script's own frame on."""
-    lines = traceback.TracebackException.from_exception(error)
-    begins = next((n for n, frame in enumerate(lines.stack) if frame.filename == str(path)), 0)
-    lines.stack = traceback.StackSummary.from_list(lines.stack[begins:])
-    return "".join(lines.format()).rstrip()
+    """Return the traceback of a script's uncaught exception, beginning with the script's own frame."""
+    formatted = traceback.TracebackException.from_exception(error)
+    begin = next((index for index, frame in enumerate(formatted.stack) if frame.filename == str(path)), 0)
+    formatted.stack = traceback.StackSummary.from_list(formatted.stack[begin:])
+    return "".join(formatted.format()).rstrip()
 
 
 def _leave_fork(path: Path, error: BaseException | None) -> NoReturn:
-    """End a process that the script has forked as the interpreter would, since the session is its parent's."""
+    """End a forked process as the interpreter would. Only its parent may end the session."""
     code = error.code if isinstance(error, SystemExit) else None
     if error is not None and not isinstance(error, (SystemExit, EndOfLoop)):
         sys.stderr.write(f"{failure_of_script(path, error)}\n")
@@ -195,16 +205,16 @@ def _leave_fork(path: Path, error: BaseException | None) -> NoReturn:
 
 
 def _run_as_main(path: Path, arguments: Sequence[str]) -> None:
-    # Not by runpy, which ends with an IndexError where a script has cleared sys.argv.
+    # runpy raises an IndexError if a script has cleared sys.argv.
     loader = SourceFileLoader("__main__", str(path))
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __loader__=loader, __builtins__=__builtins__)
     code = loader.source_to_code(loader.get_data(str(path)), str(path))
-    words, folders, ours = list(sys.argv), list(sys.path), sys.modules["__main__"]
+    argv, folders, main_of_command = list(sys.argv), list(sys.path), sys.modules["__main__"]
     sys.argv[:] = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     sys.modules["__main__"] = main
     try:
         exec(code, vars(main))  # noqa: S102 - what the command is for
     finally:
-        sys.argv[:], sys.path[:], sys.modules["__main__"] = words, folders, ours
+        sys.argv[:], sys.path[:], sys.modules["__main__"] = argv, folders, main_of_command

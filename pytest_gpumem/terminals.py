@@ -1,4 +1,4 @@
-"""Rules for terminals: whether output is coloured, and whether a line may be drawn anew."""
+"""Rules for terminals: whether output is coloured, and whether a line can be redrawn."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def wants_colour(environment: Mapping[str, str]) -> bool | None:
     """Return whether output is coloured; ``None`` if a terminal gets colours and a file does not.
 
-    These are pytest's rules, in the same order: ``PY_COLORS`` is 1 or 0, ``NO_COLOR`` or ``FORCE_COLOR`` is not empty, and
-    ``TERM`` is ``dumb``. For example ``NO_COLOR=1 FORCE_COLOR=1`` has no colours.
+    The rules and their order are pytest's: ``PY_COLORS`` is 1 or 0, ``NO_COLOR`` or ``FORCE_COLOR`` is not empty, ``TERM`` is
+    ``dumb``. For example, ``NO_COLOR=1 FORCE_COLOR=1`` means no colours.
     """
     if environment.get(PY_COLORS) in ("0", "1"):
         return environment[PY_COLORS] == "1"
@@ -28,5 +28,5 @@ def wants_colour(environment: Mapping[str, str]) -> bool | None:
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Return whether a line that was written to ``stream`` can be replaced: not in a file, nor where ``TERM`` is ``dumb``."""
+    """Return whether a written line can be replaced. It cannot in a file, or if ``TERM`` is ``dumb``."""
     return stream.isatty() and os.environ.get(TERM) != "dumb"

@@ -1,4 +1,4 @@
-"""TOML that strangers can write: files of a store, and pyproject.toml."""
+"""Read TOML from strangers: store files and pyproject.toml."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ else:
     import tomli as tomllib
 
 _FEW_PARTS = 16
-"""Parts of a dotted key that costs nothing worth a look. Keys of ours have 4 parts at most."""
+"""Keys with at most so many parts need no check, because they are parsed quickly. This package's keys have at most 4 parts."""
 _MOST_WORK = 2_000_000
-"""Parts of all keys, times the parts of the longest one. The parser takes at most so many steps, here about 0.5 s.
+"""The limit for the number of parts in all keys, multiplied by the parts in the longest key. It bounds the parser's steps to
+about 0.5 s.
 
-For example, a key of 50,000 parts, which is a file of 100 kB, took the parser 100 s. Keys of another tool in pyproject.toml may
-be longer than ours: one with 100 parts in a file of 20,000 parts is read.
+For example, the parser took 100 s for a key with 50,000 parts, in a file of 100 kB. Keys of other tools in pyproject.toml may
+be longer than this package's keys: a key with 100 parts in a file with 20,000 parts is read.
 """
-# What has dots that are no key's: comments, and strings of several lines or of one. The last part of a text may be cut off.
+# Comments and strings, because their dots do not separate parts of a key. An unfinished string ends with the text.
 _OPAQUE = re.compile(
     r"""\#[^\n]*
     |\"{3}(?:[^\\]|\\.)*?(?:\"{3,5}|\Z)
@@ -35,8 +36,7 @@ def read_toml(text: str) -> dict[str, Any]:
     """Return the content of a TOML text.
 
     Raises:
-        ValueError: It is no TOML, is nested too deeply, has a number that is too long, or has dotted keys that would keep the
-            parser busy.
+        ValueError: The text is not TOML, is nested too deeply, or contains a number or a dotted key that is too long.
     """
     keys = _BETWEEN_KEYS.split(_OPAQUE.sub("_", text))
     dots = [key.count(".") for key in keys]

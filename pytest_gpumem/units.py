@@ -1,6 +1,7 @@
-"""Sizes, ratios and durations as people write and read them; integers and floats inside.
+"""Convert sizes, ratios, rates and durations between the texts that people write and read, and numbers.
 
-``GB`` is 10**9 bytes and ``GiB`` is 2**30 bytes (IEC 80000-13), everywhere.
+``GB`` is always 10**9 bytes and ``GiB`` is always 2**30 bytes (IEC 80000-13). For example, ``parse_size("6.5 GB")`` is
+6,500,000,000, and ``format_bytes(6_500_000_000, "iec")`` is ``"6.05 GiB"``.
 """
 
 from __future__ import annotations
@@ -30,28 +31,31 @@ _QUANTITY = re.compile(r"\s*(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*
 
 
 def nearest(word: str, valid: list[str]) -> str:
-    """Return a clause that names the valid word closest to ``word``, or all of them when none is close."""
+    """Return a clause that names the closest valid word, or all valid words if no word is close.
+
+    For example, ``nearest("max_bg", ["max_gb", "device"])`` is ``"did you mean 'max_gb'?"``.
+    """
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Return a number of things: ``"1 test"``, ``"3 tests"``; of ``plural`` unless that is ``noun`` with an s.
+    """Return a number with its noun: ``counted(1, "test")`` is ``"1 test"``, ``counted(3, "test")`` is ``"3 tests"``.
 
-    ``counted(3, "test has", "tests have")`` is ``"3 tests have"``.
+    The default plural is the noun with an s. ``counted(3, "test has", "tests have")`` is ``"3 tests have"``.
     """
     return f"{count} {agreeing(count, noun, plural or f'{noun}s')}"
 
 
 def agreeing(count: int, singular: str, plural: str) -> str:
-    """Return the words that agree with a number: ``agreeing(1, "removes it", "removes them")`` is ``"removes it"``."""
+    """Return the singular or plural for a number: ``agreeing(1, "removes it", "removes them")`` is ``"removes it"``."""
     return singular if count == 1 else plural
 
 
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as ``"6.5 GB"`` or ``"24 MiB"``, rounded to a whole byte.
 
-    Raises ``ValueError`` for anything else: no unit, an unknown unit, a negative number.
+    Raises ``ValueError`` for a missing or unknown unit, a negative number, or any other text.
     """
     number, unit = _quantity(text)
     if not number:
@@ -67,7 +71,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_gigabytes(number: float) -> int:
-    """Return the bytes of a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
+    """Return the bytes in a number of GB (10**9). Raises ``ValueError`` unless it is finite and not negative."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise ValueError(f"{number!r} is not a number of GB; {_as_gigabytes(number)}")
     if number < 0:
@@ -76,7 +80,10 @@ def parse_gigabytes(number: float) -> int:
 
 
 def _as_gigabytes(value: object) -> str:
-    """Return how to write in GB what was meant: of ``"60 MB"`` the number 0.06, or the argument that takes the text."""
+    """Return the remedy for a wrong number of GB.
+
+    For example, ``"60 MB"`` gives ``write 0.06, or use max_memory='60 MB'``.
+    """
     number, unit = _quantity(value)
     if number and not unit:
         return f"write {number}, or use max_memory='{number} GB'"
@@ -87,17 +94,17 @@ def _as_gigabytes(value: object) -> str:
     return f"write {size / 10**9:.12g}, or use max_memory={value!r}"
 
 
-def _whole(count: float, shown: str, what: str) -> int:
-    # No memory has 2**63 bytes, and TOML cannot hold more.
+def _whole(count: float, shown: str, noun: str) -> int:
+    # No memory has 2**63 bytes, and TOML cannot store a larger number.
     if not count < 2**63:
-        raise ValueError(f"{shown} is not a finite {what}")
+        raise ValueError(f"{shown} is not a finite {noun}")
     return round(count)
 
 
 def parse_ratio(text: str) -> float:
     """Return the ratio of a percentage such as ``"2 %"`` (0.02).
 
-    Raises ``ValueError`` when the percent sign is missing or the number is negative.
+    Raises ``ValueError`` if the percent sign is missing or the number is negative.
     """
     number, unit = _quantity(text)
     if unit != "%":
@@ -108,7 +115,7 @@ def parse_ratio(text: str) -> float:
 
 
 def _as_percentage(value: object) -> str:
-    """Return what was meant as a percentage: of 0.02 it is ``"2 %"``, of 2 as well."""
+    """Return the probable percentage for a value: ``"2 %"`` for 0.02 and for 2."""
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
     if isinstance(value, str) and _quantity(value)[0] and not _quantity(value)[1]:
         number = float(_quantity(value)[0])
@@ -118,7 +125,7 @@ def _as_percentage(value: object) -> str:
 
 
 def _quantity(text: object) -> tuple[str, str]:
-    """Return number and unit; empty where there is none."""
+    """Return number and unit: ``("6.5", "GB")`` for ``"6.5 GB"``. A missing part is an empty string."""
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     return (match["number"], match["unit"] or "") if match is not None else ("", "")
 
@@ -154,13 +161,13 @@ def parse_rate(text: str) -> ThroughputLimit:
 
 
 def _amount(value: object) -> str | None:
-    """Return the number that was written without a unit; ``None`` for anything else, and for one that is not above zero."""
+    """Return a positive number without a unit; ``None`` for any other value."""
     number, unit = _quantity(str(value)) if not isinstance(value, bool) else ("", "")
     return number if number and not unit and float(number) > 0 else None
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of a duration such as ``"2 s"`` or ``"500 ms"``. Raises ``ValueError`` for anything else, and 0."""
+    """Return the seconds of a duration such as ``"2 s"`` or ``"500 ms"``. Raises ``ValueError`` for 0 and other texts."""
     number, unit = _quantity(text)
     scale = {"s": 1.0, "ms": 1e-3, "min": 60.0}.get(unit)
     if scale is None:
@@ -169,7 +176,7 @@ def parse_seconds(text: str) -> float:
         raise ValueError(f"{text!r} is not a duration; write it like {example}")
     seconds = float(number) * scale
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"{text!r} is not a duration above zero; --no-gpumem-time takes no time at all")
+        raise ValueError(f"{text!r} is not a duration above zero; to switch timing off, use --no-gpumem-time")
     return seconds
 
 
@@ -196,12 +203,12 @@ _HUNDREDFOLD = 99
 
 
 def is_percentage(ratio: float) -> bool:
-    """Return whether a change is told in percent, and not as a factor or a size: nobody reads ``"+6291456.0 %"``."""
+    """Return whether to show a change in percent. Larger changes are shown as factors: nobody reads ``"+6291456.0 %"``."""
     return ratio < _HUNDREDFOLD or ratio == float("inf")
 
 
 def format_ratio(ratio: float) -> str:
-    """Return a signed percentage with one decimal, ``"+14.7 %"``; from a hundredfold on the factor, ``"62,915 times"``."""
+    """Return a signed percentage with one decimal, ``"+14.7 %"``. A hundredfold or more is a factor, ``"62,915 times"``."""
     return f"{ratio * 100:+.1f} %" if is_percentage(ratio) else f"{ratio + 1:,.0f} times"
 
 
@@ -214,7 +221,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(rate: float, of: str = "") -> str:
-    """Return a rate with three digits or all of its integer part: ``"1200 /s"``, ``"3.42 tokens/s"``."""
+    """Return a rate with three digits, or its whole integer part from 100 on: ``"1200 /s"``, ``"3.42 tokens/s"``."""
     return f"{rate:.0f} {of}/s" if rate >= 100 else f"{rate:.3g} {of}/s"
 
 
@@ -234,7 +241,7 @@ def format_flops(count: int) -> str:
 
 
 def whole_number(value: object, least: int = 1) -> int:
-    """Return the number, ``least`` or more, that ``value`` is or says."""
+    """Return a whole number from a number or its text. Raises ``ValueError`` if it is less than ``least``."""
     try:
         count = int(str(value))
     except ValueError:
@@ -245,7 +252,7 @@ def whole_number(value: object, least: int = 1) -> int:
 
 
 def number(value: object) -> float:
-    """Return the number that ``value`` is or says."""
+    """Return a float from a number or its text. Raises ``ValueError`` for other values."""
     try:
         return float(str(value).encode("ascii"))
     except ValueError:

@@ -1,7 +1,7 @@
-"""The folder in the user's cache that this package keeps files in. Libraries, programs and kernels from it are loaded and run.
+"""This package's folder in the user's cache. Libraries, programs and kernels in it are loaded and run.
 
-So nobody else may put a file there. Another user could do so if, for example, ``XDG_CACHE_HOME`` is ``/tmp``, or if root runs
-with the home folder of another user.
+So no other user may be able to put a file there. Another user could do so, for example, if ``XDG_CACHE_HOME`` is ``/tmp``, or
+if root runs with the home folder of another user.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from pytest_gpumem.open_folder import open_folder, private_folder
 from pytest_gpumem.variables import CACHE
 
-_KEPT = ("bisections", "emulation", "environments", "torchinductor")
+_FOLDERS = ("bisections", "emulation", "environments", "torchinductor")
 """The names of the folders in the cache."""
 
 
 class CacheRefused(Exception):
-    """A folder of the cache may hold files of others; the message is a sentence with the remedy."""
+    """Error for a cache folder that may contain files from other users. The message is a sentence with the remedy."""
 
 
 def cache_root() -> Path:
-    """Return the folder that all is kept in, without a look at it: ``~/.cache/pytest-gpumem`` on Linux."""
+    """Return the path of the cache, which is not checked: ``~/.cache/pytest-gpumem`` on Linux."""
     import platformdirs
 
     chosen = os.environ.get(CACHE)
@@ -35,15 +35,15 @@ def make_own(folder: Path) -> None:
     """Make a folder in the cache if it does not exist, after a check that only this user can change the cache.
 
     Args:
-        folder: The folder, for example ``~/.cache/pytest-gpumem/emulation``. The folder that it is in is checked.
+        folder: The folder, for example ``~/.cache/pytest-gpumem/emulation``. Its parent is the cache.
 
     Raises:
-        CacheRefused: The cache cannot be made, is a link, or belongs to another user, or others could write to it or
-            replace it.
+        CacheRefused: The cache cannot be made, is a link, belongs to another user, or other users could write to it or replace
+            it.
     """
     root = folder.parent
     try:
-        # A file in the place of a folder is told when it is opened.
+        # If a file is in the place of a folder, opening it raises the error.
         with suppress(FileExistsError):
             root.parent.mkdir(mode=0o700, parents=True)
         _refuse_shared(root)
@@ -57,10 +57,10 @@ def make_own(folder: Path) -> None:
 
 
 def _refuse_shared(root: Path) -> None:
-    """Raise `CacheRefused` if other users can rename the cache, and so put another folder in its place.
+    """Raise `CacheRefused` if other users can rename the cache and put another folder in its place.
 
-    In a folder with the sticky bit, such as ``/tmp``, only the owner of a file renames it. A group is not checked, because
-    folders with the mode 0775 are usual where each user has a group.
+    In a folder with the sticky bit, such as ``/tmp``, only the owner of a file can rename it. The group's permissions are not
+    checked, because folders with the mode 0775 are usual on systems with a group for each user.
     """
     mode = root.parent.stat().st_mode
     if hasattr(os, "getuid") and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -71,10 +71,12 @@ def _refuse_shared(root: Path) -> None:
 
 
 def check_own(folder: Path) -> None:
-    """Check that only this user can have put files into a folder of the cache, also before the cache was closed to others.
+    """Check that only this user can have written the files in a cache folder.
+
+    The check includes the time before `make_own` closed the cache to other users.
 
     Raises:
-        CacheRefused: The folder, or a file directly in it, is not only this user's.
+        CacheRefused: Other users own the folder or a file directly in it, or could write to it.
     """
     try:
         with open_folder(folder.parent, [folder.name]) as opened:
@@ -83,19 +85,19 @@ def check_own(folder: Path) -> None:
                 opened.refuse_others_file(path.name)
     except OSError as error:
         raise CacheRefused(
-            f"{folder} is not used: {error.strerror}; remove it (gpumem cache --clear), and it is made again"
+            f"{folder} is not used: {error.strerror}; remove it by `gpumem cache --clear`, and it is made again"
         ) from None
 
 
 def clear() -> None:
-    """Remove all that is kept, and no other file: the variable may name a folder that the user has for other things, too.
+    """Remove this package's folders from the cache. Other files stay, because `GPUMEM_CACHE` may name any folder.
 
     Raises:
-        OSError: A file cannot be removed, or the cache is a link, which could lead to anything.
+        OSError: A file cannot be removed, or the cache is a link, which could lead anywhere.
     """
     root = cache_root()
     with suppress(FileNotFoundError), open_folder(root.parent, [root.name]):
-        for name in _KEPT:
+        for name in _FOLDERS:
             path = root / name
             if path.is_symlink():
                 path.unlink()

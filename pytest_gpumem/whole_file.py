@@ -1,4 +1,4 @@
-"""Atomic replacement of a file: a reader sees the old content or the new one, also after a crash."""
+"""Replace a file atomically: a reader sees the whole old or the whole new content, even after a crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DRAFT = ".draft"
-"""Suffix of a file that is being written; its name begins with a dot."""
+"""Suffix of an unfinished file; its name begins with a dot."""
 
 
 def write_whole(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:
@@ -23,8 +23,9 @@ def write_whole(path: Path, text: str, *, root: Path | None = None, errors: str 
     Args:
         path: The file. A link in its place is refused.
         text: The content.
-        root: No folder below this one may be a link; the default is the file's folder. See `open_folder`.
-        errors: The treatment of lone surrogates, which UTF-8 lacks: written as Python writes them, or with ``strict`` refused.
+        root: A folder without links below it; the default is the file's folder. See `open_folder`.
+        errors: The treatment of lone surrogates, which UTF-8 lacks. By default they are written as Python's escapes. ``strict``
+            refuses them.
 
     Raises:
         OSError: The file cannot be written, or is a link.
@@ -40,10 +41,15 @@ def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
 
     Args:
         path: The file. A link in its place is refused, and the folder is made.
-        root: No folder below this one may be a link; the default is the file's folder. See `open_folder`.
+        root: A folder without links below it; the default is the file's folder. See `open_folder`.
 
     Raises:
         OSError: The file cannot be written, or is a link.
+
+    Example::
+
+        with replacing(folder / "report.json") as file:
+            file.write(b"{}")  # readers still see the old report
     """
     root = path.parent if root is None else root
     *folders, name = path.relative_to(root).parts

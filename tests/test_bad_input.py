@@ -34,7 +34,11 @@ def usage_error(result: pytest.RunResult) -> str:
             "device 'l4': no such device; a GPU is emulated for the whole session: --gpumem-device=emulated:l4",
             [],
         ),
-        ("max_retained=None", "max_retained is None, which is no limit; leave it out where there is none", []),
+        (
+            "max_retained=None",
+            "max_retained is None, which is not a limit; give a value, or leave the argument out",
+            [],
+        ),
     ],
 )
 def test_a_wrong_marker_names_the_test_and_what_would_be_right(project, workers, arguments, said):
@@ -182,7 +186,7 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
         ("gpumem.track(5).__enter__()", "TypeError: name=5: the name of a measurement is a text"),
         (
             "gpumem.loop().callback()",
-            "gpumem.loop() returns a context manager: write `with gpumem.loop() as it:`, and then it.callback*",
+            "gpumem.loop() returns a context manager. Write `with gpumem.loop() as training:`, and then `training.callback`*",
         ),
         (
             "[step for step in gpumem.loop()]",
@@ -192,11 +196,17 @@ def test_a_store_url_of_an_unknown_kind_is_refused(project):
             "for step in gpumem.loop().__enter__(): pass",
             "TypeError: gpumem.loop() runs no steps itself: *step_ended()*",
         ),
-        ("gpumem.loop().__enter__().step()", "gpumem.loop() gives no 'step'; did you mean 'step_ended'?"),
-        ("for item in gpumem.track(): pass", "TypeError: gpumem.track() is for a `with` statement"),
+        (
+            "gpumem.loop().__enter__().step()",
+            "the loop of gpumem.loop() has no attribute 'step'; did you mean 'step_ended'?",
+        ),
+        (
+            "for item in gpumem.track(): pass",
+            "TypeError: gpumem.track() returns a context manager. Write `with gpumem.track() as region:`",
+        ),
         (
             "gpumem.track('a').measurement",
-            "gpumem.track() returns a context manager: write `with gpumem.track() as it:`, and then it.measurement*",
+            "gpumem.track() returns a context manager. Write `with gpumem.track() as region:`, and then `region.measurement`*",
         ),
         (
             "gpumem.train_step(torch.nn.Linear, torch.ones(9), config='shard=fsdp,world=99999999999')",

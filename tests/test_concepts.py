@@ -7,7 +7,7 @@ import re
 
 from pytest_gpumem.baselines.format import parse
 from pytest_gpumem.gate.baseline import Baseline, Budget
-from pytest_gpumem.session.packing import wanted_bytes
+from pytest_gpumem.session.packing import needed_bytes
 from pytest_gpumem.units import format_bytes
 from tests.pages import HEADING, ROOT, read
 
@@ -49,7 +49,7 @@ def test_the_step_of_gpt2_beside_a_real_gpu_has_the_figures_of_both():
 
 
 def test_the_bytes_that_a_packed_test_reserves_are_those_of_the_example():
-    reserved = wanted_bytes(Budget(), [stored("emulated-h100-80gb")])
+    reserved = needed_bytes(Budget(), [stored("emulated-h100-80gb")])
     assert reserved is not None
     assert f"= {format_bytes(reserved)}." in read("docs/concepts/processes.md")
 

@@ -663,7 +663,9 @@ def test_a_region_has_no_composition_and_says_what_has(project):
     )
     result = project.run("--gpumem-explain=always")
     result.stdout.fnmatch_lines(
-        ["E *MissingComposition: *'region'*any region; gpumem.measure, train_step, infer_step, load and loop*"]
+        [
+            "E *MissingComposition: *'region', a region, was not recorded; gpumem.measure, train_step, infer_step, load and loop*"
+        ]
     )
 
 

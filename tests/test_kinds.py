@@ -77,7 +77,7 @@ def test_unmarked(request):
     result = project.run("--junitxml=report.xml")
     result.assert_outcomes(passed=1, errors=0, failed=1)
     result.stdout.fnmatch_lines(
-        ["*MeasuringError: test_it.py::test_unmarked got the gpumem fixture through getfixturevalue()*"]
+        ["*MeasuringError: test_it.py::test_unmarked requested the gpumem fixture only by getfixturevalue(),*"]
     )
 
 

@@ -125,9 +125,9 @@ def test_loop(gpumem):
         ),
         (
             "loop(): concurrent.futures.ThreadPoolExecutor().submit(Training().loop, 9).result()",
-            "MeasuringError: no step was seen: an optimizer has stepped in another thread",
+            "MeasuringError: no step was seen: an optimizer stepped in another thread",
         ),
-        ("loop(3): Training().loop()", "ValueError: steps=3: a loop's memory is read from 4 steps at least"),
+        ("loop(3): Training().loop()", "ValueError: steps=3: a loop's memory is read from at least 4 steps"),
         ("loop([1, 2]): Training().loop()", "TypeError: steps is a list, and must be a whole number, 4 or more: *"),
         ("loop(range(9)): Training().loop()", "TypeError: steps is a range, and must be a whole number, 4 or more: *"),
         ("loop(8.0): Training().loop()", "TypeError: steps is a float, and must be a whole number, 4 or more: *"),

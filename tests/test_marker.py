@@ -76,7 +76,7 @@ def test_arguments_make_a_budget_in_bytes_and_ratios(arguments, budget):
             "min_throughput: 1200 is not a rate; write it like '1200 samples/s'",
         ),
         ({"device": 0}, "device: 0 is not the name of a device; write 'cuda' or 'cpu'"),
-        ({"max_gb": 1, "max_memory": "1 GB"}, "max_gb and max_memory say the same thing; give one of them"),
+        ({"max_gb": 1, "max_memory": "1 GB"}, "max_gb and max_memory set the same limit; give only one of them"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_would_be_right(arguments, message):
@@ -185,7 +185,7 @@ def test_the_fields_of_a_budget_can_all_be_set_by_arguments():
 @pytest.mark.parametrize("limit", [{"max_slowdown": "10 %"}, {"min_throughput": "8 steps/s"}])
 def test_a_limit_of_speed_in_a_tests_own_marker_cannot_hold_its_call(limit):
     (name,) = limit
-    with pytest.raises(BudgetError, match=f"^{name} holds the time of a step, and this test has none: "):
+    with pytest.raises(BudgetError, match=f"^{name} limits the time of a step, and this test has no step: "):
         check_of_a_call(Item(pytest.mark.gpumem(max_gb=1, **limit)))
 
 

@@ -126,7 +126,7 @@ def test_doctests_and_tests_of_unittest_that_a_conftest_marks_run(project):
 
 IN_A_FIXTURE = "@pytest.fixture(autouse=True)\ndef late(request):\n    request.node.add_marker(pytest.mark.gpumem(max_memory='1 B'))\n\n\n"
 IN_SET_UP = "def pytest_runtest_setup(item):\n    item.add_marker(pytest.mark.gpumem(max_memory='1 B'))\n"
-LATE = "@pytest.mark.gpumem was added to this test when it was running already, and has no effect: *"
+LATE = "@pytest.mark.gpumem was added to this test when it was already running, so it has no effect; *"
 
 
 @pytest.mark.parametrize(

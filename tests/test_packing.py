@@ -15,7 +15,7 @@ from pytest_gpumem.config.selection import MeasuredTest
 from pytest_gpumem.gate.baseline import Baseline, Budget, Key
 from pytest_gpumem.measurement import Environment, Workload
 from pytest_gpumem.session import packing
-from pytest_gpumem.session.packing import GpuShare, Packed, Planner, largest_first, wanted_bytes
+from pytest_gpumem.session.packing import GpuShare, Packed, Planner, largest_first, needed_bytes
 
 GB, MIB = 10**9, 2**20
 
@@ -41,28 +41,30 @@ def baseline(**metrics):
     ],
 )
 def test_what_a_test_takes_is_its_largest_baseline_or_its_budget_with_the_tolerance(limits, stored, wanted):
-    assert wanted_bytes(Budget(limits=limits), stored) == wanted
+    assert needed_bytes(Budget(limits=limits), stored) == wanted
 
 
 @given(st.lists(st.one_of(st.just("needs none"), st.none(), st.integers(0, 5)), max_size=12))
 def test_those_that_share_come_largest_first_and_those_that_take_all_last(wants):
     items = [object() for _ in wants]
     shares = {
-        item: GpuShare(None, want, most=want) for item, want in zip(items, wants, strict=True) if want != "needs none"
+        item: GpuShare(None, want, largest_need=want)
+        for item, want in zip(items, wants, strict=True)
+        if want != "needs none"
     }
     ordered = largest_first(items, shares)
     assert sorted(map(id, ordered)) == sorted(map(id, items))
 
     def kind(item):
-        return "needs none" if item not in shares else "all" if shares[item].wanted is None else "shares"
+        return "needs none" if item not in shares else "all" if shares[item].needed is None else "shares"
 
     assert [name for name, _ in itertools.groupby(ordered, kind)] == [
         name for name in ("shares", "needs none", "all") if name in map(kind, items)
     ]
-    sizes = [shares[item].wanted for item in ordered if kind(item) == "shares"]
+    sizes = [shares[item].needed for item in ordered if kind(item) == "shares"]
     assert sizes == sorted(sizes, reverse=True)
     for group in ("needs none", "all", *set(sizes)):
-        same = [item for item in ordered if group in (kind(item), getattr(shares.get(item), "wanted", None))]
+        same = [item for item in ordered if group in (kind(item), getattr(shares.get(item), "needed", None))]
         assert same == [item for item in items if item in same]
 
 
@@ -109,7 +111,7 @@ def test_on_the_cpu_the_option_is_an_error(project):
     result = project.run("--gpumem-pack")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["*--gpumem-pack has tests share the memory of a GPU, and this session measures on the CPU: leave it out*"]
+        ["*--gpumem-pack lets tests share the memory of a GPU, and this session measures on the CPU: leave it out*"]
     )
 
 

@@ -136,17 +136,17 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"time_budget": "2"}, "here: time_budget: '2' is not a duration; write it like '2 s'"),
         (
             {"time_budget": "0 s"},
-            "here: time_budget: '0 s' is not a duration above zero; --no-gpumem-time takes no time at all",
+            "here: time_budget: '0 s' is not a duration above zero; to switch timing off, use --no-gpumem-time",
         ),
         ({"report": "gpumem.html"}, "here: report is 'gpumem.html', expected an array"),
         ({"report": ["gpumem.txt"]}, "here: report: 'gpumem.txt' has to end with .sarif, .json, .md or .html"),
         (
             {"report": ["-"]},
-            "here: report: '-' is no file, and pytest itself writes to standard output; name a file that ends with .sarif, ",
+            "here: report: '-' is not a file, and pytest itself writes to standard output; name a file that ends with .sarif, ",
         ),
         (
             {"report": ["a.json", "gpumem.xml"]},
-            "here: report: 'gpumem.xml' has to end with .sarif, .json, .md or .html; JUnit XML is pytest's own: --junitxml=FILE",
+            "here: report: 'gpumem.xml' has to end with .sarif, .json, .md or .html; for JUnit XML, use pytest's --junitxml=FILE",
         ),
         ({"tolerance": "2 %"}, "here: tolerance is '2 %', expected a table"),
         ({"tolerance": {"peak_forward": "2 %"}}, "here: tolerance: unknown metric 'peak_forward'; "),
@@ -175,7 +175,7 @@ def test_settings_from_a_table_cannot_be_changed():
         ),
         ({"models": {"model": "hf:a/b"}}, "here: models is {'model': 'hf:a/b'}, expected an array of tables"),
         ({"models": ["hf:a/b"]}, "here: models 1 is 'hf:a/b', expected a table: [[tool.gpumem.models]]"),
-        ({"models": [{"batch": "4"}]}, 'here: models 1 needs model, the name of one, like model = "hf-tiny:'),
+        ({"models": [{"batch": "4"}]}, 'here: models 1 needs the key model, like model = "hf-tiny:'),
         (
             {"models": [{"model": "gpt2"}]},
             "here: models 1: model is 'gpt2', expected the name of a model: hf:ORG/NAME, hf-tiny:ORG/NAME",
@@ -192,12 +192,18 @@ def test_settings_from_a_table_cannot_be_changed():
             "here: models 1 (model = 'hf:a'): step config 'amp-bf17': unknown precision 'amp-bf17'; did you mean 'amp-bf16'?",
         ),
         ({"models": [{"model": "hf:a", "config": 16}]}, "(model = 'hf:a'): 16 is no step config; write a text like"),
-        ({"models": [{"model": "hf:a", "config": []}]}, "(model = 'hf:a'): config is empty, so that there is no test"),
+        (
+            {"models": [{"model": "hf:a", "config": []}]},
+            "(model = 'hf:a'): config is empty, so the entry makes no test",
+        ),
         (
             {"models": [{"model": "hf:a", "train": False, "config": "bf16,accumulate=2"}]},
             "(model = 'hf:a'): step config 'bf16,accumulate=2': accumulate does nothing in gpumem.infer_step",
         ),
-        ({"models": [{"model": "hf:a", "train": 1}]}, "(model = 'hf:a'): train is 1, expected true or false"),
+        (
+            {"models": [{"model": "hf:a", "train": 1}]},
+            "(model = 'hf:a'): train is 1, expected true for a training step, or false",
+        ),
         *(
             (
                 {"models": [{"model": "hf:a", "generate": n}]},
@@ -241,7 +247,7 @@ def test_settings_from_a_table_cannot_be_changed():
         ({"models": [{"model": "hf:a", "max_gb": "1"}]}, "here: models 1 (model = 'hf:a'): max_gb: "),
         (
             {"models": [{"model": "hf:a"}, {"model": "hf:a", "config": ["bf16", "fp32"]}]},
-            "here: models 2 (model = 'hf:a') makes the test hf:a[fp32], which models 1 makes, too: leave one of them out",
+            "here: models 2 (model = 'hf:a') and models 1 both make the test hf:a[fp32]: remove one entry",
         ),
     ],
 )
@@ -476,9 +482,9 @@ def test_a_reason_needs_something_that_it_is_the_reason_of(tmp_path):
     [
         ({"device": "cuda"}, "this session measures on cuda: add --gpumem-device=emulated:h100"),
         ({}, "this session measures on cuda"),
-        ({"device": "emulated:h100"}, "nothing is compared: add --gpumem-baseline"),
-        ({"device": "emulated:h100", "baseline": True, "update": "all"}, "Leave --gpumem-update=all out"),
-        ({"device": "emulated:h100", "against": "emulated-h100-80gb"}, "is no real GPU"),
+        ({"device": "emulated:h100"}, "has no effect without a comparison: add --gpumem-baseline"),
+        ({"device": "emulated:h100", "baseline": True, "update": "all"}, "leave --gpumem-update=all out"),
+        ({"device": "emulated:h100", "against": "emulated-h100-80gb"}, "does not name a real GPU"),
     ],
 )
 def test_what_cannot_be_held_against_a_real_gpu_is_a_mistake(tmp_path, options, said):

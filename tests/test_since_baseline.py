@@ -199,9 +199,9 @@ def test_a_shallow_clone_has_no_code_of_then(project, repository, tmp_path):
 
 def test_a_gate_that_is_green_asks_git_for_nothing(project, repository, monkeypatch):
     asked = []
-    answer = pytest_gpumem.git._answer
+    answer = pytest_gpumem.git._output
     monkeypatch.setattr(
-        pytest_gpumem.git, "_answer", lambda *given, **more: (asked.append(given), answer(*given, **more))[1]
+        pytest_gpumem.git, "_output", lambda *given, **more: (asked.append(given), answer(*given, **more))[1]
     )
     assert project.run("--gpumem-baseline").ret == 0
     assert asked == []

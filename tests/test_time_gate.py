@@ -453,7 +453,7 @@ def test_a_budget_of_throughput_that_a_call_cannot_hold_is_a_mistake(timed):
     result = timed.run()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["*test_it.py::test_it: min_throughput holds the time of a step, and this test has none: *"]
+        ["*test_it.py::test_it: min_throughput limits the time of a step, and this test has no step: *"]
     )
 
 

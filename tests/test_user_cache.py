@@ -223,4 +223,4 @@ def test_each_folder_that_is_kept_is_cleared():
     named = {
         name for file in package.rglob("*.py") for name in re.findall(r'cache_root\(\) / "(\w+)"', file.read_text())
     }
-    assert named == set(user_cache._KEPT)
+    assert named == set(user_cache._FOLDERS)

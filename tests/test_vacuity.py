@@ -121,7 +121,7 @@ def test_a_budget_of_times_that_matches_only_tests_without_a_step_is_pointed_out
     result.stdout.fnmatch_lines(
         [
             f"gpumem: {limit} of the budget for tests = 'test_it.py' has no effect: no step is timed in the tests that it "
-            "matches; measure one with the gpumem fixture"
+            "matches; measure a step with the gpumem fixture"
             for limit in ("max_slowdown", "min_throughput")
         ]
     )

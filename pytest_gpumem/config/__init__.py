@@ -1,1 +1,1 @@
-"""Options, settings and markers, as frozen values: which tests are measured, and under which budgets."""
+"""Options, settings and markers as frozen values. They decide which tests are measured, and with which budgets."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class SettingsError(ValueError):
-    """A mistake in ``[tool.gpumem]`` or an option; the message names the file, the key, and what would be right."""
+    """Error for a mistake in ``[tool.gpumem]`` or an option. The message names the file, the key, and a right value."""
 
 
 class BudgetError(ValueError):
-    """A wrong argument of a budget; the message names it, and what would be right."""
+    """Error for a wrong budget argument. The message names the argument and a right value."""

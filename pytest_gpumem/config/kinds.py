@@ -1,4 +1,4 @@
-"""Kinds of values for options and for keys of ``[tool.gpumem]``, each with its check.
+"""Kinds of values for options and for keys in ``[tool.gpumem]``, with a check for each kind.
 
 Every pytest run loads this module, so a check imports other modules only when it has a value to check.
 """
@@ -18,34 +18,40 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """A kind of value: its ``types`` in TOML, the words for it in messages, and a function that checks and converts a value."""
+    """A kind of value.
+
+    For example, ``DURATION`` is a string in TOML, and ``DURATION.read("500 ms", "pyproject.toml: time_budget")`` is 0.5.
+    """
 
     types: type | tuple[type, ...]
+    """The value's types in TOML."""
     expected: str
+    """The words for the kind in messages: ``"a string"``."""
     convert: Callable[[Any, str], Any] = lambda value, _: value
-    """Returns the setting for a value. The second argument names the place of the value. Raises `SettingsError`."""
+    """Checks a value and returns the setting. The second argument is its place, for messages. Raises
+    `SettingsError`."""
     choices: tuple[str, ...] | None = None
     is_array: bool = False
-    """True for an array of strings that are not empty. Such an option may be repeated."""
+    """True for an array of nonempty strings. Such an option may be repeated."""
     is_path: bool = False
-    """True for a path. A relative path starts in the root directory in pyproject.toml, and in the current folder if typed.
+    """True for a path. A relative path in pyproject.toml starts in the root directory, and a typed path in the current folder.
 
-    `Settings` has this folder in a second field, for example ``store_base`` for ``store``.
+    `Settings` stores this folder in a second field, for example ``store_base`` for ``store``.
     """
     check_in_file: Callable[[Any, str], None] = lambda _value, _where: None
-    """Raises `SettingsError` for a value that has to be typed, because a pull request can change a file."""
+    """Raises `SettingsError` for a value that must be typed and not be in a file, because a pull request can change a file."""
 
     def read(self, value: Any, where: str) -> Any:
-        """Return the setting for a value of ``[tool.gpumem]``.
+        """Return the setting for a value in ``[tool.gpumem]``.
 
         Args:
             value: The value from TOML.
-            where: The file, the table and the key, for messages.
+            where: The value's place, for messages: ``"pyproject.toml: [tool.gpumem]: units"``.
 
         Raises:
             SettingsError: The value has another type, is not among the choices, or ``convert`` refuses it.
         """
-        # true and false are numbers in Python.
+        # In Python, True and False are numbers.
         fits = isinstance(value, self.types) and (not isinstance(value, bool) or self.types is bool)
         if not fits or (self.is_array and not all(isinstance(text, str) and text for text in value)):
             raise SettingsError(f"{where} is {value!r}, expected {self.expected}")
@@ -63,10 +69,10 @@ def one_of(choices: tuple[str, ...]) -> Kind:
 
 
 def _line(text: str, where: str) -> str:
-    # An argument can have bytes that are not UTF-8. A file of the store cannot.
+    # A command-line argument can contain bytes that are not UTF-8, but a file of the store cannot.
     line = " ".join(text.encode("utf-8", "backslashreplace").decode("utf-8").split())
     if not line:
-        raise SettingsError(f"{where} is empty, expected why the change is accepted")
+        raise SettingsError(f"{where} is empty, expected the reason for accepting the change")
     return line
 
 
@@ -96,12 +102,12 @@ def _reports(files: list[str], where: str) -> tuple[str, ...]:
         form = format_of(file)
         if file == "-":
             raise SettingsError(
-                f"{where}: '-' is no file, and pytest itself writes to standard output; name a file that ends with {ENDINGS}, "
-                "for example gpumem.json"
+                f"{where}: '-' is not a file, and pytest itself writes to standard output; name a file that ends with "
+                f"{ENDINGS}, for example gpumem.json"
             )
         if form is None:
-            instead = "; JUnit XML is pytest's own: --junitxml=FILE" if Path(file).suffix == ".xml" else ""
-            raise SettingsError(f"{where}: {file!r} has to end with {ENDINGS}{instead}")
+            hint = "; for JUnit XML, use pytest's --junitxml=FILE" if Path(file).suffix == ".xml" else ""
+            raise SettingsError(f"{where}: {file!r} has to end with {ENDINGS}{hint}")
         problem = form.lacking()
         if problem is not None:
             raise SettingsError(f"{where}: {problem}")
@@ -137,10 +143,10 @@ def model_of(text: str, where: str) -> ModelName:
     except ModelError as error:
         raise SettingsError(f"{where}: {error}") from None
     if name is None:
-        others = ", ".join(f"{one}:NAME" for one in SOURCES if not one.startswith("hf"))
+        other_forms = ", ".join(f"{source}:NAME" for source in SOURCES if not source.startswith("hf"))
         raise SettingsError(
-            f"{where} is {text!r}, expected the name of a model: hf:ORG/NAME, hf-tiny:ORG/NAME for two layers of it, hf: and "
-            f"the path of a folder with config.json, or {others}"
+            f"{where} is {text!r}, expected the name of a model: hf:ORG/NAME, hf-tiny:ORG/NAME for two of its layers, hf:PATH "
+            f"for a folder with config.json, or {other_forms}"
         )
     return name
 

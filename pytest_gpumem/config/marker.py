@@ -1,4 +1,4 @@
-"""The markers ``gpumem`` and ``gpumem_configs``: their arguments, and the budget or the tests that they make."""
+"""Read the markers ``gpumem`` and ``gpumem_configs``: arguments become a budget, or parameters of a test."""
 
 from __future__ import annotations
 
@@ -20,66 +20,72 @@ if TYPE_CHECKING:
 
 
 def budget_from_arguments(arguments: Mapping[str, Any]) -> Budget:
-    """Return the budget that a marker's arguments, or a settings entry's keys, make. Raises `BudgetError`."""
+    """Return the budget from a marker's arguments, or from the keys of an entry in the settings.
+
+    For example, ``max_gb=6.5`` is a limit of 6,500,000,000 bytes for ``peak_allocated``.
+
+    Raises:
+        BudgetError: An argument is unknown, has a wrong value, or contradicts another argument.
+    """
     limits: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    other_fields: dict[str, Any] = {}
     for name, value in arguments.items():
         if name not in MARKER_ARGUMENTS:
             raise BudgetError(f"unknown argument {name!r}; {nearest(name, list(MARKER_ARGUMENTS))}")
         if value is None:
-            raise BudgetError(f"{name} is None, which is no limit; leave it out where there is none")
+            raise BudgetError(f"{name} is None, which is not a limit; give a value, or leave the argument out")
         argument = MARKER_ARGUMENTS[name]
-        values = limits if argument.target in METRICS else others
+        values = limits if argument.target in METRICS else other_fields
         if argument.target in values:
-            raise BudgetError("max_gb and max_memory say the same thing; give one of them")
+            raise BudgetError("max_gb and max_memory set the same limit; give only one of them")
         try:
             values[argument.target] = argument.read(value)
         except ValueError as error:
             raise BudgetError(f"{name}: {error}") from None
-    return Budget(limits, **others)
+    return Budget(limits, **other_fields)
 
 
 TIMED_LIMITS = ("max_slowdown", "min_throughput")
-"""The arguments that hold the time of a step."""
+"""The arguments that limit a step's time."""
 
 
 def sets_itself(item: pytest.Item, limit: str) -> bool:
-    """Return whether a test's own marker, and not that of its class or module, gives the argument ``limit``."""
+    """Return whether a marker on the test itself, not on its class or module, sets the argument ``limit``."""
     return any(mark.kwargs.get(limit) for node, mark in item.iter_markers_with_node(MARKER) if node is item)
 
 
 def check_of_a_call(item: pytest.Item) -> None:
-    """Raise `BudgetError` for limits in a test's own marker that cannot hold its call, which is run once and cold.
+    """Raise `BudgetError` for time limits on a test without the fixture, because its call runs once and is not timed.
 
-    Those of its class or module are for the other tests there.
+    Time limits on its class or module are allowed, because they are meant for other tests.
     """
     idle = [name for name in TIMED_LIMITS if sets_itself(item, name)]
     if idle:
         raise BudgetError(
-            f"{idle[0]} holds the time of a step, and this test has none: a call runs once, and is not timed; "
+            f"{idle[0]} limits the time of a step, and this test has no step: its call runs once and is not timed; "
             "measure a step with the gpumem fixture (gpumem.measure, train_step, infer_step)"
         )
 
 
-_KNOWN = pytest.StashKey[tuple[pytest.Mark, ...]]()
-"""A test's markers when its session decided what to measure."""
+_MARKERS = pytest.StashKey[tuple[pytest.Mark, ...]]()
+"""A test's markers at the time when the session selected the measured tests."""
 
 
 def remember_markers(item: pytest.Item) -> None:
-    """Note the markers that a test is measured by."""
-    item.stash[_KNOWN] = tuple(item.iter_markers(MARKER))
+    """Store the markers by which a test is measured."""
+    item.stash[_MARKERS] = tuple(item.iter_markers(MARKER))
 
 
 def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
-    """Fail a test that got a marker later than its session could measure by it; warn of it where nothing ``gates``.
+    """Fail a test that got a marker too late to have an effect. Without a gate, only warn.
 
-    A gate must not skip a test that was meant to be gated without a failure.
+    A gate must not silently pass a test although its author wanted to gate it.
     """
-    if tuple(item.iter_markers(MARKER)) == item.stash.get(_KNOWN, ()):
+    if tuple(item.iter_markers(MARKER)) == item.stash.get(_MARKERS, ()):
         return
     message = (
-        f"@pytest.mark.{MARKER} was added to this test when it was running already, and has no effect: add it while tests "
-        "are collected, in pytest_collection_modifyitems or pytest_itemcollected of a conftest.py"
+        f"@pytest.mark.{MARKER} was added to this test when it was already running, so it has no effect; add it during the "
+        "collection, in pytest_collection_modifyitems or pytest_itemcollected of a conftest.py"
     )
     if gates:
         pytest.fail(message, pytrace=False)
@@ -87,9 +93,10 @@ def report_late_marker(item: pytest.Item, *, gates: bool) -> None:
 
 
 def budget_of_marks(item: pytest.Item) -> Budget | None:
-    """Return the budget of a test's markers, the closest one first for each limit; ``None`` when it has no such marker.
+    """Return the budget from a test's markers; ``None`` if it has no marker. For each limit, the closest marker wins.
 
-    Raises `BudgetError`.
+    Raises:
+        BudgetError: A marker's argument is wrong.
     """
     budget: Budget | None = None
     for mark in item.iter_markers(MARKER):
@@ -97,24 +104,24 @@ def budget_of_marks(item: pytest.Item) -> Budget | None:
             raise BudgetError(
                 f"@pytest.mark.gpumem takes keyword arguments only, got {mark.args[0]!r}; write max_gb=6.5, say"
             )
-        one = budget_from_arguments(mark.kwargs)
-        budget = one if budget is None else budget.or_else(one)
+        budget_of_mark = budget_from_arguments(mark.kwargs)
+        budget = budget_of_mark if budget is None else budget.or_else(budget_of_mark)
     return budget
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Give the test a parameter for each combination. Raises ``pytest.UsageError`` for a marker that makes none."""
+    """Give the test a parameter for each combination of step configs. Raises ``pytest.UsageError`` for a wrong marker."""
     from pytest_gpumem.step_config.config import combinations
     from pytest_gpumem.step_config.errors import ConfigError
 
     mark = metafunc.definition.get_closest_marker(CONFIG_MARKER)
-    wants = CONFIG_FIXTURE in metafunc.fixturenames
+    has_argument = CONFIG_FIXTURE in metafunc.fixturenames
     where = metafunc.definition.nodeid
-    assert mark is not None, "pytest asks for parameters of such tests"
-    if not wants:
+    assert mark is not None, "the caller has checked for the marker"
+    if not has_argument:
         if any(own.name == CONFIG_MARKER for own in metafunc.definition.own_markers):
             raise pytest.UsageError(f"{where}: @pytest.mark.{CONFIG_MARKER} needs the argument {CONFIG_FIXTURE}")
-        # On a class or module, tests without the argument are meant to be left alone.
+        # A marker on a class or module does not apply to tests without the argument.
         return
     if mark.args:
         raise pytest.UsageError(
@@ -131,7 +138,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
-    """Return the test's cell in its matrix; ``None`` when it has none."""
+    """Return the test's cell in its config matrix; ``None`` if the test is in no matrix."""
     if CELL in item.stash:
         return item.stash[CELL]
     callspec = getattr(item, "callspec", None)
@@ -144,7 +151,7 @@ def cell_of(item: pytest.Item, nodeid: str) -> Cell | None:
 
 
 def _without(nodeid: str, config_id: str) -> str:
-    """Return the id that the tests of a matrix have in common: that of one of them, less its config."""
+    """Return a matrix's common id from a test's id: ``test_it[fp32-4]`` without ``fp32`` is ``test_it[4]``."""
     test, _, parameters = nodeid.removesuffix("]").partition("[")
     rest = f"-{parameters}-".replace(f"-{config_id}-", "-", 1).strip("-")
     return f"{test}[{rest}]" if rest else test

@@ -1,4 +1,4 @@
-"""The arguments of the markers: the limit that each sets, the function that reads it, and the help."""
+"""The arguments of the markers, each with its limit, its reader and its help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _size(value: object) -> int:
 
 
 def _with_unit(value: object) -> str:
-    """Return the size that a number may mean: GB, or bytes if it is a million or more. For example 6.5 is ``"6.5 GB"``."""
+    """Return the probable size for a number: ``"6.5 GB"`` for 6.5, and ``"8.00 GB"`` for 8,000,000,000."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         return "6.5 GB"
     return f"{value:g} GB" if value < 10**6 else format_bytes(int(value))
@@ -34,12 +34,12 @@ def _device(value: object) -> str:
 
 
 class MarkerArgument(NamedTuple):
-    """An argument of the marker ``gpumem``."""
+    """An argument for the marker ``gpumem``."""
 
     target: str
-    """The metric that it limits, or the field of `Budget` that it sets."""
+    """The limited metric, or the field in `Budget`."""
     read: Callable[[Any], object]
-    """Return the limit from a value. It raises ``ValueError`` for a wrong value."""
+    """Returns the limit for a value. Raises ``ValueError`` for a wrong value."""
     example: str
     """A value as Python code."""
     help: str
@@ -58,13 +58,13 @@ MARKER_ARGUMENTS = {
         "tolerance",
         parse_ratio,
         '"2 %"',
-        "The growth of `peak_allocated` over its baseline that is allowed. It replaces both parts of the metric's tolerance.",
+        "The allowed growth of `peak_allocated` over its baseline. It replaces both parts of the metric's tolerance.",
     ),
     "max_slowdown": MarkerArgument(
         "max_slowdown",
         parse_ratio,
         '"10 %"',
-        "The growth of `step_time` over its baseline that is allowed. It replaces the metric's tolerance. With "
+        "The allowed growth of `step_time` over its baseline. It replaces the metric's tolerance. With "
         "`--gpumem-baseline` a test fails if its own marker has this argument and the test times no step.",
     ),
     "min_throughput": MarkerArgument(
@@ -74,26 +74,23 @@ MARKER_ARGUMENTS = {
         "The least `throughput`, in `samples/s`, `tokens/s`, `steps/s` or `items/s`. If the test gives `items=` as a number, "
         "this number counts for every unit. A test fails if none of its steps has the unit.",
     ),
-    "device": MarkerArgument(
-        "device", _device, '"cpu"', "The device that measures this test, whatever `--gpumem-device` says."
-    ),
+    "device": MarkerArgument("device", _device, '"cpu"', "The device for this test. It wins over `--gpumem-device`."),
 }
-"""The arguments of the marker by name."""
+"""The marker's arguments by name."""
 MARKER_DETAILS = """
-`@pytest.mark.gpumem(...)` stands on a test, a class or a module (`pytestmark`). It measures the test's call. If the test has
-the fixture `gpumem`, the budget holds for the fixture's measurements, and the call as a whole is not measured.
+Put `@pytest.mark.gpumem(...)` on a test or a class, or on a module by `pytestmark`. It measures the test's call. If the test
+has the fixture `gpumem`, the budget applies to the fixture's measurements, and the call is not measured.
 
-All arguments are keywords and optional. `None` is an error, because it sets no limit. With several markers, the closest marker
-that gives an argument decides it. A `conftest.py` may add the marker in `pytest_itemcollected` or
-`pytest_collection_modifyitems`; a marker that is added later has no effect, and fails the test if the session gates.
+All arguments are keywords and optional. `None` is an error, because it sets no limit. With several markers, each argument comes
+from the closest marker that sets it. A `conftest.py` may add the marker in `pytest_itemcollected` or
+`pytest_collection_modifyitems`. A marker that is added later has no effect, and fails the test if the session gates.
 
 A size is a number and a unit: `B`, `kB`, `MB`, `GB`, `TB` (powers of 1000) or `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), in
-upper or lower case. `0` needs no unit. A limit is met if the value is not larger, and `min_throughput` if the value is not
-smaller.
+upper or lower case. `0` needs no unit. A value equal to its limit is allowed.
 
-`max_slowdown` and `min_throughput` limit the steps that the fixture times. They are a usage error in the own marker of a test
-without the fixture, because its call runs once and is not timed. An unknown argument or an unreadable value is a usage error
-at collection, also for a deselected test: `unknown argument 'max_bg'; did you mean 'max_gb'?`
+`max_slowdown` and `min_throughput` limit the steps that the fixture times. They are a usage error in a marker on a test without
+the fixture, because its call runs once and is not timed. An unknown argument or an unreadable value is a usage error at
+collection, also for a deselected test: `unknown argument 'max_bg'; did you mean 'max_gb'?`
 
 ```python
 @pytest.mark.gpumem(max_gb=6.5, max_retained="1 MB")
@@ -103,11 +100,11 @@ def test_forward():
 """
 """The rules of the marker ``gpumem``, as Markdown for its page."""
 CONFIG_MARKER_DETAILS = """
-`@pytest.mark.gpumem_configs(...)` stands on a test, a class or a module. A test with the argument `gpumem_config` runs once for
-every combination, and gets a `StepConfig`. The closest marker decides alone.
+Put `@pytest.mark.gpumem_configs(...)` on a test, a class or a module. A test with the argument `gpumem_config` runs once for
+every combination, and gets a `StepConfig`. Only the closest marker counts.
 
 The keywords are the [axes of a step config](step-configs.md), each with a value or a list of values. The last axis moves
-fastest. The id of each test ends with the config's id (`test_matrix[fp32-ckpt-ops]`), so each has a baseline of its own. If
+fastest. The id of each test ends with the config's id (`test_matrix[fp32-ckpt-ops]`), so each test has its own baseline. If
 the test has other parameters, each of their values has its own matrix.
 
 ```python
@@ -119,21 +116,21 @@ def test_matrix(gpumem, gpumem_config):
 ```
 
 An unknown axis, an unknown value, and a marker on a test without `gpumem_config` are usage errors. A run without
-`--gpumem-baseline`, or with `-v`, ends with [a table of each matrix](../guide/matrix.md): its saving, cost and ROI are those
-of `Measurement.saves`, `Measurement.costs` and `Measurement.roi` against the first row that was measured, and `*` marks rows
-that no other row beats in memory or time without being worse in the other.
+`--gpumem-baseline`, or with `-v`, ends with [a table for each matrix](../guide/matrix.md). Saving, cost and ROI are
+`Measurement.saves`, `Measurement.costs` and `Measurement.roi` against the first measured row. A `*` marks a row if no other
+row is better in memory or time without being worse in the other.
 """
 """The rules of the marker ``gpumem_configs``, as Markdown for its page."""
 SKIP_HELP = (
-    "A config text, or a list of them. A combination that has all settings of one text is left out. A text that leaves nothing "
-    "out is a usage error."
+    "A config text, or a list of texts. A combination with all settings of a text is left out. A text that leaves no "
+    "combination out is a usage error."
 )
-"""The argument ``skip`` of the marker ``gpumem_configs``."""
+"""The help for the argument ``skip`` in ``gpumem_configs``."""
 MARKER_HELP = (
     f"{MARKER}({', '.join(f'{name}=...' for name in MARKER_ARGUMENTS)}): measure the GPU memory of the test, and the speed of "
     "its steps, and fail when it is over budget or regresses"
 )
 CONFIG_MARKER_HELP = (
     "gpumem_configs(precision=None, checkpoint=None, ..., skip=()): run the test once for each combination of step configs, "
-    "which it gets as gpumem_config"
+    "which the argument gpumem_config contains"
 )

@@ -1,4 +1,4 @@
-"""``[[tool.gpumem.models]]``: steps of named models, which are tests without a test file."""
+"""Read ``[[tool.gpumem.models]]``: steps of named models, which are tests without a test file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLAIN = StepConfig("fp32")
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """A test: a step of a named model with one config."""
+    """A test without a test file: a step of a named model with one config."""
 
     model: ModelName
     batch: BatchSize | None = None
@@ -40,17 +40,17 @@ class ModelStep:
     config: StepConfig = _PLAIN
     task: Task = TRAINING
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the marker."""
+    """Arguments for the marker."""
     entry: int | None = None
-    """The index of its entry in the settings. ``None`` for a model from the command line."""
+    """The index for the test's entry in the settings. ``None`` for a model from the command line."""
     written: str = ""
-    """The model's name in this entry."""
+    """The model's name as this entry has it."""
     index: int = 0
     """The index of the config in this entry."""
 
     @property
     def matrix(self) -> str:
-        """The name that all configs of an entry share: ``"hf-tiny:openai-community/gpt2[4x128]"``."""
+        """The common name for all configs in an entry: ``"hf-tiny:openai-community/gpt2[4x128]"``."""
         return self._named(self._size)
 
     @property
@@ -67,15 +67,15 @@ class ModelStep:
 
 
 def model_steps(entries: Sequence[object], where: str) -> tuple[ModelStep, ...]:
-    """Return the steps for the entries of ``models``. Raises `SettingsError`."""
+    """Return the steps for the entries in ``models``. Raises `SettingsError`."""
     steps: dict[str, ModelStep] = {}
     for number, entry in enumerate(entries):
         for step in _steps_of(entry, number, f"{where} {number + 1}"):
             other = steps.setdefault(step.name, step)
             if other is not step:
                 raise SettingsError(
-                    f"{where} {number + 1} (model = '{step.model}') makes the test {step.name}, which models "
-                    f"{(other.entry or 0) + 1} makes, too: leave one of them out, or give them different batches"
+                    f"{where} {number + 1} (model = '{step.model}') and models {(other.entry or 0) + 1} both make the test "
+                    f"{step.name}: remove one entry, or give them different batches"
                 )
     return tuple(steps.values())
 
@@ -85,7 +85,7 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
         raise SettingsError(f"{where} is {entry!r}, expected a table: [[tool.gpumem.models]]")
     text = entry.get("model")
     if not isinstance(text, str):
-        raise SettingsError(f'{where} needs model, the name of one, like model = "hf-tiny:openai-community/gpt2"')
+        raise SettingsError(f'{where} needs the key model, like model = "hf-tiny:openai-community/gpt2"')
     model = model_of(text, f"{where}: model")
     where = f"{where} (model = {text!r})"
     limits = {name: value for name, value in entry.items() if name not in MODEL_KEYS}
@@ -96,7 +96,7 @@ def _steps_of(entry: object, number: int, where: str) -> list[ModelStep]:
         budget_from_arguments(limits)
         task = _task(entry)
         check_task(model, task)
-        # A whole number is a size as well. Other values are refused as texts.
+        # A whole number is a size as well. `batch_size` refuses the text for any other value.
         size = batch_size(str(entry["batch"])) if "batch" in entry else None
         configs = _configs(entry["config"], task) if "config" in entry else [_PLAIN]
     except (BudgetError, ConfigError, ModelError) as error:
@@ -111,7 +111,7 @@ def _task(entry: Mapping[str, object]) -> Task:
     # TOML has no null, so None means a missing key.
     trains, tokens, adapters = (entry.get(key) for key in ("train", "generate", "lora"))
     if trains is not None and not isinstance(trains, bool):
-        raise ModelError(f"train is {trains!r}, expected true or false, which measures inference")
+        raise ModelError(f"train is {trains!r}, expected true for a training step, or false for inference")
     if adapters is not None and not isinstance(adapters, str):
         raise ModelError(f'lora is {adapters!r}, expected its settings, like lora = "r=8"')
     return task_of(trains, tokens, None if adapters is None else lora(adapters), _WORDS)
@@ -120,7 +120,7 @@ def _task(entry: Mapping[str, object]) -> Task:
 def _configs(value: object, task: Task) -> list[StepConfig]:
     words = value if isinstance(value, list) else [value]
     if not words:
-        raise ConfigError("config is empty, so that there is no test; leave it out for fp32")
+        raise ConfigError("config is empty, so the entry makes no test; leave it out for fp32")
     configs = list(dict.fromkeys(map(StepConfig.parse, words)))
     for config in configs:
         config.only_for("train_step" if task.trains else "infer_step")
@@ -130,16 +130,16 @@ def _configs(value: object, task: Task) -> list[StepConfig]:
 
 
 def chosen(steps: Sequence[ModelStep], typed: Iterable[ModelName]) -> tuple[ModelStep, ...]:
-    """Return the steps of the ``typed`` models: those in ``steps``, or a plain step for a model without an entry."""
+    """Return the steps for the ``typed`` models. A model without a step in ``steps`` gets a plain step."""
     groups = [[step for step in steps if step.model == name] or [ModelStep(name)] for name in dict.fromkeys(typed)]
     return tuple(step for group in groups for step in group)
 
 
 def from_root(model: ModelName, base: Path, root: Path) -> ModelName:
-    """Return a model with its path relative to ``root`` in place of ``base``. Other models are returned unchanged."""
+    """Return a model with its path relative to ``root`` instead of ``base``. A model without a path is returned unchanged."""
     path = base / Path(model.name).expanduser()
     if not path.exists():
         return model
-    # Not resolved: links would lead to another name.
+    # Resolving links would change the name.
     path = Path(os.path.abspath(path))  # noqa: PTH100
     return replace(model, name=(path.relative_to(root) if path.is_relative_to(root) else path).as_posix())

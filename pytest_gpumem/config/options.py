@@ -1,6 +1,6 @@
-"""The ``--gpumem-*`` options, the marker and the fixture by name.
+"""The ``--gpumem-*`` options, and names for markers and fixtures.
 
-Every pytest run loads this module, so it imports little, and rows are named tuples: a dataclass takes 0.4 ms to create.
+Every pytest run loads this module, so it imports little. Rows are named tuples, because a dataclass takes 0.4 ms to create.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 ARGUMENT: pytest.StashKey[str] = pytest.StashKey()
-"""The argument of pytest that an item needs: ``--gpumem-model=NAME`` for a model that is not in the settings."""
+"""pytest's argument for collecting an item: ``--gpumem-model=NAME`` for a model outside of the settings."""
 CELL: pytest.StashKey[Cell] = pytest.StashKey()
-"""The cell of an item in its matrix, if no marker makes the matrix."""
+"""An item's cell in its matrix, if the settings and not a marker make the matrix."""
 PARSER: pytest.StashKey[pytest.Parser] = pytest.StashKey()
-"""pytest's parser, with the options of all plugins."""
+"""pytest's parser, with all plugins' options."""
 MARKER = FIXTURE = "gpumem"
 CONFIG_MARKER, CONFIG_FIXTURE = "gpumem_configs", "gpumem_config"
 ExplainMode = Literal["on-failure", "always", "never"]
 EXPLAIN_MODES: tuple[ExplainMode, ...] = get_args(ExplainMode)
 DEFAULT_EXPLAIN: ExplainMode = "on-failure"
 DEFAULT_STORE = "gpumem-baselines"
-"""The folder of the baselines, in pytest's root directory."""
+"""The folder for baselines, in pytest's root directory."""
 DEFAULT_RANK_TIMEOUT = 600.0
-"""Seconds: the default timeout of NCCL's collectives."""
+"""Seconds, as in NCCL's default timeout for collectives."""
 
 
 class Option(NamedTuple):
@@ -43,20 +43,20 @@ class Option(NamedTuple):
     help: str
     """One or two sentences, for help and for the page of the options."""
     metavar: str | None = None
-    """The name of the value in help. Flags and choices need no name."""
+    """The value's name in help. Flags and choices need no name."""
     default: str | None = None
-    """The setting if neither the option nor the key is there, as help shows it."""
+    """The default as help shows it, if neither the option nor the key is set."""
     details: str = ""
     """Markdown for the page of the options, which help leaves out."""
     is_key: bool = True
-    """True if ``[tool.gpumem]`` may have the option as a key. Others are for a single session."""
+    """True if ``[tool.gpumem]`` may have the option as a key. Other options are for a single session."""
     in_accept: bool = False
-    """True if the option decides what is measured, so a command that accepts a result repeats it.
+    """True if the option affects measurements, so a command that accepts a result repeats the option.
 
-    Only for options with a single value: no flags, and no options that may be repeated.
+    Such an option has a single value: it is neither a flag nor repeatable.
     """
     for_tests: bool = False
-    """True if the option selects tests. `gpumem run` does not have it."""
+    """True if the option selects tests, so `gpumem run` does not have it."""
     wants_result: bool = False
     """True if a session with this option has to report a result, even if nothing is measured."""
 
@@ -77,12 +77,12 @@ class Option(NamedTuple):
 
     @property
     def negated(self) -> str:
-        """The form that switches a flag off: ``--no-gpumem-strict``."""
+        """The form for switching a flag off: ``--no-gpumem-strict``."""
         return f"--no-{self.flag[2:]}"
 
     @property
     def dest(self) -> str:
-        """The name of the value in pytest's configuration: ``gpumem_rank_timeout``."""
+        """The value's name in pytest's configuration: ``gpumem_rank_timeout``."""
         return f"gpumem_{self.name}"
 
 
@@ -91,27 +91,28 @@ _RELATIVE = (
     "starts in pytest's root directory."
 )
 _EXPLAIN = """
-`on-failure`: a step is explained if its test fails because of bytes, runs out of memory, or is written into the store.
-With `--gpumem-baseline` and a JSON report, a step is also explained if [`gpumem accept`](command-accept.md) would write
-its baseline.
+`on-failure`: a step is explained if its test fails because of bytes or runs out of memory, or if its baseline is
+written. With `--gpumem-baseline` and a JSON report, a step is also explained if [`gpumem accept`](command-accept.md)
+would write its baseline.
 
 `always`: every step is explained. The session ends with the largest rows of each peak, for ten tests, or with `-v` for
-all.
+all tests.
 
 `never`: no step is explained, and new baselines have no composition.
 
-With the first two modes, a step is also explained if its test reads the
-[composition](../concepts/composition.md) of its measurement.
+With the first two modes, a step is also explained if its test reads the measurement's
+[composition](../concepts/composition.md).
 """
 _STORE = f"""
 {_RELATIVE} `~` is the home folder.
 
-A [URL](../concepts/store.md#a-store-behind-a-url) names a store in a bucket or on another host. Not every URL may stand in
+A [URL](../concepts/store.md#a-store-behind-a-url) names a store in a bucket or on another host. Not every URL is allowed in
 `pyproject.toml` and `addopts`, because a pull request can change these files.
 """
 _AGAINST = """
-Both `--gpumem-baseline` and an [emulated GPU](cards.md) are needed. The session writes no baselines: measure those of a
-real GPU on that GPU. [`gpumem compare`](command-compare.md) shows the figures of two sessions side by side.
+The option needs `--gpumem-baseline` and an [emulated GPU](cards.md). The session writes no baselines, because baselines
+for a real GPU have to be measured on that GPU. [`gpumem compare`](command-compare.md) shows the figures of two sessions
+side by side.
 
 Each [metric](metrics.md) has a least tolerance for this comparison, because [published
 peaks](../trust.md#published-peaks) differ from those of an emulated GPU. `launches` is not judged, because a cuBLAS
@@ -142,22 +143,22 @@ removes its baselines.
 
 ### Times that `all` writes
 
-Each `--gpumem-update=all` writes all times of a baseline together. It begins with this run alone if the step became
-slower or faster, does other work, or runs on another `machine`, or if this is the first run whose clock can be read.
-The run is left out in three cases: something disturbed it, the machine was slower than in the stored runs, or its clock
-cannot be read although theirs could. The session's line about the store says how many runs were left out, and why the
-first one was.
+Each `--gpumem-update=all` writes all times of a baseline together. The stored runs are replaced by this run if the step
+became slower or faster, does other work, or runs on another `machine`, or if this is the first run whose clock can be
+read. This run is left out in three cases: something disturbed it, the machine was slower than in the stored runs, or
+its clock cannot be read although it could in the stored runs. The session's line about the store says how many runs
+were left out, and the reason for the first.
 
 ### Environment of a lowered baseline
 
-A baseline has one environment for all its figures. ``improved`` writes this session's environment if the figures that
-stay fit it: this session measured the same values, or no difference between the environments moves them. Otherwise the
-baseline keeps its environment and its times, if the lowered figures fit that environment. If neither environment fits,
-nothing is written.
+A baseline has one environment for all its figures. ``improved`` writes this session's environment if all unchanged
+figures fit it. A figure fits if this session measured the same value, or if no difference between the environments
+affects it. Otherwise the baseline keeps its environment and its times, if the lowered figures fit that environment. If
+neither environment fits, nothing is written.
 
 For example, a new release of torch needs fewer FLOPs and more operators. With the new release in the baseline,
-`operators` would be `regressed` instead of `uncertain`, although no code changed. So ``improved`` leaves this baseline
-alone. `--gpumem-update=all` accepts both figures.
+`operators` would be `regressed` instead of `uncertain`, although no code changed. So ``improved`` does not change this
+baseline. `--gpumem-update=all` accepts both figures.
 """  # noqa: E501 - a row of a Markdown table is a line
 OPTIONS = (
     Option(
@@ -215,7 +216,7 @@ OPTIONS = (
         "strict",
         kinds.FLAG,
         "Fail every measured test whose verdict is not ok or improved, including tests that could not be measured.",
-        details="[Verdicts](verdicts.md) says for each verdict whether the option fails the test.",
+        details="[Verdicts](verdicts.md) lists the verdicts that fail a test with this option.",
         wants_result=True,
     ),
     Option(
@@ -239,7 +240,7 @@ OPTIONS = (
         "report",
         kinds.REPORTS,
         "Write a report, in the format of the file's suffix: "
-        f"{', '.join(f'{one.suffix} {one.title}' for one in FORMATS)}. May be repeated.",
+        f"{', '.join(f'{form.suffix} {form.title}' for form in FORMATS)}. May be repeated.",
         "FILE",
         details=f"{_RELATIVE} [Reports](reports.md) describes the formats.",
         wants_result=True,
@@ -248,7 +249,7 @@ OPTIONS = (
         "model",
         kinds.MODELS,
         "Measure a model by its name, without a test file: hf:ORG/NAME with random weights, hf-tiny:ORG/NAME with two"
-        " of its layers, or a model of timm, torchvision or diffusers. May be repeated.",
+        " of its layers, or a model from timm, torchvision or diffusers. May be repeated.",
         "NAME",
         is_key=False,
         details="See [Models by name](models-by-name.md#models-on-the-command-line).",
@@ -275,23 +276,23 @@ OPTIONS = (
         kinds.FLAG,
         "With pytest-xdist: tests share a GPU as far as their known peaks fit, the largest first. A peak is known "
         "from a baseline or a budget. Other tests, and timed tests, have the GPU alone.",
-        details="With `--gpumem-device=cpu` the option is an error. The key only makes the session say that nothing is shared. "
-        "See [packing](../concepts/processes.md#packing).",
+        details="With `--gpumem-device=cpu` the option is an error. The key is not: the session then says that nothing is "
+        "shared. See [packing](../concepts/processes.md#packing).",
     ),
 )
-"""All options, in the order of help."""
+"""All options, in the order for help."""
 
 
 def is_measured(item: pytest.Item) -> bool:
-    """Return whether a test has the marker or the fixture, so it is measured."""
+    """Return whether a test is measured, because it has the marker or the fixture."""
     return FIXTURE in getattr(item, "fixturenames", ()) or item.get_closest_marker(MARKER) is not None
 
 
 def check_words(parser: pytest.Parser, words: list[str]) -> None:
-    """Check that options that begin like those of this plugin exist.
+    """Check that all typed options with the prefix ``--gpumem-`` or ``--no-gpumem-`` exist.
 
     Args:
-        parser: pytest's parser, with the options of all plugins and of the first conftests.
+        parser: pytest's parser, with options from all plugins and the first conftests.
         words: The command line.
 
     Raises:
@@ -314,7 +315,7 @@ def check_words(parser: pytest.Parser, words: list[str]) -> None:
 
 
 def arguments_of(option: Option) -> dict[str, Any]:
-    """Return the arguments for `argparse.ArgumentParser.add_argument` by which an option is parsed."""
+    """Return the arguments with which `argparse.ArgumentParser.add_argument` defines an option."""
     if option.is_flag:
         return {"action": argparse.BooleanOptionalAction}
     if option.kind.choices is not None:

@@ -1,4 +1,4 @@
-"""Settings of a project, read from its files. pytest is not started, so no conftest.py, plugin or test is run."""
+"""Read the settings of a project from its files, without starting pytest, so no conftest.py, plugin or test runs."""
 
 from __future__ import annotations
 
@@ -26,28 +26,31 @@ if TYPE_CHECKING:
     from pytest_gpumem.config.settings import Settings
 
 _PLUGIN = ("gpumem", "pytest_gpumem.plugin")
-"""The plugin's entry point, and the module that it names."""
+"""The name and module in the plugin's entry point."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectFiles:
-    """The root directory that pytest finds from a folder, and the options in ``addopts`` and in ``PYTEST_ADDOPTS``."""
+    """The root directory that pytest would find from a folder, with the options in ``addopts`` and ``PYTEST_ADDOPTS``.
+
+    For example, with ``addopts = "--gpumem-device=cpu"`` in ``pytest.ini``, ``of_addopts["device"]`` is ``"cpu"``.
+    """
 
     root: Path
     started_in: Path
     settings_file: Path | None
     """The file with pytest's settings, for example pytest.ini."""
     of_addopts: Mapping[str, Any]
-    """Values of options by name; ``None`` for an option that is not there."""
+    """Values of options in ``addopts`` by name; ``None`` for an unset option."""
     of_user: Mapping[str, Any]
-    """The same of ``PYTEST_ADDOPTS``."""
+    """Values of options in ``PYTEST_ADDOPTS``, in the same form."""
     cache_dir: str
     is_plugin_loaded: bool
     """True if a session in this project loads this plugin."""
 
     @property
     def settings(self) -> Settings:
-        """The settings of a session in which nothing is typed. Raises `SettingsError`."""
+        """The settings for a session without typed options. Raises `SettingsError`."""
         values = {name: _joined(self.of_addopts[name], self.of_user[name]) for name in self.of_addopts}
         only_in_file = [name for name in self.of_addopts if self.of_user[name] is None]
         return settings_from(self.root, self.started_in, values, only_in_file)
@@ -65,7 +68,7 @@ class ProjectFiles:
 
     @property
     def cache(self) -> Path | None:
-        """The folder with pytest's cache; ``None`` if it is switched off, as by ``-p no:cacheprovider``."""
+        """The folder with pytest's cache; ``None`` if ``-p no:cacheprovider`` switches the cache off."""
         blocked = "no:cacheprovider" in (self.of_addopts["plugins"] or []) + (self.of_user["plugins"] or [])
         return None if blocked else cache_folder(self.root, self.cache_dir)
 
@@ -102,7 +105,7 @@ def _is_there(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
-        return True  # reading it raises the error
+        return True  # reading the file raises the error
 
 
 def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None, dict[str, Any]]:
@@ -114,7 +117,7 @@ def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None,
         "rootdir_cmd_arg": of_user["rootdir"],
         "invocation_dir": folder,
     }
-    # Releases before 9.0 take fewer arguments, and return values without their origin.
+    # Releases of pytest before 9.0 take fewer arguments, and return values without their origin.
     parameters = inspect.signature(determine_setup).parameters
     try:
         root, file, values, *_ = determine_setup(
@@ -128,7 +131,7 @@ def _setup(folder: Path, of_user: Mapping[str, Any]) -> tuple[Path, Path | None,
 
 
 def _words(addopts: object) -> list[str]:
-    """Return the words in ``addopts``: an array in TOML, otherwise a text as for a shell."""
+    """Return the words in ``addopts``, which is an array in TOML, or a text as for a shell."""
     if isinstance(addopts, list):
         return [str(word) for word in addopts]
     try:
@@ -143,7 +146,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options(words: Sequence[str], where: str) -> dict[str, Any]:
-    """Return the values of this plugin's options among words for pytest, and of those that say where settings are."""
+    """Return the values for this plugin's options in pytest's arguments, and for pytest's options on plugins and settings."""
     parser = _Parser(prog=where, add_help=False, allow_abbrev=False)
     for option in OPTIONS:
         parser.add_argument(option.flag, dest=option.name, default=None, **arguments_of(option))
@@ -155,7 +158,7 @@ def _options(words: Sequence[str], where: str) -> dict[str, Any]:
 
 
 def _joined(in_file: Any, by_user: Any) -> Any:
-    """Return the value of an option that may stand in both places: arrays are joined, otherwise the user's counts."""
+    """Return the value of an option from both places. Arrays are joined. Otherwise the user's value wins."""
     if in_file is None or by_user is None:
         return in_file if by_user is None else by_user
     return [*in_file, *by_user] if isinstance(by_user, list) else by_user

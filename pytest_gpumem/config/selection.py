@@ -1,4 +1,4 @@
-"""Select the collected tests that are measured, with their budgets, and what a session's reports need to know of them."""
+"""Find the measured tests among the collected tests, with their budgets, and find settings without effect on any test."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from pytest_gpumem.config.settings import Settings
 
 _MATCHES_NONE = (
-    "it matches no test; write node ids, files or patterns of them as pytest shows them, from the root directory"
+    "it matches no test; write node ids or files as pytest shows them, from the root directory, or patterns for them"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTest:
-    """A test that is measured. ``file`` and ``test`` are its node id without pytest-xdist's ``@group``."""
+    """A measured test.
+
+    Its node id without pytest-xdist's ``@group`` is ``file::test``. For example, in
+    ``tests/test_gpt.py::TestTrain::test_step[fp32]`` the test is ``TestTrain::test_step[fp32]``.
+    """
 
     file: str
     test: str
@@ -43,7 +47,7 @@ class MeasuredTest:
         return Key(self.file, self.test, name)
 
     def not_measured(self, why: str, *, failed_by_itself: bool = False) -> TestVerdict:
-        """Return the verdict on this test when there is no measurement of it; ``why`` is a clause."""
+        """Return the verdict on this test without a measurement. ``why`` is the reason, as a clause."""
         return TestVerdict(
             self.file,
             self.test,
@@ -56,9 +60,15 @@ class MeasuredTest:
 
 
 def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -> MeasuredTest | None:
-    """Return how ``item`` is measured; ``None`` when it has neither the marker nor the fixture.
+    """Return the measured test for an item; ``None`` if the item has neither the marker nor the fixture.
 
-    Raises `BudgetError`, with the test's id, when its marker is wrong, or a store cannot have its baselines.
+    Args:
+        item: The collected item.
+        settings: The settings of the session.
+        devices: The names of all devices.
+
+    Raises:
+        BudgetError: Its marker is wrong, or the store cannot have its baselines. The message begins with the test's id.
     """
     if not is_measured(item):
         return None
@@ -81,7 +91,10 @@ def measured_of(item: pytest.Item, settings: Settings, devices: Sequence[str]) -
 
 
 def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> str:
-    """Return a clause on the device that a marker may mean. An emulated GPU takes the place of CUDA in the whole session."""
+    """Return a clause on a marker's probable device.
+
+    A marker cannot name an emulated GPU, because an emulated GPU replaces CUDA in the whole session.
+    """
     from pytest_gpumem.emulation.gpus import emulated_gpu
 
     try:
@@ -92,19 +105,19 @@ def _nearest_device(word: str, devices: Sequence[str], settings: Settings) -> st
 
 
 def _check_below_root(item: pytest.Item, nodeid: str) -> None:
-    """Raise `BudgetError` for a test in a file outside of the root directory, of which its id does not have the path."""
+    """Raise `BudgetError` if a test's file is outside the root directory, because pytest leaves the path out of its id."""
     if not nodeid.startswith("::"):
         return
     root, path = item.config.rootpath, item.path
     above = os.path.commonpath([root, path.parent])
     raise BudgetError(
-        f"the test file {path} is outside of the root directory {root}, and a store mirrors the paths of files below it: add "
+        f"the test file {path} is outside of the root directory {root}, and the store needs its path below the root: add "
         f"--rootdir={above}, and --gpumem-store=FOLDER if the store is not there"
     )
 
 
 def location_of(item: pytest.Item) -> Location | None:
-    """Return the file and line of a test; ``None`` where pytest knows no line."""
+    """Return a test's file and line; ``None`` if pytest does not know the line."""
     file, line, _ = item.location
     return None if line is None else Location(file.replace("\\", "/"), line + 1)
 
@@ -119,23 +132,28 @@ def without_group(item: pytest.Item) -> str:
 
 
 def mark(items: Iterable[pytest.Item], patterns: Sequence[str]) -> None:
-    """Give the marker to the test functions that a pattern matches. Doctests, and items of other kinds, are left alone."""
+    """Add the marker to all test functions with a matching pattern. Doctests and other items do not get it."""
     for item in items:
-        if isinstance(item, pytest.Function) and any(matches_test(one, without_group(item)) for one in patterns):
+        if isinstance(item, pytest.Function) and any(
+            matches_test(pattern, without_group(item)) for pattern in patterns
+        ):
             item.add_marker(MARKER)
 
 
 def whole_files_of(config: pytest.Config, files: Iterable[str]) -> frozenset[str]:
-    """Return those of the collected test files, ``files``, of which every test was collected."""
-    some = any(getattr(config.option, name, False) for name in ("lf", "stepwise", "gpumem_model"))
-    return frozenset() if some or any("::" in argument for argument in config.args) else frozenset(files)
+    """Return the collected test ``files`` if every test in them was collected; otherwise an empty set."""
+    leaves_tests_out = any(getattr(config.option, name, False) for name in ("lf", "stepwise", "gpumem_model"))
+    return frozenset() if leaves_tests_out or any("::" in argument for argument in config.args) else frozenset(files)
 
 
-def _is_whole(config: pytest.Config, pattern: str) -> bool:
-    """Return whether all tests that a pattern may match are among those that were collected, from whole folders."""
+def _covers(config: pytest.Config, pattern: str) -> bool:
+    """Return whether a run has collected all possible matches of a pattern.
+
+    For example, ``pytest tests/gpt`` covers ``tests/gpt/*::test_step``, but not ``tests/*::test_step``.
+    """
     if any(getattr(config.option, name, None) for name in ("lf", "stepwise", "ignore", "ignore_glob", "gpumem_model")):
         return False
-    # The whole suite. pytest-xdist gives it to its workers as arguments.
+    # This is the whole suite, which pytest-xdist passes to its workers as arguments.
     if list(config.args) == config.getini("testpaths"):
         return True
     literal = re.split(r"[*?]|::", pattern, maxsplit=1)[0]
@@ -149,11 +167,17 @@ def idle_patterns(
     measured: Mapping[pytest.Item, MeasuredTest],
     config: pytest.Config,
 ) -> tuple[str, ...]:
-    """Return budgets that nothing is held to, and patterns of ``mark`` that mark nothing, each as a sentence.
+    """Return a sentence for each ``budget`` entry and each ``mark`` pattern without effect.
 
-    Their patterns match none of ``items``, of those of which this run has collected whatever they may match. Or they match
-    some, but none that is measured; or, for limits on times, none that measures a step. None are told where not only whole
-    folders were collected.
+    A pattern has no effect if it matches no test although this run covers the pattern. A budget also
+    has no effect if none of its tests is measured. A limit on times has no effect if none of its tests measures a step. A run
+    that does not only collect whole folders reports nothing.
+
+    Args:
+        settings: The settings of the session.
+        items: All collected items.
+        measured: The measured tests among the items.
+        config: pytest's configuration.
     """
     if not all(Path(argument).is_dir() for argument in config.args):
         return ()
@@ -161,22 +185,22 @@ def idle_patterns(
     idle = [
         f"mark = {tests!r} marks nothing: {_MATCHES_NONE}"
         for tests in settings.mark
-        if _is_whole(config, tests) and not any(matches_test(tests, without_group(item)) for item in everything)
+        if _covers(config, tests) and not any(matches_test(tests, without_group(item)) for item in everything)
     ]
     for entry in settings.budgets:
         matching = [item for item in everything if matches_test(entry.tests, without_group(item))]
-        held = [measured[item] for item in matching if item in measured]
-        if not matching and _is_whole(config, entry.tests):
+        limited = [measured[item] for item in matching if item in measured]
+        if not matching and _covers(config, entry.tests):
             idle.append(f"the budget for tests = {entry.tests!r} has no effect: {_MATCHES_NONE}")
-        elif matching and not held:
+        elif matching and not limited:
             idle.append(
                 f"the budget for tests = {entry.tests!r} has no effect: none of the tests that it matches is measured; "
                 "give them @pytest.mark.gpumem, or name them in [tool.gpumem] mark"
             )
-        elif held and not any(one.has_fixture for one in held):
+        elif limited and not any(test.has_fixture for test in limited):
             idle += [
                 f"{limit} of the budget for tests = {entry.tests!r} has no effect: no step is timed in the tests that it "
-                "matches; measure one with the gpumem fixture"
+                "matches; measure a step with the gpumem fixture"
                 for limit in TIMED_LIMITS
                 if getattr(entry.budget, limit) is not None
             ]

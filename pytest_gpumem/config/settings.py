@@ -1,4 +1,4 @@
-"""``[tool.gpumem]`` and the options, as one frozen value."""
+"""The settings of a session, from ``[tool.gpumem]`` and the options, as a frozen value."""
 
 from __future__ import annotations
 
@@ -47,10 +47,13 @@ if TYPE_CHECKING:
 
 
 def matches_test(tests: str, nodeid: str) -> bool:
-    """Return whether a pattern matches a node id, or the file or a class of the test (fnmatch)."""
+    """Return whether a pattern matches a node id, or the file or a class of the test (fnmatch).
+
+    For example, ``tests/*`` and ``tests/test_gpt.py::TestTrain`` match ``tests/test_gpt.py::TestTrain::test_step``.
+    """
     parts = nodeid.split("::")
     prefixes = ("::".join(parts[:count]) for count in range(1, len(parts) + 1))
-    # Brackets in a node id are parameters and not a set of characters.
+    # Brackets in a node id are parameters, not a set of characters.
     pattern = tests.replace("[", "[[]")
     return any(fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
 
@@ -65,20 +68,21 @@ class PatternBudget:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a session. ``store`` is a URL or a path; a relative path counts from ``store_base``."""
+    """A session's settings."""
 
     baseline: bool = False
     update: UpdateMode | None = None
     reason: str | None = None
-    """The reason for the changes that ``update`` writes, in one line."""
+    """The reason for the changes by ``update``, in one line."""
     store: str = DEFAULT_STORE
+    """The store's folder or URL. A relative path starts in ``store_base``."""
     store_base: Path = field(default_factory=Path)
     device: str = DEFAULT_DEVICE
     against: str | None = None
-    """The slug of a real GPU. Figures of an emulated GPU are compared with its baselines."""
+    """A real GPU's slug. The figures of an emulated GPU are compared with its baselines."""
     strict: bool = False
     time: bool | None = None
-    """True to time all steps, False to time none. ``None`` times steps whose times are compared, recorded or shown."""
+    """True to time all steps, False to time no step. ``None`` times steps whose times are compared, recorded or shown."""
     pack: bool = False
     """True if tests share a GPU by their known peaks."""
     explain: ExplainMode = DEFAULT_EXPLAIN
@@ -86,24 +90,24 @@ class Settings:
     """The folder for timelines and snapshots. A relative path starts in ``artifacts_base``."""
     artifacts_base: Path = field(default_factory=Path)
     report: tuple[str, ...] = ()
-    """The files of reports. Relative paths start in ``report_base``."""
+    """The files for reports. Relative paths start in ``report_base``."""
     report_base: Path = field(default_factory=Path)
     model: tuple[ModelName, ...] = ()
-    """The models from the command line. A name that is a relative path starts in ``model_base``."""
+    """The models from the command line. A relative path as a name starts in ``model_base``."""
     model_base: Path = field(default_factory=Path)
     models: tuple[ModelStep, ...] = ()
     """Steps of named models in the settings. Relative paths start in the root directory."""
     rank_timeout: float = DEFAULT_RANK_TIMEOUT
-    """Seconds without progress in a rank, while others wait, after which the session ends."""
+    """The session ends if a rank makes no progress for so many seconds while others wait."""
     routing: Routing | None = None
     """The assumption about the experts of each token on an emulated GPU."""
     units: UnitSystem = "si"
     time_budget: float = DEFAULT_SECONDS
-    """Seconds for the first samples of a test's step time."""
+    """Seconds for the first samples of step times in a test."""
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     budgets: tuple[PatternBudget, ...] = ()
     mark: tuple[str, ...] = ()
-    """Patterns of tests that are measured without the marker."""
+    """Patterns for tests to measure without the marker."""
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
     """The user's own GPUs for emulation, by name."""
     explicit: bool = False
@@ -120,16 +124,16 @@ class Settings:
 
     @property
     def gates(self) -> bool:
-        """True if the session has a gate: it ends red unless all is well."""
+        """True if the session is a gate (``--gpumem-baseline`` or ``--gpumem-strict``), so its report decides the exit code."""
         return self.baseline or self.strict
 
     @property
     def may_be_accepted_later(self) -> bool:
-        """True if the session's report needs all data of a baseline, because `gpumem accept` can write it from the report."""
+        """True if the session's report needs all data of a baseline, because `gpumem accept` writes baselines from it."""
         return self.baseline and self.against is None and any(file.endswith(".json") for file in self.report)
 
     def budget_for(self, nodeid: str) -> Budget:
-        """Return the limits of a test from ``[[tool.gpumem.budget]]``. For each limit the first entry wins."""
+        """Return the limits for a test from ``[[tool.gpumem.budget]]``. For each limit, the first matching entry wins."""
         budget = Budget()
         for entry in self.budgets:
             if matches_test(entry.tests, nodeid):
@@ -147,7 +151,7 @@ KEYS: Mapping[str, Kind] = MappingProxyType(
         **{name: key.kind for name, key in OTHER_KEYS.items()},
     }
 )
-"""The keys of ``[tool.gpumem]``."""
+"""The keys in ``[tool.gpumem]``."""
 
 
 def is_loaded(config: pytest.Config) -> bool:
@@ -156,9 +160,12 @@ def is_loaded(config: pytest.Config) -> bool:
 
 
 def settings_of(config: pytest.Config) -> Settings:
-    """Return the settings of a session: options over ``[tool.gpumem]`` of the root directory's pyproject.toml over defaults.
+    """Return a session's settings.
 
-    Raises `SettingsError`.
+    Options win over ``[tool.gpumem]`` in the root directory's pyproject.toml, and both win over defaults.
+
+    Raises:
+        SettingsError: A setting is wrong.
     """
     options = {option.name: config.getoption(option.dest) for option in OPTIONS}
     return settings_from(config.rootpath, config.invocation_params.dir, options, _only_in_file(config))
@@ -167,13 +174,13 @@ def settings_of(config: pytest.Config) -> Settings:
 def settings_from(
     root: Path, started_in: Path, option_values: Mapping[str, Any], only_in_file: Collection[str] = ()
 ) -> Settings:
-    """Return the settings from the values of options and the pyproject.toml of the root directory.
+    """Return the settings from the options' values and the root directory's pyproject.toml.
 
     Args:
         root: pytest's root directory.
-        started_in: The folder that pytest was started in. Relative paths in options count from there.
-        option_values: The values of options by name, as pytest parsed them. Other names are ignored.
-        only_in_file: The names of options that nobody typed, because they are in ``addopts``.
+        started_in: The folder in which pytest was started. Relative paths in options start there.
+        option_values: pytest's parsed values for options, by name. Other names are ignored.
+        only_in_file: The names of options that come from ``addopts`` and were not typed.
 
     Raises:
         SettingsError: A setting is wrong.
@@ -193,7 +200,9 @@ def settings_from(
     bases: dict[str, Any] = {f"{option.name}_base": started_in for option in options if option.kind.is_path}
     settings = replace(settings, explicit=True, **values, **bases)
     if settings.reason is not None and settings.update is None:
-        raise SettingsError("--gpumem-reason is kept with what is written, and nothing is: add --gpumem-update=all")
+        raise SettingsError(
+            "--gpumem-reason is stored with new baselines, and this session writes none: add --gpumem-update=all"
+        )
     _check_artifacts(settings)
     _check_against(settings)
     _check_pack(settings, typed="pack" in values)
@@ -219,9 +228,9 @@ def _check_artifacts(settings: Settings) -> None:
     folder = settings.artifacts_folder
     if folder is None:
         return
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise SettingsError(f"--gpumem-artifacts={settings.artifacts}: {there} is a file, expected a folder")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise SettingsError(f"--gpumem-artifacts={settings.artifacts}: {existing} is a file, expected a folder")
 
 
 def _check_against(settings: Settings) -> None:
@@ -235,24 +244,24 @@ def _check_against(settings: Settings) -> None:
         )
     if settings.against.startswith(EMULATED_SLUG):
         raise SettingsError(
-            f"{option} is no real GPU; an emulated one's own baselines are compared with without this option"
+            f"{option} does not name a real GPU; to compare with baselines of an emulated GPU, leave the option out"
         )
     if settings.update is not None:
         raise SettingsError(
-            f"{option} compares only: a real GPU's baselines are not written on an emulated one. Leave "
+            f"{option} only compares, because baselines for a real GPU must not come from an emulated GPU: leave "
             f"--gpumem-update={settings.update} out"
         )
     if not settings.baseline:
-        raise SettingsError(f"{option} is what to compare with, and nothing is compared: add --gpumem-baseline")
+        raise SettingsError(f"{option} has no effect without a comparison: add --gpumem-baseline")
 
 
 def _check_pack(settings: Settings, *, typed: bool) -> None:
     from pytest_gpumem.devices.registry import may_share_memory
 
-    # In pyproject.toml it is for the sessions that measure on a GPU.
+    # In pyproject.toml the key is meant for sessions that measure on a GPU.
     if typed and not may_share_memory(settings.device):
         raise SettingsError(
-            "--gpumem-pack has tests share the memory of a GPU, and this session measures on the CPU: leave it out, or add "
+            "--gpumem-pack lets tests share the memory of a GPU, and this session measures on the CPU: leave it out, or add "
             "--gpumem-device=cuda"
         )
 
@@ -264,7 +273,7 @@ def read_table(path: Path) -> dict[str, Any] | None:
 
 
 def check_readable(path: Path) -> None:
-    """Raise `SettingsError` for a pyproject.toml that cannot be read, because pytest itself can end with any error there."""
+    """Raise `SettingsError` if a pyproject.toml cannot be read, because pytest itself might raise any error for it."""
     text = _text(path, str(path))
     if text is not None:
         _table(text, str(path))
@@ -364,12 +373,18 @@ def _budget(entry: object, where: str) -> PatternBudget:
 
 
 def named_device(word: str, *, typed: bool) -> str:
-    """Return the name of a device for an error: the option if it was ``typed``, otherwise the setting in pyproject.toml."""
+    """Return the text for a device in an error: the option if it was ``typed``, otherwise the setting in pyproject.toml."""
     return f"--gpumem-device={word}" if typed else f"pyproject.toml: [tool.gpumem]: device = {word!r}"
 
 
 def check_device(settings: Settings, valid: list[str], *, typed: bool = True) -> None:
-    """Raise `SettingsError` if the device is not in ``valid``. ``typed`` says if it comes from the command line."""
+    """Raise `SettingsError` if the settings' device is not in ``valid``.
+
+    Args:
+        settings: The settings.
+        valid: The names of all devices.
+        typed: Whether the device comes from the command line.
+    """
     if settings.device not in valid:
         from pytest_gpumem.emulation.gpus import nearest_device_or_emulated
 
@@ -378,17 +393,17 @@ def check_device(settings: Settings, valid: list[str], *, typed: bool = True) ->
 
 
 def options_given(config: pytest.Config) -> list[str]:
-    """Return the typed options that decide what is measured, for a command that accepts the results.
+    """Return the options that affect measurements, for a command that accepts the results: ``["--gpumem-device=cpu"]``.
 
-    With ``--gpumem-against`` the command names the default device, because the baselines of a real GPU are written there.
+    With ``--gpumem-against`` the command names the default device, because a real GPU's baselines are written there.
     """
     from pytest_gpumem.baselines.url_backend import without_credentials
 
-    given: list[str] = []
+    options: list[str] = []
     for option in OPTIONS:
         value = cast("str | None", config.getoption(option.dest)) if option.in_accept else None
         if option.name == "device" and config.getoption("gpumem_against") is not None:
             value = DEFAULT_DEVICE
         if value is not None:
-            given.append(f"{option.flag}={without_credentials(value)}")
-    return given
+            options.append(f"{option.flag}={without_credentials(value)}")
+    return options

@@ -1,6 +1,6 @@
-"""Settings that no run reads: above pytest's root directory, or in a table with a mistyped name.
+"""Find settings that no run reads, because they are above pytest's root directory or in a table with a mistyped name.
 
-Every run asks, so this module needs nothing but the standard library.
+Every run loads this module, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ if TYPE_CHECKING:
 
 _TABLE = re.compile(rb"^[ \t]*\[\[?[ \t]*tool[ \t]*\.[ \t]*gpumem\b", re.MULTILINE)
 _HEADER = re.compile(rb"^[ \t]*\[\[?[ \t]*([\w.:\"' \t-]*(?:gpu|mem)[\w.:\"' \t-]*)\]", re.MULTILINE | re.IGNORECASE)
-"""The name of a table or section that could be meant for this plugin."""
+"""The name of a table or section, possibly meant for this plugin."""
 _RIGHT = "gpumem"
 _SIMILAR = 0.8
-"""The ratio of `difflib` from which a name counts as mistyped: "gpumen" has 0.83, "gpumon" 0.67."""
+"""The least ratio of `difflib` for a mistyped name: "gpumen" has 0.83, "gpumon" 0.67."""
 
 
 def unread_settings(config: pytest.Config) -> str | None:
-    """Return a sentence on settings in or around pytest's root directory that are not read; ``None`` if there are none."""
+    """Return a sentence on unread settings in or above pytest's root directory; ``None`` if there are none."""
     return unread_around(config.rootpath, config.inipath, config.invocation_params.dir)
 
 
 def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> str | None:
-    """Return a sentence on settings that are not read; ``None`` if there are none.
+    """Return a sentence on unread settings; ``None`` if there are none.
 
-    For example ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the
-    repository's pyproject.toml has no effect. The root directory's own table takes its place. The search ends where the
-    repository does; outside of a repository, in the folder in which pytest was started, if that is around the root directory.
-    The name of a table can be mistyped as well, such as ``[tool.gpumen]``.
+    For example, ``packages/a/pytest.ini`` makes ``packages/a`` the root directory, so ``[tool.gpumem]`` in the
+    repository's pyproject.toml has no effect. If the root directory has a table of its own, tables above it are not reported.
+    The search ends at the repository's top. Outside of a repository it ends at the folder in which pytest was started,
+    if that folder contains the root directory. A mistyped table such as ``[tool.gpumen]`` is reported as well.
 
     Args:
         root: pytest's root directory.
         settings_file: The file with pytest's settings, if there is one.
-        started_in: The folder in which pytest was started. Paths in the sentence count from it, because reports keep it.
+        started_in: The folder in which pytest was started. Paths in the sentence are relative to it, because reports contain
+            the sentence.
     """
     path = root / "pyproject.toml"
     if _has_table(path):
@@ -58,7 +59,7 @@ def unread_around(root: Path, settings_file: Path | None, started_in: Path) -> s
 
 
 def _mistyped(path: Path) -> Iterator[str]:
-    """Yield the names of tables and sections that look like this plugin's, but are not read."""
+    """Yield the names of unread tables and sections if they resemble this plugin's table."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:

@@ -1,1 +1,1 @@
-"""One measured test: its hooks, what belongs to it, its measurements, their judging and explaining."""
+"""Run a measured test: hooks, own bytes, measurements, verdicts and explanations."""

@@ -1,4 +1,4 @@
-"""Select the measurements of a test that are explained, run its call once more, and see if it reads a composition."""
+"""Choose which measurements of a test are explained, and run a test's call once more to record it."""
 
 from __future__ import annotations
 
@@ -24,28 +24,38 @@ if TYPE_CHECKING:
 
 
 COMPOSITION = frozenset({"composition", "explanation"})
-"""Attributes of a `Measurement` that are there if its step is explained; where other modules read them, by ``explain=True``."""
+"""The `Measurement` attributes for which a step has to be explained.
+
+A step is explained if the test function reads one of them. If another module reads them, the test passes ``explain=True``.
+"""
 
 
 @dataclass(eq=False, repr=False)
 class ExplainPolicy:
-    """The choice of one test's measurements that are explained, by ``--gpumem-explain``."""
+    """The rules by which one test's measurements are explained, from ``--gpumem-explain``.
+
+    Example:
+        Under ``on-failure``, a test that needs 4 MB more has its peak's composition recorded, because the failure lists the
+        tensors. A test without growth is not explained, unless its figures become a baseline or it reads
+        ``measurement.composition``.
+    """
 
     config: pytest.Config
     settings: Settings
     judging: Judging
 
     def should_explain(self, judged: Judged) -> bool:
-        """Return whether to explain a measurement: its test reads that, it fails by its bytes, or may become a baseline."""
-        return self._is_read or self._should(judged, "memory")
+        """Return whether the test reads the composition, fails because of bytes, or may become a baseline."""
+        return self._is_read or self._is_needed(judged, "memory")
 
     def should_show_whole_step(self, judged: Judged) -> bool:
-        """Return whether its explanation has the step's bytes over time: not where it only may be accepted later.
+        """Return whether the explanation includes the step's bytes over time.
 
-        No baseline keeps them, and they are three quarters of what a report has of a step.
+        A report that `gpumem accept` may read later does not need them, because no baseline stores them. They are three
+        quarters of a step's data in a report.
         """
         only_later = self.settings.may_be_accepted_later and self.settings.update is None
-        return not only_later or self._is_read or self._is_told(judged, "memory")
+        return not only_later or self._is_read or self._is_shown(judged, "memory")
 
     @property
     def _is_read(self) -> bool:
@@ -54,66 +64,68 @@ class ExplainPolicy:
         return judging.measured.has_fixture and reads_any(getattr(judging.item, "function", None), COMPOSITION)
 
     def device_to_explain(self, judged: Judged) -> str | None:
-        """Return the GPU whose peak is explained: that by which the test fails, or else that with the largest peak."""
+        """Return the GPU whose peak is explained: the GPU with a failing metric, or with the largest peak."""
         failing = self.judging.failing(self.judging.verdict([judged]))
         metrics = judged.verdict.metrics
-        failed_on = (one.gpu for one in metrics if one.outcome in failing and one.gpu is not None)
+        failed_on = (metric.gpu for metric in metrics if metric.outcome in failing and metric.gpu is not None)
         return next(failed_on, judged.measurement.largest_device)
 
     def should_find_holders(self, judged: Judged) -> bool:
-        """Return whether to look for what keeps the tensors that a measurement left: its test fails by them."""
+        """Return whether to search for holders: `retained` fails the test."""
         failing = self.judging.failing(self.judging.verdict([judged]))
         return "retained" in failing_metrics(judged.verdict, failing)
 
     def should_locate_counts(self, judged: Judged) -> bool:
-        """Return whether to find the lines of its counts: it fails by them, or may become a baseline."""
-        return self._should(judged, "work")
+        """Return whether to find the counts' lines: they fail the test, or may become a baseline."""
+        return self._is_needed(judged, "work")
 
-    def _is_told(self, judged: Judged, kind: Kind) -> bool:
-        """Return whether a person is told what it is made of: it fails by it, or all is explained."""
+    def _is_shown(self, judged: Judged, kind: Kind) -> bool:
+        """Return whether this session prints the explanation: the metrics of a kind fail, or every step is explained."""
         if self.settings.explain != "on-failure":
             return self.settings.explain == "always"
         failing = self.judging.failing(self.judging.verdict([judged]))
         return bool(failing_metrics(judged.verdict, failing, kind))
 
-    def _should(self, judged: Judged, kind: Kind) -> bool:
-        if self._is_told(judged, kind):
+    def _is_needed(self, judged: Judged, kind: Kind) -> bool:
+        """Return whether this session prints the explanation, or a baseline would store it."""
+        if self._is_shown(judged, kind):
             return True
         if self.settings.explain != "on-failure":
             return False
-        # What a report is to be accepted from is explained as what is accepted at once.
+        # `gpumem accept` writes baselines from a report, so the report needs the same data as an update with `all`.
         mode: UpdateMode | None = "all" if self.settings.may_be_accepted_later else self.settings.update
-        earlier = judged.baseline
-        if mode is None or earlier is None:
+        baseline = judged.baseline
+        if mode is None or baseline is None:
             return False
-        if self.settings.update == "all" and isinstance(earlier, Baseline):
-            lacks = earlier.composition is None if kind == "memory" else not earlier.tells_lines
-            if lacks:
+        if self.settings.update == "all" and isinstance(baseline, Baseline):
+            lacks_explanation = baseline.composition is None if kind == "memory" else not baseline.tells_lines
+            if lacks_explanation:
                 return True
         key = self.judging.measured.key(judged.measurement.name)
-        # Another run's time is no reason: the bytes that would be explained are the same.
+        # A new time alone needs no explanation, because the bytes are the same.
         entry = replace(baseline_of(judged.measurement, "", None), runs=None)
-        return bool(entries_to_write(mode, {key: (judged.verdict, entry)}, {key: earlier}))
+        return bool(entries_to_write(mode, {key: (judged.verdict, entry)}, {key: baseline}))
 
     def should_explain_error(self, error: BaseException) -> bool:
-        """Return whether to explain an error: memory ran out, and no debugger is about to show the error's frames."""
+        """Return whether memory ran out and no debugger needs the error's frames, which an explanation clears."""
         return not self.config.getoption("usepdb", False) and is_out_of_memory(error)
 
     def report_out_of_memory(self, explanation: Explanation) -> None:
-        """Add where memory went when it ran out to the test's report."""
+        """Add the largest rows of memory at an out-of-memory error to the test's report."""
         lines = out_of_memory_lines(explanation, self.settings.units)
         self.judging.item.add_report_section("call", "gpumem out of memory", "\n".join(lines))
 
 
 def call_again(item: pytest.Item) -> None:
-    """Run the call of a test once more, with the same arguments. Not as pytest does it: nothing of it is reported."""
+    """Run the call of a test once more, with the same arguments, and without a report from pytest."""
     kind = item.cls if isinstance(item, pytest.Function) else None
     if isinstance(item, pytest.Function) and kind is not None and issubclass(kind, unittest.TestCase):
-        # unittest's own way to run a test without collecting its result. An instance with an event loop runs once; what
-        # fixtures gave to it goes along.
+        # `debug` is unittest's way to run a test without collecting its result. An instance with an event loop runs only
+        # once, so a second instance gets the attributes that fixtures set on the first.
         instance: Any = item.instance
-        again = type(instance)(item.originalname)
-        vars(again).update({name: value for name, value in vars(instance).items() if name not in vars(again)})
-        again.debug()
+        second_instance = type(instance)(item.originalname)
+        own_attributes = vars(second_instance)
+        own_attributes.update({name: value for name, value in vars(instance).items() if name not in own_attributes})
+        second_instance.debug()
     else:
         item.runtest()

@@ -1,4 +1,8 @@
-"""The set-up of fixtures: the bytes that each owns, and what was lost in it. A test that uses such a fixture has no figures."""
+"""Watch the set-up of fixtures: record each fixture's bytes, and whether readings were lost.
+
+A test has no figures if readings were lost in one of its fixtures. For example, a fixture on an emulated GPU may turn an
+uncomputed value into an integer and allocate so many bytes. Then the memory is unknown in all its tests.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,14 @@ _READ_BY_IMPORT = pytest.StashKey[UnknownReads]()
 
 
 def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -> None:
-    """Note with the tests of a file what happened while it was imported; they have no figures if readings were lost.
+    """Store with a collector that readings were lost, or uncomputed values were read, while its file was imported.
+
+    The tests below ``node`` have no figures if readings were lost.
 
     Args:
         node: The module, or the folder with a conftest.
-        lost: What was lost, as a clause, as `Device.lost` gives it.
-        reads: As `Device.take_reads` gives them.
+        lost: The reason for lost readings, as a clause from `Device.lost`; ``None`` if none were lost.
+        reads: The uncomputed values read during the import, from `Device.take_reads`.
     """
     if lost is not None:
         node.stash.setdefault(_LOST_BY_IMPORT, f"{lost} (while {node.nodeid or node.name} was collected)")
@@ -42,71 +48,80 @@ def note_import(node: pytest.Collector, lost: str | None, reads: UnknownReads) -
 
 @dataclass
 class SharedFixtures:
-    """Shared fixtures that are set up: in which readings were lost (`Device.lost`), and values read (`Device.take_reads`)."""
+    """Shared fixtures that are set up, with the readings lost (`Device.lost`) and values read (`Device.take_reads`) in each.
 
-    _why: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
-    _within: list[str | None] = field(default_factory=lambda: [None])
-    """Reasons for lost figures so far: of the test first, then of each shared fixture that is being set up."""
+    A fixture's problem is also a problem for each fixture and test with this fixture. For example, if the set-up of a session
+    fixture ``model`` lost readings, all tests with ``model`` have no figures, until pytest tears ``model`` down.
+    """
+
+    _reasons: dict[pytest.FixtureDef[Any], str] = field(default_factory=dict)
+    """The reason for lost readings, by fixture."""
+    _reason_stack: list[str | None] = field(default_factory=lambda: [None])
+    """Reasons for lost readings so far: the test's, then those of shared fixtures in their set-up, the innermost last."""
     _reads: dict[pytest.FixtureDef[Any], UnknownReads] = field(default_factory=dict)
-    _reads_within: list[UnknownReads] = field(default_factory=lambda: [NOTHING_READ])
-    """Uncomputed values read so far, in the same order."""
+    """The uncomputed values read, by fixture."""
+    _reads_stack: list[UnknownReads] = field(default_factory=lambda: [NOTHING_READ])
+    """Uncomputed values read so far, in the order of ``_reason_stack``."""
 
     def begin(self) -> None:
         """Begin with a new test."""
-        self._within[0] = None
-        self._reads_within[0] = NOTHING_READ
+        self._reason_stack[0] = None
+        self._reads_stack[0] = NOTHING_READ
 
     @contextmanager
     def setting_up(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest, device: Device
     ) -> Iterator[None]:
-        """Note what is lost while the fixture is set up: it is also lost to the fixture that asked for it."""
-        before = device.lost()
-        self._within.append(None)
-        self._reads_within[-1] += device.take_reads()
-        self._reads_within.append(NOTHING_READ)
-        with _asked_for(request) as asked:
+        """Record lost readings while the fixture is set up. The requesting fixture or test has lost them as well."""
+        lost_before = device.lost()
+        self._reason_stack.append(None)
+        self._reads_stack[-1] += device.take_reads()
+        self._reads_stack.append(NOTHING_READ)
+        with _requested_fixtures(request) as requested:
             try:
                 yield
             finally:
-                lost = self._within.pop() or device.lost()
-                why = None if lost is None else f"{lost} (in fixture {fixturedef.argname})"
-                # One that was there before is not set up within.
-                why = why or next((self._why[one] for one in asked() if one in self._why), None)
-                if why is not None:
-                    self._why[fixturedef] = why
-                self._within[-1] = self._within[-1] or before or lost
-                reads = self._reads_within.pop() + device.take_reads()
-                self._reads[fixturedef] = sum((self._reads[one] for one in asked() if one in self._reads), reads)
+                lost = self._reason_stack.pop() or device.lost()
+                reason = None if lost is None else f"{lost} (in fixture {fixturedef.argname})"
+                # A requested fixture that existed already was not set up within this one.
+                reason = reason or next((self._reasons[used] for used in requested() if used in self._reasons), None)
+                if reason is not None:
+                    self._reasons[fixturedef] = reason
+                self._reason_stack[-1] = self._reason_stack[-1] or lost_before or lost
+                reads = self._reads_stack.pop() + device.take_reads()
+                self._reads[fixturedef] = sum((self._reads[used] for used in requested() if used in self._reads), reads)
 
     def forget(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Forget a fixture that has been torn down."""
-        self._why.pop(fixturedef, None)
+        """Forget a fixture after its teardown."""
+        self._reasons.pop(fixturedef, None)
         self._reads.pop(fixturedef, None)
 
     def lost(self, item: pytest.Item) -> str | None:
-        """Return why a test that was set up has no figures, as a clause; ``None`` where its fixtures are good."""
-        fixtures = (self._why[fixturedef] for fixturedef in _used(item, self._why))
+        """Return why a test has no figures after its set-up, as a clause; ``None`` if no readings were lost."""
+        fixtures = (self._reasons[fixturedef] for fixturedef in _used(item, self._reasons))
         files = (node.stash[_LOST_BY_IMPORT] for node in item.listchain() if _LOST_BY_IMPORT in node.stash)
-        return next(itertools.chain(files, fixtures), self._within[0])
+        return next(itertools.chain(files, fixtures), self._reason_stack[0])
 
     def reads(self, item: pytest.Item, device: Device) -> UnknownReads:
-        """Return the values that a test, its file and its fixtures have read so far."""
-        self._reads_within[0] += device.take_reads()
+        """Return the uncomputed values read so far by a test, its file and its fixtures."""
+        self._reads_stack[0] += device.take_reads()
         files = (node.stash[_READ_BY_IMPORT] for node in item.listchain() if _READ_BY_IMPORT in node.stash)
         fixtures = (self._reads[fixturedef] for fixturedef in _used(item, self._reads))
-        return sum(itertools.chain(files, fixtures), self._reads_within[0])
+        return sum(itertools.chain(files, fixtures), self._reads_stack[0])
 
 
 def _used(item: pytest.Item, among: Mapping[pytest.FixtureDef[Any], object]) -> Iterable[pytest.FixtureDef[Any]]:
-    """Return those that a test uses, by its arguments or asked for by name."""
-    asked = _definitions(getattr(item, "_request", None)).values()
-    return dict.fromkeys([*fixtures_used(item, among), *(one for one in asked if one in among)])
+    """Return a test's fixtures in ``among``, from its arguments and ``request.getfixturevalue``."""
+    requested = _definitions(getattr(item, "_request", None)).values()
+    return dict.fromkeys([*fixtures_used(item, among), *(fixture for fixture in requested if fixture in among)])
 
 
 @contextmanager
-def _asked_for(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[pytest.FixtureDef[Any]]]]:
-    """Yield a function that returns the fixtures asked for by name within. pytest has no hook for those that are set up."""
+def _requested_fixtures(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[pytest.FixtureDef[Any]]]]:
+    """Yield a function that returns the fixtures requested by ``getfixturevalue`` within the context.
+
+    pytest has no hook for a fixture that exists already.
+    """
     names: list[str] = []
     original = request.getfixturevalue
 
@@ -116,21 +131,21 @@ def _asked_for(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[pyt
 
     request.getfixturevalue = getfixturevalue  # type: ignore[method-assign]
     try:
-        yield lambda: [one for name in names if (one := _definitions(request).get(name)) is not None]
+        yield lambda: [fixture for name in names if (fixture := _definitions(request).get(name)) is not None]
     finally:
         del request.getfixturevalue
 
 
 def _definitions(request: object) -> Mapping[str, pytest.FixtureDef[Any]]:
-    """Return the fixtures that a test's request has led to so far, by name. pytest has no public way to ask."""
+    """Return the fixtures from a test's request up to now, by name. pytest has no public name for them."""
     definitions: Mapping[str, pytest.FixtureDef[Any]] = getattr(request, "_fixture_defs", {})
     return definitions
 
 
 class FixtureSetup:
-    """A plugin that notes the bytes of each fixture as it is set up, and whether readings were lost.
+    """A plugin that records the bytes of each fixture during its set-up, and whether readings were lost.
 
-    Registered when measured tests were selected.
+    The session registers it if measured tests were selected.
     """
 
     def __init__(self, devices: Devices, default_device: str, measured: Iterable[pytest.Item]) -> None:
@@ -146,7 +161,7 @@ class FixtureSetup:
         """The measured test from its set-up to its teardown."""
 
     def begin(self, item: pytest.Item, device: Device) -> Ownership:
-        """Prepare for the set-up of a measured test, and return the owners of bytes on its device."""
+        """Prepare for the set-up of a measured test, and return its device's ownership."""
         ownership = self._ownership(device)
         ownership.clear_left_gradients(item)
         self._heap.begin(device)
@@ -161,17 +176,17 @@ class FixtureSetup:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        shared = fixturedef.scope != "function"
-        if shared:
+        is_shared = fixturedef.scope != "function"
+        if is_shared:
             self._heap.fixture_is_set_up(fixturedef)
-        of_a_measured_test = fixturedef.argname in self._names and fixturedef.argname != "gpumem"
+        serves_measured_test = fixturedef.argname in self._names and fixturedef.argname != "gpumem"
         device = self._opened if self.run is None else self.run.device
         if device is not None:
             node = request.node if self.run is None else self.run.item
-            return (yield from self._set_up(device, fixturedef, request, node if of_a_measured_test else None))
-        if not (shared and of_a_measured_test):
+            return (yield from self._set_up(device, fixturedef, request, node if serves_measured_test else None))
+        if not (is_shared and serves_measured_test):
             return (yield)
-        # First used by a test that is not measured.
+        # An unmeasured test uses the fixture first.
         try:
             device = self._devices.get(self._default_device)
             device.open()
@@ -191,23 +206,23 @@ class FixtureSetup:
         request: pytest.FixtureRequest,
         node: pytest.Item | pytest.Collector | None,
     ) -> Generator[None, object, object]:
-        """Set the fixture up for ``node``; its bytes are not noted where that is ``None``."""
-        set_up = _as_it_is() if node is None else self._noted(device, fixturedef, node)
+        """Set up the fixture for ``node``, and record its bytes unless ``node`` is ``None``."""
+        set_up = _plain_set_up() if node is None else self._recorded_set_up(device, fixturedef, node)
         if fixturedef.scope == "function":
             return (yield from set_up)
         with self.shared.setting_up(fixturedef, request, device):
             return (yield from set_up)
 
-    def _noted(
+    def _recorded_set_up(
         self, device: Device, fixturedef: pytest.FixtureDef[Any], node: pytest.Item | pytest.Collector
     ) -> Generator[None, object, object]:
-        """Set the fixture up and note its bytes; if it cuts a recording short, the test has no figures, which is no error."""
+        """Set up the fixture and record its bytes. If it cuts a recording short, the test has no figures and does not fail."""
         run = self.run
         was_set_up = False
         try:
-            with self._ownership(device).setting_up(fixturedef, node) as done:
+            with self._ownership(device).setting_up(fixturedef, node) as record:
                 value = yield
-                done(value)
+                record(value)
                 was_set_up = True
         except MeasuringError as error:
             if not was_set_up:
@@ -218,7 +233,7 @@ class FixtureSetup:
 
     @pytest.hookimpl
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        # pytest calls this more than once for a fixture, also for one that was never set up.
+        # pytest calls this hook several times for a fixture, and also for a fixture that was never set up.
         if fixturedef.scope != "function" and fixturedef.cached_result is not None:
             self._heap.fixture_is_gone(fixturedef)
             self.shared.forget(fixturedef)
@@ -227,10 +242,10 @@ class FixtureSetup:
 
     def _ownership(self, device: Device) -> Ownership:
         if device.name not in self._ownerships:
-            others = tuple(Ownership(other) for other in device.others)
-            self._ownerships[device.name] = Ownership(device, others)
+            other_gpus = tuple(Ownership(other) for other in device.others)
+            self._ownerships[device.name] = Ownership(device, other_gpus)
         return self._ownerships[device.name]
 
 
-def _as_it_is() -> Generator[None, object, object]:
+def _plain_set_up() -> Generator[None, object, object]:
     return (yield)

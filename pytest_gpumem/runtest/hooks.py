@@ -1,4 +1,4 @@
-"""A plugin for the process that runs tests: measures them as pytest sets them up, calls and tears them down."""
+"""The plugin that measures tests while pytest sets them up, calls them and tears them down."""
 
 from __future__ import annotations
 
@@ -51,32 +51,38 @@ if TYPE_CHECKING:
 
 _RUN = pytest.StashKey["TestRun"]()
 _NO_DEVICE = pytest.StashKey[tuple[str, "TestVerdict"]]()
-"""The reason why the device of a test is not here, and the verdict on the test."""
+"""The reason why this machine lacks a test's device, and the verdict on the test."""
 _JUDGING = pytest.StashKey[Judging]()
 _VERDICT_RECORDED = "gpumem_verdict_recorded"
-"""The attribute of an exception that ends a test whose verdict is recorded."""
+"""The attribute of an exception that ends a test after its verdict was recorded."""
 
 
 def run_of(item: pytest.Item) -> TestRun | None:
-    """Return the run of the measured test that is being set up or called; from now on it measures through its fixture.
+    """Return the run of a test in its set-up or call. From this call on, the test measures by its fixture.
 
-    ``None`` when its device cannot be used here. Raises `MeasuringError` when it was not known to be measured.
+    Returns:
+        The run; ``None`` if this machine lacks the test's device.
+
+    Raises:
+        MeasuringError: The test requested the fixture by ``getfixturevalue()``, so it was not selected as a measured test.
     """
     run = item.stash.get(_RUN, None)
     if run is not None:
         run.measures_itself = True
     elif _NO_DEVICE not in item.stash:
         raise MeasuringError(
-            f"{item.nodeid} got the gpumem fixture through getfixturevalue() and so was not known to be measured; "
-            "add gpumem to its arguments, or @pytest.mark.gpumem"
+            f"{item.nodeid} requested the gpumem fixture only by getfixturevalue(), so the session did not expect to measure "
+            "it; add gpumem to its arguments, or @pytest.mark.gpumem"
         )
     return run
 
 
 def refuse(item: pytest.Item, why: str | None = None) -> NoReturn:
-    """Skip a test that cannot be measured here, or fail it under a gate that does not allow that.
+    """Skip a test that this machine cannot measure, or fail it if the gate does not allow a skip.
 
-    ``why`` is a clause; without one it is that the device cannot be used.
+    Args:
+        item: The test.
+        why: The reason, as a clause. By default it is the reason why the test's device is absent.
     """
     run = item.stash.get(_RUN, None)
     reason = item.stash[_NO_DEVICE][0] if why is None else why
@@ -100,7 +106,7 @@ def _forget(item: pytest.Item) -> None:
 
 @dataclass(eq=False, repr=False)
 class Measuring:
-    """A plugin that is registered when measured tests were selected."""
+    """The plugin that measures tests. The session registers it if measured tests were selected."""
 
     config: pytest.Config
     settings: Settings
@@ -114,7 +120,7 @@ class Measuring:
 
     # Set-up
 
-    # trylast makes a wrapper the innermost: pytest's own set up and tear down around it, whatever is raised here.
+    # trylast makes this wrapper the innermost, so pytest sets up and tears down around it even if it raises.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         measured = self.measured.get(item)
@@ -128,7 +134,7 @@ class Measuring:
         except DeviceUnavailable as unavailable:
             verdict = judging.not_measured(why := str(unavailable), self.devices.slugs)
             item.stash[_NO_DEVICE] = why, verdict
-            # It may skip itself, or fail by itself, before the gate looks for its baselines.
+            # The test may skip itself, or fail by itself, before the gate looks for its baselines.
             record_verdict(item, measured.not_measured(why))
             if measured.has_fixture and not judging.failing(verdict):
                 refuse(item)
@@ -148,8 +154,8 @@ class Measuring:
         if device.lock is not None:
             device.lock.tell = self._tell_now
         device.open()
-        for one in device.everywhere:
-            one.consensus = self.ranks.consensus
+        for gpu in device.everywhere:
+            gpu.consensus = self.ranks.consensus
         try:
             ownership = self.fixtures.begin(item, device)
             environment = self._environment(device)
@@ -170,7 +176,7 @@ class Measuring:
         item.stash[_RUN] = self.fixtures.run = run
 
     def _tell_now(self, sentence: str) -> None:
-        """Write a line while a test runs, past what captures its output; in a worker of pytest-xdist, too."""
+        """Write a line while a test runs, past pytest's capturing of its output. Workers of pytest-xdist can do so as well."""
         capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with nullcontext() if capture is None else capture.global_and_fixture_disabled():
             sys.stderr.write(f"\ngpumem: {sentence}\n")
@@ -242,11 +248,11 @@ class Measuring:
         _record_end(item, run.judging.measured, run, error, "call")
 
     def _lost(self, item: pytest.Item, device: Device) -> str | None:
-        """Return why the test's figures are not valid because of what ran since it began, as a clause."""
+        """Return the reason for lost readings since the test began, as a clause; ``None`` if its figures are valid."""
         return device.lost() or self.fixtures.shared.lost(item)
 
     def _report_missing_values(self, item: pytest.Item, device: Device, error: BaseException, when: FailedIn) -> None:
-        """Report beside an error which uncomputed values the test read: the error may follow from them."""
+        """Add to an error's report which uncomputed values the test read, because they may have caused the error."""
         no_values = device.lacks("values")
         if no_values is None or not isinstance(error, (Exception, pytest.fail.Exception)):
             return
@@ -262,7 +268,7 @@ class Measuring:
     def _call_unmeasured(self, item: pytest.Item, measured: MeasuredTest) -> Generator[None, object, object]:
         judging, (_, verdict) = item.stash[_JUDGING], item.stash[_NO_DEVICE]
         if measured.has_fixture:
-            # Only a test that the gate fails comes so far, and it fails before it begins.
+            # The set-up skips such a test, unless the gate fails it here.
             judging.conclude(verdict)
         result = yield
         judging.conclude(verdict)
@@ -278,7 +284,7 @@ class Measuring:
         measured = self.measured.get(item)
         run = item.stash.get(_RUN, None)
         if run is not None and run.is_called:
-            # A subtest's report. Its error is let go, because the test goes on and may measure.
+            # A subtest's report. The run does not keep its error, because the test goes on and may measure.
             run.has_failed_subtest |= report.failed
         elif measured is not None:
             complete_report(item, measured, call, report)
@@ -297,7 +303,7 @@ class Measuring:
 
     @pytest.hookimpl
     def pytest_unconfigure(self) -> None:
-        # Ctrl-C comes without a teardown, and a profiler that runs when the interpreter ends can take it down.
+        # Ctrl-C skips the teardown, and a profiler that still runs at the interpreter's end can crash it.
         if self.fixtures.run is not None:
             self.fixtures.run.release()
             self.fixtures.run = None
@@ -315,23 +321,23 @@ class Measuring:
 def _record_end(
     item: pytest.Item, measured: MeasuredTest, run: TestRun | None, error: BaseException, when: FailedIn
 ) -> None:
-    """Record the verdict on a test that ``error`` ended, unless the gate has, or the device cannot be used."""
-    recorded = type(error) is pytest.skip.Exception and _VERDICT_RECORDED in vars(error)
-    if run is not None and not recorded and error is not failure_of(item):
+    """Record the verdict on a test that ``error`` ended, unless the gate recorded it or the device is absent."""
+    is_recorded = type(error) is pytest.skip.Exception and _VERDICT_RECORDED in vars(error)
+    if run is not None and not is_recorded and error is not failure_of(item):
         record_verdict(item, not_measured(measured, error, when))
 
 
 def _call_measured(run: TestRun) -> Generator[None, object, object]:
-    """Measure the call of a test as a whole. Returns its result."""
-    ended = False
+    """Measure the whole call of a test, and return its result."""
+    has_ended = False
     try:
         with run.tracked() as figures:
             result = yield
-            ended = True
+            has_ended = True
         if not run.measures_itself and not run.has_failed_subtest and not errors_kept_by(run.item):
             run.keep(run.judge_figures(Workload("call"), figures()))
     except MeasuringError as error:
-        if not ended:
+        if not has_ended:
             raise
         run.lost = str(error)
     return result

@@ -1,4 +1,4 @@
-"""The gate of one test: compares measurements with budget and baselines, reports the verdict, and fails the test."""
+"""Gate a single test: compare measurements with budget and baselines, report the verdict, and fail the test."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ NOT_TIMED = (
 _TIMES = frozenset(
     {*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "costs", "roi"}
 )
-"""Attributes of a `Measurement` that are times, or made of them."""
+"""The `Measurement` attributes with times, or with values computed from times."""
 
 _SINCE = pytest.StashKey[SinceBaselines]()
 
 _T = TypeVar("_T")
 _FAILURE = pytest.StashKey[BaseException]()
-"""The gate's failure of a test."""
+"""The gate's failure in a test."""
 
 
 def _shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Shorten the gate's own failure to its first line in pytest's summary and JUnit's message.
 
-    Under CI pytest's summary does not cut messages, and the whole failure would be printed twice.
+    Under CI pytest's summary does not cut messages, so the whole failure would be printed twice.
     """
     if call.excinfo is None or call.excinfo.value is not item.stash.get(_FAILURE, None):
         return
@@ -75,9 +75,9 @@ def _shorten_summary(item: pytest.Item, call: pytest.CallInfo[None], report: pyt
 def complete_report(
     item: pytest.Item, measured: MeasuredTest, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Shorten the gate's own failure in the report of a test, and give one that ended before the gate its verdict.
+    """Shorten the gate's own failure in a test's report, and record a verdict if the test ended before the gate.
 
-    Another plugin's hook may have ended it before the gate's hooks ran.
+    Another plugin's hook may end a test before the gate's hooks run.
     """
     _shorten_summary(item, call, report)
     if call.excinfo is not None and not _has_verdict(item):
@@ -86,34 +86,34 @@ def complete_report(
 
 
 def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -> TestVerdict:
-    """Return the verdict on a test that ``error`` ended in a phase."""
+    """Return the verdict on a test that ``error`` ended in the phase ``when``."""
     if isinstance(error, pytest.skip.Exception):
         return measured.not_measured(SKIPPED)
     return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
 
 
 def errors_kept_by(item: pytest.Item) -> list[BaseException]:
-    """Return errors and skips in a ``unittest.TestCase`` test: unittest hands them to the item and raises nothing.
+    """Return the errors and skips of a ``unittest.TestCase`` test, which unittest gives to the item and does not raise.
 
-    pytest puts one error into each report, in this order: the call's first, then the tear-down's.
+    pytest puts one error into each report, in this order: the call's first, then the teardown's.
     """
     return [excinfo.value for excinfo in getattr(item, "_excinfo", None) or ()]
 
 
 def failure_of(item: pytest.Item) -> BaseException | None:
-    """Return the gate's failure of the test, if it has failed it."""
+    """Return the gate's failure in the test; ``None`` if the gate did not fail it."""
     return item.stash.get(_FAILURE, None)
 
 
 def fail_again(item: pytest.Item) -> None:
-    """Raise the gate's failure of the test where the test has caught it."""
+    """Raise the gate's failure once more, because the test may have caught it."""
     failure = failure_of(item)
     if failure is not None:
         raise failure
 
 
 def forget_verdict(item: pytest.Item) -> None:
-    """Forget how an earlier run of the test ended: the gate's failure, and the verdict."""
+    """Remove the gate's failure and the verdict from an earlier run."""
     if _FAILURE in item.stash:
         del item.stash[_FAILURE]
     _forget_properties(item)
@@ -121,29 +121,31 @@ def forget_verdict(item: pytest.Item) -> None:
 
 def _forget_properties(item: pytest.Item) -> None:
     item.user_properties[:] = [
-        entry for entry in item.user_properties if entry[0] != PROPERTY and not entry[0].startswith(f"{PROPERTY}.")
+        (name, value)
+        for name, value in item.user_properties
+        if name != PROPERTY and not name.startswith(f"{PROPERTY}.")
     ]
 
 
 def record_verdict(item: pytest.Item, verdict: TestVerdict) -> None:
     """Put a verdict into the test's ``user_properties``.
 
-    - ``gpumem``: the verdict on the test as JSON, with the keys of ``verdict`` in the JSON report. Its explanations have their
-      largest rows only.
-    - ``gpumem.<measurement>.<metric>``: the value alone: bytes, a count, seconds or items/s. Invisible characters in the
-      measurement's name are written as in Python.
+    - ``gpumem``: the verdict on the test as JSON, with the keys of ``verdict`` in the JSON report. Explanations are cut to
+      their largest rows.
+    - ``gpumem.<measurement>.<metric>``: a number, in bytes, calls, seconds or items/s. For example,
+      ``gpumem.train_step.peak_allocated`` is 303410. Invisible characters in the measurement's name are written as in Python.
 
     A failing verdict is the test's own failure, so ``xfail``, ``--last-failed``, ``--maxfail`` and reruns treat it like any
-    other. A test that a plugin reruns has the result of its last run. A test that runs several times otherwise
-    (``--keep-duplicates``, ``--dist each``) has its worst result. A test that fails by itself has its measurements so far in
-    the report section ``gpumem``, and the memory at an out-of-memory error in ``gpumem out of memory``.
+    other failure. If a plugin reruns a test, its last run counts. If a test runs several times for another reason
+    (``--keep-duplicates``, ``--dist each``), its worst result counts. If a test fails by itself, the report section
+    ``gpumem`` shows its measurements so far, and ``gpumem out of memory`` shows the memory at an out-of-memory error.
     """
     _forget_properties(item)
     item.user_properties.append((PROPERTY, json.dumps(to_plain(verdict), sort_keys=True)))
-    for one in verdict.verdicts:
-        # pytest writes values so that XML can hold them, but not names.
-        name = visible(one.measurement.name)
-        for metric in one.metrics:
+    for measurement_verdict in verdict.verdicts:
+        # pytest escapes values for XML, but not names.
+        name = visible(measurement_verdict.measurement.name)
+        for metric in measurement_verdict.metrics:
             item.user_properties.append((f"{PROPERTY}.{name}.{metric.metric}", metric.value))
 
 
@@ -153,7 +155,7 @@ def _has_verdict(item: pytest.Item) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A measurement's verdict, and the baseline that it was held against."""
+    """A measurement's verdict, and the compared baseline."""
 
     verdict: Verdict
     baseline: Baseline | NoBaseline | None
@@ -163,13 +165,19 @@ class Judged:
         return self.verdict.measurement
 
     def explained(self, measurement: Measurement) -> Judged:
-        """Return the same verdict on ``measurement``, which is the one that was judged with its explanation."""
+        """Return the same verdict on ``measurement``, which is the judged measurement with its explanation."""
         return replace(self, verdict=with_differences(self.verdict, measurement, self.baseline))
 
 
 @dataclass(eq=False, repr=False)
 class Judging:
-    """The gate of one test."""
+    """The gate for one test.
+
+    Example:
+        A test measured ``train_step`` with a peak of 303.41 kB, and its baseline has 280.00 kB. The difference, 23.41 kB, is
+        within the tolerance, 64 kB. So `judge` returns the outcome ``ok``, `failing` returns no outcome for this verdict,
+        and `conclude` records the verdict and raises nothing.
+    """
 
     config: pytest.Config
     settings: Settings
@@ -178,10 +186,10 @@ class Judging:
     measured: MeasuredTest
     ranks: OneProcess
     unused: UnusedBaselines | None = None
-    """The baselines of deleted tests. Its test may be one of them under a new name."""
+    """The baselines of deleted tests. The test may be a deleted test under a new name."""
 
     def judge(self, measurement: Measurement) -> Judged:
-        """Return the verdict on a measurement of the test."""
+        """Return the verdict on a measurement."""
         baseline = self._baseline(measurement)
         verdict = judge(measurement, self.measured.budget, baseline, self._tolerances)
         if isinstance(baseline, NoBaseline):
@@ -202,17 +210,17 @@ class Judging:
         )
 
     def _prune(self, file: str | None) -> str:
-        """Return the command by which unused baselines are removed: those of a test file, or, for a deleted file, all."""
+        """Return the command that removes the unused baselines in a test file, or all of them if ``file`` is ``None``."""
         names = [] if file is None else [self._path_from_here(file)]
         return prune_command(*names, options=options_given(self.config))
 
     def verdict(self, judged: Sequence[Judged], relations: int = 0) -> TestVerdict:
-        """Return the verdict on a test with these measurements and so many asserted ``relations``."""
+        """Return the verdict on a test with these measurements and this number of asserted ``relations``."""
         measured = self.measured
         return TestVerdict(
             measured.file,
             measured.test,
-            tuple(one.verdict for one in judged),
+            tuple(result.verdict for result in judged),
             relations=relations,
             cell=measured.cell,
             location=measured.location,
@@ -220,22 +228,26 @@ class Judging:
         )
 
     def missing(self, judged: Sequence[Judged], slug: str) -> tuple[str, ...]:
-        """Name the measurements, and counts of them, that were not taken and have baselines for the device called ``slug``.
+        """Return the names of baselines for which the test, at the end of its call, has no measurement.
 
-        Of a test that came to the end of its call.
+        A measurement without some of its baseline's counts is missing as well, for example ``train_step (FLOPs, syncs)``.
+
+        Args:
+            judged: The test's measurements.
+            slug: The device's slug.
         """
         if not self._compares:
             return ()
         compared = self.settings.compared_slug(slug)
-        stored = self._stored(lambda: self.store.names(compared, self.measured.file, self.measured.test))
-        taken = {one.measurement.name: one for one in judged}
+        stored_names = self._stored(lambda: self.store.names(compared, self.measured.file, self.measured.test))
+        by_name = {result.measurement.name: result for result in judged}
         missing = []
-        for name in stored:
+        for name in stored_names:
             if rank_in(name) != self.ranks.rank:
-                continue  # of a job of another size, or of another rank, which looks itself
-            if name not in taken:
+                continue  # a job with another number of ranks, or another rank, which checks its own measurements
+            if name not in by_name:
                 missing.append(name)
-            elif uncounted := _uncounted(taken[name]):
+            elif uncounted := _uncounted(by_name[name]):
                 missing.append(f"{name} ({', '.join(uncounted)})")
         return tuple(missing)
 
@@ -264,7 +276,7 @@ class Judging:
         )
 
     def _stored_for(self, slug: str) -> list[Baseline | NoBaseline]:
-        """Return the test's entries in the store that figures of the device called ``slug`` are compared with."""
+        """Return the test's entries in the store for the figures of the device ``slug``."""
         compared, measured = self.settings.compared_slug(slug), self.measured
         return self._stored(
             lambda: [
@@ -274,12 +286,12 @@ class Judging:
         )
 
     def should_time(self, slug: str) -> bool:
-        """Return whether the steps of the test are timed.
+        """Return whether the steps of the test are timed on the device ``slug``.
 
-        A gate has no use for times where the baselines of the device called ``slug`` have none, unless a budget limits them,
-        the test or a hook reads them, or what is not compared fails. What reads them is found in the project's own
-        functions; a test that has such a baseline passed without times, or on a machine that was too busy to keep them.
-        Ranks time the same steps, whatever each has in the store.
+        A gate does not need times if the baselines have none, unless a budget limits times, the test or a hook reads them,
+        or strict mode fails tests without a comparison. The project's functions are searched for such reads. A baseline
+        has no times if its test was recorded without times, or on a machine that was too busy. Ranks always time, because
+        all ranks have to time the same steps although their baselines differ.
         """
         settings, budget = self.settings, self.measured.budget
         if settings.time is not None:
@@ -294,24 +306,28 @@ class Judging:
             or budget.max_slowdown is not None
             or budget.min_throughput is not None
             or not stored
-            or any(isinstance(one, Baseline) and one.runs is not None for one in stored)
-            or any(reads_any(one, _TIMES, str(self.config.rootpath)) for one in self._functions())
+            or any(isinstance(entry, Baseline) and entry.runs is not None for entry in stored)
+            or any(reads_any(function, _TIMES, str(self.config.rootpath)) for function in self._functions())
         )
 
     def _functions(self) -> list[object]:
-        """Return the functions of the test and of the fixtures that it names."""
-        definitions = getattr(getattr(self.item, "_fixtureinfo", None), "name2fixturedefs", {})
-        fixtures = [one.func for several in definitions.values() for one in several]
+        """Return the test's function and its fixtures' functions."""
+        definitions_by_name = getattr(getattr(self.item, "_fixtureinfo", None), "name2fixturedefs", {})
+        fixtures = [fixturedef.func for definitions in definitions_by_name.values() for fixturedef in definitions]
         return [getattr(self.item, "function", None), *fixtures]
 
     def should_time_again(self, judged: Judged, *, decides_only: bool = False) -> bool:
-        """Return whether to time a step once more: its speed has changed, or its times cannot become a baseline.
+        """Return whether to take one more sample of a step's time.
 
-        A third time where one of two samples shows a slowdown and the other is uncertain. ``decides_only``: only where the
-        test fails otherwise.
+        A second sample is taken if the speed changed, or if the first sample cannot become a baseline. A third sample is taken
+        if one sample shows a slowdown and the other is uncertain.
+
+        Args:
+            judged: The measurement with its times.
+            decides_only: Take a second sample only if the test fails without it.
         """
         times = judged.measurement.times
-        assert times is not None, "only asked for what was timed"
+        assert times is not None, "the caller asks about timed steps only"
         if len(times.samples) > 1:
             return _is_undecided(judged)
         reconsidered = {
@@ -319,7 +335,7 @@ class Judging:
             "throughput": {Outcome.OVER_BUDGET, Outcome.UNCERTAIN},
         }
         metrics = judged.verdict.metrics
-        changed = {one.outcome for one in metrics if one.outcome in reconsidered.get(one.metric, ())}
+        changed = {metric.outcome for metric in metrics if metric.outcome in reconsidered.get(metric.metric, ())}
         if decides_only:
             return not changed.isdisjoint(self.failing(self.verdict([judged])))
         return bool(changed) or (self.settings.update is not None and times.best.invalid is not None)
@@ -334,34 +350,44 @@ class Judging:
         )
 
     def conclude(self, verdict: TestVerdict, memory: str = "Memory") -> None:
-        """Record the verdict, and fail the test if it must fail: as `pytest.fail` does, so that it is the test's own failure.
+        """Record the verdict, and fail the test if it must fail.
 
-        ``memory`` is what a failure calls that of the device that measured.
+        The failure is raised as by `pytest.fail`, so it counts as the test's own failure.
+
+        Args:
+            verdict: The verdict on the test.
+            memory: The title for the device's memory in a failure, for example ``"GPU memory"``.
         """
         item = self.item
         verdict = self._with_changed_lines(verdict)
         record_verdict(item, verdict)
-        decided = self.ranks.agreed(verdict, lambda whole: self._decided(whole, memory))
+        decided = self.ranks.agreed(verdict, lambda combined: self._decided(combined, memory))
         record_verdict(item, decided)
         if decided.failure is not None:
             item.stash[_FAILURE] = failure = pytest.fail.Exception(decided.failure, pytrace=False)
             raise failure from None
 
     def _with_changed_lines(self, verdict: TestVerdict) -> TestVerdict:
-        """Return the verdict, which says of what is worse which lines have changed since the baseline."""
+        """Return the verdict with marks on lines changed since the baseline, for worse metrics."""
         verdicts = []
-        for one in verdict.verdicts:
-            if any(metric.outcome in WORSE for metric in one.metrics):
-                slug = self.settings.compared_slug(one.measurement.environment.slug)
-                one = self._since.marked(one, self.measured.key(one.measurement.name), slug)  # noqa: PLW2901
-            explained = one.measurement.explanation is not None or one.difference is not None or one.count_changes
-            # What runs both versions of the code asks for all explanations, and finds the lines that differ by itself.
-            verdicts.append(without_callers(one) if explained and self.settings.explain != "always" else one)
+        for measurement_verdict in verdict.verdicts:
+            if any(metric.outcome in WORSE for metric in measurement_verdict.metrics):
+                slug = self.settings.compared_slug(measurement_verdict.measurement.environment.slug)
+                key = self.measured.key(measurement_verdict.measurement.name)
+                measurement_verdict = self._since.marked(measurement_verdict, key, slug)  # noqa: PLW2901
+            is_explained = (
+                measurement_verdict.measurement.explanation is not None
+                or measurement_verdict.difference is not None
+                or measurement_verdict.count_changes
+            )
+            # `gpumem ab` runs two versions of the code with explain=always, and finds the changed lines by itself.
+            keeps_callers = not is_explained or self.settings.explain == "always"
+            verdicts.append(measurement_verdict if keeps_callers else without_callers(measurement_verdict))
         return replace(verdict, verdicts=tuple(verdicts))
 
     @property
     def _since(self) -> SinceBaselines:
-        """The lines that have changed since the baselines of this session."""
+        """The lines changed since this session's baselines."""
         stash = self.config.stash
         if _SINCE not in stash:
             stash[_SINCE] = SinceBaselines(self.config.rootpath, self.store.folder)
@@ -372,7 +398,7 @@ class Judging:
         failing = self.failing(verdict)
         idle = None
         if not verdict.unmeasured and self.settings.time is not False and self.measured.has_fixture:
-            idle = self._idle([one.measurement for one in verdict.verdicts])
+            idle = self._idle([measurement_verdict.measurement for measurement_verdict in verdict.verdicts])
         if failing:
             nodeid = self._path_from_here(verdict.nodeid)
             options = options_given(self.config)
@@ -381,7 +407,7 @@ class Judging:
             if verdict.unmeasured == NOT_MARKED or verdict.missing_on:
                 accept: str | None = prune_command(nodeid, options=options)
             else:
-                # A limit without an effect fails the test whatever its baseline is.
+                # A limit without effect fails the test regardless of its baseline, so accepting would not help.
                 accept = (
                     accept_command(verdict, failing, words=words, options=options, rest=rest) if idle is None else None
                 )
@@ -392,7 +418,7 @@ class Judging:
         return verdict if idle is None else replace(verdict, failure=idle)
 
     def _accept_all(self) -> str:
-        """Return the command by which all figures of the test are accepted, under its new name."""
+        """Return the command for accepting all figures of the test under its new name."""
         argument = self.item.stash.get(ARGUMENT, None) or self._path_from_here(
             f"{self.measured.file}::{self.measured.test}"
         )
@@ -400,13 +426,13 @@ class Judging:
         return update_command("all", words, options_given(self.config), rest)
 
     def _idle(self, measurements: list[Measurement]) -> str | None:
-        """Return which limit on times has no effect in a test that measured ``measurements``, as a sentence."""
+        """Return a sentence on a time limit without effect on ``measurements``; ``None`` if all limits have an effect."""
         budget = self.measured.budget
         if budget.min_throughput is not None:
             idle = idle_throughput(budget.min_throughput, measurements)
             if idle is not None:
                 return idle
-        # Only a test's own max_slowdown must have an effect; one from a class or a pattern may be unused.
+        # Only a test's own max_slowdown must have an effect. A limit from a class or a pattern may be unused.
         if budget.max_slowdown is not None and self.settings.baseline and sets_itself(self.item, "max_slowdown"):
             return idle_slowdown(budget.max_slowdown, measurements)
         return None
@@ -415,11 +441,11 @@ class Judging:
         if not self._compares:
             return None
         slug = self.settings.compared_slug(measurement.environment.slug)
-        found = self._stored(lambda: self.store.find(self.measured.key(measurement.name), slug))
-        if isinstance(found, NoBaseline) and Outcome.FOREIGN in ACCEPTS[self.settings.update]:
-            # It is recorded here and now, whichever devices others are of.
+        entry = self._stored(lambda: self.store.find(self.measured.key(measurement.name), slug))
+        if isinstance(entry, NoBaseline) and Outcome.FOREIGN in ACCEPTS[self.settings.update]:
+            # This session records a baseline, so baselines on other devices do not matter.
             return NoBaseline()
-        return found
+        return entry
 
     @property
     def _compares(self) -> bool:
@@ -428,16 +454,16 @@ class Judging:
 
     @staticmethod
     def _stored(read: Callable[[], _T]) -> _T:
-        """Return what ``read`` gives of the store, and fail the test where that cannot be understood."""
+        """Return the result of ``read``, which reads the store. If the store is broken, fail the test."""
         try:
             return read()
         except (StoreError, BackendError) as error:
-            # The session has read the whole store at its start, so it was changed since.
+            # The session read the whole store at its start, so the store has changed since then.
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
     @cached_property
     def _tolerances(self) -> dict[str, Tolerance]:
-        """Tolerances by metric. Users' hooks are called once a test."""
+        """Tolerances by metric. Users' hooks are called once per test."""
         item, budget = self.item, self.measured.budget
         tolerances = {**DEFAULT_TOLERANCES, **self.settings.tolerances}
         if budget.max_slowdown is not None:
@@ -456,14 +482,14 @@ class Judging:
             pytest.fail(f"gpumem: {error}", pytrace=False)
 
     def _path_from_here(self, nodeid: str) -> str:
-        """Return the id of a test as it can be typed in the folder in which pytest was started."""
+        """Return a test's id relative to the folder in which pytest was started, so a person can type it there."""
         file, colons, test = nodeid.partition("::")
         path = os.path.relpath(self.config.rootpath / file, self.config.invocation_params.dir)
         return f"{path}{colons}{test}"
 
 
 def _uncounted(judged: Judged) -> list[str]:
-    """Return the titles of the counts that the baseline of the same work has and the measurement has not."""
+    """Return the titles of the baseline's counts without a value in the measurement, if both ran the same workload."""
     baseline, measurement = judged.baseline, judged.measurement
     if not isinstance(baseline, Baseline) or baseline.workload != measurement.workload:
         return []
@@ -475,11 +501,11 @@ def _uncounted(judged: Judged) -> list[str]:
 
 
 def _is_undecided(judged: Judged) -> bool:
-    """Return whether one more sample of a step's time may decide."""
+    """Return whether one more sample of a step's time may decide the verdict."""
     verdict, baseline = judged.verdict.of("step_time"), judged.baseline
     if verdict is None or not verdict.allowed or not verdict.baseline or not isinstance(baseline, Baseline):
         return False
     times = judged.measurement.times
-    assert times is not None, "only asked for what was timed"
-    assert baseline.runs is not None, "times are judged by those of the baseline"
+    assert times is not None, "the caller asks about timed steps only"
+    assert baseline.runs is not None, "a judged step time has a baseline with times"
     return is_undecided(times.samples, baseline.runs, verdict.allowed / verdict.baseline)

@@ -1,4 +1,4 @@
-"""Loading of a model, measured once: its peak, what the model holds, and what is left beyond it."""
+"""Measure the single loading of a model: its peak, the model's bytes, and the bytes left beyond."""
 
 from __future__ import annotations
 
@@ -30,41 +30,60 @@ class Loading(Generic[T]):
     """The result of `Gpumem.load`."""
 
     value: T
-    """The object that the factory returned."""
+    """The factory's result."""
     measurement: Measurement
-    """The measurement of the loading."""
+    """The loading's measurement."""
 
 
 def load(run: TestRun, factory: Callable[[], T], name: str | None, *, explain: bool | None) -> tuple[T, Judged]:
-    """Return what ``factory`` gives, and the verdict on the memory that it took. Raises what ``factory`` raises."""
+    """Run ``factory`` once and measure it.
+
+    Args:
+        run: The test's run.
+        factory: The function that loads.
+        name: The measurement's name; by default ``load``.
+        explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
+
+    Returns:
+        The loaded object, and the measurement with its verdict.
+
+    Raises:
+        TypeError: ``factory`` is not callable.
+        Exception: Any error that ``factory`` raises.
+    """
     import torch
 
     if not callable(factory):
         raise TypeError(
-            f"gpumem.load measures a function that loads, and got {class_name(type(factory))}: "
-            "write gpumem.load(lambda: ...), so that it is loaded while it is measured"
+            f"gpumem.load() measures a function that loads, and got {class_name(type(factory))}: "
+            "write gpumem.load(lambda: ...), so the object is loaded during the measurement"
         )
     device, random = run.device, RandomNumbers.now(run.device)
     not_own = run.context.begin(factory)
-    again = _LoadedAgain(run, factory, random)
+    repeated = _RepeatedLoading(run, factory, random)
     values: list[T] = []
     try:
         device.consensus.rest()
         with read_once(device, not_own, lambda: run.reached([factory, *values])) as figures:
             values.append(factory())
     except Exception as error:
-        run.explain_out_of_memory(error, again.subject)
+        run.explain_out_of_memory(error, repeated.subject)
         raise
     (value,) = values
-    loaded = again.loaded(value)
-    by_device = {where: replace(one, loaded=loaded[where]) for where, one in figures().items()}
+    loaded = repeated.loaded(value)
+    by_device = {gpu: replace(memory, loaded=loaded[gpu]) for gpu, memory in figures().items()}
     workload = Workload("load", parameters=parameters_of(value) if is_a(value, torch.nn.Module) else None)
     judged = run.judge_figures(workload, by_device, name)
-    return value, run.explain_once(judged, again.subject, explain=explain)
+    return value, run.explain_once(judged, repeated.subject, explain=explain)
 
 
-class _LoadedAgain:
-    """The loading as it is run once more, recorded, while what was loaded before is there."""
+class _RepeatedLoading:
+    """The second, recorded run of the loading, while the first loaded object is alive.
+
+    Example:
+        A model with 16,640 parameters in ``float32`` holds 66,560 bytes. The first object keeps its 66,560 bytes during the
+        second run. They are live before the recording, so the recorded peak does not count them.
+    """
 
     def __init__(self, run: TestRun, factory: Callable[[], object], random: RandomNumbers) -> None:
         self._run = run
@@ -76,19 +95,19 @@ class _LoadedAgain:
         self._addresses: frozenset[int] = frozenset()
 
     def _names(self) -> list[str]:
-        return [str(one.torch_device) for one in self._run.device.everywhere]
+        return [str(device.torch_device) for device in self._run.device.everywhere]
 
     def loaded(self, value: object) -> dict[str, int]:
-        """Return the bytes that a loaded value holds, by device."""
+        """Return the bytes of a loaded object, by device."""
         tensors = list(reachable_tensors([value]))
         devices = self._run.device.everywhere
-        blocks = [blocks_of(tensors, one.torch_device) if one.is_used else {} for one in devices]
-        self._addresses = frozenset(address for one in blocks for address in one)
-        self._loaded = {name: sum(one.values()) for name, one in zip(self._names(), blocks, strict=True)}
+        blocks = [blocks_of(tensors, device.torch_device) if device.is_used else {} for device in devices]
+        self._addresses = frozenset(address for on_device in blocks for address in on_device)
+        self._loaded = {name: sum(sizes.values()) for name, sizes in zip(self._names(), blocks, strict=True)}
         return self._loaded
 
     def subject(self, device: Device) -> Subject:
-        """Return the loading as what is to be recorded on a device, one of `Device.everywhere`."""
+        """Return the loading as a subject to record on a device, which is in `Device.everywhere`."""
         name, context, factory = str(device.torch_device), self._run.context, self._factory
 
         def run(tracker: Tracker) -> object:

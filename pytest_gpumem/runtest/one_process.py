@@ -1,4 +1,4 @@
-"""The part of a session that has no other ranks."""
+"""The default for a session without ranks: one process, which decides alone."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class OneProcess:
     """The words that start such a session."""
 
     def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
-        """Return the verdict on the test, decided from those of all ranks."""
+        """Return the decided verdict on a test. A rank would combine the verdicts of all ranks first."""
         return decide(verdict)

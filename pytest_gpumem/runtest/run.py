@@ -1,4 +1,4 @@
-"""One measured test while it runs: its device, what belongs to it, and what has been measured."""
+"""The running measured test: its device, its own bytes, and its measurements so far."""
 
 from __future__ import annotations
 
@@ -45,7 +45,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class TestRun:
-    """A measured test from its set-up to the end of its call: measured, judged, and explained where that is wanted."""
+    """A measured test from its set-up to the end of its call.
+
+    It measures steps and regions, passes their figures to the gate (`Judging`), and explains them if `ExplainPolicy` asks for
+    it.
+
+    Example:
+        ``gpumem.train_step(model, batch)`` calls `alone`, prepares the step, and calls `measure` (memory and counts), then
+        `judge` (verdict, explanation, times) and `keep`. After the test's call, `verdict` combines all measurements.
+    """
 
     __test__ = False
 
@@ -55,43 +63,44 @@ class TestRun:
     _ownership: Ownership
     _environment: Environment
     _reads: Callable[[], UnknownReads]
-    """Returns the uncomputed values that the test has read so far, its fixtures included."""
+    """Returns the uncomputed values read so far by the test and its fixtures."""
     judged: list[Judged] = field(default_factory=list)
     """The measurements with their verdicts."""
     relations: int = 0
-    """The number of relations that the test asserted with the fixture, and that held."""
+    """The number of successful relations, such as ``gpumem.assert_no_growth``."""
     lost: str | None = None
     """The reason why its figures are not valid, as a clause."""
     is_called: bool = False
     """True while pytest calls the test."""
     has_failed_subtest: bool = False
-    """True if a subtest failed, so that the test may have left out measurements."""
+    """True if a subtest failed, so the test may have left out measurements."""
     _errors: list[BaseException] = field(default_factory=list)
     """The test's errors. Their tracebacks keep its tensors alive until `release`."""
     _at_call: tuple[list[int], list[int]] | None = None
-    """The test's own bytes, and all that were live, on each of `Device.everywhere` when the call began."""
+    """The test's own bytes, and all live bytes, on each device of `Device.everywhere` when the call began."""
     _random: RandomNumbers | None = None
-    """The random numbers as the call began with them."""
+    """The random state when the call began."""
     _known_at_call: BlockIds = frozenset()
+    """The device's known blocks when the call began."""
     _made_by_call: TensorsMadeBy | None = None
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
-    """The measurements that have begun and not ended, each as its call; more than one only of nested regions."""
+    """The current measurement, as the text of its call: ``"gpumem.measure('forward')"``. Only nested regions add more."""
     _nested: MeasuringError | None = None
-    """The error of a nested measurement within the one that is under way."""
+    """The error from a measurement within the current measurement."""
 
     def __post_init__(self) -> None:
         self.item, self.device = self.judging.item, self.context.device
         self.measures_itself = self.judging.measured.has_fixture
-        """True if the test has the ``gpumem`` fixture, so that its call as a whole is not measured."""
+        """True if the test has the ``gpumem`` fixture, so its whole call is not measured."""
 
     @property
     def measurements(self) -> list[Measurement]:
-        return [one.measurement for one in self.judged]
+        return [judged.measurement for judged in self.judged]
 
     def verdict(self) -> TestVerdict:
-        """Return the verdict on the test, which has come to the end of its call."""
+        """Return the verdict on the test at the end of its call."""
         if self.lost is not None:
             verdict, judged = self.judging.measured.not_measured(self.lost), []
         else:
@@ -100,16 +109,16 @@ class TestRun:
         return replace(verdict, missing=missing)
 
     def refused(self, why: str) -> TestVerdict:
-        """Return the verdict on the test, which cannot be measured as the clause ``why`` says."""
+        """Return the verdict on a test that cannot be measured for the reason ``why``, a clause."""
         missing = self.judging.missing([], self._environment.slug)
         return replace(self.judging.measured.not_measured(why), missing=missing)
 
     def begin_call(self) -> None:
-        """Prepare for the call: what is allocated from here on is the test's."""
+        """Prepare for the call. Later allocations belong to the test."""
         self.is_called = True
         self.device.quiesce()
         self._random = RandomNumbers.now(self.device)
-        own = self._held()
+        own = self._own_bytes()
         existing = self._ownership.storages(self.item)
         with self.device.one_moment():
             self.device.register_existing(existing)
@@ -120,58 +129,76 @@ class TestRun:
 
     @property
     def not_own(self) -> tuple[int, ...]:
-        """The bytes that were live when the call began, and are neither the test's nor its fixtures', on each device."""
+        """The live bytes outside the test and its fixtures when the call began, on each device."""
         if self._at_call is None:
             raise RuntimeError("the test's call has not begun")
-        return tuple(live - held for held, live in zip(*self._at_call, strict=True))
+        return tuple(live - own for own, live in zip(*self._at_call, strict=True))
 
-    def _held(self) -> list[int]:
-        """Return the bytes that belong to the test now, on each of `Device.everywhere`."""
-        return [one.own(self.item).total if one.device.is_used else 0 for one in self._ownership.everywhere]
+    def _own_bytes(self) -> list[int]:
+        """Return the test's current own bytes, on each device of `Device.everywhere`."""
+        return [
+            ownership.own(self.item).total if ownership.device.is_used else 0
+            for ownership in self._ownership.everywhere
+        ]
 
     def reached(self, values: Sequence[object]) -> list[int]:
-        """Return the bytes that can be reached from ``values`` or belong to the test, on each of `Device.everywhere`."""
+        """Return the bytes reachable from ``values`` or from the test, on each device."""
         tensors = list(reachable_tensors([*self._ownership.values(self.item), *values]))
         return [
-            sum(blocks_of(tensors, one.torch_device).values()) if one.is_used else 0 for one in self.device.everywhere
+            sum(blocks_of(tensors, device.torch_device).values()) if device.is_used else 0
+            for device in self.device.everywhere
         ]
 
     def blocks_not_own(self) -> frozenset[int]:
-        """Return the addresses of live tensors that are neither the test's nor its fixtures', as far as can be told."""
+        """Return the addresses of live tensors outside the test and its fixtures.
+
+        Only tensors known to Python are among them.
+        """
         import torch
 
         if self.context.time_budget is not None:
-            # A device may keep tensors for this, from the first time on.
+            # `pace` may create tensors on its first call and keep them, so it is called before the search.
             with self.device.unrecorded():
                 self.device.pace()
         with everything_in_sight():
             tensors = alive(torch.Tensor)
-        there = {address for one in self.device.everywhere for address in blocks_of(tensors, one.torch_device)}
-        own = {storage.data_ptr() for one in self._ownership.everywhere for storage in one.storages(self.item)}
-        return frozenset(there - own - {address for address, _ in self.device.known() - self._known_at_call})
+        live = {address for device in self.device.everywhere for address in blocks_of(tensors, device.torch_device)}
+        own = {
+            storage.data_ptr() for ownership in self._ownership.everywhere for storage in ownership.storages(self.item)
+        }
+        return frozenset(live - own - {address for address, _ in self.device.known() - self._known_at_call})
 
     @contextmanager
     def alone(self, method: str, name: str | None = None) -> Iterator[None]:
-        """Measure within, and nothing else besides: ``method`` is what the test called of the fixture.
+        """Guard against nested measurements.
 
-        Raises `MeasuringError` within another measurement, which would run this one with each of its steps, and has what
-        measuring takes in its own figures. A region may be within a region. The outer measurement raises it, too, where what
-        it measures catches it. ``TypeError`` or ``ValueError`` for what cannot be the name of a measurement.
+        A measurement runs its code several times and needs memory itself, so the figures of nested measurements would mix.
+        Only regions may be nested, because a region runs once. If the measured code catches the error of a nested call, the
+        outer measurement raises it again.
+
+        Args:
+            method: The called fixture method: ``"train_step"``.
+            name: The measurement's name, if the test gave one.
+
+        Raises:
+            MeasuringError: Another measurement is under way.
+            TypeError: The name is not a text.
+            ValueError: The name is empty, too long, or cannot be stored in a file.
         """
         if name is not None:
             check_name(name)
-        what = f"gpumem.{method}({'' if name is None else repr(name)})"
-        around = self._under_way[-1] if self._under_way else None
-        if around is not None and not (method == "track" and around.startswith("gpumem.track(")):
+        call = f"gpumem.{method}({'' if name is None else repr(name)})"
+        outer_call = self._under_way[-1] if self._under_way else None
+        if outer_call is not None and not (method == "track" and outer_call.startswith("gpumem.track(")):
             self._nested = MeasuringError(
-                f"{what} is called within {around}: figures would be of both, as measuring runs code several times; measure "
-                "one after the other, with each call outside of what the other one measures"
+                f"{call} is called within {outer_call}: their figures would mix, because measuring runs the code several "
+                "times; measure one after the other, and move the inner call out of the measured code"
             )
             raise self._nested
-        self._under_way.append(what)
+        self._under_way.append(call)
         try:
             yield
-            if around is None and self._nested is not None:
+            if outer_call is None and self._nested is not None:
                 raise self._nested
         finally:
             self._under_way.pop()
@@ -179,45 +206,48 @@ class TestRun:
 
     @contextmanager
     def tracked(self) -> Iterator[Callable[[], ByDevice]]:
-        """Measure the call. Its figures are there, by calling what is yielded, when it has ended.
+        """Measure the test's call. Yield a function for the figures, to be called after the test's call.
 
-        It begins right after `begin_call`, whose readings are its own.
+        The context begins right after `begin_call`, and uses its readings.
         """
-        with read_once(self.device, self.not_own, self._held, self._at_call) as figures:
+        with read_once(self.device, self.not_own, self._own_bytes, self._at_call) as figures:
             yield figures
             if self._made_by_call is not None:
                 self._made_by_call.ended()
 
     @contextmanager
     def region(self, name: str | None) -> Iterator[Callable[[], Measurement]]:
-        """Measure what runs within, once. Calling what is yielded keeps its measurement, when it has ended."""
+        """Measure the code in this context, which runs once.
+
+        Yield a function to call after the context has ended. It judges, keeps and returns the measurement.
+        """
         self.device.settle()
-        made = self._tensors_made()
-        with read_once(self.device, self.not_own, self._held) as figures:
-            yield lambda: self.keep(self._judged_region(figures(), name, made))
-            if made is not None:
-                made.ended()
+        new_tensors = self._tensors_made()
+        with read_once(self.device, self.not_own, self._own_bytes) as figures:
+            yield lambda: self.keep(self._judged_region(figures(), name, new_tensors))
+            if new_tensors is not None:
+                new_tensors.ended()
 
     def _tensors_made(self) -> TensorsMadeBy | None:
-        """Return the tensors that are made from here on; ``None`` if nothing is explained, so no holders are looked for."""
+        """Begin to collect new tensors. Return ``None`` under ``--gpumem-explain=never``, which searches for no holders."""
         return None if self.context.sites is None else TensorsMadeBy()
 
-    def _judged_region(self, figures: ByDevice, name: str | None, made: TensorsMadeBy | None) -> Judged:
-        """Return what was measured of a region with its verdict. If it fails by what it left, the notes name the holders."""
+    def _judged_region(self, figures: ByDevice, name: str | None, new_tensors: TensorsMadeBy | None) -> Judged:
+        """Return a region's measurement with its verdict. If `retained` fails the test, notes name the holders."""
         judged = self.judge_figures(Workload("region"), figures, name)
         if self.context.sites is None or not self._policy.should_find_holders(judged):
             return judged
         device = self.context.named(self._policy.device_to_explain(judged))
-        return self._noted(judged, self._left_by(made, device))
+        return self._noted(judged, self._left_by(new_tensors, device))
 
     def _noted(self, judged: Judged, left: LeftByRun | None) -> Judged:
-        """Return what was measured with the holders of what it ``left`` as notes, where no explanation names them."""
+        """Return a measurement without an explanation, with notes on the holders of retained tensors (``left``)."""
         measurement, holders = judged.measurement, () if left is None else left.holders(is_once=True)
         notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
         return judged.explained(replace(measurement, notes=notes))
 
     def measure(self, prepared: PreparedStep) -> MeasuredStep:
-        """Measure a step. If memory runs out, report where it went."""
+        """Measure a step. If memory runs out, add the largest rows of memory to the test's report."""
         try:
             return prepared.measure()
         except Exception as error:
@@ -227,9 +257,16 @@ class TestRun:
     def judge(
         self, prepared: PreparedStep, step: MeasuredStep, name: str | None, *, explain: bool | None = None
     ) -> Judged:
-        """Judge a step that was measured, explain it if its memory or counts ask for that, and judge it with its times.
+        """Judge a measured step, explain it if necessary, time it, and judge it again with its times.
 
-        ``explain`` says whether it is explained; ``None`` where the verdict and the settings decide.
+        Args:
+            prepared: The step, which can be run again.
+            step: The step's memory figures and counts.
+            name: The measurement's name; by default the step's word.
+            explain: Whether to explain the step; ``None`` if the verdict and the settings decide.
+
+        Returns:
+            The measurement with its verdict.
         """
         consensus, sites = self.device.consensus, self.context.sites
         judged = self.judging.judge(self._measurement_of(step, name))
@@ -251,20 +288,20 @@ class TestRun:
         if explanation is not None:
             judged = self._explained(judged, explanation, explain)
         judged = self._with_packages(judged, sites)
-        consensus.release()  # what the step holds is freed next
+        consensus.release()  # the step's objects are freed next
         return judged
 
     def _explain_step(
-        self, prepared: PreparedStep, step: MeasuredStep, judged: Judged, asked: bool | None
+        self, prepared: PreparedStep, step: MeasuredStep, judged: Judged, explain: bool | None
     ) -> tuple[MeasuredStep, Explanation | str | None]:
-        """Return a step with the lines of its counts, and its explanation, if its memory and counts ask for these.
+        """Return a step with the lines of its counts, and its explanation, as far as the policy needs them.
 
-        Its times do not decide, because they are taken later.
+        Times are taken later, so they do not decide.
         """
         consensus, policy = self.device.consensus, self._policy
-        if asked is not False and consensus.any(policy.should_locate_counts(judged)):
+        if explain is not False and consensus.any(policy.should_locate_counts(judged)):
             step = prepared.locate(step)
-        if not consensus.any(policy.should_explain(judged) if asked is None else asked):
+        if not consensus.any(policy.should_explain(judged) if explain is None else explain):
             return step, None
         return step, prepared.explain(step, policy.device_to_explain(judged))
 
@@ -274,37 +311,41 @@ class TestRun:
         return self.judging.should_time_again(judged, decides_only=decides_only)
 
     def keep(self, judged: Judged) -> Measurement:
-        """Keep a measurement of this test."""
+        """Add a measurement to this test, and return it. Users' hooks see it."""
         measurement = judged.measurement
         if measurement.peak_allocated <= 0:
-            here = f"{self.device.torch_device}{' or another GPU' if self.device.others else ''}"
-            self.lost = f"{measurement.name} held no tensor on {here}: {HELD_NOTHING}"
+            device = f"{self.device.torch_device}{' or another GPU' if self.device.others else ''}"
+            self.lost = f"{measurement.name} held no tensor on {device}: {HELD_NOTHING}"
         self.judged.append(judged)
         self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
         return measurement
 
     def judge_figures(self, workload: Workload, figures: ByDevice, name: str | None = None) -> Judged:
-        """Judge what was measured once."""
-        metrics = {device: one.memory_metrics() for device, one in figures.items()}
+        """Judge the figures of a call, a region or a loading, which run once."""
+        metrics = {device: memory.memory_metrics() for device, memory in figures.items()}
         measurement = self._new_measurement(
             workload,
             largest_of(metrics.values()),
             name,
-            workspaces=max(one.workspaces for one in figures.values()),
-            unused_before=max(one.unused_before for one in figures.values()),
+            workspaces=max(memory.workspaces for memory in figures.values()),
+            unused_before=max(memory.unused_before for memory in figures.values()),
             by_device=self._by_device(metrics),
             notes=notes_on_missing(figures.values()),
         )
         return self.judging.judge(measurement)
 
     def _by_device(self, metrics: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
-        """Return the metrics of the devices on which a region had bytes of its own; none where only one can be used."""
-        return {on: one for on, one in metrics.items() if self.device.others and one["peak_allocated"] > 0}
+        """Return the metrics for devices with own bytes, by device; empty if the process sees only one device."""
+        if not self.device.others:
+            return {}
+        return {device: values for device, values in metrics.items() if values["peak_allocated"] > 0}
 
     def _measurement_of(self, step: MeasuredStep, name: str | None) -> Measurement:
         figures, devices = step.figures, step.figures.devices
         by_device = (
-            self._by_device({name: one.metrics() for name, one in devices.items()}) if self.device.others else {}
+            self._by_device({device: on_device.metrics() for device, on_device in devices.items()})
+            if self.device.others
+            else {}
         )
         return self._new_measurement(
             step.workload,
@@ -318,31 +359,40 @@ class TestRun:
             step_peaks=figures.step_peaks,
             by_operator=figures.counted.by_operator,
             lowest_counts=figures.counted.lowest,
-            workspaces=max(one.memory.workspaces for one in devices.values()),
-            unused_before=max(one.memory.unused_before for one in devices.values()),
+            workspaces=max(on_device.memory.workspaces for on_device in devices.values()),
+            unused_before=max(on_device.memory.unused_before for on_device in devices.values()),
             by_device=by_device,
-            step_peaks_by_device={name: devices[name].step_peaks for name in by_device},
+            step_peaks_by_device={device: devices[device].step_peaks for device in by_device},
         )
 
     @property
     def _leaves_times_out(self) -> bool:
-        """True if times could be taken, and there is no use for them."""
+        """True if the device can time steps, but nothing needs their times."""
         settings = self.judging.settings
         return self.context.time_budget is None and settings.time is None and self.device.tells_time
 
     def _new_measurement(
         self, workload: Workload, metrics: Mapping[str, float], name: str | None, notes: Sequence[str] = (), **more: Any
     ) -> Measurement:
-        """Return a measurement of this test. Raises ``ValueError`` when it already has one of that name."""
+        """Return a new measurement.
+
+        A measurement without a name is called after its step: ``train_step``, then ``train_step-2``.
+
+        Raises:
+            ValueError: The test already has a measurement with this name, or the name looks like a rank's or a GPU's part.
+        """
         rank = self.judging.ranks.rank
-        taken = {one.measurement.name for one in self.judged}
+        taken = {judged.measurement.name for judged in self.judged}
         if rank is not None:
             taken = {without_rank(name_taken) for name_taken in taken}
         if name in taken:
-            raise ValueError(f"this test already has a measurement called {name!r}; names tell its baselines apart")
+            raise ValueError(
+                f"this test already has a measurement called {name!r}, and each needs a baseline of its own; give it another "
+                "name"
+            )
         if name is not None and rank_in(name) is not None:
             raise ValueError(
-                f"{name!r} is how the measurement {without_rank(name)!r} of a rank is called; give it another name"
+                f"the store uses the name {name!r} for the measurement {without_rank(name)!r} of a rank; give it another name"
             )
         name = name or _numbered(workload.step, taken)
         self._check_parts({*taken, name})
@@ -354,17 +404,20 @@ class TestRun:
         return Measurement(name, workload, environment, metrics, notes=(*notes, *reads.notes()), **more)
 
     def _check_parts(self, names: Collection[str]) -> None:
-        """Raise ``ValueError`` where a measurement is called as the part of another on one GPU is in the store."""
-        parts = {f"{name} on {one.torch_device}" for name in names for one in self.device.everywhere}
+        """Raise ``ValueError`` if the store would use a name for another measurement's part on a GPU as well.
+
+        For example, ``"step on cuda:1"`` is the part of ``"step"`` on the second GPU.
+        """
+        parts = {f"{name} on {device.torch_device}" for name in names for device in self.device.everywhere}
         for name in parts.intersection(names) if self.device.others else ():
             raise ValueError(
-                f"{name!r} is how the store calls the part of a measurement on one GPU; give it another name"
+                f"the store uses the name {name!r} for the part of a measurement on one GPU; give it another name"
             )
 
     def explain_call(self) -> None:
-        """Run the call of a test that only has the marker once more, recorded, where it is to be explained."""
+        """Explain the call of a test without the fixture, if the policy asks for it, by a second, recorded call."""
         if not self.measures_itself:
-            self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, made=self._made_by_call)
+            self.judged[-1] = self.explain_once(self.judged[-1], self._call_subject, new_tensors=self._made_by_call)
 
     def explain_once(
         self,
@@ -372,15 +425,19 @@ class TestRun:
         subject: Callable[[Device], Subject],
         *,
         explain: bool | None = None,
-        made: TensorsMadeBy | None = None,
+        new_tensors: TensorsMadeBy | None = None,
     ) -> Judged:
-        """Return what was measured once with its explanation, where it is to be explained: it is run once more, recorded.
+        """Explain code that ran once, if the policy asks for it, by a second, recorded run.
 
         Args:
             judged: The measurement, with its verdict.
-            subject: Returns what to record on a device, one of `Device.everywhere`.
-            explain: Whether it is explained; ``None`` where the verdict and the settings decide.
-            made: The tensors that it made, if the holders of those that it left are looked for before it is run once more.
+            subject: Returns the subject to record on a device of `Device.everywhere`.
+            explain: Whether to explain the code; ``None`` if the verdict and the settings decide.
+            new_tensors: The new tensors from the first run. If some are retained, their holders are searched for before the
+                second run.
+
+        Returns:
+            The measurement with its explanation, or unchanged.
         """
         policy, sites = self._policy, self.context.sites
         if sites is None:
@@ -388,10 +445,10 @@ class TestRun:
         sites.packages.clear()
         if not self.device.consensus.any(policy.should_explain(judged) if explain is None else explain):
             return judged
-        measurement, on = judged.measurement, policy.device_to_explain(judged)
-        device = self.context.named(on)
-        left = self._left_by(made, device) if policy.should_find_holders(judged) else None
-        peak = measurement.peak_allocated if on is None else measurement.by_device[on]["peak_allocated"]
+        measurement, gpu = judged.measurement, policy.device_to_explain(judged)
+        device = self.context.named(gpu)
+        left = self._left_by(new_tensors, device) if policy.should_find_holders(judged) else None
+        peak = measurement.peak_allocated if gpu is None else measurement.by_device[gpu]["peak_allocated"]
         explanation = self.context.explain(subject(device), Expected(peak, turnover=None), device)
         if isinstance(explanation, str):
             judged = self._noted(judged, left)
@@ -399,30 +456,34 @@ class TestRun:
             explanation = left.joined_to(explanation)
         return self._with_packages(self._explained(judged, explanation, explain), sites)
 
-    def _left_by(self, made: TensorsMadeBy | None, device: Device) -> LeftByRun | None:
-        """Return the tensors that a call or a region left on one of `Device.everywhere`; before anything else runs."""
-        if made is None:
+    def _left_by(self, new_tensors: TensorsMadeBy | None, device: Device) -> LeftByRun | None:
+        """Return the tensors retained by a call or a region on a device. Call it before other code of the test runs."""
+        if new_tensors is None:
             return None
         own = self._ownership.everywhere[self.device.everywhere.index(device)].storages(self.item)
-        new = {address for address, _ in device.known() - self._known_at_call} if made is self._made_by_call else set()
-        others = {address: nbytes for address, nbytes in device.blocks().items() if address in new}
+        is_call = new_tensors is self._made_by_call
+        new_addresses = {address for address, _ in device.known() - self._known_at_call} if is_call else set()
+        new_blocks = {address: nbytes for address, nbytes in device.blocks().items() if address in new_addresses}
         with suppress(Exception):
-            # Names of holders are beside the explanation, and must not cost it.
-            return left_by_run(made, device.torch_device, {storage.data_ptr() for storage in own}, others)
+            # An error in the search for holders must not cost the explanation.
+            return left_by_run(new_tensors, device.torch_device, {storage.data_ptr() for storage in own}, new_blocks)
         return None
 
-    def _explained(self, judged: Judged, explanation: Explanation | str, asked: bool | None) -> Judged:
-        """Return the measurement with its explanation, or with the clause that says why there is none."""
+    def _explained(self, judged: Judged, explanation: Explanation | str, explain: bool | None) -> Judged:
+        """Return the measurement with its explanation, or with a note that says why the explanation failed."""
         measurement = judged.measurement
-        whole_step = self.device.consensus.any(bool(asked) or self._policy.should_show_whole_step(judged))
+        shows_whole_step = self.device.consensus.any(bool(explain) or self._policy.should_show_whole_step(judged))
         if isinstance(explanation, str):
             return judged.explained(replace(measurement, notes=(*measurement.notes, explanation)))
-        if not whole_step:
+        if not shows_whole_step:
             explanation = replace(explanation, over_time=None)
         return judged.explained(replace(measurement, explanation=explanation))
 
     def _with_packages(self, judged: Judged, sites: Sites) -> Judged:
-        """Return the measurement with the releases of the packages whose code ran, as ``sites`` saw, and of the baseline's."""
+        """Return the measurement with the versions of packages in its environment.
+
+        These are the packages whose code ran in the recorded step, and the packages in the baseline's environment.
+        """
         names = {package.name for package in sites.packages}
         if judged.measurement.explanation is not None:
             names.update(needed_by_torch())
@@ -434,20 +495,22 @@ class TestRun:
         return judged.explained(replace(judged.measurement, environment=environment))
 
     def explain_call_out_of_memory(self, error: BaseException) -> None:
-        """Run the call that ran out of memory once more, recorded, and report where it went."""
+        """After an out-of-memory error in the call, run it once more, recorded, and report the largest rows."""
         if not self.measures_itself and self._at_call is not None:
             self.explain_out_of_memory(error, self._call_subject)
 
     def explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
-        """Report where memory went if ``error`` says that it ran out; the error stays as it is.
+        """Report the largest rows if ``error`` is an out-of-memory error. The error itself does not change.
 
-        ``subject`` is what to record on a device, one of `Device.everywhere`.
+        Args:
+            error: The error.
+            subject: Returns the subject to record on a device of `Device.everywhere`.
         """
         if self.context.sites is None or not self._policy.should_explain_error(error):
             return
         if self.judging.ranks.rank is not None:
-            return  # the others, which have not failed, would not run it again
-        # What the failed frames hold has to go, or memory would run out earlier this time.
+            return  # the other ranks have not failed, so they would not run the step again
+        # Free the objects of the failed frames, or memory would run out earlier in the second run.
         clear_frames(error)
         with suppress(*RAISED_BY_A_STEP):
             device = self.context.named(gpu_that_ran_out(error))
@@ -456,12 +519,12 @@ class TestRun:
                 self._policy.report_out_of_memory(explanation)
 
     def _call_subject(self, device: Device) -> Subject:
-        """Return the call as what is to be recorded on a device, one of `Device.everywhere`."""
+        """Return the call as a subject to record on a device of `Device.everywhere`."""
         at = self.device.everywhere.index(device)
         ownership = self._ownership.everywhere[at]
 
         def prepare() -> None:
-            # The call begins again as it did: what it left on its fixtures and its instance is the first run's.
+            # The second call begins like the first, without the gradients and attributes that the first call left behind.
             self._ownership.clear_left_gradients(self.item)
             if self._random is not None:
                 self._random.restore()
@@ -497,11 +560,11 @@ class TestRun:
         return instance_dict(getattr(self.item, "instance", None)) or {}
 
     def failed(self, *errors: BaseException) -> None:
-        """Note ``errors``: their tracebacks keep the test's tensors alive until `release`."""
+        """Store the test's ``errors``. Their tracebacks keep the test's tensors alive until `release`."""
         self._errors += errors
 
     def release(self) -> None:
-        """Release everything that the test's errors and this run hold."""
+        """Release the objects in this run and in the tracebacks of the test's errors."""
         for error in self._errors:
             clear_frames(error)
         self._errors.clear()
@@ -511,7 +574,10 @@ class TestRun:
 
 
 def _under_routing(workload: Workload, routing: Routing | None, reads: UnknownReads) -> Workload:
-    """Return the workload with the assumption of the settings in its config, if a figure may follow from it."""
+    """Return the workload with ``routing=`` in its config, if the figures may depend on that setting.
+
+    For example, ``fp32`` becomes ``fp32,routing=balanced`` if the step read the experts of its tokens.
+    """
     config = workload.config or ""
     if routing is None or routing not in reads.routed or "routing=" in config:
         return workload
@@ -519,6 +585,6 @@ def _under_routing(workload: Workload, routing: Routing | None, reads: UnknownRe
 
 
 def _numbered(name: str, taken: set[str]) -> str:
-    """Return ``name``, or ``name-2``, ``name-3``, ...: the first that is not taken."""
+    """Return the first of ``name``, ``name-2``, ``name-3``, ... that is not in ``taken``."""
     numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     return next(candidate for candidate in numbered if candidate not in taken)

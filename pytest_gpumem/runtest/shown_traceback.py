@@ -1,4 +1,4 @@
-"""The traceback of a wrong call, as a test's report shows it: it ends in the line that made the call."""
+"""Shorten the traceback of a wrong call in a test's report, so it ends in the line that made the call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def end_at_call(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
     """Leave out the last frames if they are this package's, and the package raised the error.
 
     For example, ``gpumem.train_step(model, batch, config="fp17")`` raises ``ConfigError`` three frames below the test. Errors
-    in a model, and errors that no ``raise`` of this package made, keep all their frames.
+    in a model, and errors that this package does not raise itself, keep all their frames.
     """
     entries = list(excinfo.traceback)
     if not isinstance(excinfo.value, _REFUSALS) or not entries or not _is_refusal(entries[-1]):
@@ -32,7 +32,7 @@ def end_at_call(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         entries.pop()
     shown: TracebackType | None = None
     for entry in reversed(entries):
-        raw = entry._rawentry  # noqa: SLF001 - of a copy, because debuggers need all frames
+        raw = entry._rawentry  # noqa: SLF001 - a copy is shown, because debuggers need all frames
         shown = TracebackType(shown, raw.tb_frame, raw.tb_lasti, raw.tb_lineno)
     if shown is not None:
         excinfo.traceback = type(excinfo.traceback)(shown)

@@ -1,4 +1,4 @@
-"""Lines that have changed since a baseline was accepted, read from git if a test is worse."""
+"""Find the lines changed since a baseline was accepted. git runs only if a test is worse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ _FAILURES = (GitError, OSError, ValueError)
 
 @dataclass(frozen=True)
 class SinceBaselines:
-    """The lines that have changed since baselines were accepted. git runs only if a verdict is marked."""
+    """The lines changed since baselines were accepted. git runs only if a verdict needs marks.
+
+    Example:
+        A commit ``4f2c1a9`` wrote ``peak_allocated = 280000`` into the store, and the checked-out code needs 380,000 bytes.
+        Then `marked` compares the files with those in ``4f2c1a9``, and the failure marks the changed lines among its rows.
+    """
 
     root: Path
     """pytest's root directory; paths in rows start there."""
@@ -35,9 +40,9 @@ class SinceBaselines:
     _histories: dict[str, tuple[list[FileChange], dict[str, bytes]]] = field(default_factory=dict)
 
     def marked(self, verdict: Verdict, key: Key, slug: str) -> Verdict:
-        """Return a verdict whose increases name the lines that have changed since its baseline.
+        """Return a verdict whose increases name the lines changed since its baseline.
 
-        Without the baseline's code, for example in a shallow clone, nothing is marked.
+        Without the baseline's code, for example in a shallow clone, the verdict has no marks.
 
         Args:
             verdict: The verdict on a measurement.
@@ -59,14 +64,14 @@ class SinceBaselines:
     def _top(self) -> Path | None:
         """The checkout's folder; ``None`` without a git repository."""
         if not self._tops:
-            found = None
+            top = None
             with suppress(*_FAILURES):
-                found = Path(git(self.root, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
-            self._tops.append(found)
+                top = Path(git(self.root, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
+            self._tops.append(top)
         return self._tops[0]
 
     def _since(self, commit: str | None) -> ChangedCode | None:
-        """Return the lines that have changed since a commit; ``None`` if the clone lacks the commit."""
+        """Return the lines changed since a commit; ``None`` if the clone lacks the commit."""
         if commit is None or self._top is None:
             return None
         if commit not in self._commits:
@@ -76,9 +81,9 @@ class SinceBaselines:
         return self._commits[commit]
 
     def _accepted_in(self, key: Key, slug: str) -> str | None:
-        """Return the commit that brought a baseline into the store as it is; ``None`` if no known commit did.
+        """Return the commit that wrote a baseline in its current form; ``None`` if no known commit did.
 
-        An entry names the commit that was checked out when the entry was written. The accepted change is often committed
+        An entry names the checked-out commit at its time. The accepted change is often committed
         later, together with its baselines.
         """
         if self.store is None or self._top is None:
@@ -95,29 +100,29 @@ class SinceBaselines:
 
 
 def commit_of_entry(changes: list[FileChange], texts: dict[str, bytes], current: bytes, key: Key) -> str | None:
-    """Return the commit that brought an entry into its file as it is; ``None`` if no commit did. Pure.
+    """Return the commit that wrote an entry in its current form; ``None`` if no commit did. Pure.
 
     Args:
-        changes: The changes of the file, the latest last.
-        texts: Their contents.
-        current: The file as it is.
+        changes: The file's changes, the latest last.
+        texts: The contents of the file before and after each change, by blob.
+        current: The file's current content.
         key: The entry's key.
     """
     entry = _entry(current, key)
     for change in reversed(changes):
         if entry is None or change.after is None or _entry(texts[change.after], key) != entry:
             return None
-        before = [None if blob is None else _entry(texts[blob], key) for blob in change.before] or [None]
-        if entry not in before:
+        previous_entries = [None if blob is None else _entry(texts[blob], key) for blob in change.before] or [None]
+        if entry not in previous_entries:
             return None if change.commit.cut_off else change.commit.name
     return None
 
 
 def _entry(text: bytes, key: Key) -> bytes | None:
-    """Return the text of an entry in a store file; ``None`` if the file lacks the entry."""
+    """Return the lines of an entry in a store file; ``None`` if the file lacks the entry."""
     import tomli_w
 
     text = b"\n" + text.replace(b"\r\n", b"\n")
     header = b"\n" + tomli_w.dumps({"tests": {key.test: {key.name: {}}}}).strip().encode() + b"\n"
-    _, found, rest = text.partition(header)
-    return rest.partition(b"\n[")[0].strip() if found else None
+    _, separator, rest = text.partition(header)
+    return rest.partition(b"\n[")[0].strip() if separator else None

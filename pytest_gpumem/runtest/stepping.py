@@ -1,4 +1,7 @@
-"""Steps of a loop that the test runs itself: found at its optimizer's steps, measured beside it, judged as any step is."""
+"""Measure the steps of a test's own loop, by watching its optimizers.
+
+For example, ``optimizer.step()`` in the loop ends a step, and the plugin reads the step's memory before the loop goes on.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,17 @@ if TYPE_CHECKING:
 
 
 _LEAST = (
-    f"a loop's memory is read from {FEWEST_STEPS} steps at least. The loop itself runs in the `with` block: "
+    f"a loop's memory is read from at least {FEWEST_STEPS} steps. The loop itself runs in the `with` block: "
     "`with gpumem.loop() as training:`"
 )
 NOT_ITERABLE = (
-    "gpumem.loop() runs no steps itself: write the loop as it is into the body of `with gpumem.loop() as training:`. A step "
-    "ends with optimizer.step(), or with training.step_ended() where there is no optimizer"
+    "gpumem.loop() runs no steps itself: write the loop into the body of `with gpumem.loop() as training:`. A step ends with "
+    "optimizer.step(), or with training.step_ended() if the loop has no optimizer"
 )
 
 
 class MeasuredLoop:
-    """The steps of a loop that `Gpumem.loop` measures."""
+    """The loop within `Gpumem.loop`."""
 
     def __init__(
         self, run: TestRun, steps: int, name: str | None, items: float | None, *, explain: bool | None
@@ -48,8 +51,8 @@ class MeasuredLoop:
         self._explain = explain
         self._loop = Loop(self._measure)
         self._boundaries = StepBoundaries(self._optimizer_stepped)
-        self._is_told = False
-        """True if the loop says itself where its steps end."""
+        self._ends_steps_itself = False
+        """True if the loop, or a callback, calls `step_ended`. Then optimizers end no step."""
         self._judged: Judged | None = None
         self._measurement: Measurement | None = None
         self._blocks_not_own: frozenset[int] = frozenset()
@@ -57,18 +60,20 @@ class MeasuredLoop:
 
     @property
     def measurement(self) -> Measurement:
-        """The measurement, after the ``with`` block. Before, it raises `MeasuringError`."""
+        """The measurement, which is available after the ``with`` block. Before, reading it raises `MeasuringError`."""
         if self._measurement is None:
             raise MeasuringError("the steps have not been measured yet: read their measurement after the with block")
         return self._measurement
 
     def step_ended(self) -> bool:
-        """End a step, if no torch optimizer does. From the first call on, optimizers end no step. It never ends the loop.
+        """End a step in a loop without a torch optimizer. From the first call on, optimizers end no step.
+
+        Unlike an optimizer's step, this method never ends the loop.
 
         Returns:
             True if the loop has been measured and may end.
         """
-        self._is_told = True
+        self._ends_steps_itself = True
         self._loop.boundary()
         return self._loop.is_measured
 
@@ -80,19 +85,19 @@ class MeasuredLoop:
         Raises:
             RuntimeError: Neither transformers nor Lightning is imported.
         """
-        self._is_told = True
+        self._ends_steps_itself = True
         return callback_of(self.step_ended)
 
     def __getattr__(self, name: str) -> NoReturn:
         near = nearest(name, ["measurement", "step_ended", "callback"])
-        raise AttributeError(f"gpumem.loop() gives no {name!r}; {near}", name=name, obj=self)
+        raise AttributeError(f"the loop of gpumem.loop() has no attribute {name!r}; {near}", name=name, obj=self)
 
     def __iter__(self) -> NoReturn:
         raise TypeError(NOT_ITERABLE)
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Measure the steps of the loop within, and end it when they have been measured."""
+        """Measure the steps of the loop in this context, and end the loop when they have been measured."""
         self._blocks_not_own = self._run.blocks_not_own()
         self._first = FirstStep(self._run.device, self._run.not_own)
         try:
@@ -102,12 +107,12 @@ class MeasuredLoop:
             if end.loop is not self._loop:
                 raise
         except BaseException as error:
-            counted = error if self._ran_out_by_counting(error) else None
-            # The loop's own error is what its test fails with. What was measured before is kept.
+            counting_error = error if self._ran_out_by_counting(error) else None
+            # The test fails with the loop's own error. Measurements up to the error are kept.
             with suppress(Exception):
-                self._loop.end(counted)
+                self._loop.end(counting_error)
             self._keep()
-            if counted is None or self._measurement is None:
+            if counting_error is None or self._measurement is None:
                 raise
         finally:
             self._first.forget()
@@ -116,30 +121,31 @@ class MeasuredLoop:
         if self._judged is None:
             if self._boundaries.stepped_in_other_thread:
                 raise MeasuringError(
-                    "no step was seen: an optimizer has stepped in another thread, and steps of other threads than "
-                    "this one are not seen"
+                    "no step was seen: an optimizer stepped in another thread, and only steps in the test's own thread are "
+                    "seen; run the loop in the test's thread"
                 )
             raise MeasuringError(
-                "no step was seen: a step ends with optimizer.step() of a torch optimizer, and none was called; where the loop "
-                "has no such optimizer, call step_ended() of what gpumem.loop() gives at the end of each step"
+                "no step was seen: a step ends with optimizer.step() of a torch optimizer, and no optimizer stepped. In a loop "
+                "without a torch optimizer, call training.step_ended() at the end of each step, after "
+                "`with gpumem.loop() as training:`"
             )
 
     def _ran_out_by_counting(self, error: BaseException) -> bool:
-        """Return whether memory ran out in a step that was counted, which takes more than an ordinary one.
+        """Return whether memory ran out in a counted step, which takes more memory than an ordinary step.
 
-        Of several ranks the others may wait for this one in such a step, so that there it is an error of the loop.
+        With several ranks, the other ranks may wait for this rank in such a step. There the error belongs to the loop.
         """
         return self._loop.is_counted and is_out_of_memory(error) and not self._run.device.consensus.several
 
     def _optimizer_stepped(self) -> None:
-        if self._is_told:
+        if self._ends_steps_itself:
             return
         self._loop.boundary()
         if self._loop.is_measured:
             raise EndOfLoop(self._loop)
 
     def _measure(self) -> None:
-        assert self._first is not None, "measured only within the with block"
+        assert self._first is not None, "steps are measured only within the with block"
         prepared = PreparedLoop(
             context=self._run.context,
             workload=Workload("loop"),
@@ -157,7 +163,7 @@ class MeasuredLoop:
         self._judged = self._run.judge(prepared, step, self._name, explain=self._explain)
 
     def _keep(self) -> None:
-        """Keep what was measured, and nothing of the loop: what comes after it in its test is measured without it."""
+        """Keep the measurement, and release the optimizers, so later measurements in the test do not count the loop."""
         self._boundaries.optimizers.clear()
         if self._judged is not None and self._measurement is None:
             self._measurement = self._run.keep(self._judged)
@@ -168,51 +174,60 @@ _BASES = {
     "lightning.pytorch": ("lightning.pytorch", "Callback"),
     "pytorch_lightning": ("pytorch_lightning", "Callback"),
 }
-"""Callback classes of trainers: by a module that is loaded where it may be used, the class's module and name."""
+"""Base classes of callbacks: the trainer's package, and the module and name of its callback class.
+
+A base class is used if the package is imported already.
+"""
 
 
 def callback_of(step_ended: Callable[[], bool]) -> Any:
-    """Return a callback for the ``Trainer`` of transformers and that of Lightning, as far as they are imported.
+    """Return a callback for the ``Trainer`` of transformers or Lightning, whichever is imported.
 
     Args:
-        step_ended: Called when a step has ended; returns whether training may stop.
+        step_ended: Called when a step has ended. It returns whether training may stop.
 
     Raises:
-        RuntimeError: Neither is imported.
+        RuntimeError: Neither package is imported.
     """
     loaded = tuple(name for name in _BASES if name in sys.modules)
     if not loaded:
         raise RuntimeError(
-            "a callback is for the Trainer of transformers or of lightning, and neither is imported; "
-            "in other loops call step_ended() at the end of each step"
+            "training.callback() is for the Trainer of transformers or lightning, and neither is imported; "
+            "in other loops, call training.step_ended() at the end of each step"
         )
     return _class_for(loaded)(step_ended)
 
 
 @cache
 def _class_for(loaded: tuple[str, ...]) -> Any:
-    """Return the class, made once: a class is a reference cycle, and would be among the garbage that is reported."""
+    """Return the callback class for the loaded packages.
+
+    The class is made once and cached, because a class is a reference cycle and would be reported as cyclic garbage.
+    """
     bases = tuple(getattr(importlib.import_module(module), name) for module, name in map(_BASES.__getitem__, loaded))
 
-    class GpumemCallback(*bases):  # type: ignore[misc]  # whichever there are
+    class GpumemCallback(*bases):  # type: ignore[misc]  # the bases are known at run time
         def __init__(self, step_ended: Callable[[], bool]) -> None:
             super().__init__()
             self._step_ended = step_ended
             self._optimizer_steps = 0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """End a step after the optimizer's, in transformers."""
+            """End a step after the optimizer's step, in transformers."""
             if self._step_ended():
                 control.should_training_stop = True
 
         def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            """End a step after a batch, in Lightning, if the optimizer has stepped: with accumulation it does not in each."""
+            """End a step after a batch, in Lightning, if the optimizer has stepped.
+
+            With ``accumulate_grad_batches=4``, for example, it steps after every fourth batch.
+            """
             if trainer.global_step != self._optimizer_steps:
                 self._optimizer_steps = trainer.global_step
                 if self._step_ended():
                     trainer.should_stop = True
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            """Both have a method of this name, with other arguments."""
+            """Do nothing. Both base classes have a method of this name, with different arguments."""
 
     return GpumemCallback

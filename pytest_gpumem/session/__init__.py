@@ -1,1 +1,1 @@
-"""One process of a pytest session: its plugins, its ranks and its store."""
+"""The session in one pytest process: its plugins, its ranks and its store."""

@@ -1,6 +1,6 @@
-"""Collects what was measured, has it written into the store, writes the reports, and ends the session.
+"""The plugin that collects all measurements, updates the store, writes the reports, and ends the session.
 
-In the process that sees every report: pytest-xdist's controller, or the only one there is.
+It runs in the process that sees every test's report: pytest-xdist's controller, or the only process.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ class Controller:
         self._began = False
         self._errors: list[str] = []
         self.report: SessionReport | None = None
-        """The report at the end of the tests; ``None`` where none was to be run."""
+        """The report after all tests; ``None`` if no test was to be run."""
         self._files = ReportFiles([settings.report_base / file for file in settings.report])
         typed = config.getoption("gpumem_report") is not None
         if (typed or settings.baseline) and not config.option.collectonly:
             self._files.begin()
 
     def tell(self, error: str) -> None:
-        """Add why the session is red, whatever became of its tests."""
+        """Add an error that makes the session red, regardless of its tests."""
         self._errors.append(error)
 
     def select(self, selection: Selection) -> None:
-        """Take the selection of a process that has collected; with several workers, each has the same."""
+        """Store a process's selection after its collection. All workers have the same selection."""
         self._selection = selection
         if self._selected():
             self._files.begin()
 
     def packs(self, packed: Callable[[], Packed]) -> None:
-        """Take a function that returns, at the end, how a process packed its tests."""
+        """Store a function that returns, at the end of the session, how a process packed its tests."""
         self._packed.append(packed)
 
     @pytest.hookimpl(optionalhook=True)
@@ -120,7 +120,7 @@ class Controller:
         try:
             result = yield
         except BaseException as error:
-            # Ctrl-C, --maxfail, a crash: what has been measured until now is kept.
+            # Ctrl-C, --maxfail or a crash: keep all measurements up to now.
             self._complete = False
             self._finish(session, str(error) or type(error).__name__)
             raise
@@ -132,7 +132,7 @@ class Controller:
 
     @pytest.hookimpl
     def pytest_sessionfinish(self, exitstatus: int | pytest.ExitCode) -> None:
-        """Write a report that says so where no test was begun: an earlier file must not be taken for this session's."""
+        """Write a report if no test began, so nobody takes an earlier file for this session's report."""
         if self._began or not self._files.wanted:
             return
         error = self._selection.error if self._selection is not None else None
@@ -149,17 +149,17 @@ class Controller:
         self._errors += [
             f"{result.verdict.nodeid} failed, and a plugin or conftest.py reported otherwise: {headline(why_failed(result))}"
             for result in self._results.rewritten()
-            # Without a gate a project may report a test's own failure otherwise.
+            # Without a gate a project may turn a test's own failure into another outcome.
             if result.verdict.failure is not None or self._settings.gates
         ]
         if self._settings.gates:
             self._check_selected(session, results)
-        self._tell_of_a_store_that_is_gone(results)
+        self._report_missing_store(results)
         if self._settings.update is not None:
-            written = self._store.write(results, self._settings.update)
-            results = written.results
-            self._closing += written.said
-            self._errors += [] if written.error is None else [written.error]
+            store_update = self._store.write(results, self._settings.update)
+            results = store_update.results
+            self._closing += store_update.lines
+            self._errors += [] if store_update.error is None else [store_update.error]
         self._note_too_low(results)
         if self._packed:
             self._closing.append(reduce(Packed.merged, (packed() for packed in self._packed)).line())
@@ -169,45 +169,45 @@ class Controller:
                 self._unused = self._store.unused(results, tests)
         self.report = self._reported(results, ended_early)
         if session.testsfailed and self.report.passed:
-            # A report is never greener than pytest: a coverage that is too low, say.
+            # A report must not be green if pytest is red, for example because the coverage is too low.
             self._errors.append("another plugin made the session red, and no test did")
             self.report = replace(self.report, errors=tuple(self._errors))
         self._errors += self._files.write(self.report)
-        # The files that were written say so already.
+        # `write` returns errors for unwritten files. The written files have all earlier errors.
         self.report = replace(self.report, errors=tuple(self._errors))
         self._keep(self.report)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             tell_causes_once(reporter, self.report)
-        red = not self.report.passed if self._settings.gates else self.report.nothing_done is not None
-        if red or self._errors:
+        is_red = not self.report.passed if self._settings.gates else self.report.nothing_done is not None
+        if is_red or self._errors:
             session.testsfailed += 1
 
-    def _tell_of_a_store_that_is_gone(self, results: list[TestResult]) -> None:
+    def _report_missing_store(self, results: list[TestResult]) -> None:
         if not results or not (self._settings.baseline or self._settings.update):
             return
         with self._or_error():
-            said = self._store.restorable()
-            if said is not None and self._settings.update is None:
-                self._errors.append(said)
-            elif said is not None:
-                # Who removed it may mean to record all baselines anew.
-                self._closing.append(f"{STORE}{said}")
+            sentence = self._store.restorable()
+            if sentence is not None and self._settings.update is None:
+                self._errors.append(sentence)
+            elif sentence is not None:
+                # A person may have removed the store to record all baselines anew.
+                self._closing.append(f"{STORE}{sentence}")
 
     @contextmanager
     def _or_error(self) -> Iterator[None]:
-        """Make the session red where the store cannot be read."""
+        """Make the session red if the store cannot be read."""
         try:
             yield
         except (StoreError, BackendError) as error:
             self._errors.append(str(error))
 
     def lost(self, verdict: TestVerdict | None, why: str) -> None:
-        """Report, in place of the end of the session, that it cannot come to its end. Nothing is written into the store.
+        """Report that the session cannot come to its end. The store is not updated.
 
         Args:
-            verdict: That on the test that ran, if one did.
-            why: What happened, in one or more lines.
+            verdict: The verdict on the running test; ``None`` if no measured test runs.
+            why: The reason, in one or more lines.
         """
         if self.report is None:
             results = self._results.all()
@@ -222,7 +222,7 @@ class Controller:
             capture.suspend_global_capture(in_=True)
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            reporter.write("\n")  # after the letters of -q, which are no line to pytest
+            reporter.write("\n")  # ends the line with the letters of -q, which pytest has not ended
             self.pytest_terminal_summary(reporter)
             for line in failure_lines(self.report, screen_of(reporter)):
                 reporter.write_line("".join(span.text for span in line), red=True)
@@ -235,7 +235,7 @@ class Controller:
             self._closing.append(why_not)
 
     def _all_results(self) -> list[TestResult]:
-        """Return the results, completed by tests in skipped files, and by the likely former names of new tests."""
+        """Return the results, with tests in skipped files and the likely former names of new tests."""
         results = self._results.all()
         skipped = self._selection.skipped if self._selection is not None else ()
         ran = {(result.verdict.file, result.verdict.test) for result in results}
@@ -246,7 +246,7 @@ class Controller:
         return list(with_renamings(results, self._selection.collected if self._selection is not None else ()))
 
     def _tests_in_use(self) -> Selection | None:
-        """Return the tests by which baselines are unused; ``None`` if another session may run the deselected tests."""
+        """Return the tests that use baselines; ``None`` if another session may run the deselected tests."""
         selection = self._selection
         if selection is not None and is_whole_run(self._config):
             return replace(selection, measured=selection.collected, files=selection.collected_files)
@@ -256,16 +256,16 @@ class Controller:
         if self._selection is None:
             self._errors.append("no process reported which tests it selected")
         elif session.testscollected == 0 and not self._selection.collected:
-            # A shard may have left all its measured tests to others.
+            # A shard may collect no measured test, because other shards run them all.
             self._errors.append("no test was collected")
         elif self._settings.baseline and not self._settings.strict and not results:
             with self._or_error():
                 self._errors += self._store.of_other_devices(self._results.others())
 
     def ended_red(self, status: int) -> None:
-        """Write a report that passed once more, with the exit status that another plugin has given the session since.
+        """Write the report again, as red, if it passed and another plugin then changed the exit status.
 
-        But where no test was selected: it may be a shard whose tests others run.
+        The exit status for no collected tests changes nothing, because this may be a shard without measured tests.
         """
         if self.report is not None and self.report.passed and status != pytest.ExitCode.NO_TESTS_COLLECTED:
             error = f"pytest ended with exit status {int(status)}, and no test made it red"
@@ -296,10 +296,12 @@ class Controller:
         )
 
     def _note_too_low(self, results: list[TestResult]) -> None:
-        """Note how many measurements have peaks without what convolutions and recurrent layers take on a GPU."""
-        measurements = [one.measurement for result in results for one in result.verdict.verdicts]
-        convolutions = sum(any(note.startswith(LACKS_WORKSPACES) for note in one.notes) for one in measurements)
-        recurrent = sum("emulated_rnn" in one.environment.details for one in measurements)
+        """Add a line if measurements lack the cuDNN workspaces that convolutions or recurrent layers need on a GPU."""
+        measurements = [verdict.measurement for result in results for verdict in result.verdict.verdicts]
+        convolutions = sum(
+            any(note.startswith(LACKS_WORKSPACES) for note in measurement.notes) for measurement in measurements
+        )
+        recurrent = sum("emulated_rnn" in measurement.environment.details for measurement in measurements)
         if not convolutions and not recurrent:
             return
         from pytest_gpumem.emulation.cudnn import WHY_RECURRENT
@@ -309,15 +311,15 @@ class Controller:
         if emulation is None:
             return
         cudnn = emulation.cudnn
-        for title, without, why in (
+        for title, count, why in (
             ("convolutions", convolutions, cudnn.why_zero()),
             ("recurrent layers", recurrent, cudnn.lacking_of_recurrent() or WHY_RECURRENT),
         ):
-            if without:
-                self._closing.append(f"{title}: the peaks of {counted(without, 'measurement')} may be too low: {why}")
+            if count:
+                self._closing.append(f"{title}: the peaks of {counted(count, 'measurement')} may be too low: {why}")
 
     def _selected(self) -> int:
-        """Return how many measured tests were selected to run."""
+        """Return the number of selected measured tests."""
         if self._selection is None or self._config.option.collectonly:
             return 0
         return len(self._selection.measured)
@@ -329,7 +331,7 @@ class Controller:
             return
         report = self.report or SessionReport("", __version__, selection=self._selection or Selection())
         summary = terminal_text(
-            # Errors of writing the report's files came after it; unused baselines are a field of its own there.
+            # The report lacks errors from writing its files, and lines on unused baselines, which it has in another field.
             replace(report, errors=tuple(self._errors), said=(*self._closing, *self._unused)),
             screen_of(terminalreporter),
             self._config.get_verbosity(),
@@ -347,6 +349,6 @@ class Controller:
 
 
 def screen_of(reporter: pytest.TerminalReporter) -> Screen:
-    """Return what pytest writes to. A file, or a CI's log, has lines of any length."""
+    """Return the width and encoding of pytest's output. A file or a CI log has no width limit."""
     width = reporter.config.get_terminal_writer().fullwidth if reporter.isatty else None
     return Screen(width, getattr(sys.stdout, "encoding", None) or "utf-8")

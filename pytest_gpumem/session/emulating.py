@@ -1,4 +1,4 @@
-"""A session on an emulated GPU begins: before torch, and for the processes that it starts."""
+"""Begin a session on an emulated GPU, before torch is imported and for all processes that the session starts."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from pytest_gpumem.variables import EMULATED_CARD
 
 
 def begin(config: pytest.Config) -> None:
-    """Emulate the GPU that the option or the settings ask for, if they do.
+    """Emulate a GPU if the option or the settings name an emulated GPU.
 
     Raises:
-        pytest.UsageError: It cannot be done here, or is too late, or there is no such GPU.
+        pytest.UsageError: This machine cannot emulate GPUs, torch is imported already, or no such GPU is known.
     """
-    known = config.known_args_namespace
+    arguments = config.known_args_namespace
     try:
         table = read_table(config.rootpath / "pyproject.toml") or {}
     except SettingsError:
-        table = {}  # an error when the settings are read
-    word = table.get("device") if known.gpumem_device is None else known.gpumem_device
+        table = {}  # the session reports the error when it reads its settings
+    word = table.get("device") if arguments.gpumem_device is None else arguments.gpumem_device
     if not isinstance(word, str) or not word.startswith(EMULATED):
         return
     try:
-        # Where this session is of a project that another one was started for, that has told it of its GPU.
-        own = {**gpu_told(), **own_gpus_in(table, "pyproject.toml: [tool.gpumem]")}
-        gpu = emulated_gpu(word, own)
+        # If another project's session started this one, an environment variable has its GPU's figures.
+        own_gpus = {**gpu_told(), **own_gpus_in(table, "pyproject.toml: [tool.gpumem]")}
+        gpu = emulated_gpu(word, own_gpus)
         emulate(gpu)
     except SettingsError as error:
         raise pytest.UsageError(str(error)) from None
     except (EmulationError, ValueError) as error:
-        raise pytest.UsageError(f"{named_device(word, typed=known.gpumem_device is not None)}: {error}") from None
-    distributes = getattr(known, "numprocesses", None) or getattr(known, "tx", None)
-    if distributes and (known.gpumem_pack or table.get("pack") is True):
+        raise pytest.UsageError(f"{named_device(word, typed=arguments.gpumem_device is not None)}: {error}") from None
+    distributes = getattr(arguments, "numprocesses", None) or getattr(arguments, "tx", None)
+    if distributes and (arguments.gpumem_pack or table.get("pack") is True):
         _share_a_card(config)
     install(gpu.device)
 
 
 def _share_a_card(config: pytest.Config) -> None:
-    """Give the workers that this process will start one card together, unless they have one already."""
+    """Let the workers of this process share one card, unless an environment variable names a shared card already."""
     if os.environ.get(EMULATED_CARD):
         return
     folder = tempfile.TemporaryDirectory(prefix="gpumem-card-")
     os.environ[EMULATED_CARD] = str(Path(folder.name, "card"))
 
-    def give_back() -> None:
+    def remove_card() -> None:
         os.environ.pop(EMULATED_CARD, None)
         folder.cleanup()
 
-    config.add_cleanup(give_back)
+    config.add_cleanup(remove_card)

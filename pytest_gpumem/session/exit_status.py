@@ -1,17 +1,17 @@
 """A session with ``--gpumem-baseline`` or ``--gpumem-strict`` ends with 0 only if its report passed.
 
-A report passed if each measured test that was selected ran to its end, no test failed, and nothing else made the session red.
-If pytest would end with 0 although the report did not pass, the exit code is 1, and a line on standard error says why.
-Examples are ``pytest.exit(..., returncode=0)``, a plugin that resets the exit code or the number of failures,
-``--setup-only``, ``--setup-plan`` and a session in which no test was collected.
+A report passed if all selected measured tests ran to their end, no test failed, and nothing else made the session red. If
+pytest would end with 0 although the report did not pass, the exit code is 1, and a line on standard error says why. For
+example, this happens with ``pytest.exit(..., returncode=0)``, a plugin that resets the exit code or the number of failures,
+``--setup-only``, ``--setup-plan``, and a session without any collected test.
 
 ``--collect-only``, ``--fixtures``, ``--fixtures-per-test`` and ``--cache-show`` end with 1 if ``--gpumem-baseline`` was
 typed. They end with 0 if only the settings or ``addopts`` ask for the gate, so an editor can list tests.
 
 ``os._exit(0)`` before a report that passed ends the process with 1, with a red report. A test that calls ``os.exec*`` fails.
-The session cannot see an end below Python (C's ``exit``), nor a call of an ``os._exit`` that was taken from ``os`` before
-pytest was configured, for example by ``from os import _exit`` in a ``conftest.py``. A job that must not rely on the exit code
-can read the [report](reports.md), which is not green in these cases.
+The session cannot see an end below Python (C's ``exit``). It also cannot see an ``os._exit`` that code imported before pytest
+was configured, for example by ``from os import _exit`` in a ``conftest.py``. A job that must not rely on the exit code can
+read the [report](reports.md), which is not green in these cases.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ EXIT_CODES: Mapping[pytest.ExitCode, str] = MappingProxyType(
         pytest.ExitCode.NO_TESTS_COLLECTED: "No test was collected.",
     }
 )
-"""The meaning of each exit code of pytest in a session with this plugin, as Markdown."""
+"""The meaning of pytest's exit codes in a session with this plugin, as Markdown."""
 _TYPED = "--gpumem-baseline"
-_TELLS_OF_PYTEST = ("help", "version", "markers")
+_SHOWS_PYTEST = ("help", "version", "markers")
 """Options under which pytest shows information about itself and runs no test."""
-_SHOWS = {
+_LISTS = {
     "collectonly": "--collect-only",
     "showfixtures": "--fixtures",
     "show_fixtures_per_test": "--fixtures-per-test",
@@ -63,7 +63,7 @@ _SHOWS = {
 
 
 class Reporting(Protocol):
-    """The part of a session that its exit status needs."""
+    """The attributes and methods of a session that decide its exit status."""
 
     settings: Settings
 
@@ -76,7 +76,7 @@ class Reporting(Protocol):
         """Return the report, or ``None`` before all tests have run."""
 
     def ended_red(self, status: int) -> None:
-        """Write the report again, because the process ends with this status although the gate passed."""
+        """Write the report again, because the process ends with ``status`` although the gate passed."""
 
     def lost(self, why: str) -> None:
         """End without a report. ``why`` is a clause."""
@@ -89,7 +89,7 @@ def final_status(config: pytest.Config, session: Reporting | None, status: int) 
     another plugin makes the session red later, the report is written again.
     """
     if session is not None and not session.reports:
-        # A test that fails on one rank fails on all of them, and rank 0 has the report.
+        # A test that fails on one rank fails on all ranks, and rank 0 has the report.
         return status
     if status:
         if session is not None:
@@ -105,7 +105,7 @@ def final_status(config: pytest.Config, session: Reporting | None, status: int) 
 class EndOfProcess:
     """Keeps `os._exit` and `os.exec*` from ending this process with 0 before its report passed. Forks are not affected.
 
-    `os._exit(0)` leaves with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
+    `os._exit(0)` exits with 1. `os.exec*` fails the test, or raises ``OSError`` if the program does not exist.
 
     Args:
         is_lost: Returns whether an end with 0 would be wrong, and reports it.
@@ -120,7 +120,7 @@ class EndOfProcess:
             "execv": self._refusing(os.execv),
             "execve": self._refusing(os.execve),
         }
-        # They are functions of `posix`, or `nt`, as well.
+        # The functions are also in the module `posix` or `nt`.
         places = [(module, name) for module in (os, sys.modules[os.name]) for name in self._ours]
         self._originals: list[tuple[ModuleType, str, Any]] = [(*place, getattr(*place)) for place in places]
         for module, name in places:
@@ -151,7 +151,7 @@ class EndOfProcess:
                 _stat(arguments[0])
                 pytest.fail(
                     f"os.{execute.__name__} would replace this process by another program, which nothing measures; start "
-                    "it as a child (subprocess), or gate that program itself",
+                    "the program by subprocess, or gate it in a session of its own",
                     pytrace=False,
                 )
             execute(*arguments)
@@ -160,7 +160,7 @@ class EndOfProcess:
 
 
 def is_lost(session: Reporting | None) -> bool:
-    """Return whether a session that ends with 0 has no report that passed. If so, print it."""
+    """Return whether a session ends with 0 without a report that passed. If so, print a red report or line."""
     report = None if session is None else session.report
     if report is not None and report.passed:
         return False
@@ -187,15 +187,15 @@ def _stat(program: Any) -> None:
 def _why_red(config: pytest.Config, session: Reporting | None) -> str | None:
     typed = _TYPED in config.invocation_params.args
     gates = typed or (session is not None and session.settings.gates)
-    if not gates or _given(config, _TELLS_OF_PYTEST):
+    if not gates or _first_set(config, _SHOWS_PYTEST):
         return None
-    shows = _given(config, _SHOWS)
-    if shows is not None:
+    listing = _first_set(config, _LISTS)
+    if listing is not None:
         # Editors list tests this way, also in projects with a gate in their settings.
-        return f"{_TYPED} gates nothing under {_SHOWS[shows]}" if typed else None
+        return f"{_TYPED} gates nothing under {_LISTS[listing]}" if typed else None
     report = session.report if session is not None else None
     return "pytest ended before any test was run" if report is None else report.why_red
 
 
-def _given(config: pytest.Config, options: tuple[str, ...] | dict[str, str]) -> str | None:
+def _first_set(config: pytest.Config, options: tuple[str, ...] | dict[str, str]) -> str | None:
     return next((option for option in options if getattr(config.option, option, None)), None)

@@ -1,4 +1,4 @@
-"""The report of the last session that measured something, in pytest's cache, where `gpumem why` looks for it."""
+"""Keep the report of the last session with a measurement in pytest's cache, for `gpumem why`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _FOLDER, _FILE = "gpumem", "report.json"
 
 
 def keep(config: pytest.Config, report: SessionReport) -> str | None:
-    """Keep the report of a session for later, in place of the previous one.
+    """Keep a session's report for later, and replace the previous report.
 
-    A session without a result keeps the previous report. A cache that cannot be written keeps none, and fails no session.
+    A session without a result keeps the previous report. If the cache cannot be written, no report is kept, and the session
+    does not fail.
 
     Returns:
-        A sentence if the cache is reached by a symbolic link that leaves the root directory. A branch can have such a link,
-        so nothing is written through it.
+        A sentence if a symbolic link leads from the cache out of the root directory, otherwise ``None``. A branch can contain
+        such a link, so nothing is written through it.
     """
     cache = config.cache if hasattr(config, "cache") else None
     if cache is None or not report.results:
@@ -37,24 +38,24 @@ def keep(config: pytest.Config, report: SessionReport) -> str | None:
         if _leaves(config.rootpath, folder):
             return (
                 f"why: no report is kept, because {folder} leads out of the root directory by a symbolic link, which is not "
-                "followed; remove the link, or name another folder by pytest's setting cache_dir"
+                "followed; remove the link, or set pytest's cache_dir to another folder"
             )
         path = cache.mkdir(_FOLDER) / _FILE
-        # If this report cannot be written, the one of an older session must not be taken for it.
+        # If this report cannot be written, nobody must take the report of an older session for it.
         path.unlink(missing_ok=True)
         write_whole(path, to_json(report))
     return None
 
 
 def _leaves(root: Path, cache: Path) -> bool:
-    """Return whether the folder that is written to is outside of the root, though its path is within it.
+    """Return whether the target folder is outside of the root directory although its path is inside.
 
-    A cache that the settings put outside is trusted itself.
+    If the settings put the cache outside of the root directory, the cache itself is trusted.
     """
     trusted = root if cache.is_relative_to(root) else cache
     return not kept_in(cache).parent.resolve().is_relative_to(trusted.resolve())
 
 
 def kept_in(cache: Path) -> Path:
-    """Return the file that `keep` writes into pytest's cache. A folder from ``Cache.mkdir`` is in its folder ``d``."""
+    """Return the report's path in pytest's cache: ``.pytest_cache/d/gpumem/report.json``."""
     return cache / "d" / _FOLDER / _FILE

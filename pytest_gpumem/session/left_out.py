@@ -1,4 +1,8 @@
-"""Tests with baselines left out by settings, in a run without a typed selection: each file is named, with the setting."""
+"""Name test files with baselines if settings leave them out of a run without a typed selection.
+
+Example: ``tests/test_gpt.py was not collected (left out by testpaths), and 2 tests in it have baselines on cpu-x86_64: let
+pytest collect the file, or delete cpu-x86_64/tests/test_gpt.py.toml from the store``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.selection import Test
 
 _SETTINGS_FILE = "pyproject.toml"
-"""The file of models by name. A typed model has baselines, and other runs do not collect it."""
+"""The file whose tests are models by name. A typed model has baselines although other runs do not collect it."""
 _MOST_NAMED = 3
 
 
@@ -36,7 +40,7 @@ class CollectedFiles:
 
     collected: Collection[str]
     skipped: Collection[str]
-    """The files skipped by themselves, for example by ``pytest.importorskip``."""
+    """The files that skipped themselves, for example by ``pytest.importorskip``."""
     failed: Collection[str]
 
 
@@ -88,7 +92,7 @@ def tests_gone(files: CollectedFiles, tests: Collection[Test], stored: StoreHere
 
 
 def skipped_files(tests: Collection[Test]) -> tuple[str, ...]:
-    """Return a sentence for each file that skipped itself, which strict mode takes for an error.
+    """Return a sentence for each file that skipped itself, which is an error in strict mode.
 
     Args:
         tests: The tests with baselines in such files.
@@ -102,7 +106,7 @@ def skipped_files(tests: Collection[Test]) -> tuple[str, ...]:
 
 
 def deselected(config: pytest.Config, tests: Collection[Test], stored: StoreHere) -> str | None:
-    """Return a sentence on deselected tests with baselines; ``None`` if there are no such baselines.
+    """Return a sentence on deselected tests with baselines; ``None`` if the deselected tests have no baselines.
 
     Args:
         config: The config of a run without a typed selection.
@@ -118,12 +122,12 @@ def deselected(config: pytest.Config, tests: Collection[Test], stored: StoreHere
 def left_out_by_name(
     config: pytest.Config, stored: Iterable[tuple[str, Key]], tests: Collection[Test], files: Collection[str]
 ) -> dict[Test, str]:
-    """Return the uncollected tests that are in the modules of collected files, each with the setting that leaves it out.
+    """Return uncollected tests in the modules of collected files, each with the responsible setting.
 
-    For example, ``python_functions = check_*`` leaves out ``test_it``. A deleted test is not among them.
+    For example, ``python_functions = check_*`` leaves out ``test_it``. Deleted tests are not returned.
 
     Args:
-        config: pytest's.
+        config: pytest's configuration.
         stored: The baselines, as (slug, key).
         tests: The tests of the collection.
         files: The collected files.
@@ -146,10 +150,10 @@ def left_out_by_name(
 
 
 def uncollected(settings: Mapping[Test, str], stored: StoreHere) -> tuple[str, ...]:
-    """Return a sentence for each setting of names that leaves out tests with baselines.
+    """Return a sentence for each setting of names by which tests with baselines are left out.
 
     Args:
-        settings: The tests, each with the setting that leaves it out.
+        settings: The left-out tests, each with its setting.
         stored: The baselines for this session.
     """
     idle = sorted(tests_in({file for file, _ in settings}, stored) & settings.keys())
@@ -161,36 +165,36 @@ def uncollected(settings: Mapping[Test, str], stored: StoreHere) -> tuple[str, .
 
 def _modules(paths: Iterable[Path]) -> dict[Path, ModuleType]:
     """Return the imported modules of files, by the resolved path."""
-    wanted = {path.resolve() for path in paths}
-    names = {path.name for path in wanted}
+    resolved_paths = {path.resolve() for path in paths}
+    names = {path.name for path in resolved_paths}
     modules: dict[Path, ModuleType] = {}
     for module in list(sys.modules.values()):
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if isinstance(file, str) and Path(file).name in names and (path := Path(file).resolve()) in wanted:
+        if isinstance(file, str) and Path(file).name in names and (path := Path(file).resolve()) in resolved_paths:
             modules[path] = module
     return modules
 
 
 def _is_in(module: ModuleType | None, names: Iterable[str]) -> bool:
-    """Return whether a module has a test, whose names of classes and function are ``names``."""
-    place: object = module
+    """Return whether a module contains a test. ``names`` are its classes, from the outermost, and its function."""
+    scope: object = module
     for name in names:
-        # A unittest.TestCase is collected whatever these settings are, so its uncollected test is gone.
-        if place is None or (isinstance(place, type) and issubclass(place, unittest.TestCase)):
+        # pytest collects a unittest.TestCase regardless of these settings, so an uncollected test in it was deleted.
+        if scope is None or (isinstance(scope, type) and issubclass(scope, unittest.TestCase)):
             return False
-        place = inspect.getattr_static(place, name, None)
-    return place is not None
+        scope = inspect.getattr_static(scope, name, None)
+    return scope is not None
 
 
-def _tests_were(what: str, tests: Collection[Test]) -> str:
+def _tests_were(participle: str, tests: Collection[Test]) -> str:
     """Return ``"1 test that has baselines here was deselected, by -k of addopts: test_it.py::test_it"``."""
     have = counted(len(tests), "test that has baselines here was", "tests that have baselines here were")
-    named = [f"{file}::{test}" for file, test in sorted(tests)]
-    return f"{have} {what}: {', '.join(named[:_MOST_NAMED] + ['...'] * (len(named) > _MOST_NAMED))}"
+    nodeids = [f"{file}::{test}" for file, test in sorted(tests)]
+    return f"{have} {participle}: {', '.join(nodeids[:_MOST_NAMED] + ['...'] * (len(nodeids) > _MOST_NAMED))}"
 
 
 def selecting_options(config: pytest.Config) -> str | None:
-    """Return the deselecting options in the settings: ``"-k of addopts"``; ``None`` without such options."""
+    """Return the deselecting options in ``addopts``: ``"-k of addopts"``; ``None`` if there are none."""
     options = [
         word
         for word, name in (
@@ -206,7 +210,7 @@ def selecting_options(config: pytest.Config) -> str | None:
 
 
 def setting_that_leaves_out(config: pytest.Config, file: str) -> str | None:
-    """Return the pytest setting by which a test file is left out: ``"testpaths"``; ``None`` if it is not clear."""
+    """Return the pytest setting by which a test file is left out, for example ``"testpaths"``; ``None`` if it is not clear."""
     root, path = config.rootpath, config.rootpath / file
     starts = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
     if not any(path.resolve().is_relative_to(start) for start in starts):
@@ -229,7 +233,7 @@ def setting_that_leaves_out(config: pytest.Config, file: str) -> str | None:
 
 
 def _matches(pattern: str, path: Path) -> bool:
-    """Return whether a pattern of pytest's settings matches a name, or, if it has a slash, the end of a path."""
+    """Return whether a pattern matches a file name, or the end of a path if the pattern has a slash."""
     return fnmatch.fnmatch(str(path), f"*/{pattern}") if "/" in pattern else fnmatch.fnmatch(path.name, pattern)
 
 

@@ -1,4 +1,7 @@
-"""Tests that have baselines here and neither the marker nor the fixture any more: a gate fails those that come to their end."""
+"""Find tests with baselines that have lost the marker and the fixture, and fail them in a gate.
+
+The failure comes at the end of the test's call, so a skipped test keeps its outcome.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,22 @@ Names = tuple[str, ...]
 def no_longer_measured(
     items: Iterable[pytest.Item], stored: StoreHere
 ) -> dict[pytest.Item, tuple[MeasuredTest, Names]]:
-    """Return the tests among ``items`` that are not measured and have baselines, with the names of their measurements.
+    """Return the unmeasured tests with baselines among ``items``, with the names of their measurements.
 
     Args:
         items: The selected tests.
         stored: The baselines for this session.
     """
-    others = {without_group(item): item for item in items if not is_measured(item)}
-    names: dict[str, list[str]] = {}
-    for _, key in stored.keys({nodeid.partition("::")[0] for nodeid in others}):
+    unmeasured = {without_group(item): item for item in items if not is_measured(item)}
+    names_by_test: dict[str, list[str]] = {}
+    for _, key in stored.keys({nodeid.partition("::")[0] for nodeid in unmeasured}):
         nodeid = f"{key.file}::{key.test}"
-        if nodeid in others:
-            names.setdefault(nodeid, []).append(key.name)
-    return {others[nodeid]: (_measured(others[nodeid], nodeid), tuple(found)) for nodeid, found in names.items()}
+        if nodeid in unmeasured:
+            names_by_test.setdefault(nodeid, []).append(key.name)
+    return {
+        unmeasured[nodeid]: (_measured(unmeasured[nodeid], nodeid), tuple(names))
+        for nodeid, names in names_by_test.items()
+    }
 
 
 def _measured(item: pytest.Item, nodeid: str) -> MeasuredTest:
@@ -49,7 +55,7 @@ def _measured(item: pytest.Item, nodeid: str) -> MeasuredTest:
 
 @dataclass(eq=False, repr=False)
 class NoLongerMeasured:
-    """A plugin that is registered where such tests were selected. What it raises comes after the test's own end."""
+    """A plugin that fails these tests at the end of their calls. The session registers it if such tests were selected."""
 
     config: pytest.Config
     settings: Settings

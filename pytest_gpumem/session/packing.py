@@ -1,4 +1,8 @@
-"""Sharing of a GPU among measured tests (``--gpumem-pack``): by their known peaks, the largest first."""
+"""Plan how measured tests share a GPU (``--gpumem-pack``): by their known peaks, the largest first.
+
+For example, on an 80 GB GPU four workers run tests that need 30, 30, 12 and 8 GB at the same time. A further test with 40 GB
+waits until enough memory is free.
+"""
 
 from __future__ import annotations
 
@@ -32,29 +36,31 @@ WhyAlone = Literal["timed", "of unknown peak"]
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """A test's part of a GPU: ``wanted`` bytes beside what its process holds, or all of it, and ``alone`` says why."""
+    """A test's part in a GPU."""
 
     memory: SharedMemory
-    wanted: int | None
-    alone: WhyAlone | None = None
-    most: int | None = None
-    """The most bytes that it takes of any GPU that has baselines, by which tests are ordered: alike in all workers."""
+    needed: int | None
+    """The test's bytes in addition to its process's memory; ``None`` if it needs the whole GPU."""
+    why_alone: WhyAlone | None = None
+    """The reason why the test has the whole GPU."""
+    largest_need: int | None = None
+    """The test's largest need on any GPU with baselines. They order the tests in the same way in all workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Figures of packing for a session's reports. The same in each worker, but for ``repeated``."""
+    """Figures on packing for a session's reports. All workers have the same figures, except for ``repeated``."""
 
     sharing: int = 0
     alone: tuple[tuple[WhyAlone, str], ...] = ()
-    """The tests that had the whole GPU, and why."""
+    """The tests with a whole GPU, each with the reason."""
     repeated: frozenset[str] = frozenset()
-    """The tests that ran out of what was reserved, and ran once more with the whole GPU."""
+    """The tests that exceeded their reserved memory, and ran once more with the whole GPU."""
     not_shared: frozenset[str] = frozenset()
-    """Clauses that say why nothing is shared on a device."""
+    """Reasons why tests share nothing on a device, as clauses."""
 
     def merged(self, other: Packed) -> Packed:
-        """Return what two workers of one session say together."""
+        """Return the combined figures of two workers in one session."""
         return Packed(
             max(self.sharing, other.sharing),
             self.alone or other.alone,
@@ -63,7 +69,11 @@ class Packed:
         )
 
     def line(self) -> str:
-        """Return what a report says."""
+        """Return the line for a report.
+
+        For example, ``packing: 12 measured tests shared the GPU by known peaks; 1 had it alone (1 timed; the first is
+        test_it.py::test_speed)``.
+        """
         parts = [f"{counted(self.sharing, 'measured test')} shared the GPU by known peaks"]
         if self.alone:
             reasons = ", ".join(f"{count} {why}" for why, count in Counter(why for why, _ in self.alone).items())
@@ -77,22 +87,25 @@ class Packed:
 
 
 NOT_AMONG_RANKS = Packed(not_shared=frozenset({"ranks share no GPU, as torchrun gives each its own"}))
-"""The result for a session of one rank."""
+"""The result for a session under torchrun."""
 
 
-def wanted_bytes(budget: Budget, stored: Iterable[Baseline]) -> int | None:
-    """Return the bytes that a test takes of a GPU by what is known of it; ``None`` where its peak is not known.
+def needed_bytes(budget: Budget, stored: Iterable[Baseline]) -> int | None:
+    """Return the bytes needed by a test on a GPU; ``None`` if its peak is not known.
 
-    The largest of its baselines, else its budget: of what the allocator reserves (``peak_reserved``, ``max_reserved``), or
-    where only that is known of what tensors hold; and the tolerance of ``peak_reserved`` on top, 2 % and at least two segments
-    of 20 MiB, by which that varies at equal bytes (`METRICS`).
+    The peak is the largest in the test's baselines, or the limit in its budget if it has no baseline. Reserved bytes
+    (``peak_reserved``, ``max_reserved``) count before allocated bytes. The tolerance of ``peak_reserved`` is added, 2 % and at
+    least two segments of 20 MiB, because reserved bytes vary by this amount at equal allocated bytes (`METRICS`).
+
+    Example:
+        A baseline with 4 GB of ``peak_reserved`` needs 4.08 GB, and a baseline with 100 MiB needs 140 MiB.
     """
-    known = [_peak(entry.metrics) for entry in stored] or [_peak(budget.limits)]
-    peaks = [peak for peak in known if peak is not None]
-    if len(peaks) < len(known):
+    known_peaks = [_peak(entry.metrics) for entry in stored] or [_peak(budget.limits)]
+    peaks = [peak for peak in known_peaks if peak is not None]
+    if len(peaks) < len(known_peaks):
         return None
     tolerance = METRICS["peak_reserved"].tolerance
-    assert tolerance is not None, "it is judged"
+    assert tolerance is not None, "peak_reserved is judged"
     return max(round(peak + tolerance.allowed(peak)) for peak in peaks)
 
 
@@ -101,22 +114,27 @@ def _peak(bytes_by_metric: Mapping[str, float]) -> float | None:
 
 
 def largest_first(items: Sequence[pytest.Item], shares: Mapping[pytest.Item, GpuShare]) -> list[pytest.Item]:
-    """Return the tests that share in order of what they take at most, then those that need none, then those that take all.
+    """Return the tests in the order in which they should run.
 
-    Workers may have GPUs of several models, and pytest-xdist needs one order: what this worker's GPU would say is not asked.
+    Tests with a shared GPU come first, by their largest need. Tests without a GPU follow, and then the tests with a whole
+    GPU. Workers may have different GPUs and pytest-xdist needs the same order in all of them, so the needs on this worker's GPU
+    do not decide.
     """
 
     def place(item: pytest.Item) -> tuple[int, int]:
         share = shares.get(item)
         if share is None:
             return 1, 0
-        return (2, 0) if share.most is None else (0, -share.most)
+        return (2, 0) if share.largest_need is None else (0, -share.largest_need)
 
     return sorted(items, key=place)
 
 
 class Planner:
-    """Finder of each measured test's part of its GPU. Raises what reading the store raises, and ``OSError``."""
+    """Finds each measured test's part in its GPU.
+
+    Its methods raise `StoreError` and `BackendError` if the store cannot be read, and ``OSError`` for the GPU's ledger.
+    """
 
     def __init__(self, config: pytest.Config, settings: Settings, devices: Devices, store: Store) -> None:
         self._config = config
@@ -124,44 +142,44 @@ class Planner:
         self._devices = devices
         self._store = store
         self._slugs: dict[str, str] = {}
-        self._known: dict[tuple[str, str], list[Baseline]] | None = None
+        self._stored_peaks: dict[tuple[str, str], list[Baseline]] | None = None
         self.not_shared: set[str] = set()
 
     def shares(self, measured: Mapping[pytest.Item, MeasuredTest]) -> dict[pytest.Item, GpuShare]:
-        """Return the shares of the tests whose devices are shared, on which this process is entered from now on."""
-        found = {}
-        for item, one in measured.items():
+        """Return the shares of tests on shared devices, and enter this process in the devices' ledgers."""
+        shares = {}
+        for item, test in measured.items():
             try:
-                device = self._devices.get(one.budget.device or self._settings.device)
+                device = self._devices.get(test.budget.device or self._settings.device)
             except DeviceUnavailable:
-                continue  # the test will say so
+                continue  # the test itself reports the missing device
             if device.shared_memory is None:
                 self.not_shared.add(_why_not_shared(device))
                 continue
             if device.name not in self._slugs:
                 device.shared_memory.ledger.enter(device.shared_memory.now().held)
                 self._slugs[device.name] = environment_of(device, self._config).slug
-            found[item] = self._share(one, device, device.shared_memory)
-        return found
+            shares[item] = self._share(test, device, device.shared_memory)
+        return shares
 
-    def _share(self, one: MeasuredTest, device: Device, memory: SharedMemory) -> GpuShare:
-        if one.has_fixture and device.tells_time and self._settings.time is not False:
+    def _share(self, test: MeasuredTest, device: Device, memory: SharedMemory) -> GpuShare:
+        if test.has_fixture and device.tells_time and self._settings.time is not False:
             return GpuShare(memory, None, "timed")
         slug = self._settings.compared_slug(self._slugs[device.name])
-        found = (self._store.find(one.key(name), slug) for name in self._store.names(slug, one.file, one.test))
-        wanted = wanted_bytes(one.budget, [entry for entry in found if isinstance(entry, Baseline)])
-        return GpuShare(memory, wanted, "of unknown peak" if wanted is None else None, self._most(one))
+        entries = (self._store.find(test.key(name), slug) for name in self._store.names(slug, test.file, test.test))
+        needed = needed_bytes(test.budget, [entry for entry in entries if isinstance(entry, Baseline)])
+        return GpuShare(memory, needed, "of unknown peak" if needed is None else None, self._largest_need(test))
 
-    def _most(self, one: MeasuredTest) -> int | None:
-        """Return the bytes that a test takes at most, by its baselines on any device that tell a peak, else by its budget."""
-        if self._known is None:
-            self._known = {}
-            listed = self._store.keys()
-            for slug, key in listed:
+    def _largest_need(self, test: MeasuredTest) -> int | None:
+        """Return the bytes that a test needs at most, by its baselines with a peak on any device, or by its budget."""
+        if self._stored_peaks is None:
+            self._stored_peaks = {}
+            keys = self._store.keys()
+            for slug, key in keys:
                 entry = self._store.find(key, slug)
                 if isinstance(entry, Baseline) and _peak(entry.metrics) is not None:
-                    self._known.setdefault((key.file, key.test), []).append(entry)
-        return wanted_bytes(one.budget, self._known.get((one.file, one.test), []))
+                    self._stored_peaks.setdefault((key.file, key.test), []).append(entry)
+        return needed_bytes(test.budget, self._stored_peaks.get((test.file, test.test), []))
 
 
 def _why_not_shared(device: Device) -> str:

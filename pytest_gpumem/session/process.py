@@ -1,4 +1,4 @@
-"""The session in one process: its settings, its measured tests, and the plugins that it needs."""
+"""The session in one process: its settings, its measured tests, and its plugins."""
 
 from __future__ import annotations
 
@@ -40,16 +40,24 @@ if TYPE_CHECKING:
 
 
 class GpumemSession:
-    """The session in one process. Raises ``pytest.UsageError`` for wrong settings or a broken store."""
+    """The session in one process.
+
+    It reads the settings, selects the measured tests after the collection, and registers the plugins that measure, gate and
+    report. With pytest-xdist, the controller and each worker have a session of their own.
+    """
 
     def __init__(self, config: pytest.Config, files: set[str], not_collected: set[str], skipped: set[str]) -> None:
         """Begin a session.
 
         Args:
-            config: pytest's.
-            files: The files and folders that have been collected without an error; it grows meanwhile.
-            not_collected: Those that could not be collected; it grows, too.
-            skipped: Files skipped by themselves; it grows, too.
+            config: pytest's configuration.
+            files: The files and folders collected without an error. This set and the next two grow during the
+                collection.
+            not_collected: The files and folders with an error.
+            skipped: The files skipped by themselves.
+
+        Raises:
+            pytest.UsageError: A setting is wrong, or the store is broken.
         """
         self._config = config
         self._files = files
@@ -69,8 +77,8 @@ class GpumemSession:
         self._ranks = self._ranks_of(config)
         if self._ranks.rank is not None and config.getoption("gpumem_pack"):
             raise pytest.UsageError(
-                "--gpumem-pack shares GPUs among the workers of pytest-xdist, and torchrun gives each rank its own; leave it "
-                "out"
+                "--gpumem-pack shares GPUs among the workers of pytest-xdist, and torchrun gives each rank a GPU of its own; "
+                "leave the option out"
             )
         self._rank_hooks: RankHooks | None = None
         self._turns: Turns | None = None
@@ -86,7 +94,7 @@ class GpumemSession:
 
             check(self.store(), self.settings)
         if self.settings.pack and getattr(config.option, "maxschedchunk", 1) is None:
-            # One test at a time, or the first worker would be given all of the largest.
+            # Workers get one test at a time, or the first worker would get all of the largest tests.
             config.option.maxschedchunk = 1
         if self._asks_for_a_gate() or _distributes(config):
             self._register_controller()
@@ -94,7 +102,10 @@ class GpumemSession:
             self._end = EndOfProcess(partial(is_lost, self))
 
     def _ranks_of(self, config: pytest.Config) -> OneProcess:
-        """Return this process's part; a mistake in the launch matters once something is measured, or a gate was typed."""
+        """Return this process's rank session, or `OneProcess` without ranks.
+
+        A mistake in the launch is an error as soon as the session measures a test, or at once if a gate was typed.
+        """
         try:
             ranks = ranks_of(self.settings.rank_timeout, os.environ)
             if ranks.rank is None or (self._worker is None and not _distributes(config)):
@@ -115,25 +126,25 @@ class GpumemSession:
 
     @property
     def root(self) -> Path:
-        """The folder that paths of test files count from."""
+        """The root directory, where paths to test files start."""
         return self._config.rootpath
 
     def mark(self, items: list[pytest.Item]) -> None:
-        """Give the marker to the tests that the settings name."""
+        """Add the marker to the tests named by the settings."""
         mark(items, self.settings.mark)
 
     def keep_measured(self, items: list[pytest.Item]) -> None:
-        """Deselect the tests that are not measured where only measuring means something: on an emulated GPU."""
+        """On an emulated GPU, deselect the tests that are not measured, because they need computed values."""
         if not self.settings.device.startswith(EMULATED):
             return
-        missed = self._no_longer_measured(items)
-        others = [item for item in items if not is_measured(item) and item not in missed]
-        if others:
-            items[:] = [item for item in items if is_measured(item) or item in missed]
-            self._config.hook.pytest_deselected(items=others)
+        no_longer_measured = self._no_longer_measured(items)
+        unmeasured = [item for item in items if not is_measured(item) and item not in no_longer_measured]
+        if unmeasured:
+            items[:] = [item for item in items if is_measured(item) or item in no_longer_measured]
+            self._config.hook.pytest_deselected(items=unmeasured)
 
     def has_collected(self, node: pytest.Collector) -> None:
-        """Note with the tests in ``node`` which uncomputed values were read since the last call, while it was collected."""
+        """Store with ``node`` which uncomputed values were read since the last call, while ``node`` was collected."""
         if not self.settings.device.startswith(EMULATED) or "torch" not in sys.modules:
             return
         from pytest_gpumem.host_values.scope import current
@@ -154,29 +165,34 @@ class GpumemSession:
         )
 
     def collected(self, everything: list[pytest.Item], selected: list[pytest.Item]) -> None:
-        """Prepare for the measured ones of the tests that are ``selected`` of all that were collected.
+        """Prepare for measuring, after pytest has collected and selected tests.
 
-        Raises ``pytest.UsageError`` for a wrong marker of any of them; ``selected`` is emptied for it in a worker.
+        Args:
+            everything: All collected tests.
+            selected: The selected tests. A pytest-xdist worker empties the list instead of raising an error.
+
+        Raises:
+            pytest.UsageError: A marker is wrong, also of a deselected test, or a device has no such name.
         """
-        if self._find(everything, selected):
+        if self._has_found_measured(everything, selected):
             self._select(everything, selected)
 
     def _refuse(self, error: str, selected: list[pytest.Item]) -> None:
-        """Raise ``pytest.UsageError``; in a worker, leave that to the controller and run none of ``selected``."""
+        """Raise ``pytest.UsageError``. A worker runs no test instead, and the controller raises the error."""
         if self._worker is None:
             raise pytest.UsageError(error) from None
-        # An exception here would look like a crash of the worker: the controller gets the error, and ends the session.
+        # An exception would look like a crash of the worker. So the controller gets the error, and ends the session.
         self.selection = Selection(error=error)
         selected.clear()
 
-    def _find(self, items: list[pytest.Item], selected: list[pytest.Item]) -> bool:
-        """Find the measured tests; whether there was no mistake in their markers, or in the name of a device."""
+    def _has_found_measured(self, items: list[pytest.Item], selected: list[pytest.Item]) -> bool:
+        """Find the measured tests. Return whether their markers and the names of devices are right."""
         factories = self._device_factories()
         names = [*factories, "auto"]
         try:
             check_device(self.settings, names, typed=self._config.getoption("gpumem_device") is not None)
-            found = ((item, measured_of(item, self.settings, names)) for item in items)
-            self._measured = {item: measured for item, measured in found if measured is not None}
+            pairs = ((item, measured_of(item, self.settings, names)) for item in items)
+            self._measured = {item: measured for item, measured in pairs if measured is not None}
         except (BudgetError, SettingsError) as error:
             self._refuse(str(error), selected)
             return False
@@ -186,40 +202,41 @@ class GpumemSession:
 
     def _select(self, everything: list[pytest.Item], items: list[pytest.Item]) -> None:
         whole_files = whole_files_of(self._config, self._files)
-        kept = {item: self._measured[item] for item in items if item in self._measured}
+        selected = {item: self._measured[item] for item in items if item in self._measured}
         self.selection = Selection(
-            measured=frozenset((measured.file, measured.test) for measured in kept.values()),
-            files=whole_files if len(kept) == len(self._measured) else frozenset(),
-            idle_budgets=self._settings_without_effect(everything, is_measured=bool(kept)),
+            measured=frozenset((measured.file, measured.test) for measured in selected.values()),
+            files=whole_files if len(selected) == len(self._measured) else frozenset(),
+            idle_budgets=self._settings_without_effect(everything, is_measured=bool(selected)),
             collected=frozenset((measured.file, measured.test) for measured in self._measured.values()),
             collected_files=whole_files,
         )
-        missed = self._no_longer_measured(items)
+        no_longer_measured = self._no_longer_measured(items)
         self._look_for_left_out(everything, items)
         if not self._config.option.collectonly:
-            if kept and self._wrong_launch is not None:
+            if selected and self._wrong_launch is not None:
                 self._refuse(self._wrong_launch, items)
                 return
-            # All ranks have the same options, and are to have the same tests: they take the same decision.
-            if (kept or self._gate_typed) and isinstance(self._ranks, RankSession):
-                self._join(self._ranks, items, {**kept, **{item: one for item, (one, _) in missed.items()}})
-        self._register_no_longer_measured(missed)
-        if kept and not self._register_measuring(kept, items, self._unused(everything)):
+            # All ranks have the same options and must have the same tests, so they decide alike.
+            if (selected or self._gate_typed) and isinstance(self._ranks, RankSession):
+                unmeasured = {item: test for item, (test, _) in no_longer_measured.items()}
+                self._join(self._ranks, items, {**selected, **unmeasured})
+        self._register_no_longer_measured(no_longer_measured)
+        if selected and not self._register_measuring(selected, items, self._unused(everything)):
             return
         if self._worker is None:
-            if kept or self.selection.warnings or self.selection.skipped:
+            if selected or self.selection.warnings or self.selection.skipped:
                 self._register_controller()
             if self._controller is not None:
                 self._controller.select(self.selection)
                 if self._turns is not None:
                     self._controller.packs(self._turns.packed)
-                elif kept and self.settings.pack and self._ranks.rank is not None:
+                elif selected and self.settings.pack and self._ranks.rank is not None:
                     from pytest_gpumem.session.packing import NOT_AMONG_RANKS
 
                     self._controller.packs(lambda: NOT_AMONG_RANKS)
 
     def _settings_without_effect(self, everything: list[pytest.Item], *, is_measured: bool) -> tuple[str, ...]:
-        """Return sentences on patterns that match nothing, and on a table that is not read although this run needs settings."""
+        """Return sentences on patterns without effect, and on an unread table of settings."""
         idle = idle_patterns(self.settings, everything, self._measured, self._config)
         unread = unread_settings(self._config) if is_measured or self._gate_typed else None
         return (*idle, *([] if unread is None else [unread]))
@@ -227,7 +244,7 @@ class GpumemSession:
     def _no_longer_measured(
         self, items: list[pytest.Item]
     ) -> Mapping[pytest.Item, tuple[MeasuredTest, tuple[str, ...]]]:
-        """Return those of the selected tests that have baselines here and are not measured, with their measurements' names."""
+        """Return the selected unmeasured tests with baselines, with the names of their measurements."""
         if not (self.settings.baseline or self.settings.update) or self._config.option.collectonly:
             return {}
         from pytest_gpumem.baselines.errors import BackendError, StoreError
@@ -236,12 +253,12 @@ class GpumemSession:
         try:
             return no_longer_measured(items, self._store_here())
         except (StoreError, BackendError) as error:
-            # The session has read the whole store at its start, so it was changed since.
+            # The session read the whole store at its start, so the store has changed since then.
             self._refuse(str(error), items)
             return {}
 
     def _look_for_left_out(self, everything: list[pytest.Item], items: list[pytest.Item]) -> None:
-        """Note tests with baselines, if their file skipped itself or settings leave them out."""
+        """Record tests with baselines if their file skipped itself or settings leave them out."""
         config = self._config
         if not (self.settings.baseline or self.settings.update) or config.option.collectonly:
             return
@@ -256,21 +273,21 @@ class GpumemSession:
             uncollected,
         )
 
-        whole, stored, selection = is_whole_run(config), self._store_here(), self.selection
+        is_whole, stored, selection = is_whole_run(config), self._store_here(), self.selection
         files = CollectedFiles(self._files, self._skipped, self._not_collected)
         try:
-            skipped = tests_in(self._skipped, stored) if whole or not selects(config) else frozenset()
+            skipped = tests_in(self._skipped, stored) if is_whole or not selects(config) else frozenset()
             omitted: tuple[str, ...] = ()
             collected, selected = map(_tests, (everything, items))
             settings = self._left_out_by_name(collected)
-            if whole:
+            if is_whole:
                 sentence = deselected(config, collected - selected, stored)
                 omitted = files_left_out(config, files, stored) + (() if sentence is None else (sentence,))
                 omitted += uncollected(settings, stored)
                 living = collected | settings.keys()
                 omitted += () if selection.measured else tests_gone(files, living, stored, self.root)
         except (StoreError, BackendError) as error:
-            # The session has read the whole store at its start, so it was changed since.
+            # The session read the whole store at its start, so the store has changed since then.
             self._refuse(str(error), items)
             return
         self.selection = replace(
@@ -283,14 +300,24 @@ class GpumemSession:
         )
 
     def _left_out_by_name(self, tests: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
-        """Return the tests in collected files that settings of names leave out. Raises `StoreError` and `BackendError`."""
+        """Return the tests in collected files that ``python_functions`` or ``python_classes`` leave out.
+
+        Raises:
+            StoreError: A file of the store cannot be understood.
+            BackendError: The store cannot be read.
+        """
         from pytest_gpumem.session.left_out import left_out_by_name
 
         files = self.selection.collected_files
         return left_out_by_name(self._config, self.store().keys(files=files), tests, files)
 
     def living(self, everything: list[pytest.Item]) -> frozenset[tuple[str, str]]:
-        """Return the measured tests and those that settings of names leave out. Raises `StoreError` and `BackendError`."""
+        """Return the measured tests, and the tests that ``python_functions`` or ``python_classes`` leave out.
+
+        Raises:
+            StoreError: A file of the store cannot be understood.
+            BackendError: The store cannot be read.
+        """
         return self.selection.measured | self._left_out_by_name(_tests(everything)).keys()
 
     def _store_here(self) -> StoreHere:
@@ -299,7 +326,7 @@ class GpumemSession:
         return StoreHere(self.store(), self._ranks.rank, self._compared_slug)
 
     def _compared_slug(self, device: str | None) -> str | None:
-        """Return the slug with whose baselines a device, by default the session's, is compared; ``None`` if it is not here."""
+        """Return the slug whose baselines are compared with a device, by default the session's; ``None`` if it is absent."""
         from pytest_gpumem.devices.registry import slugs_of
 
         slug = slugs_of(self._device_factories(), [device or self.settings.device])
@@ -321,14 +348,18 @@ class GpumemSession:
         self._rank_hooks = RankHooks(ranks, {**self._measured, **measured}, self._tell)
         self._config.pluginmanager.register(self._rank_hooks, "gpumem-ranks")
 
-    def _tell(self, what: str) -> None:
-        """Report what makes the session red that happened on another rank."""
+    def _tell(self, error: str) -> None:
+        """Report an error on another rank, which makes the session red."""
         if self._controller is not None:
-            self._controller.tell(what)
+            self._controller.tell(error)
 
     def lost(self, why: str) -> None:
-        """Report that the session does not come to its end: of a lost rank in another thread, as the main one may never
-        come back.
+        """Report that the session does not come to its end.
+
+        A lost rank is reported in another thread, because the main thread may wait for it forever.
+
+        Args:
+            why: The reason, in one or more lines.
         """
         current = None if self._rank_hooks is None else self._rank_hooks.current
         if self._controller is not None:
@@ -341,7 +372,7 @@ class GpumemSession:
     def leave(self, *, passed: bool) -> None:
         """Wait, at the end of the process, until every rank has come to its end.
 
-        One that has not ``passed`` keeps its watch over `os._exit`, which functions of `atexit` may call with 0.
+        If the session has not ``passed``, `os._exit` stays replaced, because functions of `atexit` may call it with 0.
         """
         if self._end is not None:
             self._end.has_come(passed=passed)
@@ -352,7 +383,7 @@ class GpumemSession:
 
     @property
     def reports(self) -> bool:
-        """True if this process writes the store and the reports: of several ranks only the first does."""
+        """True if this process writes the store and the reports. Among several ranks, only the first does."""
         return self._ranks.rank is None or self._ranks.rank.is_first
 
     def finished(self) -> None:
@@ -365,7 +396,7 @@ class GpumemSession:
 
     @property
     def report(self) -> SessionReport | None:
-        """The session's report; ``None`` where it ran no test, or had nothing to report."""
+        """The session's report; ``None`` if the session ran no test, or had nothing to report."""
         return self._controller.report if self._controller is not None else None
 
     def ended_red(self, status: int) -> None:
@@ -380,16 +411,16 @@ class GpumemSession:
 
     def measured_elsewhere(self) -> frozenset[str]:
         """Return the ids of measured tests on devices absent from this machine."""
-        devices = {item: one.budget.device for item, one in self._measured.items()}
+        devices = {item: test.budget.device for item, test in self._measured.items()}
         absent = {device for device in {*devices.values()} if self._compared_slug(device) is None}
         return frozenset(without_group(item) for item, device in devices.items() if device in absent)
 
     def present_devices(self) -> frozenset[str]:
-        """Return the slugs of the devices that this machine has."""
+        """Return the slugs of this machine's devices."""
         from pytest_gpumem.devices.registry import slugs_of
 
-        known = self._device_factories()
-        return slugs_of(known, known)
+        device_factories = self._device_factories()
+        return slugs_of(device_factories, device_factories)
 
     def _unused(self, everything: list[pytest.Item]) -> UnusedBaselines:
         from pytest_gpumem.baselines.unused import UnusedBaselines
@@ -403,7 +434,7 @@ class GpumemSession:
     def _register_measuring(
         self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], unused: UnusedBaselines
     ) -> bool:
-        """Register the plugins that measure, and put ``items`` in order. Returns whether there was no error."""
+        """Register the plugins that measure, and sort ``items`` for packing. Return whether this succeeded."""
         from pytest_gpumem.baselines.errors import BackendError, StoreError
         from pytest_gpumem.devices.registry import Devices
         from pytest_gpumem.hookspecs import HookError
@@ -433,7 +464,7 @@ class GpumemSession:
         self._config.pluginmanager.register(plugin, "gpumem-no-longer-measured")
 
     def _pack(self, measured: dict[pytest.Item, MeasuredTest], items: list[pytest.Item], devices: Devices) -> None:
-        # A rank that waited for memory would keep the others waiting for it, in another test.
+        # A rank that waits for memory would block the other ranks, which wait for it in another test.
         if not self.settings.pack or self._ranks.rank is not None:
             return
         from pytest_gpumem.session.packing import Planner, largest_first
@@ -455,7 +486,7 @@ class GpumemSession:
             self._config.pluginmanager.register(self._controller, "gpumem-controller")
 
     def store(self) -> Store:
-        """Return the store of this session. Raises ``pytest.UsageError`` when there is no such folder or URL."""
+        """Return this session's store. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
         if self._store is None:
             from pytest_gpumem.session.session_store import opened
 
@@ -464,10 +495,10 @@ class GpumemSession:
 
 
 def _tests(items: list[pytest.Item]) -> frozenset[tuple[str, str]]:
-    """Return the ids of tests as (file, test)."""
+    """Return the tests' ids as (file, test)."""
     return frozenset((file, test) for file, _, test in (without_group(item).partition("::") for item in items))
 
 
 def _distributes(config: pytest.Config) -> bool:
-    """Return whether this process is pytest-xdist's controller, which collects nothing itself."""
+    """Return whether this process is pytest-xdist's controller, which collects no tests itself."""
     return bool(config.getoption("numprocesses", None)) or bool(config.getoption("tx", None))

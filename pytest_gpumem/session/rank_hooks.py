@@ -1,4 +1,8 @@
-"""A plugin for a session of one rank of several: keeps its tests in step with those of the other ranks."""
+"""The plugin for a rank's session, which keeps its tests in step with the other ranks.
+
+For example, if ``test_step`` raises an error on rank 1, rank 0 learns it and fails ``test_step`` as well, so no rank waits for
+another in a different test.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +25,24 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.rank_session import RankSession
 
 _MOST_TEXT = 20_000
-"""Characters of an exception's text that other ranks are told, the last ones."""
+"""The most characters in an exception's text for other ranks. A longer text loses its beginning."""
 _LEAVES = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
-"""Exceptions that end the session, and not a test."""
+"""Exceptions that end the session, not only a test."""
 
 
 @dataclass(eq=False, repr=False)
 class RankHooks:
-    """Hooks around those of `Measuring`; registered first, so that a failure is recorded before these run."""
+    """Hooks around the hooks of `Measuring`. They are registered first, so a failure is recorded before they run."""
 
     ranks: RankSession
-    """The session among those of the other ranks."""
+    """The connection to the other ranks."""
     measured: Mapping[pytest.Item, MeasuredTest]
     tell: Callable[[str], object]
-    """Called on rank 0 with what makes the session red that happened on another rank."""
+    """Called on rank 0 with each session error from another rank."""
     current: MeasuredTest | None = None
-    """The measured test that runs."""
+    """The running measured test."""
     _failed: list[str] = field(default_factory=list)
-    """Failures on this rank that are in no verdict, each as a clause."""
+    """Failures on this rank outside of any verdict, each as a clause."""
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -73,11 +77,11 @@ class RankHooks:
 
     def _comes_to(self, item: pytest.Item, phase: str) -> None:
         self.ranks.watch.where = where = f"{item.nodeid} ({phase})"
-        with suppress(BoardError):  # which the watch reports
+        with suppress(BoardError):  # the watch reports it
             self.ranks.consensus.comes_to(where)
 
     def _until_it_ends(self, item: pytest.Item, measured: MeasuredTest, phase: str) -> Generator[None, object, object]:
-        """Run a phase of a measured test, and if it ends the test, by itself, do so on all ranks."""
+        """Run a phase in a measured test. If an error ends the test in it, end the test on all ranks."""
         try:
             result = yield
             errors = errors_kept_by(item)
@@ -94,7 +98,7 @@ class RankHooks:
             raise
 
     def _end(self, item: pytest.Item, measured: MeasuredTest, error: BaseException, phase: str) -> None:
-        """Tell the others that ``error`` ended the test, and raise what ends it on all of them, unless ``error`` does."""
+        """Tell the other ranks that ``error`` ended the test. Raise the common failure unless ``error`` is the failure."""
         end = _end_of(item, error, phase)
         try:
             verdict = self.ranks.ended_by_itself(end, measured.not_measured(end.why, failed_by_itself=True))
@@ -104,7 +108,7 @@ class RankHooks:
             return
         record_verdict(item, verdict)
         if end.how == "raised":
-            # With its own traceback.
+            # The caller raises the error itself, with its own traceback.
             item.add_report_section("call", "gpumem ranks", verdict.failure.partition("\n\n")[0])
             return
         raise pytest.fail.Exception(verdict.failure, pytrace=False) from None
@@ -112,7 +116,7 @@ class RankHooks:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "failed" or hasattr(report, "wasxfail"):
             return
-        is_in_no_verdict = report.when == "teardown" or hasattr(report, "context")  # which a subtest's report has
+        is_in_no_verdict = report.when == "teardown" or hasattr(report, "context")  # a subtest's report has a context
         if is_in_no_verdict or not any(item.nodeid == report.nodeid for item in self.measured):
             phase = {"setup": "set-up", "teardown": "tear-down"}.get(report.when or "", "call")
             text = str(report.longrepr).strip()[-_MOST_TEXT:]
@@ -132,23 +136,23 @@ class RankHooks:
         watch.where, watch.measures = "the end of its tests", False
         self.ranks.end_tests(self._failed, ended_early)
         if self.ranks.rank.is_first:
-            self._tell_of_others(self.ranks.consensus.ends_of_sessions())
+            self._report_other_ranks(self.ranks.consensus.ends_of_sessions())
         self.ranks.write_now()
         return result
 
-    def _tell_of_others(self, ends: list[Any]) -> None:
+    def _report_other_ranks(self, ends: list[Any]) -> None:
         for number, (failed, ended_early) in enumerate(ends):
             if number == 0:
                 continue
             rank = Rank(number, len(ends))
-            for what in failed:
-                self.tell(f"{rank}: {what}")
+            for failure in failed:
+                self.tell(f"{rank}: {failure}")
             if ended_early is not None:
                 self.tell(f"{rank} ended early: {ended_early}")
 
 
 def _stop(item: pytest.Item, lost: RankLost) -> NoReturn:
-    """Fail a test that cannot go on without another rank, and let no further one begin."""
+    """Fail a test that cannot go on without another rank, and stop the session before the next test."""
     item.session.shouldstop = str(lost)
     raise pytest.fail.Exception(f"gpumem: {lost}", pytrace=False) from None
 
@@ -159,10 +163,10 @@ def _end_of(item: pytest.Item, error: BaseException, phase: str) -> RankEnd:
     if isinstance(error, pytest.skip.Exception):
         return RankEnd("skipped", why=str(error))
     text = str(item.repr_failure(pytest.ExceptionInfo.from_exception(error)))
-    what = "" if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: "
+    prefix = "" if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: "
     message = str(error).strip().partition("\n")[0]
-    assert failure_of(item) is not error, "the gate's own failure is everybody's"
-    return RankEnd("raised", why=f"{what}{message}".removesuffix(": "), when=phase, text=text[-_MOST_TEXT:])
+    assert failure_of(item) is not error, "all ranks already know the gate's own failure"
+    return RankEnd("raised", why=f"{prefix}{message}".removesuffix(": "), when=phase, text=text[-_MOST_TEXT:])
 
 
 def _last_line(report: pytest.TestReport) -> str:

@@ -1,4 +1,8 @@
-"""A session's part among those of the other ranks: what it tells them, and what they decide together."""
+"""The session of one rank among several: it exchanges tests and verdicts with the other ranks, so all decide alike.
+
+For example, with ``torchrun --nproc-per-node=2`` the same test runs on two ranks. Each rank sends its verdict to rank 0, which
+combines the verdicts, decides whether the test fails, and sends the decision back.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +27,34 @@ if TYPE_CHECKING:
     from pytest_gpumem.ranks.watch import Watch
 
 _MOST_SHOWN = 5
-"""Tests that are named where ranks collected others."""
+"""The most tests in a message on different selections."""
 
 
 class RankSession(OneProcess):
-    """A session of one rank. Between `join` and `leave` it is watched over."""
+    """A rank's session. Between `join` and `leave`, a `Watch` ends it if another rank is lost."""
 
     consensus: Consensus
 
     def __init__(self, launch: Launch, seconds: float) -> None:
-        """Make the session of a launched rank; ``seconds`` are those of ``--gpumem-rank-timeout``."""
+        """Make a launched rank's session.
+
+        Args:
+            launch: The rank's number, its launcher and its addresses.
+            seconds: The value of ``--gpumem-rank-timeout``.
+        """
         self.rank: Rank = launch.rank
         self.command = launch.command
         self.has_ended = True
-        """True if the others know how the current test ended on this rank."""
+        """True if the other ranks know how the current test ended on this rank."""
         self._launch = launch
         self._seconds = seconds
         self._watch: Watch | None = None
         self._writes = False
-        self._told_its_end = False
+        self._has_sent_end = False
 
     @property
     def watch(self) -> Watch:
-        assert self._watch is not None, "only used when the session has joined the others"
+        assert self._watch is not None, "the session has joined the other ranks"
         return self._watch
 
     def join(self, root: Path, lost: Callable[[str], object]) -> None:
@@ -53,7 +62,7 @@ class RankSession(OneProcess):
 
         Args:
             root: The project's folder.
-            lost: Called on rank 0, in another thread, when a rank is lost, before the process ends.
+            lost: Called on rank 0 in another thread if a rank is lost, before the process ends. The argument is the reason.
         """
         from pytest_gpumem.ranks.board import Board
         from pytest_gpumem.ranks.consensus import Consensus
@@ -64,67 +73,74 @@ class RankSession(OneProcess):
         self._watch.start()
 
     def differing(self, tests: Sequence[str], measured: Sequence[str], not_collected: Sequence[str]) -> str | None:
-        """Return in what the tests that ranks are about to run differ, as a sentence; ``None`` where they do not.
+        """Return a sentence if the ranks are about to run or measure different tests; ``None`` if all agree.
 
         Args:
-            tests: The ids of this rank's tests, in their order.
-            measured: Those of them that are measured.
-            not_collected: The files that it could not collect.
+            tests: This rank's tests by id, in their order.
+            measured: The measured tests among them, by id.
+            not_collected: This rank's files with errors in their collection.
         """
-        everything = self.consensus.exchange([list(tests), list(measured), list(not_collected)])
-        first, first_measured, not_there = everything[0]
-        for number, (theirs, measured_there, files) in enumerate(everything):
+        selections = self.consensus.exchange([list(tests), list(measured), list(not_collected)])
+        tests_of_first, measured_on_first, not_collected_on_first = selections[0]
+        for number, (tests_of_rank, measured_on_rank, not_collected_on_rank) in enumerate(selections):
             rank = Rank(number, self.rank.world)
-            if theirs != first:
-                return differing_text(rank, first, theirs, files, not_there)
-            only = sorted(set(first_measured) ^ set(measured_there))
-            if only:
-                who = "rank 0" if only[0] in first_measured else str(rank)
+            if tests_of_rank != tests_of_first:
+                return differing_text(
+                    rank, tests_of_first, tests_of_rank, not_collected_on_rank, not_collected_on_first
+                )
+            measured_on_one = sorted(set(measured_on_first) ^ set(measured_on_rank))
+            if measured_on_one:
+                measuring_rank = "rank 0" if measured_on_one[0] in measured_on_first else str(rank)
                 return (
-                    f"only {who} measures {only[0]}, of rank 0 and {rank}: they measure it together, or it is not gated. Give "
-                    "it the marker, or the fixture, on every rank"
+                    f"only {measuring_rank} measures {measured_on_one[0]}, of rank 0 and {rank}, so the test cannot be gated. "
+                    "Give it the marker, or the fixture, on every rank"
                 )
         return None
 
     def begin(self, nodeid: str) -> None:
-        """Begin a measured test, together with all ranks. Raises `RankLost` where they do not begin the same."""
+        """Begin a measured test together with all ranks. Raises `RankLost` if a rank begins another test."""
         self.consensus.begin_test()
         self.has_ended = False
-        others = self.consensus.exchange(nodeid)
-        for number, theirs in enumerate(others):
-            if theirs != others[0]:
-                raise RankLost(f"{Rank(number, self.rank.world)} runs {theirs}, and rank 0 {others[0]}")
+        nodeids = self.consensus.exchange(nodeid)
+        for number, nodeid_of_rank in enumerate(nodeids):
+            if nodeid_of_rank != nodeids[0]:
+                raise RankLost(f"{Rank(number, self.rank.world)} runs {nodeid_of_rank}, and rank 0 {nodeids[0]}")
 
     def agreed(self, verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]) -> TestVerdict:
         return self._decided(RankEnd("judged", verdict), verdict, decide) or verdict
 
     def ended_by_itself(self, end: RankEnd, nothing: TestVerdict) -> TestVerdict | None:
-        """Tell the others that this rank's test ended by itself, and return what becomes of it; ``None`` where all skipped it.
+        """Tell the other ranks that this rank's test ended by an error or a skip, and return the common verdict.
 
         Args:
-            end: How it ended.
+            end: How the test ended.
             nothing: The verdict on the test without a measurement.
+
+        Returns:
+            The verdict of all ranks; ``None`` if all ranks skipped the test.
         """
         return self._decided(end, nothing, lambda verdict: verdict)
 
     def _decided(
-        self, end: RankEnd, mine: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]
+        self, end: RankEnd, own_verdict: TestVerdict, decide: Callable[[TestVerdict], TestVerdict]
     ) -> TestVerdict | None:
+        """Send the end of a test to rank 0, which combines all ends and decides. Return the decided verdict."""
         self.has_ended = True
         if not self.rank.is_first:
             self.consensus.end_test(to_plain(end), end.failure)
             decision = self.consensus.decision()
-            return None if decision is None else replace(mine, failure=decision["failure"])
+            return None if decision is None else replace(own_verdict, failure=decision["failure"])
         decision = {"failure": f"{self.rank} ended the test without a verdict"}
         try:
-            # Its own verdict need not travel.
-            plain: list[Any] = self.consensus.end_test({}, end.failure) or []
-            ends = [end, *(from_plain(RankEnd, one) for one in plain[1:])]
-            whole = verdict_of_all(ends, replace(mine, verdicts=(), missing=(), missing_on=(), relations=0))
-            if whole is not None and whole.failure is None:
-                whole = decide(whole)
-            decision = None if whole is None else {"failure": whole.failure}
-            return whole
+            # Rank 0 need not send its own verdict.
+            plain_ends: list[Any] = self.consensus.end_test({}, end.failure) or []
+            ends = [end, *(from_plain(RankEnd, plain_end) for plain_end in plain_ends[1:])]
+            without_results = replace(own_verdict, verdicts=(), missing=(), missing_on=(), relations=0)
+            combined = verdict_of_all(ends, without_results)
+            if combined is not None and combined.failure is None:
+                combined = decide(combined)
+            decision = None if combined is None else {"failure": combined.failure}
+            return combined
         except RankLost as error:
             decision = {"failure": str(error)}
             raise
@@ -132,23 +148,23 @@ class RankSession(OneProcess):
             self.consensus.decide(decision)
 
     def end_tests(self, failed: Sequence[str], ended_early: str | None) -> None:
-        """Tell the others that this rank runs no more tests.
+        """Tell the other ranks that this rank runs no more tests.
 
         Args:
-            failed: What failed on it and is in no verdict, each as a clause.
-            ended_early: Why it did not run all of its tests; ``None`` where it did.
+            failed: The failures on this rank outside of any verdict, each as a clause.
+            ended_early: Why this rank did not run all of its tests; ``None`` if it did.
         """
-        self._told_its_end = True
+        self._has_sent_end = True
         self.consensus.end_session([list(failed), ended_early])
 
     def write_now(self) -> None:
-        """Begin to write what is not to be cut off until `leave`, also where the job is ended."""
-        # Where the watch reports a lost rank, this waits for the end of the process.
+        """Begin to write reports and baselines. Until `leave`, the watch does not end the process."""
+        # If the watch is reporting a lost rank, this waits until the process ends.
         if not self._writes:
             self._writes = self.watch.writing.acquire()
 
     def leave(self) -> None:
-        """Wait until every rank is about to exit, and watch no longer."""
+        """Wait until every rank is about to exit, and end the watch."""
         if self._watch is None:
             return
         from pytest_gpumem.ranks.errors import BoardError
@@ -157,10 +173,10 @@ class RankSession(OneProcess):
         if self._writes:
             self._watch.writing.release()
         try:
-            if not self._told_its_end:
+            if not self._has_sent_end:
                 with suppress(BoardError):
                     self.end_tests([], "its session ended before its first test")
-            # Rank 0, which may serve the store, need not wait for those that have looked whether it is about to exit.
+            # Rank 0 may serve the ranks' key-value store. It need not wait for ranks after they have seen its entry.
             with suppress(BoardError):
                 self.consensus.leave()
         finally:
@@ -169,35 +185,46 @@ class RankSession(OneProcess):
 
 
 def ranks_of(seconds: float, environ: Mapping[str, str]) -> OneProcess | RankSession:
-    """Return this process's part among the ranks of its job. Raises `LaunchError`.
+    """Return the session of this rank, or `OneProcess` if the process is not a rank.
 
     Args:
-        seconds: Those of ``--gpumem-rank-timeout``.
-        environ: The variables of the launcher.
+        seconds: The value of ``--gpumem-rank-timeout``.
+        environ: The environment, with the launcher's variables such as ``WORLD_SIZE``.
+
+    Raises:
+        LaunchError: A launcher's variable is missing or wrong.
     """
     launch = launch_of(environ)
     return OneProcess() if launch is None else RankSession(launch, seconds)
 
 
 def differing_text(
-    rank: Rank, first: Sequence[str], theirs: Sequence[str], files: Sequence[str], files_of_first: Sequence[str]
+    rank: Rank,
+    tests_of_first: Sequence[str],
+    tests_of_rank: Sequence[str],
+    files: Sequence[str],
+    files_of_first: Sequence[str],
 ) -> str:
-    """Return a sentence on a rank whose tests are others than rank 0's.
+    """Return a sentence on a rank whose tests differ from rank 0's.
 
     Args:
         rank: The rank.
-        first: Rank 0's tests.
-        theirs: The rank's tests.
-        files: The files that it could not collect.
-        files_of_first: The files that rank 0 could not collect.
+        tests_of_first: Rank 0's tests.
+        tests_of_rank: The rank's tests.
+        files: The rank's files with errors in their collection.
+        files_of_first: Rank 0's files with errors in their collection.
+
+    Returns:
+        For example, ``rank 1 of 2 selected other tests than rank 0: it lacks test_it.py::test_b. Every rank has to select the
+        same tests: ...``.
     """
-    lacking = [test for test in first if test not in set(theirs)]
-    more = [test for test in theirs if test not in set(first)]
+    lacking = [test for test in tests_of_first if test not in set(tests_of_rank)]
+    more = [test for test in tests_of_rank if test not in set(tests_of_first)]
     if not lacking and not more:
-        what = (
-            "runs the same tests as rank 0 in another order; give every rank the same (pytest-randomly: -p no:randomly)"
+        return (
+            f"{rank} runs the same tests as rank 0 in another order; use the same order on every rank (with pytest-randomly: "
+            "-p no:randomly)"
         )
-        return f"{rank} {what}"
     parts = []
     if lacking:
         parts.append(f"lacks {_listed(lacking)}")
@@ -206,8 +233,8 @@ def differing_text(
     broken = f"; it could not collect {_listed(files)}" if files else ""
     broken += f"; rank 0 could not collect {_listed(files_of_first)}" if files_of_first else ""
     return (
-        f"{rank} selected other tests than rank 0: it {' and '.join(parts)}{broken}. Every rank has to select the same tests: "
-        "what differs between ranks belongs into the tests"
+        f"{rank} selected other tests than rank 0: it {' and '.join(parts)}{broken}. Every rank has to select the same tests; "
+        "move code that differs between ranks into the tests"
     )
 
 

@@ -1,4 +1,4 @@
-"""The store of a session: opened once, and read whole before anything runs where the session compares or writes."""
+"""Open the store of a session, and check it before any test runs if the session compares or writes baselines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def opened(settings: Settings) -> Store:
-    """Return the store. Raises ``pytest.UsageError`` when there is no such folder or URL."""
+    """Return the store from the settings. Raises ``pytest.UsageError`` if its folder or URL does not exist."""
     try:
         return Store(backend_of(settings.store, settings.store_base))
     except BackendError as error:
@@ -26,7 +26,11 @@ def opened(settings: Settings) -> Store:
 
 
 def check(store: Store, settings: Settings) -> None:
-    """Read the store. Raises ``pytest.UsageError`` if a file cannot be understood, or a device that is asked for has none."""
+    """Read the whole store.
+
+    Raises:
+        pytest.UsageError: A file cannot be understood, or the store has no baseline for the device of ``--gpumem-against``.
+    """
     try:
         store.check()
         stored = store.keys() if settings.against is not None else []
@@ -34,7 +38,7 @@ def check(store: Store, settings: Settings) -> None:
         raise pytest.UsageError(str(error)) from None
     slugs = sorted({slug for slug, _ in stored})
     if settings.against is not None and settings.against not in slugs:
-        there = nearest(settings.against, slugs) if slugs else "it is empty"
+        hint = nearest(settings.against, slugs) if slugs else "it is empty"
         raise pytest.UsageError(
-            f"--gpumem-against={settings.against}: the store has no baseline of that device; {there}"
+            f"--gpumem-against={settings.against}: the store has no baseline of that device; {hint}"
         )

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.process import GpumemSession
 
 SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
-"""The session of this process."""
+"""This process's session."""

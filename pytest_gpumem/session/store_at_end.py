@@ -1,4 +1,4 @@
-"""The store at the end of a session: what is written into it, and what is to be said of what it holds."""
+"""Update the store at the end of a session, and report on its baselines."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """An update of the store, complete or not."""
+class StoreUpdate:
+    """The result of a store update, complete or not."""
 
-    said: list[str]
-    """Lines on what became of the store."""
+    lines: list[str]
+    """Lines on the update, for the session's end."""
     results: list[TestResult]
-    """The session's results. Those that could not be written say so."""
+    """The session's results. Unwritten results have ``unwritten`` set."""
     error: str | None = None
     """The reason why not everything was written, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAtEnd:
-    """The store of a session with what it measured. Methods that read it raise `StoreError` and `BackendError`."""
+    """The store at a session's end. Methods that read the store raise `StoreError` and `BackendError`."""
 
     store: Store
     settings: Settings
     root: Path
 
     def restorable(self) -> str | None:
-        """Return a sentence on a store that is gone and that git knows; ``None`` if it is not so."""
+        """Return a sentence if the store's folder was deleted and git can restore it; otherwise ``None``."""
         settings = self.settings
         backend = backend_of(settings.store, settings.store_base)
         restore = restoring_command(backend.root) if isinstance(backend, Folder) else None
         return None if restore is None else f"{settings.store} is gone, and git has it: `{restore}` restores it"
 
-    def write(self, results: list[TestResult], mode: UpdateMode) -> Written:
-        """Write what ``mode`` accepts."""
+    def write(self, results: list[TestResult], mode: UpdateMode) -> StoreUpdate:
+        """Write the results that ``mode`` accepts. The returned value contains the store's errors."""
         try:
-            return Written(self._write(results, mode), results)
+            return StoreUpdate(self._write(results, mode), results)
         except IncompleteChangeError as error:
-            said = f"{STORE}{counted(error.written, 'baseline')} written ({mode}), the others were not"
+            line = f"{STORE}{counted(error.written, 'baseline')} written ({mode}), the others were not"
             marked = [
                 replace(result, unwritten=(result.verdict.file, result.verdict.test) in error.left)
                 for result in results
             ]
-            return Written([said], marked, f"baselines were not written: {error}")
+            return StoreUpdate([line], marked, f"baselines were not written: {error}")
         except (StoreError, BackendError) as error:
             marked = [replace(result, unwritten=True) for result in results]
-            return Written([], marked, f"baselines were not written: {error}")
+            return StoreUpdate([], marked, f"baselines were not written: {error}")
 
     def _write(self, results: list[TestResult], mode: UpdateMode) -> list[str]:
         held_back = [result for result in results if result.passed and result.is_held_back_by(mode)]
@@ -86,46 +86,58 @@ class StoreAtEnd:
             note += f"; {not_compared_with(len(left_out), left_out[0])}"
         if reason is not None:
             note += f"; the reason is kept with {sum(entry.reason == reason for entry in changes.entries.values())}"
-        as_before = len(changes.measured) - len(changes.entries)
-        said = [
-            (
-                f"store: {counted(len(changes.entries), 'baseline')} written ({mode}), "
-                f"{counted(as_before, 'left as it was', 'left as they were')}{note}"
-            )
-        ]
-        return [*said, *([f"store: {unlocked}"] if unlocked is not None else []), *_no_longer_measured(results)]
+        unchanged = len(changes.measured) - len(changes.entries)
+        line = (
+            f"store: {counted(len(changes.entries), 'baseline')} written ({mode}), "
+            f"{counted(unchanged, 'left as it was', 'left as they were')}{note}"
+        )
+        return [line, *([f"store: {unlocked}"] if unlocked is not None else []), *_no_longer_measured(results)]
 
     def unused(self, results: list[TestResult], selection: Selection) -> tuple[str, ...]:
-        """Return a line on baselines that belong to no test, if there are any, after a session that ran all its tests."""
+        """Return a line on baselines without a test, after a session that ran all its tests.
+
+        Args:
+            results: The session's results.
+            selection: The tests that use baselines.
+
+        Returns:
+            A tuple with one line, or an empty tuple if no baseline is unused.
+        """
         if not (self.settings.baseline or self.settings.update):
             return ()
-        gone = unused(
+        unused_keys = unused(
             [entry for slug in sorted(self._compared_slugs(results)) for entry in self.store.keys(slug)],
-            # What an update says of tests that are not measured any more is a line of its own.
+            # An update reports no longer measured tests in a line of its own.
             measured=selection.measured
             | selection.uncollected
-            | {(one.verdict.file, one.verdict.test) for one in results},
+            | {(result.verdict.file, result.verdict.test) for result in results},
             whole_files=selection.files,
             exists=self._exists,
         )
-        return (unused_line(gone),) if gone else ()
+        return (unused_line(unused_keys),) if unused_keys else ()
 
     def stored(self, results: list[TestResult], functions: Sequence[str]) -> Stored:
-        """Return what a merged report needs to know of the store: a shard alone does not know what is unused.
+        """Return the data on the store that a merged report needs, because a single shard cannot find unused baselines.
 
-        ``functions`` is pytest's setting ``python_functions``.
+        Args:
+            results: The session's results.
+            functions: pytest's setting ``python_functions``.
         """
         if not (self.settings.baseline or self.settings.update):
             return Stored()
         slugs = self._compared_slugs(results)
         keys = [entry for slug in sorted(slugs) for entry in self.store.keys(slug)]
-        gone = frozenset(key.file for _, key in keys if not self._exists(key.file))
-        return Stored(tuple(keys), gone, tuple(functions))
+        missing_files = frozenset(key.file for _, key in keys if not self._exists(key.file))
+        return Stored(tuple(keys), missing_files, tuple(functions))
 
-    def of_other_devices(self, others: Collection[tuple[str, str]]) -> list[str]:
-        """Return a sentence for a session without a measured test if ``others``, given as (file, test), have baselines."""
-        stored = self.store.keys(files={file for file, _ in others}) if others else ()
-        slugs = {(key.file, key.test): slug for slug, key in stored if (key.file, key.test) in others}
+    def of_other_devices(self, unmeasured: Collection[tuple[str, str]]) -> list[str]:
+        """Return a sentence if a session without a measured test ran tests with baselines on other devices.
+
+        Args:
+            unmeasured: The tests that ran without being measured, as (file, test).
+        """
+        stored = self.store.keys(files={file for file, _ in unmeasured}) if unmeasured else ()
+        slugs = {(key.file, key.test): slug for slug, key in stored if (key.file, key.test) in unmeasured}
         if not slugs:
             return []
         (file, test), *more = sorted(slugs)
@@ -138,8 +150,8 @@ class StoreAtEnd:
         ]
 
     def _compared_slugs(self, results: list[TestResult]) -> set[str]:
-        """Return the devices with whose baselines the results were compared."""
-        measured = {one.measurement.environment.slug for result in results for one in result.verdict.verdicts}
+        """Return the slugs of the devices whose baselines the results were compared with."""
+        measured = {verdict.measurement.environment.slug for result in results for verdict in result.verdict.verdicts}
         return {self.settings.compared_slug(slug) for slug in measured}
 
     def _exists(self, file: str) -> bool:
@@ -147,8 +159,8 @@ class StoreAtEnd:
 
 
 def _no_longer_measured(results: Iterable[TestResult]) -> list[str]:
-    """Return a line on the tests that have baselines here and measured nothing, which no update changes."""
-    tests = [one.verdict for one in results if one.verdict.missing and not one.verdict.verdicts]
+    """Return a line on tests with baselines but without a measurement. No update changes such baselines."""
+    tests = [result.verdict for result in results if result.verdict.missing and not result.verdict.verdicts]
     if not tests:
         return []
     first = tests[0]

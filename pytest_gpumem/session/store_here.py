@@ -1,4 +1,4 @@
-"""The baselines for a session: those of its own device, and those of devices named by markers."""
+"""The baselines for a session, on its own device and on the devices that markers name."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class StoreHere:
-    """The baselines for a session, in a store with those of many devices.
+    """The baselines for a session, in a store with baselines for many devices.
 
-    If a marker named a device when a baseline was recorded, that device decides; otherwise the device of the session does.
-    For example, a session on the CPU looks at ``cpu-x86_64``, and for a test marked with ``device="cuda"`` at ``nvidia-h100``.
+    If a marker named a device when a baseline was recorded, the baseline is for this device. Otherwise it is for the session's
+    device. For example, a session on the CPU reads ``cpu-x86_64``, but ``nvidia-h100`` for a test with ``device="cuda"``.
     """
 
     store: Store
     rank: Rank | None
-    """The rank of this process. Other ranks, and jobs of another size, have their own baselines."""
+    """This process's rank. Other ranks, and jobs with another number of ranks, have their own baselines."""
     slug_of: Callable[[str | None], str | None]
-    """Returns the slug of a device (``None`` stands for that of the session), or ``None`` if the device is not available.
-    It may load torch, so it is called only if there are baselines."""
+    """Returns the slug of a device, or ``None`` if the device is not available. The argument ``None`` means the session's
+    device. The function may load torch, so it is called only if there are baselines."""
     _slugs: dict[str | None, str | None] = field(default_factory=dict, init=False)
 
     def files(self) -> set[str]:
-        """Return the test files that have baselines on any device."""
+        """Return the test files with baselines on any device."""
         return self.store.files()
 
     def keys(self, files: Collection[str]) -> list[tuple[str, Key]]:

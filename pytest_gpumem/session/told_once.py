@@ -1,4 +1,8 @@
-"""Failures in pytest's own report, shortened where another test tells their causes in full."""
+"""Shorten failures in pytest's own report if another test's failure shows the same cause in full.
+
+For example, in the example project six tests fail because of ``blocks.*.attention`` at ``tiny_models/gpt.py:38``. The first
+failure shows this cause in full. The other five are short and name the first test.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.reports.session_report import SessionReport
 
 MOST_SHORT = 20
-"""The most shortened failures that pytest shows. Where there are more, all of them are only counted, unless ``-v`` asks."""
+"""The most shortened failures in pytest's report. If there are more, pytest shows only their number, or all with ``-v``."""
 
 
 def tell_causes_once(reporter: Any, report: SessionReport) -> None:
-    """Have pytest tell each cause in one failure: other plugins have had the whole texts, and -vv shows them.
+    """Let pytest show each cause in one failure only. Other plugins got the whole texts before, and -vv shows them.
 
     Args:
         reporter: pytest's terminal reporter, before it shows failures.
@@ -32,13 +36,13 @@ def tell_causes_once(reporter: Any, report: SessionReport) -> None:
     if verbosity > 1:
         return
     verdicts = {result.verdict.nodeid: result.verdict for result in report.results if result.verdict.failure}
-    # A subtest's failure has the id of its test.
+    # A subtest's failure has its test's id.
     failures = {
         failure.nodeid: failure
         for failure in reporter.stats.get("failed", ())
         if failure.nodeid in verdicts and headline(verdicts[failure.nodeid].failure or "") in failure.longreprtext
     }
-    # In the order in which they are shown.
+    # pytest shows failures in this order.
     failed = [verdicts[nodeid] for nodeid in failures]
     texts = short_failures(causes_in(report).causes, failed, report.terms.units)
     for nodeid, text in texts.items():
@@ -48,18 +52,18 @@ def tell_causes_once(reporter: Any, report: SessionReport) -> None:
 
 
 def _leave_out(reporter: Any, failures: Collection[pytest.TestReport]) -> None:
-    """Have both lists of failures end with how many more there are. Other plugins find every one in ``stats``."""
+    """Replace failures in both of pytest's lists by a line with their number. ``stats`` keeps them for other plugins."""
     left_out = set(map(id, failures))
     more = f"... and {counted(len(failures), 'more failure')} that the causes in the table explain (-v shows all)"
 
     def shortened(section: Callable[[], None]) -> Callable[[], None]:
         def show() -> None:
-            every = reporter.stats["failed"]
-            reporter.stats["failed"] = [failure for failure in every if id(failure) not in left_out]
+            all_failures = reporter.stats["failed"]
+            reporter.stats["failed"] = [failure for failure in all_failures if id(failure) not in left_out]
             try:
                 section()
             finally:
-                reporter.stats["failed"] = every
+                reporter.stats["failed"] = all_failures
             reporter.write_line(more)
 
         return show
@@ -71,7 +75,7 @@ def _leave_out(reporter: Any, failures: Collection[pytest.TestReport]) -> None:
 
 
 class ShortFailure:
-    """A failure in pytest's report of a test, as text. pytest's summary shows its first line."""
+    """A failure in pytest's report, as text. pytest's summary shows the first line."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -81,6 +85,6 @@ class ShortFailure:
         return self._text
 
     def toterminal(self, writer: Any) -> None:
-        """Write it, as pytest's own failures are."""
+        """Write the text, as pytest expects from a failure."""
         for line in self._text.split("\n"):
             writer.line(line)

@@ -1,4 +1,4 @@
-"""Plugins for a worker whose tests share a GPU: each test has its bytes reserved while it runs."""
+"""Plugins for a worker whose tests share a GPU. Each test runs while its bytes are reserved."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """A plugin that has each test wait until its part of the GPU is free, and holds it to that.
+    """A plugin that lets each test wait until its part of the GPU is free, and limits the test to this part.
 
-    A test that runs out of what was reserved for it is given the whole GPU when it runs again (`Repeating`, or a plugin for
-    reruns).
+    If a test exceeds its reserved memory, it gets the whole GPU when it runs again (`Repeating`, or a plugin for reruns). For
+    example, a test with a known peak of 4.08 GB that now needs 5 GB raises an out-of-memory error and is repeated with the
+    whole GPU, so its report shows the 5 GB.
     """
 
     def __init__(self, shares: Mapping[pytest.Item, GpuShare], not_shared: frozenset[str]) -> None:
@@ -33,40 +34,40 @@ class Turns:
         self._repeated: set[str] = set()
 
     def packed(self) -> Packed:
-        """Return how the tests were packed until now."""
-        alone = [(share.alone, item.nodeid) for item, share in self._shares.items() if share.alone is not None]
+        """Return how the tests were packed up to now."""
+        alone = [(share.why_alone, item.nodeid) for item, share in self._shares.items() if share.why_alone is not None]
         return Packed(len(self._shares) - len(alone), tuple(alone), frozenset(self._repeated), self._not_shared)
 
     def has_run_out(self) -> bool:
-        """Return whether the test that runs has run out of what was reserved for it, whoever caught the error."""
+        """Return whether the running test exceeded its reserved memory, even if the test caught the error."""
         if self._reservation is None or self._reservation.wanted is None:
             return False
-        with suppress(RuntimeError):  # after an illegal access a device tells nothing
+        with suppress(RuntimeError):  # after an illegal access the device answers no calls
             return self._memory().refusals() > self._refusals
         return False
 
     def may_run_out(self, item: pytest.Item) -> bool:
-        """Return whether a test has less than the whole GPU, so that it may run out of what is reserved for it."""
+        """Return whether a test has less than the whole GPU, so it may exceed its reserved memory."""
         share = self._shares.get(item)
-        return share is not None and share.wanted is not None
+        return share is not None and share.needed is not None
 
-    # The outermost: a plugin's time limit for a test does not count the seconds that it waits.
+    # tryfirst makes this wrapper the outermost, so a plugin's time limit for a test does not count the waiting.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         share = self._shares.get(item)
         if share is None:
             return (yield)
         memory = share.memory
-        with memory.ledger.reserved(share.wanted, memory.now) as reservation:
+        with memory.ledger.reserved(share.needed, memory.now) as reservation:
             self._reservation, self._running = reservation, share
-            with suppress(RuntimeError):  # likewise, and the test will say so itself
+            with suppress(RuntimeError):  # after an illegal access, which the test itself will report
                 self._refusals = memory.refusals()
                 memory.limit(reservation.limit)
             try:
                 return (yield)
             finally:
                 self._reservation = self._running = None
-                with suppress(RuntimeError):  # after an illegal access nothing can be freed
+                with suppress(RuntimeError):  # after an illegal access no memory can be freed
                     memory.limit(None)
                     memory.release()
 
@@ -85,19 +86,19 @@ class Turns:
                 memory.ledger.leave()
 
     def _memory(self) -> SharedMemory:
-        assert self._running is not None, "only asked while a test runs"
+        assert self._running is not None, "a test runs"
         return self._running.memory
 
 
 class Repeating:
-    """Runs a test that ran out of what was reserved for it once more; only that run is reported."""
+    """Runs a test once more if it exceeded its reserved memory. Only the second run is reported."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        if not self._turns.may_run_out(item) or _is_left_to_others(item):
+        if not self._turns.may_run_out(item) or _is_left_to_other_plugins(item):
             return None
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -111,28 +112,28 @@ class Repeating:
         return True
 
 
-def _is_left_to_others(item: pytest.Item) -> bool:
-    """Return whether a debugger is to see the test's first failure, or pytest-rerunfailures runs it again."""
+def _is_left_to_other_plugins(item: pytest.Item) -> bool:
+    """Return whether a debugger needs the test's first failure, or pytest-rerunfailures runs the test again."""
     option = item.config.getoption
     if option("usepdb", False) or option("force_reruns", None) or item.get_closest_marker("flaky") is not None:
         return True
     reruns: object = option("reruns", None)
     if reruns is None:
-        with suppress(ValueError, KeyError):  # without that plugin there is no such setting
+        with suppress(ValueError, KeyError):  # without that plugin the setting does not exist
             reruns = item.config.getini("reruns")
     return str(reruns or 0) != "0"
 
 
 def _forget(item: pytest.Item) -> None:
-    """Forget what the run that is not reported has told, and the errors that pytest keeps of fixtures of wider scopes.
+    """Remove the first run's report sections, and pytest's cached errors from shared fixtures.
 
-    Private names of pytest: where a version lacks one, the repeat meets the kept error, and is reported with it.
+    These names are private in pytest. If a version lacks one, the second run raises the cached error and reports it.
     """
     getattr(item, "_report_sections", []).clear()
-    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-    for definition in (one for several in definitions.values() for one in several):
-        kept = getattr(definition, "cached_result", None)
-        if kept is not None and kept[2] is not None:
-            definition.cached_result = None
-            # What it had registered until it failed has no fixture to finish; pytest 9 expects none.
-            getattr(definition, "_finalizers", []).clear()
+    definitions_by_name = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    for fixturedef in (fixturedef for definitions in definitions_by_name.values() for fixturedef in definitions):
+        cached_result = getattr(fixturedef, "cached_result", None)
+        if cached_result is not None and cached_result[2] is not None:
+            fixturedef.cached_result = None
+            # Finalizers that the failed set-up registered have no fixture to finish, and pytest 9 expects none.
+            getattr(fixturedef, "_finalizers", []).clear()

@@ -124,7 +124,9 @@ def test_a_measured_test_and_a_gate_that_is_typed_need_their_ranks(run, test, ga
 
 
 def test_packing_is_refused_within_a_rank(run):
-    said = "--gpumem-pack shares GPUs among the workers of pytest-xdist, and torchrun gives each rank its own; *"
+    said = (
+        "--gpumem-pack shares GPUs among the workers of pytest-xdist, and torchrun gives each rank a GPU of its own; *"
+    )
     run(MEASURES, TORCHRUN, "--gpumem-pack", said=said, device="cuda")
 
 

@@ -139,7 +139,7 @@ def test_ranks_that_select_other_tests_are_told_apart():
     first = [f"test_it.py::test_{name}" for name in "abc"]
     assert differing_text(Rank(1, 2), first, [first[0], first[2], "test_it.py::test_d"], ["test_b.py"], []) == (
         "rank 1 of 2 selected other tests than rank 0: it lacks test_it.py::test_b and has test_it.py::test_d as well; it could "
-        "not collect test_b.py. Every rank has to select the same tests: what differs between ranks belongs into the tests"
+        "not collect test_b.py. Every rank has to select the same tests; move code that differs between ranks into the tests"
     )
     assert "in another order" in differing_text(Rank(1, 2), first, first[::-1], [], [])
     assert "has test_it.py::test_c as well; rank 0 could not collect test_c.py. Every rank" in differing_text(
