@@ -1,7 +1,7 @@
-"""Turn taking between a training loop and the code that measures its steps.
+"""Turn taking between a training loop and the measuring code.
 
-The measuring code runs a step whenever it needs one. A training loop cannot be called step by step. So both are coroutines in
-one thread (greenlet), and control switches between them at each boundary between two steps:
+The measuring code runs a step whenever it needs figures. A training loop cannot be called step by step. So both are
+coroutines in one thread (greenlet), and control switches between them at each boundary between two steps:
 
 - The measuring code calls `Loop.next_step`. The call returns at the loop's next boundary.
 - The loop calls `Loop.boundary`. The call returns when the measuring code wants another step.
@@ -30,7 +30,7 @@ class EndOfLoop(BaseException):
     """Ends a measured loop through its own ``finally`` and ``with`` blocks.
 
     The base class is ``BaseException``, because a loop may catch every ``Exception``. Raise each instance once only: its
-    traceback keeps the frames and variables of the loop alive.
+    traceback keeps the loop's frames and variables alive.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -39,11 +39,11 @@ class EndOfLoop(BaseException):
 
 
 class Loop:
-    """A loop and the code that measures it.
+    """A loop and its measuring code.
 
     Args:
-        measure: Measures the loop, and runs its steps with `next_step`. It is called at the loop's first boundary. `end` raises
-            the exceptions of ``measure``.
+        measure: Measures the loop, and runs its steps with `next_step`. The loop's first boundary calls it. `end` raises
+            the exceptions from ``measure``.
     """
 
     def __init__(self, measure: Callable[[], object]) -> None:
@@ -56,7 +56,7 @@ class Loop:
         self.is_counted = False
         """True while the loop runs a step under the counters, which may need more memory than a plain step."""
         self.steps = 0
-        """The number of steps that were run for the measuring code."""
+        """The number of steps run for the measuring code."""
 
     # Called by the loop
 
@@ -81,11 +81,11 @@ class Loop:
         """Let the measuring code finish, because the loop has ended.
 
         Args:
-            raised: The exception that ended the latest step, which `next_step` raises in the measuring code. ``None`` if the
+            raised: The exception from the latest step, which `next_step` raises in the measuring code. ``None`` if the
                 loop ended by itself.
 
         Raises:
-            BaseException: The exception of the measuring code.
+            BaseException: The exception from the measuring code.
         """
         self._ended, self._raised = True, raised
         if self._measuring is not None and not self._measuring.dead:
@@ -105,7 +105,7 @@ class Loop:
 
         Raises:
             LoopEnded: The loop ended before the boundary.
-            BaseException: The exception that `end` got.
+            BaseException: The exception passed to `end`.
         """
         if not self._ended:
             assert self._loop is not None, "measuring begins at a boundary of the loop"
@@ -115,7 +115,7 @@ class Loop:
         if self._ended:
             raised, self._raised = self._raised, None
             raise raised or LoopEnded(
-                f"the loop ended after {self.steps + 1} steps, before all was measured: let it run some more"
+                f"the loop ended after {self.steps + 1} steps, before the measurement was complete: run more steps"
             )
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""A step that is ready to run under its config. Its methods measure, locate, explain and time the step."""
+"""A prepared step, with methods that measure, locate, explain and time it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Explanation
 
 MOST_SAMPLES = 3
-"""The most samples of a step's time: two, and a third if the two do not agree on a regression."""
+"""The most time samples: two, and a third if one shows a slowdown and the other is uncertain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class MeasuredStep:
     figures: StepFigures
     workload: Workload
     work: Mapping[str, float]
-    """The number of ``samples``, ``tokens`` or ``items`` in a step, by name. Throughput counts the first name.
+    """The step's ``samples``, ``tokens`` or ``items``, by name. Throughput counts the first name.
 
     Example: ``{"samples": 8, "tokens": 2048}``.
     """
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
-    """The module calls that a training step repeats in backward; ``None`` for other steps."""
+    """The number of module calls repeated in backward; ``None`` if this is no training step."""
     is_over: bool = False
     """True if the step cannot run again, because its loop has ended."""
 
@@ -61,7 +61,7 @@ class MeasuredStep:
         return times is not None and len(times.samples) < MOST_SAMPLES and not self.is_over
 
     def metrics(self) -> dict[str, float]:
-        """Return every metric of the step: bytes, counts, seconds, items per second."""
+        """Return all metrics: bytes, counts, seconds, items per second."""
         figures = self.figures
         metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
         times = figures.times
@@ -84,12 +84,12 @@ class PreparedStep:
     context: MeasuringContext
     workload: Workload
     work: Mapping[str, float]
-    """The number of samples, tokens or items, as in `MeasuredStep`."""
+    """The samples, tokens or items in a step, as in `MeasuredStep`."""
     phases: Sequence[Phase]
     not_own: Sequence[int]
     """Other code's bytes, live before the step's model was built, on each of `Device.everywhere`."""
     held: object
-    """Objects from which all tensors that live between two steps can be reached."""
+    """Objects that lead to all tensors live between two steps."""
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     batch: object = None
@@ -97,10 +97,10 @@ class PreparedStep:
     state: Callable[[], object] | None = None
     notes: tuple[str, ...] = ()
     recomputed: Callable[[], int] | None = None
-    """Returns how many module calls a training step repeats in backward. Call it after the first run."""
+    """Returns the number of module calls repeated in backward. Call this after the first run."""
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     buckets: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """The copies of gradients that ``DistributedDataParallel`` sends, by address."""
+    """``DistributedDataParallel``'s copies of gradients, by address."""
 
     def measure(self) -> MeasuredStep:
         """Run the step until its peak repeats, then measure its memory and its counts."""
@@ -118,7 +118,7 @@ class PreparedStep:
     def time(self, step: MeasuredStep) -> MeasuredStep:
         """Return the measured ``step`` with its times, or unchanged if this session times no steps.
 
-        Explain a step before you time it: timing runs hundreds of steps, and a leak grows in each step.
+        Explain a step before timing: timing runs hundreds of steps, and a leak grows in each step.
         """
         time_budget = self.context.time_budget
         if time_budget is None or not step.may_be_timed:
@@ -138,7 +138,7 @@ class PreparedStep:
         return replace(step, figures=replace(step.figures, times=times))
 
     def locate(self, step: MeasuredStep) -> MeasuredStep:
-        """Run the step once more, and return ``step`` with the lines that call its counted operators."""
+        """Run the step once more, and return ``step`` with the lines of its counted operators."""
         counted, context = step.figures.counted, self.context
         # Launches are counted by the GPU, which does not know lines.
         has_lines = any(counted.by_operator.get(name) for name in TALLIED)
@@ -155,7 +155,7 @@ class PreparedStep:
         run_phases(self.phases)
 
     def explain(self, step: MeasuredStep, device: str | None = None) -> Explanation | str:
-        """Record another run of the step, and explain the peak.
+        """Record another run, and explain the peak.
 
         Args:
             step: The measured step.
@@ -180,7 +180,7 @@ class PreparedStep:
         return self.context.explain(self.subject(peak_device), expected, peak_device)
 
     def subject(self, device: Device) -> Subject:
-        """Return the step as the subject of a recording on a device from `Device.everywhere`."""
+        """Return the step as a subject to record on a device from `Device.everywhere`."""
         not_own = self.not_own[self.context.device.everywhere.index(device)]
 
         def run(tracker: Tracker) -> None:

@@ -1,11 +1,11 @@
-"""Figures of a step that was run several times: which runs count, and which run has the highest peak.
+"""Selection among several runs: which runs count, and which run has the highest peak.
 
-The first runs build state, for example an optimizer's moments. They are left out of the metrics. Runs count from the first
+The first runs build state, for example an optimizer's moments. Metrics leave out this warm-up. Runs count from the first
 two consecutive runs with equal metrics.
 
 Example:
     Seven runs of a training step with AdamW (``Linear(256, 1024)``, relu, ``Linear(1024, 256)``, batch 64) on a CPU. AdamW
-    creates its 4.20 MB of state at the end of run 1, so forward and backward have lower peaks in run 1::
+    creates its 4.20 MB state at the end of run 1, so forward and backward have lower peaks in run 1::
 
         run               1       2       3 to 7
         peak              10.58   10.58   10.58 MB
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFigures:
-    """Memory figures of all measured runs on one device."""
+    """Memory figures for all measured runs on a single device."""
 
     seen: tuple[Figures, ...]
-    """The figures of each run that used the device, in order."""
+    """Figures for each run on the device, in order."""
     left_out: int = 0
-    """The number of first runs that build state."""
+    """The number of warm-up runs, which come first and build state."""
     growth: int = 0
-    """Bytes that every further run keeps."""
+    """Bytes kept by every further run."""
 
     @property
     def _counting(self) -> tuple[Figures, ...]:
@@ -52,27 +52,27 @@ class DeviceFigures:
 
     @property
     def memory(self) -> Figures:
-        """The last run with the highest peak, among the runs after those that build state."""
+        """The last run with the highest peak after the warm-up."""
         return max(reversed(self._counting), key=lambda run: run.own_peak)
 
     @property
     def keeping(self) -> Figures:
-        """The last run with the highest peak that also kept bytes, or `memory` if no such run kept bytes."""
+        """The last run that has this peak and kept bytes, or `memory` if no run kept bytes."""
         peak = self.memory.own_peak
         return next((run for run in reversed(self._counting) if run.own_peak == peak and run.keeps), self.memory)
 
     @property
     def always_keeps(self) -> bool:
-        """True if each run after those that build state kept bytes."""
+        """True if each run after the warm-up kept bytes."""
         return all(run.keeps for run in self._counting)
 
     @property
     def step_peaks(self) -> StepPeaks:
-        """The peak of each run."""
+        """Each run's peak."""
         return _step_peaks([[run] for run in self.seen], self.left_out)
 
     def metrics(self) -> dict[str, int]:
-        """Return the memory metrics of the step on this device, in bytes."""
+        """Return the step's memory metrics on this device, in bytes."""
         # If runs differ, the smallest value counts, because the next batch may just be larger than this batch.
         retained = [run.retained for run in self._counting]
         least_retained = {"retained": max(min(retained), self.growth)} if len({*retained}) > 1 else {}
@@ -81,16 +81,16 @@ class DeviceFigures:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of a step: the memory of all measured runs, the counts, and the times."""
+    """A step's figures: memory in all measured runs, counts, and times."""
 
     seen: tuple[ByDevice, ...]
-    """The figures of each measured run, in order."""
+    """Figures for each measured run, in order."""
     left_out: int
-    """The number of first runs that build state."""
+    """The number of warm-up runs, which come first and build state."""
     settled: bool
     """True if all runs after the first equal pair have the same peak."""
     growth: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that every further run keeps, by device."""
+    """Bytes kept by every further run, by device."""
     times: Times | None = None
     counted: Counted = NOTHING_COUNTED
 
@@ -109,16 +109,16 @@ class StepFigures:
 
     @property
     def step_peaks(self) -> StepPeaks:
-        """The peak of each run, on the device with the largest peak in this run."""
+        """Each run's peak, on the device with the largest peak in this run."""
         return _step_peaks([[*run.values()] for run in self.seen], self.left_out)
 
     @property
     def allocate_alike(self) -> bool:
-        """True if all runs after those that build state allocated the same number of bytes in total."""
+        """True if all runs after the warm-up allocated equally many bytes in total."""
         return all(_turnovers(run) == _turnovers(self.seen[-1]) for run in self.seen[self.left_out :])
 
     def memory_metrics(self) -> dict[str, int]:
-        """Return the memory metrics of the step in bytes, each from the device with the largest value."""
+        """Return the step's memory metrics in bytes, each from the device with the largest value."""
         return largest_of(figures.metrics() for figures in self.devices.values())
 
     def notes(self) -> tuple[str, ...]:
@@ -128,11 +128,11 @@ class StepFigures:
         return (*own, *missing, *self.counted.notes())
 
     def _differing_note(self) -> str | None:
-        """Return a clause with the range of peaks if they differ from run to run."""
+        """Return a clause with the range if peaks differ from run to run."""
         repeated = {name: figures.step_peaks.repeated for name, figures in self.devices.items()}
         moved = next((name for name, peaks in repeated.items() if len({*peaks}) > 1), None)
         if moved is None:
-            unsettled = f"none of {len(self.seen)} steps was like the one before: recompiled, or overflowed"
+            unsettled = f"no 2 consecutive steps of {len(self.seen)} were equal: they compiled again, or overflowed"
             return None if self.settled else unsettled
         peaks, device_clause = repeated[moved], "" if moved == next(iter(repeated)) else f" on {moved}"
         first, last = map(format_bytes, (peaks[0], peaks[-1]))
@@ -143,14 +143,14 @@ class StepFigures:
         return f"peaks{device_clause} differ from step to step: {spread(peaks)}"
 
     def _left_out_note(self) -> str | None:
-        """Return a clause if a run that builds state has a higher peak than all runs that count."""
+        """Return a clause if a warm-up run has a higher peak than all runs after the warm-up."""
         first = [_highest_peak(run.values()) for run in self.seen[: self.left_out]]
         counting = _highest_peak(figures.memory for figures in self.devices.values())
         tolerance = METRICS["peak_allocated"].tolerance
         if not first or tolerance is None or max(first) - counting <= tolerance.allowed(max(first)):
             return None
         needed = f"step {first.index(max(first)) + 1} of {len(self.seen)} needed {format_bytes(max(first))}"
-        return f"{needed}: one that comes before steps repeat counts for budgets, and not for the baseline"
+        return f"{needed}: steps before the first equal pair count for budgets, but not for the baseline"
 
 
 def _highest_peak(figures: Iterable[Figures]) -> int:
@@ -158,7 +158,7 @@ def _highest_peak(figures: Iterable[Figures]) -> int:
 
 
 def _step_peaks(steps: Sequence[Sequence[Figures]], left_out: int) -> StepPeaks:
-    """Return the peak of each step. A step has a list of figures, one per device, and its largest peak counts."""
+    """Return each step's peak. A step has figures from each device, and the largest peak counts."""
     reserved = [[peak for figures in step if (peak := figures.peak_reserved) is not None] for step in steps]
     return StepPeaks(
         tuple(max(figures.own_peak for figures in step) for step in steps),
@@ -168,14 +168,14 @@ def _step_peaks(steps: Sequence[Sequence[Figures]], left_out: int) -> StepPeaks:
 
 
 def figures_of_steps(seen: Sequence[ByDevice], settled_at: int | None) -> StepFigures:
-    """Return the memory figures of consecutive runs of a step.
+    """Return the memory figures for consecutive runs.
 
     Args:
-        seen: The figures of each run, in order.
+        seen: Figures for each run, in order.
         settled_at: The index of the first run in the first equal pair, from 0, or ``None`` without an equal pair. If all runs
             from this index have the same peak, the runs before it build state. Otherwise only run 0 does.
     """
-    # If the peaks differ later, the pair was equal by chance, and does not separate the runs that build state.
+    # If the peaks differ later, the pair was equal by chance. Then the warm-up does not end there.
     settled = (
         settled_at is not None
         and len({tuple(figures.own_peak for figures in run.values()) for run in seen[settled_at:]}) == 1
@@ -185,12 +185,12 @@ def figures_of_steps(seen: Sequence[ByDevice], settled_at: int | None) -> StepFi
 
 
 def have_same_peaks(first: ByDevice, second: ByDevice) -> bool:
-    """Return whether all metrics that settle are equal in two runs, for example `peak_allocated` and `peak_forward`."""
+    """Return whether all settling metrics are equal in two runs, for example `peak_allocated` and `peak_forward`."""
     return _settling(first) == _settling(second)
 
 
 def _settling(figures: ByDevice) -> list[dict[str, int]]:
-    """Return the metrics that settle, on each device. The peak of a phase settles even if `METRICS` does not name it."""
+    """Return the settling metrics on each device. A phase's peak settles even if `METRICS` does not name the phase."""
     by_device = [device_figures.memory_metrics() for device_figures in figures.values()]
     return [
         {name: metrics[name] for name in metrics if name not in METRICS or METRICS[name].settles}
@@ -199,7 +199,7 @@ def _settling(figures: ByDevice) -> list[dict[str, int]]:
 
 
 def do_the_same(first: ByDevice, second: ByDevice) -> bool:
-    """Return whether two runs have the same peaks and allocated the same number of bytes in total."""
+    """Return whether two runs have equal peaks and allocated equally many bytes in total."""
     return have_same_peaks(first, second) and _turnovers(first) == _turnovers(second)
 
 

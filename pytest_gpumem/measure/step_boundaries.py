@@ -1,4 +1,4 @@
-"""Boundaries between the steps of a loop: a step ends when an optimizer steps for the second time."""
+"""Boundaries between a loop's steps: a step ends when an optimizer steps for the second time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class StepBoundaries:
     """Find the boundaries of a loop's steps, and call ``boundary()`` at each.
 
-    The first step of the first optimizer is a boundary. After that, a step ends when an optimizer steps for the second time
+    The first optimizer's first step is a boundary. After that, a step ends when an optimizer steps for the second time
     since the last boundary.
 
     Example:
@@ -26,17 +26,17 @@ class StepBoundaries:
         G, D, G. There are boundaries after each G, so a step contains one D and one G.
 
     Some programs step an optimizer for each parameter within ``backward()``, in hooks. Control cannot leave ``backward()``, so
-    the boundary comes later, before the next call of a module.
+    the boundary comes later, before the next module call.
     """
 
     def __init__(self, boundary: Callable[[], None]) -> None:
         self._boundary = boundary
         self._stepped: set[int] = set()
-        """The ids of the optimizers that have stepped since the last boundary."""
+        """Ids of optimizers that have stepped since the last boundary."""
         self._is_due = False
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.optimizers: list[torch.optim.Optimizer] = []
-        """All optimizers that have stepped, in the order of their first steps."""
+        """All optimizers seen so far, ordered by their first steps."""
         self.stepped_in_other_thread = False
         """True if an optimizer has stepped in another thread."""
         self._stack = ExitStack()
@@ -55,7 +55,7 @@ class StepBoundaries:
         if not any(earlier is optimizer for earlier in self.optimizers):
             self.optimizers.append(optimizer)
             # A hook on this optimizer, not a global hook: torch iterates over the global hooks while it calls them, and the
-            # code that measures a step adds and removes some.
+            # measuring code adds and removes some.
             self._stack.callback(optimizer.register_step_post_hook(self._stepped_by).remove)
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -66,7 +66,7 @@ class StepBoundaries:
             return
         self._stepped = {id(optimizer)}
         if in_backward():
-            # This may be a thread of autograd.
+            # This may be an autograd thread.
             self._await_module()
         elif threading.get_ident() == self._thread:
             self._is_due = False
@@ -94,7 +94,7 @@ class StepBoundaries:
 def without_record_functions() -> Iterator[None]:
     """Disable ``record_function`` within the context.
 
-    A span writes its end into the recording in which it began. The memory of this recording is freed if another recording has
+    A span writes its end into the recording in which it began. This recording's memory is freed if another recording has
     begun in between.
     """
     from torch.autograd.profiler import record_function
@@ -105,7 +105,7 @@ def without_record_functions() -> Iterator[None]:
         return self
 
     def exit_span(self: Any, *error: Any) -> Any:
-        # A span that was entered before the context has a record to end.
+        # A span from before the context has a record to end.
         return None if self.record is None else original_exit(self, *error)
 
     with replaced(record_function, "__enter__", enter), replaced(record_function, "__exit__", exit_span):

@@ -348,7 +348,7 @@ def test_a_step_that_needs_more_than_those_that_repeat_is_left_out_and_named(dev
     assert figures.memory.memory_metrics()["peak_allocated"] == 10 * KB
     assert figures.step_peaks == StepPeaks((10 * KB, 200 * KB, *[10 * KB] * 6), left_out=2)
     assert figures.notes() == (
-        "step 2 of 8 needed 200.00 kB: one that comes before steps repeat counts for budgets, and not for the baseline",
+        "step 2 of 8 needed 200.00 kB: steps before the first equal pair count for budgets, but not for the baseline",
     )
 
 
@@ -416,7 +416,7 @@ def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device)
     assert not figures.settled
     steps = MOST_UNSTABLE_WARM_UPS + FURTHER_STEPS
     assert len(ran) == steps + AFTERWARDS + MORE_COUNTED
-    assert figures.notes()[0] == f"none of {steps} steps was like the one before: recompiled, or overflowed"
+    assert figures.notes()[0] == f"no 2 consecutive steps of {steps} were equal: they compiled again, or overflowed"
 
 
 # What a step leaves behind
