@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _MOST_PLACES = 4
-"""The most leaks without an owner beside a leak in reach of the step's function. Beside more leaks it counts as an input."""
+"""The most leaks without an owner beside a leak in reach of the step's function. Otherwise, this leak counts as an input."""
 
 
 def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:

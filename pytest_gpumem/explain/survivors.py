@@ -51,7 +51,7 @@ class Survivors:
     ambiguous: tuple[Ambiguous, ...] = ()
     replacements: tuple[Replacement, ...] = ()
     step: int = 0
-    """The number of the step in the recording, from 0."""
+    """The step's number in the recording, from 0."""
 
     @property
     def nbytes(self) -> int:
@@ -109,12 +109,12 @@ def _survivors_of_step(timeline: Timeline, growth: int, number: int) -> Survivor
 
 
 def outlives_step(block: Lifetime, timeline: Timeline) -> bool:
-    """Return whether the step allocated the block, and the block is still live after garbage collection."""
+    """Return whether the step allocated the block and the block survives garbage collection."""
     return not block.is_older and block.freed is None and not is_workspace(block, timeline)
 
 
 def is_workspace(block: Lifetime, timeline: Timeline) -> bool:
-    """Return whether the block was freed with the workspaces that the backend gave back after the step."""
+    """Return whether the block was freed when the backend released its workspaces after the step."""
     if timeline.workspaces is None or block.freed is None:
         return False
     begin, end = timeline.workspaces
