@@ -422,7 +422,7 @@ def test_a_model_that_reads_its_parameters_when_it_is_built_is_built_for_real(be
 def test_a_model_without_repeated_blocks_is_gathered_as_a_whole_and_says_so(bench):
     with prepared(bench, "fp32,shard=fsdp,world=4", model=lambda: torch.nn.Linear(WIDTH, OUTPUTS)) as step:
         assert step.measure().notes == (
-            "shard=fsdp: no repeated blocks were found, so that the model is gathered as a whole",
+            "shard=fsdp: no repeated blocks were found, so the model is gathered as a whole",
         )
 
 
@@ -435,8 +435,8 @@ def test_a_model_that_exists_is_not_changed(bench, kind):
 def test_a_function_that_returns_a_model_that_exists_is_refused_and_the_model_not_changed(bench):
     model = Net()
     for factory, said in (
-        (lambda: model, "one that existed"),
-        (lambda: torch.nn.Sequential(model), "one whose 0 existed"),
+        (lambda: model, "a model that existed"),
+        (lambda: torch.nn.Sequential(model), "a model whose 0 existed"),
     ):
         with pytest.raises(ConfigError, match=f"shard=fsdp changes the model for good, .* returned {said} before"):
             peaks(bench, "fp32,shard=fsdp,world=2", model=factory)
@@ -511,7 +511,7 @@ def test_an_input_of_the_model_goes_to_the_first_stage_or_is_refused(bench, rank
     assert peak(0) > 0
     assert peak(None) > 0
     with pytest.raises(
-        ConfigError, match=r"shard=pp:2: stage 1 takes the model's input 'mask' itself, and stages after"
+        ConfigError, match=r"shard=pp:2: stage 1 takes the model's input 'mask', but stages after the first get only"
     ):
         peak(BLOCKS - 1)
 
@@ -547,7 +547,7 @@ def planned(plan) -> type[Net]:
     ("plan", "said"),
     [
         (None, "Planned has no tp_plan"),
-        ({"layers.*.up": "columns"}, r"tp_plan\['layers.\*.up'\] is 'columns'; known are colwise, rowwise"),
+        ({"layers.*.up": "columns"}, r"tp_plan\['layers.\*.up'\] is 'columns'; use colwise, rowwise"),
         ({"blocks.*.up": "colwise"}, r"tp_plan\['blocks\.\*\.up'\] matches no module of Planned"),
     ],
 )
