@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.explain.blocks import Lifetime, Timeline
-    from pytest_gpumem.explain.survivors import Ambiguous, Replacement
+    from pytest_gpumem.explain.survivors import AmbiguousBlocks, Replacement
     from pytest_gpumem.values.composition import Holder
 
 
@@ -151,7 +151,7 @@ def _holders(
     )
 
 
-def _row_of_ambiguous(pool: Ambiguous, timeline: Timeline) -> Row:
+def _row_of_ambiguous(pool: AmbiguousBlocks, timeline: Timeline) -> Row:
     """Return a row with the lines of all blocks. Its other texts are empty if the blocks differ."""
     rows = merged(_row(block, timeline) for block in pool.blocks)
 
@@ -170,7 +170,7 @@ def _row_of_ambiguous(pool: Ambiguous, timeline: Timeline) -> Row:
     )
 
 
-def _note_on_ambiguous(pool: Ambiguous) -> str:
+def _note_on_ambiguous(pool: AmbiguousBlocks) -> str:
     nbytes, number = format_bytes(pool.blocks[0].nbytes), len(pool.blocks)
     freed = number - pool.number
     return (

@@ -153,20 +153,22 @@ def _nbytes(holder: Holder) -> int:
 
 
 def left_by_run(
-    made: TensorsMadeBy, device: torch.device, own: Collection[int], others: Mapping[int, int]
+    new_tensors: TensorsMadeBy, device: torch.device, own: Collection[int], known_blocks: Mapping[int, int]
 ) -> LeftByRun:
     """Return the blocks left by a run. Call this right after the run.
 
     Args:
-        made: The run's tensors, after `TensorsMadeBy.ended`.
+        new_tensors: The run's tensors, after `TensorsMadeBy.ended`.
         device: The device of the blocks.
         own: Addresses of blocks kept on purpose.
-        others: The size of each block that the device knows, by address. Some have no tensor in Python.
+        known_blocks: The size of each block that the device knows, by address. Some have no tensor in Python.
     """
     blocks = {
-        address: _Block(Row("other", nbytes), (), device) for address, nbytes in others.items() if address not in own
+        address: _Block(Row("other", nbytes), (), device)
+        for address, nbytes in known_blocks.items()
+        if address not in own
     }
-    for address, tensors in made.left(device).items():
+    for address, tensors in new_tensors.left(device).items():
         if address not in own:
             nbytes = blocks_of(tensors, device)[address]
             row = Row("other", nbytes, tensor=_text_of(tensors, nbytes))

@@ -158,7 +158,7 @@ class Recorded:
         calls = replace(self.timeline, no_grad=kinds.no_grad, no_backward=kinds.no_backward, callers=kinds.callers)
         return replace(self, timeline=calls)
 
-    def with_what_was_left(self) -> Recorded:
+    def with_left_blocks(self) -> Recorded:
         """Return the same recording, with the blocks left by an earlier run as the step's own."""
         trace = replace(self.trace, own=self.trace.own | (self.left.addresses & self.trace.before.keys()))
         own_bytes = self.own_bytes + self.left.nbytes
@@ -170,15 +170,15 @@ class Recorded:
             return self
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
 
-    def held_against(self, expected: Expected) -> Recorded:
+    def adjusted_to(self, expected: Expected) -> Recorded:
         """Return the same recording with the measured step's own bytes at the beginning."""
         recording = self
-        if self.left.nbytes and not self.is_as(expected):
-            with_left = self.with_what_was_left()
-            recording = with_left if with_left.is_as(expected) else self
+        if self.left.nbytes and not self.matches(expected):
+            with_left = self.with_left_blocks()
+            recording = with_left if with_left.matches(expected) else self
         return recording if expected.own is None else recording.without_later_growth(expected.own)
 
-    def is_as(self, expected: Expected) -> bool:
+    def matches(self, expected: Expected) -> bool:
         """Return whether the recording matches the measured figures."""
         return (
             self.peak == expected.peak
@@ -257,8 +257,8 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
             if level == levels[-1] and recorded.error is not None and recordings.closest is None:
                 raise recorded.error
             continue
-        unadjusted, recorded = recorded, recorded.held_against(expected)
-        matches = device.consensus.all(recorded.is_as(expected) and compiled_graphs() == graphs)
+        unadjusted, recorded = recorded, recorded.adjusted_to(expected)
+        matches = device.consensus.all(recorded.matches(expected) and compiled_graphs() == graphs)
         recordings.add(recorded, matches=matches)
         if recordings.matching is not None and device.consensus.all(recordings.suffice):
             break

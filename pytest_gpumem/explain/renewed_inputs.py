@@ -18,7 +18,7 @@ class Renewal(NamedTuple):
     """An input freed by a step, and the block created in its place."""
 
     freed: Lifetime
-    made: Lifetime
+    created: Lifetime
     latest: Lifetime | None
     """The block in this place at the end of the recording, because following steps also replace it; ``None`` if unknown."""
 
@@ -70,7 +70,7 @@ def _latest(recorded_blocks: Sequence[Lifetime], timeline: Timeline) -> Sequence
 
 def with_makers_of_inputs(timeline: Timeline) -> Timeline:
     """Return the timeline with the creating line and operator for each renewed input."""
-    makers = {id(renewal.freed): renewal.made for renewal in renewals(timeline)}
+    makers = {id(renewal.freed): renewal.created for renewal in renewals(timeline)}
     lifetimes = (
         replace(block, mark=maker.mark, operator=maker.operator, node=maker.node) if maker is not None else block
         for block, maker in ((block, makers.get(id(block))) for block in timeline.lifetimes)

@@ -16,7 +16,7 @@ Place = tuple[str, ...]
 """The module, the lines and the operator of an allocation."""
 
 
-class Ambiguous(NamedTuple):
+class AmbiguousBlocks(NamedTuple):
     """Blocks with the same size, ``number`` of which the step keeps. The others replace older blocks.
 
     Example:
@@ -48,7 +48,7 @@ class Survivors:
 
     blocks: tuple[Lifetime, ...] = ()
     """The blocks kept for certain."""
-    ambiguous: tuple[Ambiguous, ...] = ()
+    ambiguous: tuple[AmbiguousBlocks, ...] = ()
     replacements: tuple[Replacement, ...] = ()
     step: int = 0
     """The step's number in the recording, from 0."""
@@ -97,7 +97,7 @@ def _survivors_of_step(timeline: Timeline, growth: int, number: int) -> Survivor
         elif len({place_of(block) for block in pool}) == 1:
             blocks += pool[replacing:]
         elif replacing < len(pool):
-            ambiguous.append(Ambiguous(tuple(pool), len(pool) - replacing))
+            ambiguous.append(AmbiguousBlocks(tuple(pool), len(pool) - replacing))
     if timeline.following and not ambiguous and len({place_of(block) for block in blocks}) == 1:
         larger = replaced.replacement(blocks)
         if larger is not None:

@@ -87,7 +87,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountResult:
     """A step's counts, with tallies by metric. If several steps were counted, each count is the largest.
 
     ``trouble`` is a clause with the reason if counting failed.
@@ -105,14 +105,16 @@ class Counted:
         return (*varied, *(() if self.trouble is None else (self.trouble,)))
 
 
-NOTHING_COUNTED = Counted(Counts())
+NO_COUNTS = CountResult(Counts())
 
 
-MORE_COUNTED = 5
+FURTHER_COUNTED_STEPS = 5
 """Further steps that are counted if steps differ: enough to see work done only every second to sixth time."""
 
 
-def count_step(step: Callable[[], object], device: Device, *, compiled: bool = False, alike: bool = True) -> Counted:
+def count_step(
+    step: Callable[[], object], device: Device, *, compiled: bool = False, alike: bool = True
+) -> CountResult:
     """Count a step's operators in one run, and its kernel launches in another run.
 
     The tallies have no lines. A compiled step's operators are not counted, because torch.compile does not use its compiled
@@ -122,8 +124,8 @@ def count_step(step: Callable[[], object], device: Device, *, compiled: bool = F
         step: Runs the step.
         device: The step's device.
         compiled: True if torch.compile has compiled the step.
-        alike: True if the step is known to repeat. Otherwise `MORE_COUNTED` further steps are counted, or fewer if a step
-            raises.
+        alike: True if the step is known to repeat. Otherwise `FURTHER_COUNTED_STEPS` more steps are counted, or fewer if a
+            step raises.
 
     Returns:
         The counts. If the step raises, ``trouble`` has the exception. The memory figures stay valid, because earlier runs of
@@ -146,18 +148,18 @@ def count_step(step: Callable[[], object], device: Device, *, compiled: bool = F
     except RAISED_BY_A_STEP as error:
         clear_frames(error)
         first_line = str(error).strip().partition("\n")[0]
-        return Counted(Counts(), f"not counted: {type(error).__name__}{f': {first_line}' if first_line else ''}")
+        return CountResult(Counts(), f"not counted: {type(error).__name__}{f': {first_line}' if first_line else ''}")
     if not alike:
         # All operator counts first, then all kernel counts. In turn, each count would see every second step only.
         for count in (operators, launches):
             try:
-                counted += [count() for _ in range(MORE_COUNTED)]
+                counted += [count() for _ in range(FURTHER_COUNTED_STEPS)]
             except RAISED_BY_A_STEP as error:
                 clear_frames(error)
     return _largest(counted)
 
 
-def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> Counted:
+def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> CountResult:
     """Return each count's largest value among several steps, with its tallies. Some steps may lack a count."""
     largest: dict[str, tuple[Tally, ...]] = {}
     lowest: dict[str, int] = {}
@@ -167,10 +169,10 @@ def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> Counted:
         least = min(map(total, by_step))
         if least != total(largest[name]):
             lowest[name] = least
-    return Counted(Counts(**{name: total(tallies) for name, tallies in largest.items()}), None, largest, lowest)
+    return CountResult(Counts(**{name: total(tallies) for name, tallies in largest.items()}), None, largest, lowest)
 
 
-def located(step: Callable[[], object], device: Device, counted: Counted, places: OperatorSites) -> Counted:
+def with_lines(step: Callable[[], object], device: Device, counted: CountResult, places: OperatorSites) -> CountResult:
     """Run ``step`` once more, and return ``counted`` with lines in its tallies.
 
     If a count differs in this run, its tallies stay without lines. If the step raises, all tallies do.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measure.reading import live_of_program, on_each
+from pytest_gpumem.measure.reading import by_device, live_of_program
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
 
 if TYPE_CHECKING:
@@ -99,22 +99,22 @@ def _has_older_garbage(device: Device) -> bool:
 
 def _growth_over(run_step: Callable[[], ByDevice], device: Device) -> dict[str, int]:
     window = [run_step() for _ in range(SETTLING_STEPS + WINDOW)][SETTLING_STEPS:]
-    if device.consensus.any(keeps_now_and_then(window)):
+    if device.consensus.any(keeps_bytes_rarely(window)):
         window += [run_step() for _ in range(WINDOW)]
     return growth_by_device(window)
 
 
-def keeps_now_and_then(window: Sequence[ByDevice]) -> bool:
+def keeps_bytes_rarely(window: Sequence[ByDevice]) -> bool:
     """Return whether consecutive steps kept bytes on a device, but too rarely to tell a leak from a cache.
 
     For example, a leak in every tenth step keeps bytes once or twice in `WINDOW` steps. Another `WINDOW` steps then decide.
     """
-    return any(not growth_of(steps) and _never_falls(_live(steps)) for steps in on_each(window).values())
+    return any(not growth_of(steps) and _never_falls(_live(steps)) for steps in by_device(window).values())
 
 
 def growth_by_device(window: Sequence[ByDevice]) -> dict[str, int]:
     """Return the bytes kept by each step in the window, by device name."""
-    return {name: growth_of(steps) for name, steps in on_each(window).items()}
+    return {name: growth_of(steps) for name, steps in by_device(window).items()}
 
 
 def growth_of(window: Sequence[Figures]) -> int:

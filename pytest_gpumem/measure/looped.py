@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.owners import parameters_of_optimizer
-from pytest_gpumem.measure.counting import NOTHING_COUNTED, count_step
-from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_by_device, keeps_now_and_then
+from pytest_gpumem.measure.counting import NO_COUNTS, count_step
+from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_by_device, keeps_bytes_rarely
 from pytest_gpumem.measure.loop import LoopEnded
 from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
 from pytest_gpumem.measure.reading import Reading, live_of_program, run_one_step
@@ -63,7 +63,7 @@ class PreparedLoop(PreparedStep):
         """
         device = self.context.device
         notes: tuple[str, ...] = ()
-        counted, is_over = NOTHING_COUNTED, False
+        counted, is_over = NO_COUNTS, False
         longer: Sequence[ByDevice] = ()
         # settle() freezes the objects from before the loop's steps, so each collection after a step is fast.
         collect_everything()
@@ -88,7 +88,7 @@ class PreparedLoop(PreparedStep):
                 alike = device.consensus.all(all(have_same_peaks(*pair) for pair in pairwise(latest)))
                 with device.peak_ignored():
                     counted = count_step(self._run_counted, device, alike=alike)
-                if device.consensus.any(keeps_now_and_then(_growth_window(seen))):
+                if device.consensus.any(keeps_bytes_rarely(_growth_window(seen))):
                     longer = list(self._steps(WINDOW))
         figures = replace(loop_figures(seen, longer), counted=counted)
         parameters = {id(parameter): parameter.numel() for parameter in self._parameters()}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.call_sites import OperatorSites
 from pytest_gpumem.explain.recording import Expected, Subject, phase
-from pytest_gpumem.measure.counting import TALLIED, located
+from pytest_gpumem.measure.counting import TALLIED, with_lines
 from pytest_gpumem.measure.growth import WINDOW
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.measure.reading import run_phases
@@ -147,7 +147,7 @@ class PreparedStep:
         assert context.sites is not None, "only called if steps are explained"
         places = OperatorSites(context.sites, context.device.torch_device)
         with cyclic_collector_off(), random_numbers_given_back(context.device), context.device.peak_ignored():
-            counted = located(self._run_counted, context.device, counted, places)
+            counted = with_lines(self._run_counted, context.device, counted, places)
         return replace(step, figures=replace(step.figures, counted=counted))
 
     def _run_counted(self) -> None:

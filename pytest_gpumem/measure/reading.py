@@ -115,7 +115,7 @@ ByDevice = Mapping[str, Figures]
 """A region's figures on each device in use, by device name. The measured device comes first."""
 
 
-def on_each(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:
+def by_device(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:
     """Return consecutive steps' figures by device. A device's list begins at the first step that used the device."""
     return {name: tuple(step[name] for step in steps if name in step) for name in steps[-1]}
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measure.counting import NOTHING_COUNTED, count_step
+from pytest_gpumem.measure.counting import NO_COUNTS, count_step
 from pytest_gpumem.measure.growth import measure_growth
 from pytest_gpumem.measure.reading import run_one_step, run_phases
-from pytest_gpumem.measure.settling import do_the_same, figures_of_steps, have_same_peaks
+from pytest_gpumem.measure.settling import do_equal_work, figures_of_steps, have_same_peaks
 from pytest_gpumem.timing.sampling import invalid_if, sample_step, time_step, to_themselves
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
@@ -86,9 +86,9 @@ def measure_step(
         # Count before timing. Timing runs a random number of steps, and a step's work may depend on its weights.
         with device.peak_ignored():
             alike = device.consensus.all(
-                settled_at is not None and all(do_the_same(*pair) for pair in pairwise(further))
+                settled_at is not None and all(do_equal_work(*pair) for pair in pairwise(further))
             )
-            counted = NOTHING_COUNTED if peak_only else count_step(step, device, compiled=compiled, alike=alike)
+            counted = NO_COUNTS if peak_only else count_step(step, device, compiled=compiled, alike=alike)
     return replace(figures_of_steps(seen, settled_at), counted=counted, growth=growth)
 
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measure.counting import NOTHING_COUNTED, Counted
-from pytest_gpumem.measure.reading import largest_of, notes_on_missing, on_each
+from pytest_gpumem.measure.counting import NO_COUNTS, CountResult
+from pytest_gpumem.measure.reading import by_device, largest_of, notes_on_missing
 from pytest_gpumem.metrics import METRICS
 from pytest_gpumem.units import format_bytes
 from pytest_gpumem.values.step_peaks import StepPeaks, spread
@@ -92,14 +92,14 @@ class StepFigures:
     growth: Mapping[str, int] = field(default_factory=dict)
     """Bytes kept by every further run, by device."""
     times: Times | None = None
-    counted: Counted = NOTHING_COUNTED
+    counted: CountResult = NO_COUNTS
 
     @property
     def devices(self) -> dict[str, DeviceFigures]:
         """The memory figures on each device, by the device's name."""
         return {
             name: DeviceFigures(steps, max(0, self.left_out - len(self.seen) + len(steps)), self.growth.get(name, 0))
-            for name, steps in on_each(self.seen).items()
+            for name, steps in by_device(self.seen).items()
         }
 
     @property
@@ -150,7 +150,7 @@ class StepFigures:
         if not first or tolerance is None or max(first) - counting <= tolerance.allowed(max(first)):
             return None
         needed = f"step {first.index(max(first)) + 1} of {len(self.seen)} needed {format_bytes(max(first))}"
-        return f"{needed}: steps before the first equal pair count for budgets, but not for the baseline"
+        return f"{needed}: warm-up steps count for budgets, but not for the baseline"
 
 
 def _highest_peak(figures: Iterable[Figures]) -> int:
@@ -191,14 +191,14 @@ def have_same_peaks(first: ByDevice, second: ByDevice) -> bool:
 
 def _settling(figures: ByDevice) -> list[dict[str, int]]:
     """Return the settling metrics on each device. A phase's peak settles even if `METRICS` does not name the phase."""
-    by_device = [device_figures.memory_metrics() for device_figures in figures.values()]
+    metrics_by_device = [device_figures.memory_metrics() for device_figures in figures.values()]
     return [
         {name: metrics[name] for name in metrics if name not in METRICS or METRICS[name].settles}
-        for metrics in by_device
+        for metrics in metrics_by_device
     ]
 
 
-def do_the_same(first: ByDevice, second: ByDevice) -> bool:
+def do_equal_work(first: ByDevice, second: ByDevice) -> bool:
     """Return whether two runs have equal peaks and allocated equally many bytes in total."""
     return have_same_peaks(first, second) and _turnovers(first) == _turnovers(second)
 

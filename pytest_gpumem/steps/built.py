@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltModel:
     """A training step's model on its device."""
 
     model: torch.nn.Module

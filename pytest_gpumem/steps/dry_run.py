@@ -55,10 +55,10 @@ def dry_run(training: Training, device: Device) -> DryRun:
     """
     config = training.config
     runs = BlockRuns()
-    attention = CallsOfAttention(config)
+    attention = AttentionDetector(config)
     data = None if config.sharding is None else config.sharding.data
     waits, without_gradient = data is not None and data.wrapped, list[str]()
-    cast, routes = CastTo(config.precision), ChoicesAssumed(config, device)
+    cast, routes = CastTo(config.precision), AssumedChoices(config, device)
     nan_gradients: list[str] = []
     notes: tuple[str, ...] = ()
     overflows = False
@@ -71,7 +71,7 @@ def dry_run(training: Training, device: Device) -> DryRun:
             nan_gradients.extend(_not_a_number(training.model))
 
     training.before_optimizer = check_gradients
-    again = CallsInBackward()
+    again = BackwardCallCounter()
     with checkpointed(training.model, config, runs):
         for attempt in range(MOST_OVERFLOWS + 1):
             nan_gradients.clear()
@@ -118,7 +118,7 @@ def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Devic
     Raises:
         ConfigError: Autocast cast nothing, or the step chose nothing by the assumed routing.
     """
-    cast, routes = CastTo(config.precision), ChoicesAssumed(config, device)
+    cast, routes = CastTo(config.precision), AssumedChoices(config, device)
     if cast.is_idle and config.routing is None:
         return ()
     with cast.watched():
@@ -127,7 +127,7 @@ def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Devic
     return routes.check()
 
 
-class CallsInBackward:
+class BackwardCallCounter:
     """Counter for module calls in backward, which are all recomputed calls."""
 
     def __init__(self, number: int = 0) -> None:
@@ -145,7 +145,7 @@ class CallsInBackward:
         self.number += 1
 
 
-def counted_again(phases: Sequence[Phase], recomputed: int | None) -> tuple[list[Phase], CallsInBackward]:
+def counting_recomputation(phases: Sequence[Phase], recomputed: int | None) -> tuple[list[Phase], BackwardCallCounter]:
     """Return the step's phases, and a counter for module calls repeated in backward.
 
     Args:
@@ -153,7 +153,7 @@ def counted_again(phases: Sequence[Phase], recomputed: int | None) -> tuple[list
         recomputed: The count from a dry run. If this is ``None``, the first run of the returned phases counts the calls. Later
             runs are the same as ``phases``.
     """
-    counting, again = list(phases), CallsInBackward(recomputed or 0)
+    counting, again = list(phases), BackwardCallCounter(recomputed or 0)
 
     def run_first(index: int, phase: Phase) -> None:
         counting[index] = phase
@@ -181,7 +181,7 @@ def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
                 yield name
 
 
-class CallsOfAttention:
+class AttentionDetector:
     """Detector for scaled dot product attention, the only operation shared by ranks with ``cp:N``."""
 
     def __init__(self, config: StepConfig) -> None:
@@ -213,7 +213,7 @@ class CallsOfAttention:
             )
 
 
-class ChoicesAssumed:
+class AssumedChoices:
     """Detector for choices made by an assumption (``routing=``), after the creation of this object."""
 
     def __init__(self, config: StepConfig, device: Device) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.steps.model_step import OptimizerOrFactory
 
 
-def adapted(maker: OptimizerOrFactory, config: StepConfig) -> OptimizerOrFactory:
+def adapted_factory(maker: OptimizerOrFactory, config: StepConfig) -> OptimizerOrFactory:
     """Return a factory for the optimizer that applies the config's sharding and offloading.
 
     Args:

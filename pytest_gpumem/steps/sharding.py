@@ -12,7 +12,7 @@ from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.step_config.blocks import repeated_blocks
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import mapped
-from pytest_gpumem.steps.built import Built
+from pytest_gpumem.steps.built import BuiltModel
 from pytest_gpumem.steps.meta_model import built, materialise
 from pytest_gpumem.steps.model_step import build_model
 from pytest_gpumem.steps.pipeline import Pipeline
@@ -41,7 +41,7 @@ def build_sharded(
     loss: Loss | None,
     config: StepConfig,
     layout: Layout,
-) -> Built:
+) -> BuiltModel:
     """Build the model, and keep this rank's shard.
 
     Args:
@@ -83,11 +83,11 @@ def build_sharded(
             notes = _shard_fully(model, replace(config, blocks=blocks), mesh[dims])
         materialise(model, device, parameters_on_host="params" in config.offloaded)
         if sharding.data is None or not sharding.data.wrapped:
-            return Built(model, model, blocks, creation_sites, pipeline, notes=notes)
+            return BuiltModel(model, model, blocks, creation_sites, pipeline, notes=notes)
         if config.compile != "none" and current_emulation() is not None:
             raise CannotRun("torch.compile splits a model within DistributedDataParallel in a way that is not emulated")
         ddp, buckets = _ddp(model)
-    return Built(model, ddp, blocks, creation_sites, unreduced=ddp.no_sync, buckets=buckets)
+    return BuiltModel(model, ddp, blocks, creation_sites, unreduced=ddp.no_sync, buckets=buckets)
 
 
 def _refuse_ties(model: torch.nn.Module, config: StepConfig) -> None:
@@ -114,7 +114,7 @@ def _ddp(model: torch.nn.Module) -> tuple[DistributedDataParallel, Mapping[int, 
 
 
 @contextmanager
-def sequence_shared(layout: Layout, device: torch.device) -> Iterator[None]:
+def sharing_sequences(layout: Layout, device: torch.device) -> Iterator[None]:
     """With ``cp:N``, run attention over the ranks' parts of the sequence within the context. Otherwise do nothing.
 
     Raises:

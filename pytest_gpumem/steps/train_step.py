@@ -11,15 +11,15 @@ from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import on_device, work_in
-from pytest_gpumem.steps.built import Built
+from pytest_gpumem.steps.built import BuiltModel
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
-from pytest_gpumem.steps.dry_run import DryRun, counted_again, dry_run
+from pytest_gpumem.steps.dry_run import DryRun, counting_recomputation, dry_run
 from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, optimizer_named, workload_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.process_group import layout_in_process_group
-from pytest_gpumem.steps.sharded_optimizer import adapted, local_optimizer
-from pytest_gpumem.steps.sharding import build_sharded, part_of_sequence, sequence_shared
+from pytest_gpumem.steps.sharded_optimizer import adapted_factory, local_optimizer
+from pytest_gpumem.steps.sharding import build_sharded, part_of_sequence, sharing_sequences
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.steps.training import Training
 from pytest_gpumem.torch_support.private_api import compiled_graphs
@@ -38,13 +38,13 @@ class PreparedTrainStep(PreparedStep):
     training: Training
 
 
-def _build(context: MeasuringContext, factory: ModelOrFactory, batch: Any, config: StepConfig) -> Built:
+def _build(context: MeasuringContext, factory: ModelOrFactory, batch: Any, config: StepConfig) -> BuiltModel:
     """Return the test's model, or build the model on the device in the config's precision."""
     with context.creation_sites() as creation_sites:
         model = build_model(factory, context.device.torch_device)
         model = in_precision(model, config.precision, given_model(factory) is not None)
         initialise(model, batch, config, context.device, training=True)
-    return Built(model, model, config.blocks, creation_sites)
+    return BuiltModel(model, model, config.blocks, creation_sites)
 
 
 @contextmanager
@@ -100,13 +100,13 @@ def prepared_train_step(
             f"{config}: the offloading optimizer's hooks would stay on the model; pass a function that builds the model"
         )
     if maker is not None and shared:
-        maker = adapted(maker, config)
+        maker = adapted_factory(maker, config)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(context.device))
         layout = None
         if config.sharding is not None:
             layout = stack.enter_context(layout_in_process_group(config, device))
-            stack.enter_context(sequence_shared(layout, device))
+            stack.enter_context(sharing_sequences(layout, device))
             batch = part_of_sequence(batch, layout)
         not_own = context.begin((given_by_test, batch, optimizer))
         if layout is not None:
@@ -128,7 +128,7 @@ def prepared_train_step(
         compiles = config.compile != "none"
         if compiles:
             training.run = stack.enter_context(compiled(run, config.compile))
-        phases, again = counted_again(training.phases(), dry.recomputed)
+        phases, again = counting_recomputation(training.phases(), dry.recomputed)
         if compiles:
             compile_now(phases, config.compile)
         # If the scale falls in every step, it says nothing about whether the next step repeats this step.

@@ -42,9 +42,9 @@ class Training:
     pipeline: Pipeline | None = None
     """The stage with a schedule for forward and backward of all micro-batches."""
     buckets: Mapping[int, torch.Tensor] | None = None
-    """The same as `Built.buckets`."""
+    """The same as `BuiltModel.buckets`."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
-    """The same as `Built.unreduced`."""
+    """The same as `BuiltModel.unreduced`."""
     _losses: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -74,4 +74,4 @@ def test_the_holder_is_that_of_the_tensor_from_the_last_step(last, holders):
 
 def test_a_tensor_that_the_next_steps_keep_is_no_input_made_anew():
     step = followed(old(1), replace(new(2), lasts=False), replace(new(3, mark=OTHER), lasts=True), last=(new(4),))
-    assert [(one.freed.address, one.made.address) for one in renewals(step)] == [(1, 2)]
+    assert [(one.freed.address, one.created.address) for one in renewals(step)] == [(1, 2)]

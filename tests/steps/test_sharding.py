@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure import runner
 from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.measure.counting import NOTHING_COUNTED
+from pytest_gpumem.measure.counting import NO_COUNTS
 from pytest_gpumem.measure.reading import run_one_step
 from pytest_gpumem.ranks.consensus import Alone, Consensus
 from pytest_gpumem.relations.gradients import assert_same_gradients
@@ -81,7 +81,7 @@ def _what_earlier_tests_loaded_is_out_of_sight(suites_objects_hidden):
 @pytest.fixture
 def bench(device, monkeypatch):
     """Where steps are neither counted nor looked at for longer than it takes to see that they repeat."""
-    monkeypatch.setattr(runner, "count_step", lambda *_, **__: NOTHING_COUNTED)
+    monkeypatch.setattr(runner, "count_step", lambda *_, **__: NO_COUNTS)
     monkeypatch.setattr(runner, "FURTHER_STEPS", 1)
     return MeasuringContext(device, time_budget=None)
 
