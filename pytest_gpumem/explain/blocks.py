@@ -43,7 +43,7 @@ class Lifetime:
     """The end of the innermost module around the allocation; ``None`` outside of modules."""
     tensor: str = ""
     label: Label | None = None
-    lasts: bool | None = None
+    is_kept: bool | None = None
     """For a block that outlives the step: True if all following steps keep it, False if a following step frees it.
 
     ``None`` if no following step was recorded.

@@ -104,7 +104,7 @@ def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
             block.address for block in steps[number + 1].lifetimes if block.is_older and block.freed is not None
         }
         lifetimes = (
-            replace(block, lasts=block.address not in freed_later) if block.freed is None else block
+            replace(block, is_kept=block.address not in freed_later) if block.freed is None else block
             for block in steps[number].lifetimes
         )
         steps[number] = replace(steps[number], lifetimes=tuple(lifetimes))

@@ -43,7 +43,7 @@ def renewals(timeline: Timeline) -> list[Renewal]:
         if block.label is not None and block.label.category == "input" and block.is_older:
             if block.freed is not None:
                 freed[block.nbytes].append(block)
-        elif block.label is None and not block.is_older and block.freed is None and block.lasts is not True:
+        elif block.label is None and not block.is_older and block.freed is None and block.is_kept is not True:
             left[block.nbytes].append(block)
     return [
         Renewal(*pair)

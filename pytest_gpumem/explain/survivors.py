@@ -88,10 +88,10 @@ def survivors_of(timeline: Timeline, growth: int = 0) -> Survivors:
 
 def _survivors_of_step(timeline: Timeline, growth: int, number: int) -> Survivors:
     remaining = [block for block in timeline.lifetimes if outlives_step(block, timeline)]
-    replaced = _Replaced(timeline, [block for block in remaining if block.lasts is False])
+    replaced = _ReplacedBlocks(timeline, [block for block in remaining if block.is_kept is False])
     blocks: list[Lifetime] = []
     ambiguous = []
-    for pool, replacing in replaced.pools([block for block in remaining if block.lasts is not False]):
+    for pool, replacing in replaced.pools([block for block in remaining if block.is_kept is not False]):
         if replacing <= 0:
             blocks += pool
         elif len({place_of(block) for block in pool}) == 1:
@@ -128,7 +128,7 @@ def place_of(block: Lifetime) -> Place:
     return (*lines, block.node or block.operator)
 
 
-class _Replaced:
+class _ReplacedBlocks:
     """Older blocks freed by the step. Blocks in ``passing``, freed by a following step, replace some and are subtracted."""
 
     def __init__(self, timeline: Timeline, passing: Sequence[Lifetime]) -> None:
@@ -203,7 +203,7 @@ def _replacements(timeline: Timeline) -> Iterator[Replacement]:
 
 
 def _passes(block: Lifetime, timeline: Timeline) -> bool:
-    return outlives_step(block, timeline) and block.lasts is False
+    return outlives_step(block, timeline) and block.is_kept is False
 
 
 def _by_place(blocks: Iterable[Lifetime]) -> Mapping[Place, list[Lifetime]]:

@@ -80,7 +80,7 @@ class Figures:
         return max(0, self.live_after - self.live_before - self.held_change)
 
     @property
-    def keeps(self) -> bool:
+    def keeps_bytes(self) -> bool:
         """True if more bytes are live after the region than before."""
         return self.live_after > self.live_before
 

@@ -80,7 +80,7 @@ def measure_step(
         seen += further[1:]
         growth = (
             measure_growth(run_step, device)
-            if device.consensus.any(any(figures.keeps for run in further for figures in run.values()))
+            if device.consensus.any(any(figures.keeps_bytes for run in further for figures in run.values()))
             else {}
         )
         # Count before timing. Timing runs a random number of steps, and a step's work may depend on its weights.

@@ -59,12 +59,12 @@ class DeviceFigures:
     def keeping(self) -> Figures:
         """The last run that has this peak and kept bytes, or `memory` if no run kept bytes."""
         peak = self.memory.own_peak
-        return next((run for run in reversed(self._counting) if run.own_peak == peak and run.keeps), self.memory)
+        return next((run for run in reversed(self._counting) if run.own_peak == peak and run.keeps_bytes), self.memory)
 
     @property
     def always_keeps(self) -> bool:
         """True if each run after the warm-up kept bytes."""
-        return all(run.keeps for run in self._counting)
+        return all(run.keeps_bytes for run in self._counting)
 
     @property
     def step_peaks(self) -> StepPeaks:
