@@ -23,7 +23,7 @@ def is_excluded(module: str) -> bool:
     return module.partition(".")[0] in NOT_THE_TESTS
 
 
-def is_ours(value: object) -> bool:
+def is_own_function(value: object) -> bool:
     """Return whether a value is a function from this package, which replaces another function and holds it.
 
     Only the globals show this, because the function copies the name and the module of the replaced function.
@@ -74,7 +74,7 @@ def class_text(kind: type) -> str:
     return _of_release(_release(instance_dict(sys.modules.get(module_of(kind))) or {}), class_name(kind))
 
 
-def function_text(function: types.FunctionType, *, outer: bool = False, of: str = "") -> str:
+def function_text(function: types.FunctionType, *, outer: bool = False, prefix: str = "") -> str:
     """Return a function's name as a holder. If the function is in a package, the module is included.
 
     The name comes from the code object, because decorators copy the name of the function that they wrap.
@@ -82,14 +82,14 @@ def function_text(function: types.FunctionType, *, outer: bool = False, of: str 
     Args:
         function: Any function.
         outer: True for the surrounding function's name, if there is a surrounding function.
-        of: A prefix, for example ``"lru_cache of "``.
+        prefix: Text before the name, for example ``"lru_cache of "``.
     """
     qualname = code_name(function.__code__, function.__qualname__)
     around, _, _ = qualname.rpartition(".<locals>.")
     text = (around or qualname) if outer else qualname
     module = module_name(function.__globals__)
     release = None if module is None else _release(function.__globals__)
-    return f"{of}{text}" if release is None else f"{release}: {of}{module}.{text}"
+    return f"{prefix}{text}" if release is None else f"{release}: {prefix}{module}.{text}"
 
 
 def code_name(code: types.CodeType, name: str | None = None) -> str:
@@ -100,7 +100,7 @@ def code_name(code: types.CodeType, name: str | None = None) -> str:
 def lru_cache_text(cached: Any) -> str | None:
     """Return a cache's name as a holder: ``"lru_cache of tables"``; ``None`` if ``cached`` wraps no function."""
     function = dict.get(instance_dict(cached) or {}, "__wrapped__")
-    return function_text(function, of="lru_cache of ") if is_a(function, types.FunctionType) else None
+    return function_text(function, prefix="lru_cache of ") if is_a(function, types.FunctionType) else None
 
 
 def names_of_defaults(function: types.FunctionType) -> list[str]:

@@ -21,7 +21,7 @@ from pytest_gpumem.explain.holder_names import (
     context_variable_text,
     function_text,
     is_excluded,
-    is_ours,
+    is_own_function,
     lru_cache_text,
     module_name,
     module_text,
@@ -388,7 +388,7 @@ class _Search:
         """Return the path to an object if its holder is the end of the search; ``None`` if the holder needs a holder too."""
         value, owner = self._objects[place], self._objects[holder]
         if type(owner) is types.FunctionType:
-            return None if is_ours(owner) else _path_in_function(owner, value)
+            return None if is_own_function(owner) else _path_in_function(owner, value)
         if type(owner) is LRU_CACHE:
             text = lru_cache_text(owner)
             return None if text is None else _Path(_Kind.ROOT, (f"{text}[...]",))
@@ -459,7 +459,7 @@ def _is_passed_over(holder: object, value: object) -> bool:
         return any(frame is holder for frame in _running())
     return (
         kind in (types.ModuleType, LRU_CACHE)
-        or (kind is types.FunctionType and (not is_ours(holder) or value is instance_dict(holder)))
+        or (kind is types.FunctionType and (not is_own_function(holder) or value is instance_dict(holder)))
         or issubclass(kind, type)
         or module_name(holder) is not None
         or (is_excluded(module_of(kind)) and not issubclass(kind, logging.LogRecord))

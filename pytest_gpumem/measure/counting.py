@@ -245,21 +245,21 @@ def _count_operators(
         tallies.place = places.here() if places is not None else NOWHERE
         if _works(operator):
             tallies.add("operators", latest)
-        syncs.see(operator, args, kwargs)
+        syncs.check_operator(operator, args, kwargs)
         result = run()
         host.follow((args, kwargs), result)
         return result
 
     with ExitStack() as stack:
         stack.enter_context(_uncompiled())
-        stack.enter_context(host.remembered())
+        stack.enter_context(host.tracking_counters())
         if places is not None:
             stack.enter_context(places.watching())
         # The mode entered last sees an operator first. `flops` decomposes composite operators, so `flops` comes after
         # `watched_operators`, which then counts the operators that really run.
         stack.enter_context(watched_operators(run_operator))
         stack.enter_context(flops)
-        stack.enter_context(syncs.of_functions())
+        stack.enter_context(syncs.watching_functions())
         step()
     count_flops()
     by_metric = tallies.by_operator()

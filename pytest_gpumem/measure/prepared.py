@@ -167,8 +167,8 @@ class PreparedStep:
         figures, peak_device = step.figures, self.context.named(device)
         grows = any(figures.growth.values())
         device_figures = figures.devices[str(peak_device.torch_device)]
-        memory = device_figures.keeping if grows else device_figures.memory
-        alike = self.context.device.consensus.all(figures.allocate_alike)
+        memory = device_figures.latest_keeping_run if grows else device_figures.memory
+        alike = self.context.device.consensus.all(figures.allocates_equally)
         expected = Expected(
             memory.memory_metrics()["peak_allocated"],
             memory.turnover if peak_device.turnover() and alike else None,

@@ -56,7 +56,7 @@ class DeviceFigures:
         return max(reversed(self._counting), key=lambda run: run.own_peak)
 
     @property
-    def keeping(self) -> Figures:
+    def latest_keeping_run(self) -> Figures:
         """The last run that has this peak and kept bytes, or `memory` if no run kept bytes."""
         peak = self.memory.own_peak
         return next((run for run in reversed(self._counting) if run.own_peak == peak and run.keeps_bytes), self.memory)
@@ -113,7 +113,7 @@ class StepFigures:
         return _step_peaks([[*run.values()] for run in self.seen], self.left_out)
 
     @property
-    def allocate_alike(self) -> bool:
+    def allocates_equally(self) -> bool:
         """True if all runs after the warm-up allocated equally many bytes in total."""
         return all(_turnovers(run) == _turnovers(self.seen[-1]) for run in self.seen[self.left_out :])
 

@@ -37,13 +37,13 @@ class HostTensors:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stands_in = is_host(device)
+        self.is_stand_in = is_host(device)
         """True if the CPU stands in for a GPU."""
         # Keep the storages alive, so no other storage gets one of these addresses.
         self._marked: dict[int, torch.UntypedStorage] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        if not self.stands_in:
+        if not self.is_stand_in:
             return is_host(tensor.device)
         if not self._marked:
             return False
@@ -52,7 +52,7 @@ class HostTensors:
 
     def mark(self, result: object, *, host: bool = True) -> None:
         """Add all tensors in ``result`` to the set, or remove them with ``host=False``. Does nothing on a GPU."""
-        if not self.stands_in:
+        if not self.is_stand_in:
             return
         for tensor in tensors_in([result]):
             storage = storage_of(tensor)
@@ -72,11 +72,11 @@ class HostTensors:
             self.mark(result)
 
     @contextmanager
-    def remembered(self) -> Iterator[None]:
+    def tracking_counters(self) -> Iterator[None]:
         """Add the counters from each optimizer step within the context. Empty the set at the end."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        if not self.stands_in:
+        if not self.is_stand_in:
             yield
             return
 
@@ -111,12 +111,12 @@ class Syncs:
     in_operator: Callable[[str], None]
     in_function: Callable[[str], None]
 
-    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report a sync if this operator, which runs next, makes the host wait."""
         if _waits(operator, args, kwargs, self.host):
             self.in_operator(title_of(operator))
 
-    def of_functions(self) -> AbstractContextManager[object]:
+    def watching_functions(self) -> AbstractContextManager[object]:
         """Return a context to detect syncs in functions, which no operator shows."""
         return _watching_functions(self, self.host)
 
@@ -146,7 +146,7 @@ def _copies_across(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], hos
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         return not non_blocking and (destination in host) != (source in host)
     device = kwargs.get("device")
-    if device is None or host.stands_in or kwargs.get("non_blocking", False):
+    if device is None or host.is_stand_in or kwargs.get("non_blocking", False):
         return False
     return is_host(args[0].device) != is_host(device)
 
@@ -198,7 +198,7 @@ def _watching_functions(syncs: Syncs, host: HostTensors) -> AbstractContextManag
     from_values = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 
     def call(func: Any, args: Any, kwargs: Any) -> Any:
-        reads = func is torch.Tensor.__repr__ or (host.stands_in and func is torch.Tensor.tolist)
+        reads = func is torch.Tensor.__repr__ or (host.is_stand_in and func is torch.Tensor.tolist)
         if reads and args[0] not in host:
             syncs.in_function(_called(func))
         result = func(*args, **kwargs)
@@ -235,7 +235,7 @@ def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: 
     host.mark(result, host=is_on_host)
     # Tensors among the values are read one by one.
     reads = sum(tensor not in host for tensor in tensors_in([data]))
-    return reads + (result not in host and (host.stands_in or not _is_array(data)))
+    return reads + (result not in host and (host.is_stand_in or not _is_array(data)))
 
 
 def _moved(
@@ -243,7 +243,7 @@ def _moved(
 ) -> torch.Tensor:
     """Report a tensor's copy to another device, and return the copy. A CPU that stands in makes a separate copy."""
     source, target = args[0], _target(func, args, kwargs, host)
-    if not host.stands_in or target is None or (source in host) == (target == "host"):
+    if not host.is_stand_in or target is None or (source in host) == (target == "host"):
         return result
     non_blocking = kwargs.get("non_blocking", False) or any(argument is True for argument in args[1:3])
     if not non_blocking:

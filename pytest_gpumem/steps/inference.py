@@ -190,15 +190,15 @@ def prepared_infer_step(
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
-    given = given_model(model_or_factory)
+    existing_model = given_model(model_or_factory)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(context.device))
-        not_own = context.begin((given, batch))
+        not_own = context.begin((existing_model, batch))
         with context.creation_sites() as creation_sites:
-            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+            model = in_precision(build_model(model_or_factory, device), config.precision, existing_model is not None)
             initialise(model, batch, config, context.device, training=False)
             precision = precision_of(model)
-            model = quantized(model, config, given is not None)
+            model = quantized(model, config, existing_model is not None)
         stack.enter_context(surroundings(model, config, context.device, training=False))
 
         def phases_of(run: Callable[..., Any], tokens: int | None) -> list[Phase]:

@@ -51,15 +51,15 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
     """
     import torch
 
-    given = given_model(model_or_factory)
-    if given is not None:
-        other_devices = {str(p.device) for p in given.parameters() if p.device.type != device.type}
+    existing_model = given_model(model_or_factory)
+    if existing_model is not None:
+        other_devices = {str(p.device) for p in existing_model.parameters() if p.device.type != device.type}
         if other_devices:
             raise NotAStep(
                 f"the model is on {', '.join(sorted(other_devices))}, but this step is measured on {device}; "
                 "move it with model.to(gpumem.device), or pass a function that builds it"
             )
-        return given
+        return existing_model
     if not callable(model_or_factory):
         raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {_name(model_or_factory)}")
     model = built_on(device, model_or_factory)

@@ -89,13 +89,13 @@ def prepared_train_step(
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
-    given_by_test = given_model(model_or_factory)
-    if given_by_test is not None:
+    existing_model = given_model(model_or_factory)
+    if existing_model is not None:
         # Otherwise the first step would include old gradients, and the other steps would not.
-        given_by_test.zero_grad(set_to_none=True)
+        existing_model.zero_grad(set_to_none=True)
     maker = optimizer if optimizer is not None or config.optimizer == "none" else optimizer_named(config.optimizer)
     shared = config.sharding is not None or bool(config.offloaded)
-    if "optimizer" in config.offloaded and given_by_test is not None:
+    if "optimizer" in config.offloaded and existing_model is not None:
         raise ConfigError(
             f"{config}: the offloading optimizer's hooks would stay on the model; pass a function that builds the model"
         )
@@ -108,13 +108,13 @@ def prepared_train_step(
             layout = stack.enter_context(layout_in_process_group(config, device))
             stack.enter_context(sharing_sequences(layout, device))
             batch = part_of_sequence(batch, layout)
-        not_own = context.begin((given_by_test, batch, optimizer))
+        not_own = context.begin((existing_model, batch, optimizer))
         if layout is not None:
             built = build_sharded(context, model_or_factory, batch, loss, config, layout)
         else:
             built = _build(context, model_or_factory, batch, config)
         model, run = built.model, built.run
-        built_optimizer = None if maker is None else build_optimizer(maker, model, given_by_test is not None)
+        built_optimizer = None if maker is None else build_optimizer(maker, model, existing_model is not None)
         config = replace(config, blocks=built.blocks)
         training = Training(model, run, batch, built_optimizer, loss, config, device)
         training.pipeline, training.unreduced, training.buckets = built.pipeline, built.unreduced, built.buckets
