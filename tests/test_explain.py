@@ -541,7 +541,7 @@ def test_a_test_that_needs_less_the_second_time_says_so(project):
     result.stdout.fnmatch_lines(
         [
             "Memory regressed: peak 8.00 MB*",
-            "*note: the recorded run needed 0 B, 8.00 MB less than the measured one, so *",
+            "*note: the recorded run needed 0 B, 8.00 MB less than the measured run, so *",
         ]
     )
 

@@ -187,6 +187,6 @@ def test_it(state):
             "  what was retained *",
             "  other * 2.00 MB *test_it.py:19 or test_it.py:20 *full or ones *1 x float32?500, 1000?",
             "  kept in: *State.kept?...? or *State.last",
-            "  note: 1 of 2 tensors with 2.00 MB each is kept, and which one is not known: *",
+            "  note: 1 of 2 tensors with 2.00 MB each is kept, but it is not known which, because *",
         ]
     )

@@ -108,7 +108,7 @@ def test_loop(gpumem):
 """
     )
     result.assert_outcomes(passed=1)
-    said = "not counted: LoopEnded: the loop ended after 6 steps, before all was measured: let it run some more"
+    said = "not counted: LoopEnded: the loop ended after 6 steps, before the measurement was complete: run more steps"
     assert said in notes(verdicts, "test_loop")
 
 
@@ -117,7 +117,7 @@ def test_loop(gpumem):
     [
         (
             "loop(): Training().loop(3)",
-            "MeasuringError: the loop ended after 3 steps; its memory is read from 4 at least",
+            "MeasuringError: the loop ended after 3 steps, but a measurement needs 4 or more",
         ),
         (
             "loop(): net()(torch.ones(1, 64))",

@@ -449,7 +449,7 @@ def test_it(gpumem):
         (
             "Memory over budget: peak 1?.?? MB, budget 8.00 MB: *",
             "  note: peaks differ from step to step: between *",
-            "  note: this is a step that needed * has not come again in 20 more; to see what grew, let batches come again *",
+            "  note: the table shows a step with * has not come again in 20 more steps; let batches repeat *",
         ),
     ),
     Scenario(

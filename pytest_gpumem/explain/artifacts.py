@@ -1,4 +1,4 @@
-"""Artifacts of a recorded step as files: its timeline as JSON, and the allocator's snapshot for PyTorch's own viewer."""
+"""Files from a recorded step: its timeline as JSON, and the allocator's snapshot for PyTorch's viewer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 TIMELINE_FORMAT = 1
 TIMELINE_KEYS = {"format": f"The number of the format: {TIMELINE_FORMAT}.", "test": "The test's node id."}
-"""The keys of a timeline beside the fields of `OverTime`, and their meaning."""
+"""The keys in a timeline, besides the fields of `OverTime`, and their meaning."""
 _LONGEST_NAME = 120
 
 
 def artifact_name(nodeid: str, number: int) -> str:
-    """Return a file name without suffix for the ``number``-th recording of a test; it is different for each test."""
+    """Return a file name without suffix for a test's ``number``-th recording. The name is unique to the test."""
     plain = re.sub(r"[^A-Za-z0-9.\-]+", "_", nodeid)[-_LONGEST_NAME:].strip("_.-")
     return f"{plain or 'test'}-{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}-{number}"
 
 
 class Artifacts:
-    """Writer of a test's recordings into the folder of ``--gpumem-artifacts``.
+    """Writer for a test's recordings, into the folder from ``--gpumem-artifacts``.
 
-    Each recorded step has a file ``<test>-<hash>-<number>.timeline.json``, which is written whole or not at all. On CUDA
-    ``<test>-<hash>-<number>.snapshot.pickle`` is the file that ``torch.cuda.memory._dump_snapshot`` writes.
+    Each recorded step gets a file ``<test>-<hash>-<number>.timeline.json``, which is written completely or not at all. On CUDA
+    it also gets ``<test>-<hash>-<number>.snapshot.pickle``, written by ``torch.cuda.memory._dump_snapshot``.
     """
 
     def __init__(self, folder: Path | None, nodeid: str, device: Device) -> None:
@@ -43,7 +43,7 @@ class Artifacts:
         self._count = 0
 
     def keep(self, recorded: Recorded) -> str | None:
-        """Write a recording, and return a clause when that fails."""
+        """Write a recording, and return a clause if writing fails."""
         if self._folder is None:
             return None
         self._count += 1
@@ -51,7 +51,7 @@ class Artifacts:
         timeline, snapshot = (self._folder / f"{name}.{suffix}" for suffix in ("timeline.json", "snapshot.pickle"))
         try:
             for earlier in (timeline, snapshot):
-                # An earlier session's file must not be taken for this one's.
+                # An earlier session's file must not look like a file from this session.
                 earlier.unlink(missing_ok=True)
             write_whole(timeline, json.dumps(timeline_to_plain(self._nodeid, recorded)) + "\n")
             self._device.keep_snapshot(snapshot)
@@ -61,5 +61,5 @@ class Artifacts:
 
 
 def timeline_to_plain(nodeid: str, recorded: Recorded) -> dict[str, Any]:
-    """Return a timeline for JSON: ``format``, the test's node id, and the fields of `OverTime`."""
+    """Return a timeline for JSON: ``format``, the test's node id, and all fields of `OverTime`."""
     return {"format": TIMELINE_FORMAT, "test": nodeid, **to_plain(over_time_of(recorded))}

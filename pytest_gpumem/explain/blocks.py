@@ -1,4 +1,4 @@
-"""Blocks of memory in a recorded step, from their allocation to their free: frozen values."""
+"""Memory blocks in a recorded step, from allocation to free, as frozen values."""
 
 from __future__ import annotations
 
@@ -15,81 +15,86 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """A block from its allocation to its free. Moments are indices of tokens; -1 is before the recording."""
+    """A block from its allocation to its free. Moments are token indices, and -1 is before the recording.
+
+    `lifetimes` has an example.
+    """
 
     address: int
     nbytes: int
     allocated: int
     freed: int | None = None
-    """``None`` when it outlived the recording."""
+    """``None`` if the block outlived the recording."""
     own: bool = True
-    """True if it is the step's: allocated by it, or held when it began."""
+    """True if the step allocated the block, or held it at the step's beginning."""
     phase: str = ""
-    """The step's phase; of code that has none, ``forward``, ``backward`` or ``optimizer``."""
+    """The step's phase. For code without phases: ``forward``, ``backward`` or ``optimizer``."""
     operator: str = ""
     node: str = ""
-    """Node of the autograd graph that allocated it; empty where Python code of the step or of a module did."""
+    """The autograd node that allocated the block; empty if Python code in the step or in a module did."""
     in_optimizer: bool = False
     recomputed: bool = False
-    """True if Python code allocated it during backward: recomputed code."""
+    """True if Python code allocated the block during backward, so the code was recomputed."""
     mark: Mark | None = None
-    """The innermost mark around its allocation; in backward that around the operator that made the node."""
+    """The innermost mark around the allocation. In backward, the mark around the operator that created the node."""
     call_ended: int | None = None
-    """The end of the innermost call that allocated it: of a torch function, a node, or an operator."""
+    """The end of the innermost torch function, node or operator around the allocation."""
     module_ended: int | None = None
-    """The end of the innermost module that allocated it; ``None`` outside of modules."""
+    """The end of the innermost module around the allocation; ``None`` outside of modules."""
     tensor: str = ""
     label: Label | None = None
-    lasts: bool | None = None
+    is_kept: bool | None = None
     """For a block that outlives the step: True if all following steps keep it, False if a following step frees it.
 
     ``None`` if no following step was recorded.
     """
     matched: Lifetime | None = None
-    """For a block that an earlier step left: the block of its size that this step leaves, which was made in the same way."""
+    """For a leftover from an earlier step: the block with equal size that this step leaves, made in the same way."""
 
     @property
     def is_older(self) -> bool:
-        """True if it was there before the recording."""
+        """True if the block existed before the recording."""
         return self.allocated < 0
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Live bytes over a recording, less what was live when it began: after each token, and the highest of them.
+    """Live bytes and block lifetimes in a recording. Live bytes count from the beginning, and moments are token indices.
 
-    Moments are indices of tokens.
+    `lifetimes` has an example.
     """
 
     live: tuple[int, ...]
+    """The live bytes after each token."""
     peak: int
-    """Moment of the peak; -1 when live bytes never exceeded those of the beginning."""
+    """The moment of the peak; -1 if live bytes never rose above the beginning."""
     peak_bytes: int
     lifetimes: tuple[Lifetime, ...]
     recomputed: Mapping[str, int]
     nodes: tuple[int, ...] = ()
-    """The moments at which nodes of the autograd graph began to run."""
+    """The moments at which autograd nodes began to run."""
     step_ended: int | None = None
     garbage: tuple[int, int] | None = None
-    """First and last moment of the collection of cycles, after the step."""
+    """The first and last moment of the cycle collection after the step."""
     workspaces: tuple[int, int] | None = None
-    """First and last moment of the release of the backend's workspaces, after the step."""
+    """The first and last moment of the backend's workspace release after the step."""
     no_grad: ModuleCalls = field(default_factory=dict)
+    """The number of calls with grad mode off, for each module and function (`GraphCalls`)."""
     no_backward: ModuleCalls = field(default_factory=dict)
-    """Calls of modules with grad mode off, and without a part in backward: see `GraphCalls`."""
+    """The number of forward calls without a part in backward, for each module (`GraphCalls`)."""
     callers: Mapping[str, tuple[Caller, ...]] = field(default_factory=dict)
-    """Callers of modules and functions with grad mode on, by folded path."""
+    """The callers of modules and functions with grad mode on, by folded path."""
     function_at: Mapping[str, str] = field(default_factory=dict)
-    """The function of each line that ran with grad mode on."""
+    """The function that contains each line, for lines that ran with grad mode on."""
     layers: Mapping[str, frozenset[Numbers]] = field(default_factory=dict)
-    """The layers that there are of each module, by its folded path."""
+    """Each module's layer numbers, by folded path."""
     phases: Mapping[str, int] = field(default_factory=dict)
-    """Moment of the peak of each phase in which anything was allocated."""
+    """The moment of each phase's peak, for phases that allocated memory."""
     following: tuple[Timeline, ...] = ()
     """The steps recorded right after this step. Their older blocks are all live blocks, from any owner."""
 
     def at(self, moment: int) -> list[Lifetime]:
-        """Return the blocks that are live right after a moment."""
+        """Return the blocks live right after a moment."""
         return [
             block
             for block in self.lifetimes

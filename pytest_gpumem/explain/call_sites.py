@@ -1,4 +1,4 @@
-"""The lines at which tensors are made, and operators called, in backward too."""
+"""The lines that create tensors, and the lines that call operators, also in backward."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def creation_sites(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
-    """Enter the tensors that torch functions make within the context in ``found``: the line of the call, by address."""
+def creation_sites(sites: Sites, by_address: dict[int, Site]) -> Iterator[None]:
+    """Add the calling line for each tensor made by a torch function in the block to ``by_address``."""
     import torch
 
     def addresses(value: object) -> set[int]:
-        tensors = (one for one in tensors_in(value) if type(one) in (torch.Tensor, torch.nn.Parameter))
-        return {storage.data_ptr() for one in tensors if (storage := storage_of(one)) is not None}
+        tensors = (tensor for tensor in tensors_in(value) if type(tensor) in (torch.Tensor, torch.nn.Parameter))
+        return {storage.data_ptr() for tensor in tensors if (storage := storage_of(tensor)) is not None}
 
     def call(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        # Functions that work in place return an argument.
-        made = addresses(result) if getattr(func, "__name__", "") != "__get__" else ()
-        for address in made and made - addresses((args, kwargs)):
-            found[address] = sites.here(2)
+        # In-place functions return an argument, which they did not create.
+        returned = addresses(result) if getattr(func, "__name__", "") != "__get__" else ()
+        for address in returned and returned - addresses((args, kwargs)):
+            by_address[address] = sites.here(2)
         return result
 
     with function_mode(call):
@@ -45,38 +45,38 @@ def creation_sites(sites: Sites, found: dict[int, Site]) -> Iterator[None]:
 
 
 class OperatorSites:
-    """Finder of the places of operators during one run of a step."""
+    """Finder for the places of operators during one run of a step."""
 
     def __init__(self, sites: Sites, device: torch.device) -> None:
         self._sites = sites
         self._tracker = Tracker(device, sites, "modules", snapshots=False)
         self._first_number = next_node_number()
         self._made: dict[int, tuple[int, OperatorSite]] = {}
-        """Thread and place of each node's creation, by autograd's number, which each thread counts."""
+        """The thread and place in which each graph node was created, by autograd's number. Each thread counts its own nodes."""
         self._at_line: dict[tuple[str, str], OperatorSite] = {}
-        """Place of the first operator of forward at each line."""
+        """The place of the first forward operator at each line."""
         self.modules: set[str] = set()
-        """Paths of the modules in which operators ran."""
+        """The paths of all modules in which operators ran."""
         self._in_module: dict[tuple[str, str], OperatorSite] = {}
-        """Place of the first one at each module's line of a library."""
+        """The place of the first forward operator for each module and library line."""
 
     def watching(self) -> AbstractContextManager[None]:
-        """Follow the modules' calls within the context."""
+        """Track module calls within the context."""
         return self._tracker.watching()
 
     def here(self) -> OperatorSite:
-        """Return the place of the operator that is about to run. To be called for each operator: views make nodes, too."""
+        """Return the place of the operator that runs next. Call this for each operator, because views also create nodes."""
         module, site = self._tracker.module, self._sites.here(2)
         self.modules.add(module)
         number = running_node_number()
         place = OperatorSite(module, site.user, site.library, all_chains([site.callers]))
         line = site.user, site.library
         if number is None:
-            # Of any layer: what is recomputed there does not tell of which it is.
+            # For any layer, because recomputed code in backward does not show its layer.
             self._at_line.setdefault(line, replace(place, module=folded(module)))
             self._in_module.setdefault((module, site.library), place)
         elif site.user or site.library:
-            # What a node runs in Python: a part that is computed again, or a function's own backward.
+            # Python code in a node: a recomputed part, or the backward of an autograd function.
             if not module:
                 place = self._at_line.get(line, place)
             elif not site.user:
@@ -87,10 +87,10 @@ class OperatorSites:
         return place
 
     def _remember(self, place: OperatorSite) -> None:
-        # Autograd has made the operator's node, if it makes one, before the operator runs.
+        # If autograd creates a node for the operator, it does so before the operator runs.
         number, thread = next_node_number() - 1, threading.get_ident()
         if threading.current_thread() is threading.main_thread() and number < self._first_number:
             return
-        made_in, _ = self._made.setdefault(number, (thread, place))
-        if made_in != thread:
-            self._made[number] = made_in, NOWHERE
+        creating_thread, _ = self._made.setdefault(number, (thread, place))
+        if creating_thread != thread:
+            self._made[number] = creating_thread, NOWHERE

@@ -1,4 +1,28 @@
-"""Composition of the bytes that are live at a moment of a timeline. Pure."""
+"""Composition of the live bytes at a moment in a timeline. Pure.
+
+Each live block becomes a row with a category. Equal rows are merged.
+
+Example:
+    A training step with AdamW, ``Linear(256, 1024)``, relu, ``Linear(1024, 256)`` and batch 64 has its peak in the
+    optimizer, at 10,575,904 bytes. Some of the rows::
+
+        category         bytes    module  site      operator        tensor
+        optimizer state  2097152  down    fig.py:24                 2 x float32[256, 1024]
+        gradient         1048576  down    fig.py:18  AddmmBackward0  float32[256, 1024]
+        parameter        1048576  down    fig.py:16                 float32[256, 1024]
+        temporary        1048576          fig.py:24  div             float32[256, 1024]
+        input              65536                                    float32[64, 256]
+
+    `category_of` decides in this order:
+
+    1. The owner's category, if an ownership snapshot gave the block a label: ``parameter``, ``buffer``, ``gradient``,
+       ``optimizer state`` or ``input``.
+    2. ``workspace``: the block was freed before its call ended, or with the backend's workspaces.
+    3. ``other``: an older block without a label.
+    4. ``temporary``: an autograd node allocated the block.
+    5. The rest comes from Python code. In the optimizer, ``temporary`` if the block was freed. In a module, ``activation`` if
+       the block outlived the module's call, and otherwise ``temporary``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +33,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.explain.renewed_inputs import renewals
 from pytest_gpumem.explain.survivors import is_workspace, survivors_of
 from pytest_gpumem.explain.trace import Label, Mark
-from pytest_gpumem.units import format_bytes
+from pytest_gpumem.units import agreeing, format_bytes
 from pytest_gpumem.values.composition import Composition, Row, holder_at, joined, merged, ranked
 from pytest_gpumem.values.source_lines import all_chains
 
@@ -17,12 +41,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.explain.blocks import Lifetime, Timeline
-    from pytest_gpumem.explain.survivors import Ambiguous, Replacement
+    from pytest_gpumem.explain.survivors import AmbiguousBlocks, Replacement
     from pytest_gpumem.values.composition import Holder
 
 
 def composition_at(timeline: Timeline, moment: int, own: int) -> Composition:
-    """Return the composition right after a moment. ``own`` are the step's bytes when the recording began."""
+    """Return the composition right after a moment.
+
+    Args:
+        timeline: The recorded step.
+        moment: A token index; -1 for the beginning.
+        own: The step's own bytes when the recording began.
+    """
     live = timeline.live[moment] if moment >= 0 else 0
     composition = _composition(timeline, timeline.at(moment), own + live)
     phase = next((block.phase for block in timeline.lifetimes if block.allocated == moment >= 0), "")
@@ -35,7 +65,7 @@ def composition_of_peak(timeline: Timeline, own: int) -> Composition:
 
 
 def compositions_of_phases(timeline: Timeline, own: int) -> dict[str, Composition]:
-    """Return the composition at the peak of each phase but the one that has the peak of the step."""
+    """Return the composition at each phase's peak, without the phase that has the step's peak."""
     return {
         phase: composition_at(timeline, moment, own)
         for phase, moment in timeline.phases.items()
@@ -55,8 +85,8 @@ def composition_of_retained(timeline: Timeline, growth: int = 0) -> Composition:
     notes = [*map(_note_on_ambiguous, survivors.ambiguous)]
     if survivors.replacements:
         notes.append(
-            f"{format_bytes(survivors.difference)} is a difference: a larger tensor replaces the one before, as the result of "
-            "torch.cat replaces a cache"
+            f"{format_bytes(survivors.difference)} is a difference: a larger tensor replaces a smaller tensor, as with "
+            "torch.cat on a cache"
         )
     return Composition(survivors.nbytes, joined(merged(rows), timeline.layers), timeline.recomputed, tuple(notes))
 
@@ -95,7 +125,7 @@ def _rows_of_replacement(larger: Replacement, timeline: Timeline) -> Iterator[tu
 
 
 def holders_of_inputs_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[Holder, ...]:
-    """Return the holders of the inputs that the step makes anew. ``paths`` are as for `holders_in`."""
+    """Return the holders of renewed inputs. ``paths`` are the same as for `holders_in`."""
     rows = [
         ([renewal.latest], _row(renewal.freed, timeline))
         for renewal in renewals(timeline)
@@ -107,19 +137,21 @@ def holders_of_inputs_in(timeline: Timeline, paths: Mapping[int, str]) -> tuple[
 def _holders(
     timeline: Timeline, rows: Iterable[tuple[Sequence[Lifetime], Row]], paths: Mapping[int, str]
 ) -> tuple[Holder, ...]:
-    """Return the holders of rows, each with the blocks that may be its memory. Without any path a row is left out."""
-    rows_at: dict[frozenset[str], list[Row]] = {}
+    """Return the holders for rows. Each row comes with the blocks that may be its memory. Rows without a path are left out."""
+    rows_by_paths: dict[frozenset[str], list[Row]] = {}
     for blocks, row in rows:
-        at = frozenset(paths[block.address] for block in blocks if block.address in paths)
-        if at:
-            rows_at.setdefault(at, []).append(row)
+        row_paths = frozenset(paths[block.address] for block in blocks if block.address in paths)
+        if row_paths:
+            rows_by_paths.setdefault(row_paths, []).append(row)
     return ranked(
-        holder_at(at, Composition(sum(row.nbytes for row in its_rows), joined(merged(its_rows), timeline.layers)))
-        for at, its_rows in rows_at.items()
+        holder_at(
+            row_paths, Composition(sum(row.nbytes for row in held_rows), joined(merged(held_rows), timeline.layers))
+        )
+        for row_paths, held_rows in rows_by_paths.items()
     )
 
 
-def _row_of_ambiguous(pool: Ambiguous, timeline: Timeline) -> Row:
+def _row_of_ambiguous(pool: AmbiguousBlocks, timeline: Timeline) -> Row:
     """Return a row with the lines of all blocks. Its other texts are empty if the blocks differ."""
     rows = merged(_row(block, timeline) for block in pool.blocks)
 
@@ -138,17 +170,17 @@ def _row_of_ambiguous(pool: Ambiguous, timeline: Timeline) -> Row:
     )
 
 
-def _note_on_ambiguous(pool: Ambiguous) -> str:
+def _note_on_ambiguous(pool: AmbiguousBlocks) -> str:
     nbytes, number = format_bytes(pool.blocks[0].nbytes), len(pool.blocks)
     freed = number - pool.number
     return (
-        f"{pool.number} of {number} tensors with {nbytes} each is kept, and which one is not known: the step freed "
-        f"{freed} older of this size"
+        f"{pool.number} of {number} tensors with {nbytes} each {agreeing(pool.number, 'is', 'are')} kept, but it is not known "
+        f"which, because the step freed {freed} older {agreeing(freed, 'tensor', 'tensors')} with this size"
     )
 
 
 def composition_of_garbage(timeline: Timeline) -> Composition:
-    """Return the composition of what only the cyclic collector freed, after the step."""
+    """Return the composition of the blocks freed only by the cyclic collector, after the step."""
     if timeline.garbage is None:
         return Composition(0, ())
     begin, end = timeline.garbage
@@ -181,7 +213,7 @@ def _row(block: Lifetime, timeline: Timeline) -> Row:
 
 
 def category_of(block: Lifetime, timeline: Timeline) -> str:
-    """Return the category of a block: by its owner, or else by its creation site and lifetime."""
+    """Return a block's category: from its owner, or otherwise from the allocating code and the lifetime."""
     if block.matched is not None:
         return category_of(block.matched, timeline)
     if block.label is not None:
@@ -196,12 +228,12 @@ def category_of(block: Lifetime, timeline: Timeline) -> str:
 
 
 def _of_python_code(block: Lifetime, timeline: Timeline) -> str:
-    """Return the category of a block that forward, recomputed code, or an optimizer allocated."""
+    """Return the category for a block allocated by forward, recomputed code, or an optimizer."""
     if block.in_optimizer:
         return "temporary" if block.freed is not None else "other"
     if block.module_ended is not None:
         return "temporary" if _freed_by(block, block.module_ended) else "activation"
-    # Outside of every module: an activation lives until backward begins to run nodes.
+    # Outside of all modules: an activation lives until backward begins to run nodes.
     after = bisect_right(timeline.nodes, block.allocated)
     if after < len(timeline.nodes) and not _freed_by(block, timeline.nodes[after]):
         return "activation"

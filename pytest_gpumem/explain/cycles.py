@@ -1,4 +1,4 @@
-"""Reference cycles that hold tensors, which only the cyclic collector can free."""
+"""Reference cycles that hold tensors. Only Python's cyclic collector can free them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ _LONGEST = 8
 
 
 def collect_cycles() -> tuple[str, ...]:
-    """Collect garbage, and return the types in its reference cycles that hold tensors: ``"Trainer -> dict -> Trainer"``.
+    """Collect garbage, and return the types in its reference cycles that hold tensors.
 
-    The most frequent cycles come first, at most `MOST_CYCLES` of them. The flags of ``gc.set_debug`` are restored.
+    Example:
+        ``("Trainer -> dict -> Trainer",)``
+
+    The most frequent cycles come first, at most `MOST_CYCLES`. The flags from ``gc.set_debug`` are restored.
     """
     flags = gc.get_debug()
-    before = len(gc.garbage)
+    already_found = len(gc.garbage)
     gc.set_debug(flags | gc.DEBUG_SAVEALL)
     try:
         gc.collect()
     finally:
         gc.set_debug(flags)
-    unreachable = gc.garbage[before:]
-    del gc.garbage[before:]
+    unreachable = gc.garbage[already_found:]
+    del gc.garbage[already_found:]
     cycles = cycles_among(unreachable)
     unreachable.clear()
     gc.collect()
@@ -36,17 +39,20 @@ def collect_cycles() -> tuple[str, ...]:
 
 
 def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
-    """Return the types in each reference cycle among ``objects`` that holds one of their tensors, directly or not.
+    """Return the types in each reference cycle among ``objects`` that leads to a tensor among ``objects``.
 
-    Each begins with the most specific type.
+    Each cycle begins with its most specific type.
     """
     import torch
 
-    index = {id(one): number for number, one in enumerate(objects)}
-    edges = [sorted({index[id(other)] for other in gc.get_referents(one) if id(other) in index}) for one in objects]
+    index = {id(node): number for number, node in enumerate(objects)}
+    edges = [
+        sorted({index[id(referent)] for referent in gc.get_referents(node) if id(referent) in index})
+        for node in objects
+    ]
     counts: dict[str, int] = {}
     holding: set[int] = set()
-    # A component comes after those that it leads to.
+    # A component comes after all components that it leads to.
     for component in _strongly_connected(edges):
         if not any(
             is_a(objects[n], torch.Tensor, torch.UntypedStorage) or not holding.isdisjoint(edges[n]) for n in component
@@ -61,7 +67,7 @@ def cycles_among(objects: Sequence[object]) -> tuple[str, ...]:
 
 
 def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], objects: Sequence[object]) -> str:
-    """Return a shortest cycle through the object of a component with the most specific type."""
+    """Return a shortest cycle through the component's most specific object."""
     first = min(component, key=lambda number: (_genericness(objects[number]), number))
     inside = set(component)
     came_from: dict[int, int] = {}
@@ -71,10 +77,10 @@ def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], object
         if first in edges[number]:
             last = number
             break
-        for other in edges[number]:
-            if other in inside and other not in came_from and other != first:
-                came_from[other] = number
-                queue.append(other)
+        for referent in edges[number]:
+            if referent in inside and referent not in came_from and referent != first:
+                came_from[referent] = number
+                queue.append(referent)
     path = [last]
     while path[-1] != first:
         path.append(came_from[path[-1]])
@@ -84,20 +90,20 @@ def _cycle_text(component: Sequence[int], edges: Sequence[Sequence[int]], object
     return " -> ".join([*names, names[0]])
 
 
-def _genericness(one: object) -> int:
+def _genericness(node: object) -> int:
     """Return a sort key that is larger for less specific types."""
-    if is_a(one, dict, list, tuple, set, types.CellType, types.FrameType, types.MethodType):
+    if is_a(node, dict, list, tuple, set, types.CellType, types.FrameType, types.MethodType):
         return 2
-    return 1 if package_of(type(one)) in ("builtins", "functools", "weakref") else 0
+    return 1 if package_of(type(node)) in ("builtins", "functools", "weakref") else 0
 
 
-def _type_name(one: object) -> str:
-    if is_a(one, types.FunctionType):
-        return f"function {one.__qualname__}"
-    if is_a(one, types.FrameType):
-        return f"frame of {one.f_code.co_qualname if hasattr(one.f_code, 'co_qualname') else one.f_code.co_name}"
-    # Which class it is does not depend on the function that it stands in.
-    return class_name(type(one))
+def _type_name(node: object) -> str:
+    if is_a(node, types.FunctionType):
+        return f"function {node.__qualname__}"
+    if is_a(node, types.FrameType):
+        return f"frame of {node.f_code.co_qualname if hasattr(node.f_code, 'co_qualname') else node.f_code.co_name}"
+    # Without the function in which the class is defined.
+    return class_name(type(node))
 
 
 def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -105,20 +111,20 @@ def _strongly_connected(edges: Sequence[Sequence[int]]) -> list[list[int]]:
     components: list[list[int]] = []
     path: list[int] = []
     starts: list[int] = []
-    # Each object's position in the path, and behind all of them once its component is complete.
+    # Each node's position in the path. When its component is complete, a position behind all others.
     position: dict[int, int] = {}
     for root in range(len(edges)):
         work = [(-1, iter((root,)))] if root not in position else []
         while work:
-            node, others = work[-1]
-            for other in others:
-                if other not in position:
-                    position[other] = len(path)
+            node, referents = work[-1]
+            for referent in referents:
+                if referent not in position:
+                    position[referent] = len(path)
                     starts.append(len(path))
-                    path.append(other)
-                    work.append((other, iter(edges[other])))
+                    path.append(referent)
+                    work.append((referent, iter(edges[referent])))
                     break
-                while starts[-1] > position[other]:
+                while starts[-1] > position[referent]:
                     starts.pop()
             else:
                 work.pop()

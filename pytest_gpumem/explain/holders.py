@@ -1,4 +1,4 @@
-"""Holders of tensors: the module, class, function or object in use that keeps each of them alive, and by which attributes."""
+"""Holders of tensors: the module, class, function or object in use that keeps a tensor alive, and the attributes in between."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_gpumem.explain.holder_names import (
     context_variable_text,
     function_text,
     is_excluded,
-    is_ours,
+    is_own_function,
     lru_cache_text,
     module_name,
     module_text,
@@ -46,67 +46,72 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
 MOST_TENSORS = 200
-"""Blocks that are looked at. To find the referrers of 256 objects takes 0.4 s beside 390,000 others, and of one 0.06 s."""
+"""The most blocks to examine. Beside 390,000 other objects, a search for the referrers of 256 objects takes 0.4 s, of a single
+object 0.06 s."""
 NO_OBJECT = "no object of Python's (C++ code keeps it, say)"
-"""The holder of a block that no object refers to among those that Python's collector goes through."""
+"""The holder's text for a block without a referrer among the objects known to Python's collector."""
 GRAPH = "autograd graph"
 GRADIENT = "gradient"
 MOST_AT_ONCE = 200
-"""Objects whose referrers are looked for at each height."""
+"""The most objects at each height whose referrers are searched."""
 HIGHEST = 16
-"""References that are followed from a tensor: accelerate's state is 7 above the tensors of a prepared `DataLoader`."""
+"""The most references to follow from a tensor. accelerate's state is 7 references above the tensors in a prepared
+`DataLoader`."""
 _LONGEST = 3
-"""Parts of a path that are all shown; of more, the first and the last one."""
+"""The most parts of a path in a text. A longer path shows its first and last part."""
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _SEEN_THROUGH = ("builtins", "functools", "itertools", "operator", "weakref", "collections")
-"""Packages of classes whose attributes tell nothing: methods, iterators, `functools.partial`, `weakref.WeakKeyDictionary`."""
+"""Packages with classes whose attributes say nothing to a user: methods, iterators, `functools.partial`,
+`weakref.WeakKeyDictionary`."""
 _OF_CONTAINERS = ("weakref", "collections")
-"""Those of which an object's attributes are elements of a container, for whoever uses it."""
+"""Packages with container classes. For a user, such an object's attributes are the container's elements."""
 
 
 def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
-    """Return the holder of each block: what keeps its memory alive.
+    """Return the path to each block's holder, which keeps the block alive.
 
     Example:
         ``{0x7f00: "Net.seen[...]", 0x9f00: "the autograd graph of losses[...]"}``
 
     Args:
-        blocks: The size of each block in bytes, by address.
+        blocks: Each block's size in bytes, by address.
 
     Returns:
-        The path to each block, by address. The path is empty if no holder was found. Of more than `MOST_TENSORS` blocks some
-        are looked at. The others have the path of the blocks of their size, if those have the same path.
+        The paths by address. A path is empty if no holder was found. Only `MOST_TENSORS` blocks are examined. Any other block
+        gets the path of examined blocks with the same size, if these have a common path.
     """
     if not blocks:
         return {}
-    looked_at = _some_of(blocks)
+    sample = _sample_of(blocks)
     with everything_in_sight():
-        paths = _paths_to(_tensors_at(looked_at), looked_at)
+        paths = _paths_to(_tensors_at(sample), sample)
         lost = _without_holder(paths)
         if lost:
             for by, owners in ((GRAPH, graphs_that_save(lost)), (GRADIENT, _leaves_with_gradient_at(lost))):
-                for address, of_owners in _paths_to(owners, lost).items():
-                    paths[address] += (replace(path, by=by) for path in of_owners)
+                for address, owner_paths in _paths_to(owners, lost).items():
+                    paths[address] += (replace(path, by=by) for path in owner_paths)
         lost = _without_holder(paths)
         if lost and "numpy" in sys.modules:
             arrays = _arrays_on({address: blocks[address] for address in lost})
-            for address, of_arrays in _paths_to(arrays, lost).items():
-                paths[address] += of_arrays
-    texts = {address: _text_of(of_block) for address, of_block in paths.items()}
+            for address, array_paths in _paths_to(arrays, lost).items():
+                paths[address] += array_paths
+    texts = {address: _text_of(block_paths) for address, block_paths in paths.items()}
     return texts | _of_same_size(texts, blocks)
 
 
 def _without_holder(paths: Mapping[int, Sequence[_Path]]) -> set[int]:
-    return {address for address, some in paths.items() if all(path.kind >= _Kind.NOWHERE for path in some)}
+    return {
+        address for address, block_paths in paths.items() if all(path.kind >= _Kind.NOWHERE for path in block_paths)
+    }
 
 
 def _paths_to(owners: dict[int, list[Any]], addresses: Collection[int]) -> dict[int, list[_Path]]:
-    """Return the paths to the ``owners`` of each block, which are emptied: nothing refers to these objects afterwards."""
+    """Return the paths to each block's ``owners``. The lists in ``owners`` are emptied, so they keep no owner alive."""
     search = _Search()
-    places = {address: [search.add(owner) for owner in its_owners] for address, its_owners in owners.items()}
-    for its_owners in owners.values():
-        its_owners.clear()
-    # First one tensor of each block: most blocks have a single tensor, and a few have hundreds of views.
+    places = {address: [search.add(owner) for owner in block_owners] for address, block_owners in owners.items()}
+    for block_owners in owners.values():
+        block_owners.clear()
+    # First a single tensor from each block, because a few blocks have hundreds of views.
     in_order = itertools.chain.from_iterable(itertools.zip_longest(*places.values()))
     first = list(dict.fromkeys(place for place in in_order if place is not None))[:MOST_AT_ONCE]
     paths = search.paths_of(first)
@@ -116,24 +121,26 @@ def _paths_to(owners: dict[int, list[Any]], addresses: Collection[int]) -> dict[
     }
 
 
-def _some_of(blocks: Mapping[int, int]) -> set[int]:
-    """Return the addresses of the blocks that are looked at: the largest, and some of the others, evenly among their sizes."""
+def _sample_of(blocks: Mapping[int, int]) -> set[int]:
+    """Return the addresses of blocks to examine: the largest blocks, and an even selection of the smaller blocks."""
     by_size = sorted(blocks, key=lambda address: (-blocks[address], address))
-    largest, others = by_size[: MOST_TENSORS // 2], by_size[MOST_TENSORS // 2 :]
-    return {*largest, *others[:: -(-len(others) // (MOST_TENSORS // 2)) or 1]}
+    largest, smaller = by_size[: MOST_TENSORS // 2], by_size[MOST_TENSORS // 2 :]
+    return {*largest, *smaller[:: -(-len(smaller) // (MOST_TENSORS // 2)) or 1]}
 
 
 def _of_same_size(texts: Mapping[int, str], blocks: Mapping[int, int]) -> dict[int, str]:
-    """Return the paths to the blocks that were not looked at, as far as all blocks of their size have one path."""
-    of_size: dict[int, set[str]] = {}
+    """Return the paths to blocks outside the sample. A path is empty unless all examined blocks with its size agree."""
+    texts_by_size: dict[int, set[str]] = {}
     for address, text in texts.items():
-        of_size.setdefault(blocks[address], set()).add(text)
-    others = {address: of_size.get(nbytes, set()) for address, nbytes in blocks.items() if address not in texts}
-    return {address: next(iter(paths)) if len(paths) == 1 else "" for address, paths in others.items()}
+        texts_by_size.setdefault(blocks[address], set()).add(text)
+    candidates = {
+        address: texts_by_size.get(nbytes, set()) for address, nbytes in blocks.items() if address not in texts
+    }
+    return {address: next(iter(paths)) if len(paths) == 1 else "" for address, paths in candidates.items()}
 
 
 def _tensors_at(addresses: Collection[int]) -> dict[int, list[Any]]:
-    """Return the tensors and storages whose memory lies at some addresses, by address."""
+    """Return the tensors and storages with memory at ``addresses``, by address."""
     import torch
 
     by_address: dict[int, list[Any]] = {}
@@ -141,14 +148,14 @@ def _tensors_at(addresses: Collection[int]) -> dict[int, list[Any]]:
         for address in blocks_of([tensor]).keys() & addresses:
             by_address.setdefault(address, []).append(tensor)
     for storage in alive(torch.UntypedStorage):
-        where = address_of(storage)
-        if where is not None and where in addresses:
-            by_address.setdefault(where, []).append(storage)
+        storage_address = address_of(storage)
+        if storage_address is not None and storage_address in addresses:
+            by_address.setdefault(storage_address, []).append(storage)
     return by_address
 
 
 def _leaves_with_gradient_at(addresses: Collection[int]) -> dict[int, list[Any]]:
-    """Return the leaves whose gradients lie at some addresses: a gradient that nobody has read is no object of Python's."""
+    """Return the leaves with gradients at ``addresses``. A gradient becomes a Python object only when it is read."""
     import torch
 
     by_address: dict[int, list[Any]] = {}
@@ -160,9 +167,9 @@ def _leaves_with_gradient_at(addresses: Collection[int]) -> dict[int, list[Any]]
 
 
 def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
-    """Return NumPy's arrays on the memory of blocks, by the address of the block.
+    """Return NumPy arrays in the memory of blocks, by block address.
 
-    Python's collector does not go through arrays, so each is looked for among what an object refers to.
+    Python's collector does not track arrays, so this function searches among the referents of all tracked objects.
     """
     import numpy
 
@@ -183,7 +190,7 @@ def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
 
 
 def _text_of(paths: Sequence[_Path]) -> str:
-    """Return the text for a block that is at the end of each of some paths."""
+    """Return the text for a block, from all paths that lead to it."""
     if all(path.kind is _Kind.NO_REFERRER for path in paths):
         return NO_OBJECT
     best = min(paths, key=lambda path: path.rank(is_object=True))
@@ -196,62 +203,78 @@ def _text_of(paths: Sequence[_Path]) -> str:
 
 
 class _Kind(IntEnum):
-    """The way in which a path begins."""
+    """The beginning of a path."""
 
     ROOT = 0
-    """At a module, a class or a function."""
+    """A module, a class or a function."""
     IN_USE = 1
-    """At an object that the running test, a fixture or the step that is measured has."""
+    """An object held by the running test, a fixture or the measured step."""
     VARIABLE = 2
-    """At a variable of a function that runs."""
+    """A variable in a running function."""
     NOWHERE = 3
-    """At an object that nothing with a name holds."""
+    """An object without a named holder."""
     TOO_FAR = 4
+    """An object more than `HIGHEST` references away from the tensor."""
     NO_REFERRER = 5
-    """At a tensor that no object refers to."""
+    """A tensor without a referrer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """The path to an object: ``("Cache.entries[...]", "Loader.batch")``.
+    """The path to an object.
 
-    An object's own dict has the path of the object, with what tells the names in it.
+    An instance dict (``__dict__``) has the path of its object, with ``before`` and ``after`` as texts around a key.
+
+    Example:
+        The global object ``Cache`` has a dict ``entries`` with a loader, whose attribute ``batch`` is a tensor. The tensor's
+        path has the parts ``("Cache.entries[...]", "Loader.batch")``. The path to the loader's instance dict has the parts
+        ``("Cache.entries[...]",)``, and ``before`` is ``"Loader."``.
     """
 
     kind: _Kind
     parts: tuple[str, ...] = ()
     before: str | None = None
-    """Text before the name of what an object's own dict holds: ``"Net."``; ``None`` for what is no such dict."""
+    """The text before a key in an instance dict, for example ``"Net."``. ``None`` if the path leads to another object."""
     after: str = ""
+    """The text after a key in an instance dict."""
     of_module: bool = False
-    """True for the own dict of a `torch.nn.Module`."""
+    """True for the instance dict of a `torch.nn.Module`."""
     within: bool = False
-    """True for the dict of a module's children, which have the path of the module, and for that of the own dicts that a
-    `threading.local` has, one for each thread."""
+    """True for a dict that adds nothing to the path: a module's children, or the instance dicts in a `threading.local`, one for
+    each thread."""
     names: tuple[str, ...] = ()
-    """Texts for the elements of a tuple that belongs to a function."""
+    """Texts for the elements of a function's tuple, for example its closure."""
     by: str = ""
-    """`GRAPH` or `GRADIENT` for a block that is not the memory of the tensor at the end of the path."""
+    """`GRAPH` or `GRADIENT` if the block belongs to the tensor's autograd graph or gradient, and not to the tensor itself."""
 
     def rank(self, *, is_object: bool) -> tuple[object, ...]:
-        """Return a sort key: the shortest path comes first, whatever the order of objects in memory is."""
-        lost = self.kind >= _Kind.VARIABLE
-        # An object is told by its class; a container only by where it was found.
-        silent = not is_object and not (self.parts or self.before or self.names)
-        length = self.kind if lost else 0, len(self.parts) + (self.before is not None or bool(self.names))
-        return lost, silent, length, self.kind, sum(map(len, self.parts)), self.parts, self.before or "", self.names
+        """Return a sort key. The shortest path comes first, and the order of objects in memory does not matter."""
+        is_lost = self.kind >= _Kind.VARIABLE
+        # An object's class says something even without a path. A container's class does not.
+        is_silent = not is_object and not (self.parts or self.before or self.names)
+        length = self.kind if is_lost else 0, len(self.parts) + (self.before is not None or bool(self.names))
+        return (
+            is_lost,
+            is_silent,
+            length,
+            self.kind,
+            sum(map(len, self.parts)),
+            self.parts,
+            self.before or "",
+            self.names,
+        )
 
     def itself(self) -> _Path:
         return _Path(self.kind, self.parts)
 
     def item(self) -> _Path:
-        """Return the path to an element of what this one leads to."""
+        """Return the path to an element, if this path leads to a container."""
         if not self.parts or self.parts[-1].endswith("[...]"):
             return self.itself()
         return _Path(self.kind, (*self.parts[:-1], f"{self.parts[-1]}[...]"))
 
     def named(self, name: str) -> _Path:
-        """Return the path to what an object's own dict, which this one leads to, has under ``name``."""
+        """Return the path to the value under ``name``, if this path leads to an instance dict."""
         if self.of_module and name == MODULE_PARTS["modules"]:
             return _Path(self.kind, self.parts, within=True)
         if self.of_module and name in MODULE_PARTS.values():
@@ -259,7 +282,7 @@ class _Path:
         return _Path(self.kind, (*self.parts, f"{self.before}{name}{self.after}"))
 
     def attributes(self, owner: object) -> _Path:
-        """Return the path to the own dict of an object that this one leads to."""
+        """Return the path to the instance dict of ``owner``, if this path leads to ``owner``."""
         import torch
 
         kind = type(owner)
@@ -271,10 +294,12 @@ class _Path:
 
 
 class _Search:
-    """Search from objects up to holders with a name, for all objects of one height at once.
+    """Search from objects up to holders with a name.
 
-    Python goes through all objects to find the referrers of one, in much less time than for each of many after another.
-    Objects are known by their place in one list, so that a search finds no containers of its own.
+    To find referrers, Python walks through all objects. A single walk for many objects takes much less time than a walk for
+    each. So all objects with the same height are searched together. The height is the number of references from a tensor.
+
+    Objects are represented by their place (index) in a single list. So a search does not find containers of its own.
     """
 
     def __init__(self) -> None:
@@ -282,47 +307,48 @@ class _Search:
         self._places: dict[int, int] = {}
         self._in_use = _variables_in_use()
 
-    def add(self, one: object) -> int:
-        """Return the place of an object."""
-        place = self._places.setdefault(id(one), len(self._objects))
+    def add(self, node: object) -> int:
+        """Return an object's place, and add the object if necessary."""
+        place = self._places.setdefault(id(node), len(self._objects))
         if place == len(self._objects):
-            self._objects.append(one)
+            self._objects.append(node)
         return place
 
     def paths_of(self, places: Sequence[int], height: int = 0) -> dict[int, _Path]:
-        """Return the path to the object at each place. Those without a named holder are left out.
+        """Return the best path to the object at each place. Objects without a named holder are left out.
 
         Args:
-            places: Places of objects, the most important first.
-            height: The number of references from a tensor to them.
+            places: The objects' places, the most important first.
+            height: The number of references from a tensor to these objects.
         """
-        looked_at = places[:MOST_AT_ONCE] if height < HIGHEST else []
-        references = self._references(looked_at)
-        found: dict[int, list[_Path]] = {place: [] for place in looked_at}
-        found |= {place: [_Path(_Kind.TOO_FAR)] for place in places[len(looked_at) :]}
+        searched = places[:MOST_AT_ONCE] if height < HIGHEST else []
+        references = self._references(searched)
+        candidates: dict[int, list[_Path]] = {place: [] for place in searched}
+        candidates |= {place: [_Path(_Kind.TOO_FAR)] for place in places[len(searched) :]}
         if not height:
-            found |= {place: [_Path(_Kind.NO_REFERRER)] for place in {*looked_at} - {place for place, _ in references}}
+            without_referrer = {*searched} - {place for place, _ in references}
+            candidates |= {place: [_Path(_Kind.NO_REFERRER)] for place in without_referrer}
         above: dict[int, list[int]] = {}
         for place, holder in references:
             path = self._end(place, holder, height)
             if path is not None:
-                found[place].append(path)
+                candidates[place].append(path)
             elif not _is_passed_over(self._objects[holder], self._objects[place]):
                 above.setdefault(place, []).append(holder)
         for place in places:
-            found[place] += self._beginning_at(place, height)
-        open_ended = [place for place in above if not any(self._is_enough(path, place) for path in found[place])]
-        wanted = Counter(holder for place in open_ended for holder in above[place])
-        if wanted:
-            paths = self.paths_of(sorted(wanted, key=lambda one: (-wanted[one], one)), height + 1)
+            candidates[place] += self._beginning_at(place, height)
+        open_ended = [place for place in above if not any(self._is_enough(path, place) for path in candidates[place])]
+        holders = Counter(holder for place in open_ended for holder in above[place])
+        if holders:
+            holder_paths = self.paths_of(sorted(holders, key=lambda holder: (-holders[holder], holder)), height + 1)
             for place in open_ended:
                 for holder in above[place]:
-                    if holder in paths:
-                        found[place] += self._below(paths[holder], holder, place)
-        return {place: self._best(place, paths, height) for place, paths in found.items() if paths}
+                    if holder in holder_paths:
+                        candidates[place] += self._below(holder_paths[holder], holder, place)
+        return {place: self._best(place, paths, height) for place, paths in candidates.items() if paths}
 
     def _beginning_at(self, place: int, height: int) -> list[_Path]:
-        """Return the path that begins at an object, or at the variable of a running function that has a container or tensor."""
+        """Return the path that begins at this object, or at a running function's variable if this is a container or tensor."""
         variable = self._in_use.get(id(self._objects[place]))
         if height and self._is_object(place):
             return [_Path(_Kind.NOWHERE if variable is None else _Kind.IN_USE)]
@@ -336,65 +362,65 @@ class _Search:
         return path.kind is _Kind.ROOT or (path.kind is _Kind.IN_USE and self._is_object(place))
 
     def _is_object(self, place: int) -> bool:
-        """Return whether the object at a place is told by its class and attribute: no container and no part of Python."""
+        """Return whether the object's class means something to a user, so it is no container and no part of Python."""
         kind = type(self._objects[place])
         return not issubclass(kind, _CONTAINERS) and package_of(kind) not in _SEEN_THROUGH
 
     def _references(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the places of objects, each with that of an object that refers to it."""
-        if not places:  # then all objects would be searched in vain
+        """Return pairs of places: an object, and an object that refers to it."""
+        if not places:  # gc.get_referrers() would walk through all objects in vain
             return []
-        # A tuple, which is given as it is: one that Python makes of a list is among the referrers from 3.14 on.
+        # A tuple is passed on as it is. From a list, Python makes a new tuple, which is among the referrers from 3.14 on.
         objects = tuple(self._objects[place] for place in places)
-        wanted = {id(one): place for one, place in zip(objects, places, strict=True)}
+        place_by_id = {id(target): place for target, place in zip(objects, places, strict=True)}
         not_holders = {id(self._objects), id(objects)}
-        holders = [one for one in gc.get_referrers(*objects) if id(one) not in not_holders]
+        holders = [referrer for referrer in gc.get_referrers(*objects) if id(referrer) not in not_holders]
         del objects
-        found = [
-            (wanted[number], self.add(holder))
+        references = [
+            (place_by_id[number], self.add(holder))
             for holder in holders
-            for number in {id(one) for one in gc.get_referents(holder)} & wanted.keys()
+            for number in {id(referent) for referent in gc.get_referents(holder)} & place_by_id.keys()
         ]
         holders.clear()
-        return found
+        return references
 
     def _end(self, place: int, holder: int, height: int) -> _Path | None:
-        """Return the path to an object where it ends at its holder; ``None`` where that is held by something itself."""
-        value, one = self._objects[place], self._objects[holder]
-        if type(one) is types.FunctionType:
-            return None if is_ours(one) else _path_in_function(one, value)
-        if type(one) is LRU_CACHE:
-            text = lru_cache_text(one)
+        """Return the path to an object if its holder is the end of the search; ``None`` if the holder needs a holder too."""
+        value, owner = self._objects[place], self._objects[holder]
+        if type(owner) is types.FunctionType:
+            return None if is_own_function(owner) else _path_in_function(owner, value)
+        if type(owner) is LRU_CACHE:
+            text = lru_cache_text(owner)
             return None if text is None else _Path(_Kind.ROOT, (f"{text}[...]",))
-        variable = context_variable_text(one, value)
+        variable = context_variable_text(owner, value)
         if variable is not None:
             return _Path(_Kind.ROOT, (variable,))
-        if issubclass(type(one), type):
-            return _Path(_Kind.ROOT, before=f"{class_text(one)}.") if class_namespace(one) is value else None
-        module = module_name(one)
+        if issubclass(type(owner), type):
+            return _Path(_Kind.ROOT, before=f"{class_text(owner)}.") if class_namespace(owner) is value else None
+        module = module_name(owner)
         if module is not None:
-            key = None if is_excluded(module) else _key_of(one, value)
-            return None if key is None else _Path(_Kind.ROOT, (f"{module_text(one, module)}.{key}",))
-        is_pytests = is_excluded(module_of(type(one))) and not issubclass(type(one), logging.LogRecord)
+            key = None if is_excluded(module) else _key_of(owner, value)
+            return None if key is None else _Path(_Kind.ROOT, (f"{module_text(owner, module)}.{key}",))
+        is_pytests = is_excluded(module_of(type(owner))) and not issubclass(type(owner), logging.LogRecord)
         return _Path(_Kind.IN_USE) if height and is_pytests else None
 
     def _below(self, path: _Path, holder: int, place: int) -> list[_Path]:
-        """Return the paths to an object by way of its holder, to which there is a path."""
-        one, value = self._objects[holder], self._objects[place]
+        """Return the paths to an object through its holder, which has the given path."""
+        owner, value = self._objects[holder], self._objects[place]
         if path.within:
             return [replace(path, within=False)]
         if path.names:
-            return [path.named(name) for name, held in zip(path.names, one, strict=False) if held is value]
+            return [path.named(name) for name, held in zip(path.names, owner, strict=False) if held is value]
         if path.before is not None:
-            key = _key_of(one, value)
+            key = _key_of(owner, value)
             return [path.item() if key is None else path.named(key)]
-        if issubclass(type(one), _CONTAINERS) or package_of(type(one)) in _OF_CONTAINERS:
+        if issubclass(type(owner), _CONTAINERS) or package_of(type(owner)) in _OF_CONTAINERS:
             return [path.item()]
-        return [_by_attribute(path, one, value)] if self._is_object(holder) else [path.itself()]
+        return [_by_attribute(path, owner, value)] if self._is_object(holder) else [path.itself()]
 
 
 def _by_attribute(path: _Path, owner: object, value: object) -> _Path:
-    """Return the path to what an object with a path holds by an attribute, or in its own dict."""
+    """Return the path to an object's attribute value or instance dict. ``path`` leads to the object."""
     own, attributes = instance_dict(owner), path.attributes(owner)
     if issubclass(type(owner), threading.local) and type(value) is dict:
         return replace(attributes, within=True)
@@ -402,15 +428,16 @@ def _by_attribute(path: _Path, owner: object, value: object) -> _Path:
         return attributes
     key = None if own is None else _key_of(own, value)
     if key is None:
-        key = next((one.__name__ for one in layout_of(type(owner)).members if _slot(one, owner) is value), None)
+        members = layout_of(type(owner)).members
+        key = next((member.__name__ for member in members if _slot(member, owner) is value), None)
     return path.itself() if key is None else attributes.named(key)
 
 
 def _path_in_function(function: types.FunctionType, value: object) -> _Path | None:
-    """Return the path to what a function holds: its closure, defaults and attributes."""
+    """Return the path to a function's closure, defaults or instance dict; ``None`` if ``value`` is none of these."""
     if value is function.__closure__:
-        around = function_text(function, outer=True)
-        names = tuple(f"{around}.<locals>.{name}" for name in function.__code__.co_freevars)
+        outer_function = function_text(function, outer=True)
+        names = tuple(f"{outer_function}.<locals>.{name}" for name in function.__code__.co_freevars)
         return _Path(_Kind.ROOT, before="", names=names)
     text = function_text(function)
     if value is function.__defaults__:
@@ -421,18 +448,18 @@ def _path_in_function(function: types.FunctionType, value: object) -> _Path | No
 
 
 def _is_passed_over(holder: object, value: object) -> bool:
-    """Return whether what holds a holder of a value does not matter.
+    """Return whether the search ignores a holder, so nobody asks for the holder's holders.
 
-    That is a running frame, what has been seen to be an end, or pytest's. The attributes of this package's functions are
-    copies: `functools.wraps` takes them from the function that each stands for.
+    This is true for a running frame, for objects that end a path, and for pytest's objects. It is also true for the
+    attributes of this package's functions, because `functools.wraps` copies these from the replaced function.
     """
     kind = type(holder)
     if kind is types.FrameType:
-        # One that has ended is kept by the traceback of an exception, with its variables.
+        # A frame that has ended is a real holder: the traceback of an exception keeps it with its variables.
         return any(frame is holder for frame in _running())
     return (
         kind in (types.ModuleType, LRU_CACHE)
-        or (kind is types.FunctionType and (not is_ours(holder) or value is instance_dict(holder)))
+        or (kind is types.FunctionType and (not is_own_function(holder) or value is instance_dict(holder)))
         or issubclass(kind, type)
         or module_name(holder) is not None
         or (is_excluded(module_of(kind)) and not issubclass(kind, logging.LogRecord))
@@ -440,23 +467,25 @@ def _is_passed_over(holder: object, value: object) -> bool:
 
 
 def _variables_in_use() -> dict[int, str]:
-    """Return the variables of running functions, ``"test_it.<locals>.out"``, by the id of the value.
+    """Return texts for variables in running functions, for example ``"test_it.<locals>.out"``, by the value's id.
 
-    The text is empty for functions of pytest and of this package.
+    The text is empty for functions in pytest and in this package.
     """
     variables: dict[int, str] = {}
     for frame in _running():
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            around = "" if is_excluded(str(frame.f_globals.get("__name__"))) else code_name(frame.f_code)
+            function_name = "" if is_excluded(str(frame.f_globals.get("__name__"))) else code_name(frame.f_code)
             for name, value in named_variables_of(frame).items():
-                variables[id(value)] = variables.get(id(value)) or (around and f"{around}.<locals>.{name}")
+                variables[id(value)] = variables.get(id(value)) or (
+                    function_name and f"{function_name}.<locals>.{name}"
+                )
             value = None
-        del frame  # this function's own one would be a cycle, with all the frames that called it
+        del frame  # this function's own frame would be a cycle, with all calling frames
     return variables
 
 
 def _running() -> Iterator[types.FrameType]:
-    """Yield the frames of the functions that run, in all threads."""
+    """Yield the frames of running functions in all threads."""
     frames = [*sys._current_frames().values()]  # noqa: SLF001 - the only way to other threads' frames
     while frames:
         frame = frames.pop()
@@ -474,4 +503,4 @@ def _slot(member: types.MemberDescriptorType, owner: object) -> object:
 
 
 def _key_of(names: dict[Any, Any], value: object) -> str | None:
-    return next((key for key, one in dict.items(names) if one is value and type(key) is str), None)
+    return next((key for key, held in dict.items(names) if held is value and type(key) is str), None)

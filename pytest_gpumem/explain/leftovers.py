@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _MOST_PLACES = 4
-"""The most leaks without an owner beside a leak in reach of the step's function. Beside more leaks it counts as an input."""
+"""The most leaks without an owner beside a leak in reach of the step's function. Otherwise, this leak counts as an input."""
 
 
 def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
@@ -60,16 +60,16 @@ class _Matches:
             block
             for step in timeline.following
             for block in step.lifetimes
-            if not block.is_older and block.freed is None and block.lasts
+            if not block.is_older and block.freed is None and block.is_kept
         ]
         # Later steps may keep blocks with other sizes, for example batches.
-        self._lasting = {**_by_size(later), **_by_size(block for block in remaining if block.lasts)}
+        self._lasting = {**_by_size(later), **_by_size(block for block in remaining if block.is_kept)}
         for pool in survivors_of(timeline).ambiguous if timeline.following else ():
             # The line of an older block with this size is not known.
             self._lasting.pop(pool.blocks[0].nbytes, None)
-        self._passing = _by_size(block for block in remaining if not block.lasts and block.label is None)
+        self._passing = _by_size(block for block in remaining if not block.is_kept and block.label is None)
         self._turns: dict[int, Iterator[Lifetime]] = {}
-        older = [block for block in timeline.lifetimes if block.is_older and block.lasts]
+        older = [block for block in timeline.lifetimes if block.is_older and block.is_kept]
         self._inputs = Counter(block.nbytes for block in older if _is_lasting_input(block))
         self._without_owner = Counter(block.nbytes for block in older if block.label is None)
 
@@ -84,8 +84,8 @@ class _Matches:
         return block.is_older and not has_owner and bool(self._matching(block))
 
     def _many_inputs(self, nbytes: int) -> bool:
-        inputs, others = self._inputs[nbytes], self._without_owner[nbytes]
-        return inputs > others or (inputs > 1 and inputs * _MOST_PLACES >= others)
+        inputs, unowned = self._inputs[nbytes], self._without_owner[nbytes]
+        return inputs > unowned or (inputs > 1 and inputs * _MOST_PLACES >= unowned)
 
     def each_step(self, nbytes: int, freed: int) -> int:
         """Return how many blocks with ``nbytes`` each step keeps, if the step frees ``freed`` older blocks of this size."""
@@ -100,11 +100,11 @@ class _Matches:
 
     def _matching(self, block: Lifetime) -> Sequence[Lifetime]:
         lasting = self._lasting.get(block.nbytes, ())
-        return lasting if block.lasts else self._passing.get(block.nbytes, lasting)
+        return lasting if block.is_kept else self._passing.get(block.nbytes, lasting)
 
 
 def _is_lasting_input(block: Lifetime) -> bool:
-    return block.label is not None and block.label.category == "input" and bool(block.lasts)
+    return block.label is not None and block.label.category == "input" and bool(block.is_kept)
 
 
 def _by_size(blocks: Iterable[Lifetime]) -> dict[int, list[Lifetime]]:
@@ -124,7 +124,7 @@ def _without_later_leaks(blocks: list[Lifetime], own_bytes: int) -> list[Lifetim
     may_be_later = [
         block
         for block in blocks
-        if block.is_older and block.own and block.lasts and (block.label is None or block.label.category == "input")
+        if block.is_older and block.own and block.is_kept and (block.label is None or block.label.category == "input")
     ]
     number = Counter(block.nbytes for block in may_be_later)
     dropped: set[int] = set()

@@ -1,4 +1,29 @@
-"""Block lifetimes of one recorded step: when each was allocated, in which spans, and when it was freed. Pure."""
+"""Block lifetimes in a recorded step: when and in which spans each block was allocated, and when it was freed. Pure.
+
+Example:
+    A step multiplies its input with a weight, a block of 400 bytes at address 1. ``Trace.before`` is ``{1: 400}`` and
+    ``Trace.own`` is ``{1}``. Forward allocates an output with 800 bytes. Backward allocates a gradient with 400 bytes and frees
+    the output. The tokens, and the live bytes after each, are::
+
+        moment  token                                live
+        0       Open mark "phase" forward               0
+        1       Open operator aten::mm, sequence 0      0
+        2       allocation of 800 bytes at 2          800
+        3, 4    Close, Close                          800
+        5       Open mark "phase" backward            800
+        6       Open node MmBackward0, sequence 0     800
+        7       allocation of 400 bytes at 3         1200
+        8       free at 2                             400
+        9, 10   Close, Close                          400
+
+    Live bytes count from the beginning of the recording. `timeline_of` returns a timeline with ``peak=7``,
+    ``peak_bytes=1200`` and these lifetimes::
+
+        address  nbytes  allocated  freed  phase     operator  node         call_ended
+        1        400     -1         None                                    None
+        2        800     2          8      forward   aten::mm               3
+        3        400     7          None   backward            MmBackward0  9
+"""
 
 from __future__ import annotations
 
@@ -22,10 +47,13 @@ if TYPE_CHECKING:
 
 
 def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
-    """Return the block lifetimes of a trace.
+    """Return the block lifetimes in a trace.
 
-    ``own_bytes`` are the step's when it began. Those not found on anything that it holds were left by earlier steps, as in a
-    list, or by a graph: of a step that repeats, each does what this one did.
+    Args:
+        trace: The recording.
+        own_bytes: The step's own bytes at its beginning. If they are more than the blocks found on the step's objects, the rest
+            was left by earlier steps, for example in a list or a graph. A repeated step does the same each time, so these
+            leftovers are matched with blocks from this step.
     """
     timeline = _with_following(_Reader(trace).read(), trace)
     if own_bytes is None:
@@ -34,12 +62,18 @@ def timeline_of(trace: Trace, own_bytes: int | None = None) -> Timeline:
 
 
 def tensors_of_allocations(source: Timeline, target: Timeline) -> tuple[tuple[str, ...], ...]:
-    """Return dtype and shape of each allocation of ``target``, in order, by step: the recorded step and those that follow.
+    """Return dtype and shape for each allocation in ``target``, as seen in another recording of the same code.
 
-    They come from a step of ``source`` that made allocations of the same sizes. Nothing is known of a step if none did.
+    Args:
+        source: The timeline with dtypes and shapes.
+        target: The timeline without.
+
+    Returns:
+        The texts in order for each step: the recorded step and the following steps. They come from a step in ``source`` with
+        the same allocation sizes in the same order. Without such a step, there are no texts.
     """
-    known = {_sizes(step): tuple(block.tensor for block in _allocated(step)) for step in (source, *source.following)}
-    return tuple(known.get(_sizes(step), ()) for step in (target, *target.following))
+    texts = {_sizes(step): tuple(block.tensor for block in _allocated(step)) for step in (source, *source.following)}
+    return tuple(texts.get(_sizes(step), ()) for step in (target, *target.following))
 
 
 def _sizes(step: Timeline) -> tuple[int, ...]:
@@ -51,14 +85,14 @@ def _allocated(step: Timeline) -> list[Lifetime]:
 
 
 def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
-    """Return the timeline with those of the steps that ran after it, and with the blocks that outlived these steps."""
+    """Return the timeline with a timeline for each following step, and mark the blocks that outlive all following steps."""
     steps = [timeline]
     for number, tokens in enumerate(trace.following, 1):
-        there = {block.address: block.nbytes for block in steps[-1].lifetimes if block.freed is None}
+        live_blocks = {block.address: block.nbytes for block in steps[-1].lifetimes if block.freed is None}
         later = replace(
             trace,
             tokens=tokens,
-            before=there,
+            before=live_blocks,
             own=frozenset(),
             following=(),
             tensors=trace.tensors[number : number + 1],
@@ -70,7 +104,7 @@ def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
             block.address for block in steps[number + 1].lifetimes if block.is_older and block.freed is not None
         }
         lifetimes = (
-            replace(block, lasts=block.address not in freed_later) if block.freed is None else block
+            replace(block, is_kept=block.address not in freed_later) if block.freed is None else block
             for block in steps[number].lifetimes
         )
         steps[number] = replace(steps[number], lifetimes=tuple(lifetimes))
@@ -78,24 +112,29 @@ def _with_following(timeline: Timeline, trace: Trace) -> Timeline:
 
 
 def _with_workspaces(lifetimes: Iterable[Lifetime], released: tuple[int, int] | None) -> Iterator[Lifetime]:
-    """Yield the blocks; those from before that went with the backend's workspaces are of the step's own earlier runs."""
+    """Yield the blocks. Older blocks freed with the backend's workspaces become own blocks, because earlier runs made them."""
     for block in lifetimes:
-        from_before = block.allocated < 0 and block.label is None
-        if from_before and released and block.freed is not None and released[0] <= block.freed <= released[1]:
+        is_older_without_label = block.allocated < 0 and block.label is None
+        if (
+            is_older_without_label
+            and released
+            and block.freed is not None
+            and released[0] <= block.freed <= released[1]
+        ):
             yield replace(block, own=True)
         else:
             yield block
 
 
 def _is_more_specific(label: Label, block: Lifetime) -> bool:
-    known = block.label
+    current_label = block.label
     if label.category == "input" and block.allocated >= 0:
-        # What is put into a list that was handed in is no input.
+        # The step made this block and put it into an input, for example a list. So the block is not an input.
         return False
-    # An input is what is nothing else: a fixture's tensors may turn out to be parameters. Lines come to be known later.
-    if known is None or known.category == "input":
+    # Other labels replace "input", because a fixture's tensors may turn out to be parameters. A later label may add the line.
+    if current_label is None or current_label.category == "input":
         return True
-    return known.category == label.category and bool(label.site) and not known.site
+    return current_label.category == label.category and bool(label.site) and not current_label.site
 
 
 def _layers(trace: Trace) -> Mapping[str, frozenset[Numbers]]:
@@ -111,25 +150,30 @@ def _phase(around: SpanStack) -> str:
 
 
 class _Reader:
+    """Reader for the tokens in a trace, from the first to the last. It tracks open spans and live blocks."""
+
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._open: list[tuple[int, Open]] = []
         self._live: dict[int, Lifetime] = {}
         self._done: list[Lifetime] = []
         self._around: dict[int, tuple[int, int]] = {}
-        """The beginnings of the innermost call and module around each allocation, by its moment; -1 for none."""
+        """The first moments of the innermost call and module around each allocation, by its moment; -1 for none."""
         self._ends: dict[int, int] = {}
-        self._made: dict[int, Mark | None] = {}
-        """The innermost mark around the operator that made each node, by autograd's number."""
+        """The last moment of each span, by its first moment."""
+        self._mark_by_node: dict[int, Mark | None] = {}
+        """The innermost mark around the operator that created each node, by autograd's number."""
         self._recomputed: dict[str, int] = {}
+        """The number of recomputed calls, by the module's folded path."""
         self._nodes: list[int] = []
         self._spans: dict[str, tuple[int, int]] = {}
+        """The first and last moment of each ``rest`` span, by its name."""
         self._lines: set[tuple[str, str]] = set()
-        """The lines that forward reached: backward that reaches one of them computes it again."""
+        """The lines reached by forward. If backward reaches such a line, the line is recomputed."""
         self._sites: dict[str, Mark] = {}
-        """The latest mark in forward of each module that has a line."""
+        """The latest forward mark for each module."""
         self._paths: dict[tuple[str, str], str] = {}
-        """The module in which forward reached a line, for code that is recomputed outside of any module's call."""
+        """The module in which forward reached each line, for code recomputed outside of any module call."""
         self._calls = GraphCalls(trace.marks)
         self._tensors = iter(trace.tensors[0] if trace.tensors else ())
 
@@ -176,12 +220,12 @@ class _Reader:
         )
 
     def _allocation(self, moment: int, event: AllocationEvent) -> int:
-        """Enter an allocation or free, and return the change of the live bytes."""
+        """Process an allocation or free, and return the change in live bytes."""
         change = max(event.nbytes, 0)
-        gone = self._live.pop(event.address, None)
-        if gone is not None:
-            self._done.append(replace(gone, freed=moment))
-            change -= gone.nbytes
+        freed_block = self._live.pop(event.address, None)
+        if freed_block is not None:
+            self._done.append(replace(freed_block, freed=moment))
+            change -= freed_block.nbytes
         if event.nbytes > 0:
             self._live[event.address] = self._allocated(moment, event)
             self._calls.allocated()
@@ -220,14 +264,14 @@ class _Reader:
         return span.kind == "mark" and self._trace.marks[span.mark].kind == "phase"
 
     def _node_mark(self, node: Open, own: Mark | None) -> Mark | None:
-        """Return the mark around the operator that made a node, or the node's own where it runs Python code."""
-        made = self._made.get(node.sequence)
+        """Return the mark around the operator that created a node, or the node's own mark if the node runs Python code."""
+        creating_mark = self._mark_by_node.get(node.sequence)
         if own is None or not (own.site or own.library):
-            return made
-        return replace(own, path=own.path or (made.path if made is not None else ""))
+            return creating_mark
+        return replace(own, path=own.path or (creating_mark.path if creating_mark is not None else ""))
 
     def _recomputed_mark(self, mark: Mark) -> Mark:
-        """Return a mark in backward with the module or the line of forward, since callers are torch's then."""
+        """Return a backward mark with forward's module or line, because the callers in backward are torch's."""
         if not mark.path:
             return replace(mark, path=self._paths.get((mark.site, mark.library), ""))
         if not mark.site and not mark.library and mark.path in self._sites:
@@ -243,19 +287,19 @@ class _Reader:
             return
         if span.kind == "operator":
             if span.sequence >= 0:
-                self._made[span.sequence] = self._innermost_mark()
+                self._mark_by_node[span.sequence] = self._innermost_mark()
             return
         mark = self._trace.marks[span.mark]
         if mark.kind == "snapshot":
             for label in self._trace.snapshots.get(span.mark, ()):
-                found = self._live.get(label.address)
-                if found is not None and _is_more_specific(label, found):
-                    self._live[label.address] = replace(found, label=label)
+                block = self._live.get(label.address)
+                if block is not None and _is_more_specific(label, block):
+                    self._live[label.address] = replace(block, label=label)
         elif mark.kind in ("call", "module"):
             self._reached(mark)
 
     def _reached(self, mark: Mark) -> None:
-        """Enter the beginning of a module or call: its line and module in forward, a recomputed module in backward."""
+        """Process the beginning of a module or call: record its line in forward, and count a recomputed module in backward."""
         in_node = next((n for n in range(len(self._open) - 1, -1, -1) if self._open[n][1].kind == "node"), None)
         if in_node is None:
             self._lines.add((mark.site, mark.library))
@@ -282,14 +326,14 @@ class _Reader:
             self._spans[self._trace.marks[span.mark].path] = opened, moment
 
     def _seen(self, tensor: Seen) -> None:
-        found = self._live.get(tensor.address)
-        # A view of another size is not what was allocated.
+        block = self._live.get(tensor.address)
+        # A view with another size does not describe the whole block.
         if (
-            found is not None
-            and not found.tensor
-            and prod(tensor.shape) * (item_bits(tensor.dtype) // 8) == found.nbytes
+            block is not None
+            and not block.tensor
+            and prod(tensor.shape) * (item_bits(tensor.dtype) // 8) == block.nbytes
         ):
-            self._live[tensor.address] = replace(found, tensor=tensor_text(tensor.dtype, tensor.shape))
+            self._live[tensor.address] = replace(block, tensor=tensor_text(tensor.dtype, tensor.shape))
 
     def _finished(self, block: Lifetime) -> Lifetime:
         call, module = (

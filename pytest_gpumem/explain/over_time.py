@@ -1,4 +1,4 @@
-"""The bytes that a recorded step held, by category, over the whole of it. Pure."""
+"""Live bytes over a recorded step, by category. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 
 def over_time_of(recorded: Recorded) -> OverTime:
-    """Return the bytes that the recorded step held: at its beginning, and after each allocation and free."""
+    """Return the recorded step's live bytes by category, at its beginning and after each allocation and free.
+
+    Example:
+        The step in `lifetimes` has 4 points: the beginning and 3 events. ``totals`` are 400, 1200, 1600 and 800 bytes.
+    """
     timeline, tokens = recorded.timeline, recorded.trace.tokens
     events = [(n, token) for n, token in enumerate(tokens) if isinstance(token, AllocationEvent)]
     index = {moment: number for number, (moment, _) in enumerate(events)}
     began = next((token.time_ns for token in tokens if isinstance(token, AllocationEvent | Open | Close)), 0)
-    # One more point in front: what was there before the first event.
+    # One more point in front, for the bytes before the first event.
     changes = {category: [0] * (len(events) + 1) for category in CATEGORIES}
     for block in timeline.lifetimes:
         if block.own:

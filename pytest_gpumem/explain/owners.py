@@ -1,4 +1,4 @@
-"""Owners of blocks in a recording: models, optimizers and inputs, and the labels of their tensors."""
+"""Owners of blocks in a recording: models, optimizers and inputs, and labels for their tensors."""
 
 from __future__ import annotations
 
@@ -29,38 +29,40 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.sites import Site
 
 _COMPILED = "_orig_mod"
-"""The name of a module within the one that torch.compile puts around it."""
+"""The name of the original module within torch.compile's wrapper."""
 _EARLY = ("parameter", "buffer")
 _STAYS = (*_EARLY, "optimizer state")
 
 
 class TensorOwners:
-    """Owners that were registered, or found while the step ran. Only inputs are kept alive by it.
+    """Owners that were registered, or found while the step ran. This object keeps inputs alive, but no other owner.
 
-    ``creation_sites`` are the lines that allocated older blocks on ``device``, by address.
+    Args:
+        device: The device of the blocks.
+        creation_sites: The lines that allocated older blocks, by address.
     """
 
     def __init__(self, device: torch.device, creation_sites: Mapping[int, Site]) -> None:
         self._device = device
         self._creation_sites = creation_sites
-        # By identity: modules and optimizers may forbid to be hashed, or be equal to others.
+        # By id, because a module or optimizer may be unhashable, or equal to another module.
         self._paths: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._roots: list[tuple[weakref.ref[torch.nn.Module], str]] = []
-        """Outermost models, and what stands before the paths of their modules."""
+        """Outermost models, each with a prefix for its modules' paths."""
         self._first = ""
-        """The class of the first outermost model."""
+        """The first outermost model's class."""
         self._optimizers: dict[int, tuple[weakref.ref[torch.optim.Optimizer], str]] = {}
-        """Each with the line that calls its step, which makes its state."""
+        """Optimizers, each with the line that calls its step, which creates its state."""
         self._inputs: list[object] = []
         self._buckets: Mapping[int, torch.Tensor] = {}
         self._zeroed: dict[int, str] = {}
-        """The line that fills a gradient with zeros, and so keeps it: by address."""
+        """The line that fills a gradient with zeros, and so keeps the gradient, by address."""
         self._labelled: set[tuple[str, int, str]] = set()
 
     def model(self, module: torch.nn.Module) -> None:
-        """Register a model by its outermost module, unless it is a part of a registered one.
+        """Register a model by its outermost module, unless it is part of a registered model.
 
-        Modules within `DistributedDataParallel` and `DataParallel` have the paths that they have without.
+        `DistributedDataParallel` and `DataParallel` around a model do not change its modules' paths.
         """
         import torch
 
@@ -70,82 +72,82 @@ class TensorOwners:
             self._paths[id(module)] = weakref.ref(module), type(module).__name__
             self.model(dict(named_modules(module))["module"])
             return
-        # A generator and a discriminator may have modules of the same names; blocks of one list are of one kind.
-        kind = type(module).__name__
-        self._first = self._first or kind
-        before = "" if kind == self._first else f"{kind}."
-        self._roots.append((weakref.ref(module), before))
+        # A generator and a discriminator may have modules with equal names, so the second class becomes a prefix.
+        class_name = type(module).__name__
+        self._first = self._first or class_name
+        prefix = "" if class_name == self._first else f"{class_name}."
+        self._roots.append((weakref.ref(module), prefix))
         for path, child in named_modules(module):
             if self.path_of(child) is None:
-                self._paths[id(child)] = weakref.ref(child), _shown(module, before, path)
+                self._paths[id(child)] = weakref.ref(child), _displayed_path(module, prefix, path)
 
     def optimizer(self, optimizer: torch.optim.Optimizer, line: str = "") -> None:
         """Register an optimizer, and the line that calls its step."""
-        line = line or _of(self._optimizers, optimizer) or ""
+        line = line or _text_for(self._optimizers, optimizer) or ""
         self._optimizers[id(optimizer)] = weakref.ref(optimizer), line
 
     def inputs(self, value: object) -> None:
-        """Register the tensors reachable from ``value`` as inputs, where they are nothing else."""
+        """Register the tensors reachable from ``value`` as inputs, unless they have another owner."""
         self._inputs.append(value)
 
     def buckets(self, buckets: Mapping[int, torch.Tensor]) -> None:
-        """Register the copies of gradients that `DistributedDataParallel` sends, which may change while the step runs."""
+        """Register `DistributedDataParallel`'s copies of gradients. The mapping may change while the step runs."""
         self._buckets = buckets
 
     def within(self, value: object) -> None:
-        """Register the models and optimizers that can be reached from a value."""
+        """Register the models and optimizers reachable from a value."""
         import torch
 
-        found = list(reachable([value]))
-        modules = [one for one in found if is_a(one, torch.nn.Module)]
+        objects = list(reachable([value]))
+        modules = [candidate for candidate in objects if is_a(candidate, torch.nn.Module)]
         parts = {id(child) for module in modules for _, child in named_modules(module) if child is not module}
         for module in modules:
             if id(module) not in parts:
                 self.model(module)
-        for one in found:
-            if is_a(one, torch.optim.Optimizer):
-                self.optimizer(one)
+        for candidate in objects:
+            if is_a(candidate, torch.optim.Optimizer):
+                self.optimizer(candidate)
 
     def path_of(self, module: torch.nn.Module) -> str | None:
-        """Return the path of a module in its registered model."""
-        return _of(self._paths, module)
+        """Return a module's path in its registered model, or ``None`` if it is in no registered model."""
+        return _text_for(self._paths, module)
 
     def zeroed(self, tensors: object, line: str) -> None:
-        """Note the line that filled tensors with zeros."""
+        """Record the line that filled tensors with zeros."""
         for tensor in reachable_tensors([tensors]):
             for address, _ in self.blocks_of(tensor):
                 self._zeroed[address] = line
 
     def forget(self) -> None:
-        """Release the inputs, and buckets."""
+        """Release the inputs and the buckets."""
         self._inputs.clear()
         self._buckets = {}
 
     def labels(self) -> Iterator[Label]:
-        """Return an ownership snapshot: parameters, buffers, gradients, optimizer state and inputs, as they are now.
+        """Yield an ownership snapshot: labels for the current parameters, buffers, gradients, optimizer state and inputs.
 
-        Blocks that stay where they are have a label in the first snapshot only.
+        Parameters, buffers and optimizer state do not move, so they get a label only in the first snapshot.
         """
         owners: dict[int, str] = {}
-        for reference, before in self._roots:
+        for reference, prefix in self._roots:
             root = reference()
             if root is None:
                 continue
             for path, _, parameter in named_tensors(root, "parameters"):
-                owners[id(parameter)] = _shown(root, before, path)
+                owners[id(parameter)] = _displayed_path(root, prefix, path)
                 yield from self._parameter(parameter, owners[id(parameter)])
             for path, _, buffer in named_tensors(root, "buffers"):
-                yield from self._label("buffer", _shown(root, before, path), parts_of(buffer))
-        for known, line in self._optimizers.values():
-            optimizer = known()
+                yield from self._label("buffer", _displayed_path(root, prefix, path), parts_of(buffer))
+        for optimizer_reference, line in self._optimizers.values():
+            optimizer = optimizer_reference()
             if optimizer is not None:
                 yield from self._of_optimizer(optimizer, line, owners)
         yield from self._label("gradient", "DistributedDataParallel", self._buckets.values())
         yield from self._label("input", "", reachable_tensors(self._inputs))
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer, line: str, owners: Mapping[int, str]) -> Iterator[Label]:
-        held = attribute(optimizer, "state")
-        states = {id(parameter): state for parameter, state in dict.items(held)} if is_a(held, dict) else {}
+        state_dict = attribute(optimizer, "state")
+        states = {id(parameter): state for parameter, state in dict.items(state_dict)} if is_a(state_dict, dict) else {}
         for parameter in parameters_of_optimizer(optimizer):
             owner = owners.get(id(parameter), "")
             yield from self._parameter(parameter, owner)
@@ -172,44 +174,44 @@ class TensorOwners:
                 yield Label(address, category, module, text, self._line(category, address, maker))
 
     def _line(self, category: str, address: int, maker: str) -> str:
-        """Return the line that made a block. Creation sites hold for early categories only: later blocks reuse addresses."""
+        """Return the line that made a block. Creation sites are valid only for early categories: addresses are reused."""
         if category in _EARLY and address in self._creation_sites:
             return self._creation_sites[address].user
         return self._zeroed.get(address, "") if category == "gradient" else maker
 
     def blocks_of(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
-        """Return address and bytes of each storage of a tensor on the device."""
+        """Return the address and size in bytes for each of a tensor's storages on the device."""
         return [(storage.data_ptr(), storage.nbytes()) for storage in storages_of([tensor], self._device)]
 
 
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters that an optimizer holds itself; for a wrapper those of the optimizer that it wraps."""
+    """Yield an optimizer's parameters. A wrapper yields the wrapped optimizer's parameters."""
     import torch
 
     groups = attribute(optimizer, "param_groups")
     for group in list.copy(groups) if is_a(groups, list) else ():
         parameters = dict.get(group, "params") if is_a(group, dict) else None
-        yield from (one for one in contents_of(parameters) if is_a(one, torch.Tensor))
+        yield from (parameter for parameter in contents_of(parameters) if is_a(parameter, torch.Tensor))
 
 
 Reference = TypeVar("Reference")
 
 
-def _of(noted: Mapping[int, tuple[weakref.ref[Reference], str]], one: Reference) -> str | None:
-    """Return what was noted of a live object, since ids are used again."""
-    reference, text = noted.get(id(one), (None, None))
-    return text if reference is not None and reference() is one else None
+def _text_for(texts: Mapping[int, tuple[weakref.ref[Reference], str]], owner: Reference) -> str | None:
+    """Return the text stored for an owner; ``None`` if another object had its id."""
+    reference, text = texts.get(id(owner), (None, None))
+    return text if reference is not None and reference() is owner else None
 
 
-def _shown(root: torch.nn.Module, before: str, path: str) -> str:
-    """Return a module's path without what torch.compile puts around modules; the class for the model itself.
+def _displayed_path(root: torch.nn.Module, prefix: str, path: str) -> str:
+    """Return a module's path without torch.compile's wrappers; for the model itself, its class.
 
-    A path that begins with a number looks like a row's number, so the parts of a ``Sequential`` have its class:
-    ``Sequential.2``.
+    A path that begins with a number would look like a row number. So paths in a ``Sequential`` begin with the class, for
+    example ``Sequential.2``.
     """
     parts = [part for part in path.split(".") if part not in ("", _COMPILED)]
     if parts and not parts[0].isdecimal():
-        return before + ".".join(parts)
+        return prefix + ".".join(parts)
     modules = attribute(root, MODULE_PARTS["modules"])
     model = dict.get(modules, _COMPILED, root) if is_a(modules, dict) else root
     return ".".join([type(model).__name__, *parts])

@@ -1,4 +1,8 @@
-"""Recording of a step in a run of its own, apart from the measured ones, and the explanation of its peak."""
+"""Recording of a step in a separate run, and the explanation of its peak.
+
+Marks and a profiler may change a step's memory. So the measured runs have neither, and the recorded run is compared with the
+measured figures: peak and total allocations must be equal. Otherwise the step is recorded again, with fewer marks.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +53,17 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.events import Token
 
 DIFFERING_STEPS = 6
-"""Steps that are recorded at least if they differ: enough to see what happens every second to sixth time.
+"""The fewest steps to record if steps differ: enough to see work done only every second to sixth time.
 
-If they keep bytes, as many follow each recorded step. So a recording begins 7 steps after the one before, a prime number, and
-does not meet the same step of a period each time.
+If steps keep bytes, 6 more steps follow each recorded step. So recordings begin 7 steps apart. 7 is a prime number, so
+recordings do not always meet the same step in a period of 2 to 6 steps.
 """
 _CLOSELY: tuple[Level, ...] = ("calls", "modules", "phases")
 FOLLOWING_STEPS = 4
-"""Following steps in a recording, if steps keep bytes and do not differ.
+"""The following steps in a recording, if steps keep bytes and do not differ.
 
-The number distinguishes a leak from a list of the latest four entries and from two buffers in turn. Sizes of random batches
-rarely rise in each of these steps.
+4 steps distinguish a leak from a list with the latest four entries, and from two buffers in turn. Random batch sizes rarely
+rise in each of these steps.
 """
 _GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
@@ -67,110 +71,115 @@ _TRIED_TO_ALLOCATE = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Measured figures that a recording has to match, in bytes: the peak, and all allocations together.
+    """Measured figures in bytes that a recording has to match.
 
-    ``turnover`` is ``None`` for code that need not allocate the same again, such as a test's call that fills a cache.
+    Example:
+        A step was measured with ``peak=10_575_904``. A recording with marks for each call peaks at 10,575,904 bytes and also
+        has the measured ``turnover``, so it matches. If it peaked at 10,700,000 bytes, the step would be recorded again with
+        marks for modules only.
     """
 
     peak: int
     turnover: int | None
+    """The sum of all allocations. ``None`` if code need not allocate the same again, such as a call that fills a cache."""
     own: int | None = None
-    """Bytes that it held when it began, where each step keeps more: bytes of later steps are not of this peak."""
+    """The step's own bytes at its beginning, if each step keeps more. Bytes from later steps do not belong to this peak."""
     growth: int = 0
-    """Bytes kept by each step on average. If this is more than 0, the recording must include a step that keeps bytes. The
-    following steps are recorded, too, because they free the tensors that each step replaces."""
+    """Bytes kept by each step on average. If this is more than 0, the recording must include a step that keeps bytes. Following
+    steps are recorded too, because they free the tensors that each step replaces."""
     steps: int = 1
-    """The most steps that are recorded until one of them is as measured: more than one where they differ."""
+    """The most steps to record until a step matches: more than 1 if steps differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Blocks that an earlier run left: a cache, which is a part of the step, or a leak, which is not."""
+    """Blocks left by an earlier run: a cache, which belongs to the step, or a leak, which does not."""
 
     nbytes: int = 0
     addresses: frozenset[int] = frozenset()
-    """Addresses of the blocks that are known one by one."""
+    """The addresses of individually known blocks."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The step or call to record. ``run(tracker)`` runs it once; ``own`` gives the storages that it holds when it begins.
-
-    What ``run`` returns is kept until garbage has been collected, and is no part of what was left.
-
-    ``own_bytes`` counts those that belong to it when it begins, also those that cannot be found one by one. The defaults are
-    those of a step that repeats, whose owners are found while it runs.
-    """
+    """The step or call to record. The defaults fit a repeated step, whose owners are found while it runs."""
 
     run: Callable[[Tracker], object]
+    """Runs the subject once. The result is kept until garbage has been collected, and does not count as left."""
     own: Callable[[], Sequence[torch.UntypedStorage]]
+    """Returns the storages held by the subject at its beginning."""
     own_bytes: Callable[[], int]
+    """Returns the subject's own bytes at its beginning, including blocks that ``own`` cannot find."""
     register: Callable[[TensorOwners], None] = lambda _: None
-    """Registers owners before it runs."""
+    """Registers owners before the run."""
     prepare: Callable[[], None] = lambda: None
-    """Undoes what an earlier run would change of this one."""
+    """Undoes changes from an earlier run, for example a filled cache, before the run."""
     left: Callable[[], Left] = Left
+    """Returns the blocks left by an earlier run."""
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     once: bool = False
-    """True if it is run once only: what it does besides allocating is done again with each run."""
+    """True to record a single level only, because each further run repeats the subject's side effects."""
     compiled: bool = False
-    """True if it runs compiled code, which marks would make torch compile anew."""
+    """True if the subject runs compiled code, which torch would compile again under marks."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recording, read: ``own_bytes`` are the step's own when it began. ``error`` is what it ended with."""
+    """A recording with its timeline."""
 
     trace: Trace
     timeline: Timeline
     own_bytes: int
+    """The step's own bytes at its beginning."""
     cycles: tuple[str, ...]
+    """The types in reference cycles that hold tensors (`collect_cycles`)."""
     error: BaseException | None
+    """The exception that ended the step."""
     level: Level
     failed_in: int = -1
     """The mark of the innermost call that failed; -1 for none."""
     left: Left = field(default_factory=Left)
     holders: Mapping[int, str] = field(default_factory=dict)
-    """The path to the holder of each block that the step left or made anew, by address (`holders_of`)."""
+    """The path to the holder of each block that the step left or replaced, by address (`holders_of`)."""
     growth: int = 0
     """Measured bytes kept by each step on average."""
     ended: str = ""
-    """The reason why fewer steps followed than wanted, as a clause."""
+    """The reason why fewer steps followed than requested, as a clause."""
     kept_by_profiler: int = 0
-    """Bytes that the step freed and the profiler kept alive until it was deleted, so that peak and lifetimes are wrong."""
+    """Bytes freed by the step but kept alive by the profiler. If this is more than 0, peak and lifetimes are wrong."""
 
     def with_tensors_of(self, other: Recorded) -> Recorded:
-        """Return the same recording with the dtypes and shapes that ``other`` saw, if both made the same allocations."""
+        """Return the same recording with dtypes and shapes from ``other``, if both made the same allocations."""
         trace = replace(self.trace, tensors=tensors_of_allocations(other.timeline, self.timeline))
         return replace(self, trace=trace, timeline=timeline_of(trace, self.own_bytes))
 
     def with_calls_of(self, kinds: KindsOfSteps) -> Recorded:
-        """Return the same recording with the module calls of all kinds of steps."""
+        """Return the same recording with module calls from all kinds of steps."""
         calls = replace(self.timeline, no_grad=kinds.no_grad, no_backward=kinds.no_backward, callers=kinds.callers)
         return replace(self, timeline=calls)
 
-    def with_what_was_left(self) -> Recorded:
-        """Return the same recording with the blocks that an earlier run left as the step's own."""
+    def with_left_blocks(self) -> Recorded:
+        """Return the same recording, with the blocks left by an earlier run as the step's own."""
         trace = replace(self.trace, own=self.trace.own | (self.left.addresses & self.trace.before.keys()))
         own_bytes = self.own_bytes + self.left.nbytes
         return replace(self, trace=trace, timeline=timeline_of(trace, own_bytes), own_bytes=own_bytes, left=Left())
 
     def without_later_growth(self, own_bytes: int) -> Recorded:
-        """Return the same recording as if it had begun with ``own_bytes``: without what the steps since then have kept."""
+        """Return the same recording with only ``own_bytes`` at its beginning, without blocks kept by later steps."""
         if own_bytes >= self.own_bytes:
             return self
         return replace(self, timeline=timeline_of(self.trace, own_bytes), own_bytes=own_bytes)
 
-    def held_against(self, expected: Expected) -> Recorded:
-        """Return the same recording with as many own bytes at its beginning as the measured step had."""
-        done = self
-        if self.left.nbytes and not self.is_as(expected):
-            wider = self.with_what_was_left()
-            done = wider if wider.is_as(expected) else self
-        return done if expected.own is None else done.without_later_growth(expected.own)
+    def adjusted_to(self, expected: Expected) -> Recorded:
+        """Return the same recording with the measured step's own bytes at the beginning."""
+        recording = self
+        if self.left.nbytes and not self.matches(expected):
+            with_left = self.with_left_blocks()
+            recording = with_left if with_left.matches(expected) else self
+        return recording if expected.own is None else recording.without_later_growth(expected.own)
 
-    def is_as(self, expected: Expected) -> bool:
-        """Return whether it allocated as many bytes as were measured, and keeps some if that is wanted."""
+    def matches(self, expected: Expected) -> bool:
+        """Return whether the recording matches the measured figures."""
         return (
             self.peak == expected.peak
             and expected.turnover in (None, self.turnover)
@@ -184,17 +193,17 @@ class Recorded:
 
     @property
     def peak(self) -> int:
-        """Peak of the step in bytes."""
+        """The step's peak in bytes."""
         return self.own_bytes + self.timeline.peak_bytes
 
     @property
     def operators(self) -> int:
-        """Number of operators that were recorded."""
+        """The number of recorded operators."""
         return _operators(self.trace.tokens)
 
     @property
     def turnover(self) -> int:
-        """Bytes that the step allocated in all."""
+        """The sum of the step's allocations in bytes."""
         ended = self.timeline.step_ended
         return sum(
             token.nbytes
@@ -208,19 +217,30 @@ def _operators(tokens: Iterable[Token]) -> int:
 
 
 def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) -> tuple[Explanation, Recorded]:
-    """Record ``subject``, and explain its peak, which was measured as ``expected``.
+    """Record a subject, and explain its peak.
 
-    Marks can change the step: modules that look for a `TorchFunctionMode` take another path under one, and compiled code is
-    compiled anew. Then it is recorded again with fewer marks, until it allocates and peaks as it did when it was measured. If
-    it never does, the most detailed recording with the same peak is used, or the one with the closest peak and a note.
+    Marks can change a step: some modules take another path under a `TorchFunctionMode`, and torch compiles compiled code again.
+    Then the step is recorded with fewer marks, until its peak and its allocations are as measured. If this never happens, the
+    most detailed recording with the same peak is used, or the recording with the closest peak and a note.
 
-    Steps that differ are recorded until the one with the highest peak comes again, at least `DIFFERING_STEPS` and at most as
-    many as were looked at. Of several with this peak the one with the most operators is used, and calls of modules are those of
-    all kinds of steps: a validation in every fifth step tells which modules it calls with grad mode off. If steps keep bytes,
-    the steps in the same recording that follow are seen, too.
+    If steps differ, recordings continue until the highest peak comes again: at least `DIFFERING_STEPS` steps, and at most as
+    many as were measured. Among several recordings with this peak, the recording with the most operators is used. Module
+    calls come from all kinds of steps. For example, a validation in every fifth step shows which modules it calls with grad
+    mode off. If steps keep bytes, a recording also contains the following steps.
 
-    Raises what ``subject`` raises without marks, too. On several ranks it is recorded as often on all, as they decide
-    (`Device.consensus`).
+    All ranks record equally often, because they decide together (`Device.consensus`).
+
+    Args:
+        device: The device with the peak.
+        sites: Finds the lines of calls.
+        subject: The step or call.
+        expected: The measured figures.
+
+    Returns:
+        The explanation and its recording.
+
+    Raises:
+        BaseException: The subject's exception, if it also raises without marks.
     """
     attempts = max(device.consensus.exchange(expected.steps))
     growth = expected.growth if any(device.consensus.exchange(expected.growth)) else None
@@ -230,31 +250,32 @@ def explain(device: Device, sites: Sites, subject: Subject, expected: Expected) 
     recordings = _Recordings(expected, attempts)
     for level in (*levels[:1] * attempts, *levels[1:]):
         graphs = compiled_graphs()
-        done = recorder.at(level)
-        if device.consensus.any(done.error is not None):
+        recorded = recorder.at(level)
+        if device.consensus.any(recorded.error is not None):
             if recordings.matching is not None:
-                break  # a loop that has ended
-            if level == levels[-1] and done.error is not None and recordings.closest is None:
-                raise done.error
+                break  # the loop has ended
+            if level == levels[-1] and recorded.error is not None and recordings.closest is None:
+                raise recorded.error
             continue
-        as_it_ran, done = done, done.held_against(expected)
-        recordings.add(done, matches=device.consensus.all(done.is_as(expected) and compiled_graphs() == graphs))
+        unadjusted, recorded = recorded, recorded.adjusted_to(expected)
+        matches = device.consensus.all(recorded.matches(expected) and compiled_graphs() == graphs)
+        recordings.add(recorded, matches=matches)
         if recordings.matching is not None and device.consensus.all(recordings.suffice):
             break
         # A cache that becomes larger in each step never has an earlier size again.
-        becomes_larger = bool(done.survivors.replacements) and done.peak > expected.peak
+        becomes_larger = bool(recorded.survivors.replacements) and recorded.peak > expected.peak
         if recordings.matching is None and device.consensus.all(becomes_larger):
-            recordings.closest = as_it_ran
+            recordings.closest = unadjusted
             break
     return recordings.explained()
 
 
 class _Recordings:
-    """Recordings of one subject, of which one is explained.
+    """All recordings of a subject, and the choice of the recording to explain.
 
     Args:
         expected: The measured figures.
-        attempts: The most steps that are recorded, the same on all ranks.
+        attempts: The most steps to record, equal on all ranks.
     """
 
     def __init__(self, expected: Expected, attempts: int) -> None:
@@ -266,35 +287,35 @@ class _Recordings:
         """The most operators in a step, recorded or following."""
         self._kinds: defaultdict[Level, KindsOfSteps] = defaultdict(KindsOfSteps)
         self.closest: Recorded | None = None
-        """The recording with the closest peak. Of equal ones the first, which has the most detail."""
+        """The recording with the closest peak. Among equally close recordings the first, because it has the most detail."""
         self.matching: Recorded | None = None
-        """The recording as it was measured. Of several the one with the most operators."""
+        """The matching recording with the most operators."""
 
-    def add(self, done: Recorded, *, matches: bool) -> None:
-        """Add a recording that did not fail; ``matches`` says whether it is as the step was measured."""
+    def add(self, recorded: Recorded, *, matches: bool) -> None:
+        """Add a recording without an error. ``matches`` is True if the recording matches the measured figures."""
         self._number += 1
-        for step in (done.timeline, *done.timeline.following):
+        for step in (recorded.timeline, *recorded.timeline.following):
             self._steps += 1
-            self._kinds[done.level].add(step.no_grad, step.no_backward, step.callers)
-        following = map(_operators, done.trace.following)
-        self._most_operators = max(self._most_operators, done.operators, *following)
-        if matches and (self.matching is None or done.operators > self.matching.operators):
-            self.matching = done
-        if self.closest is None or self._distance(done) < self._distance(self.closest):
-            self.closest = done
+            self._kinds[recorded.level].add(step.no_grad, step.no_backward, step.callers)
+        following = map(_operators, recorded.trace.following)
+        self._most_operators = max(self._most_operators, recorded.operators, *following)
+        if matches and (self.matching is None or recorded.operators > self.matching.operators):
+            self.matching = recorded
+        if self.closest is None or self._distance(recorded) < self._distance(self.closest):
+            self.closest = recorded
 
     @property
     def suffice(self) -> bool:
-        """True if there is one as measured, and enough of steps that differ.
+        """True if a recording matches, and enough kinds of steps were seen.
 
-        The steps that follow are enough if none of them has more operators than the recorded one.
+        Following steps also count as seen, but only if none has more operators than the matching recording.
         """
         if self.matching is None or self._steps < self._wanted:
             return False
         return self._number >= self._wanted or self.matching.operators == self._most_operators
 
     def explained(self) -> tuple[Explanation, Recorded]:
-        """Return the explanation of the best recording, and the recording."""
+        """Return the best recording's explanation, and this recording."""
         best = self.matching or self.closest
         assert best is not None, "an error of the last level is raised"
         best = best.with_calls_of(self._kinds[best.level])
@@ -304,62 +325,63 @@ class _Recordings:
         note = _note_on_another(best, self._expected)
         return replace(explanation, peak=replace(explanation.peak, notes=(note,))), best
 
-    def _distance(self, done: Recorded) -> int:
-        return abs(done.peak - self._expected.peak)
+    def _distance(self, recorded: Recorded) -> int:
+        return abs(recorded.peak - self._expected.peak)
 
 
 def _note_on_another(closest: Recorded, expected: Expected) -> str:
-    """Return a clause if the recorded step needed other bytes than the measured step."""
+    """Return a clause with the difference between the recorded step's peak and the measured peak."""
     needed, measured = format_bytes(closest.peak), format_bytes(expected.peak)
     if closest.survivors.replacements:
-        return (
-            f"each step needs more than the one before: the recorded step needed {needed}, the measured one {measured}"
-        )
+        return f"each step needs more than the previous step: the recorded step needed {needed}, the measured step {measured}"
     if expected.steps > 1:
         return (
-            f"this is a step that needed {needed}: the one that needed {measured} has not come again in {expected.steps} "
-            "more; to see what grew, let batches come again within so many steps, or measure the largest by itself"
+            f"the table shows a step with {needed}, because the step with {measured} has not come again in {expected.steps} "
+            "more steps; let batches repeat within that many steps, or measure the largest batch separately"
         )
     change = closest.peak - expected.peak
     compared = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
     return (
-        f"the recorded run needed {needed}, {compared} than the measured one, so rows are missing or too many; to see what "
-        "grew, let runs repeat: fix the seed, and fill caches before"
+        f"the recorded run needed {needed}, {compared} than the measured run, so some rows are missing or wrong; let runs "
+        "repeat: fix the seed, and fill caches before"
     )
 
 
 def explain_out_of_memory(device: Device, sites: Sites, subject: Subject) -> tuple[Explanation, Recorded] | None:
-    """Record ``subject`` until memory runs out again, and return the composition of that moment; ``None`` if it does not."""
-    done = SubjectRecorder(device, sites, subject).at("phases" if subject.compiled else "calls")
-    if done.error is None or not is_out_of_memory(done.error):
+    """Record ``subject`` until memory runs out again, and return the composition at this moment with the recording.
+
+    The result is ``None`` if memory does not run out again.
+    """
+    recorded = SubjectRecorder(device, sites, subject).at("phases" if subject.compiled else "calls")
+    if recorded.error is None or not is_out_of_memory(recorded.error):
         return None
-    peak = composition_at(done.timeline, _moment_of_failure(done), done.own_bytes)
-    return Explanation(peak, asked=asked_for(done.error)), done
+    peak = composition_at(recorded.timeline, _moment_of_failure(recorded), recorded.own_bytes)
+    return Explanation(peak, asked=asked_for(recorded.error)), recorded
 
 
 class SubjectRecorder:
-    """Records a subject at one level after another, as its memory is without the recording.
+    """Records a subject at several levels, without memory kept alive by the profiler.
 
-    The tensors that operators take tell dtypes and shapes, and their recording may keep memory alive (`profiled`). Then the
-    subject is recorded once more without them, and so are the levels that follow. Dtypes and shapes come from the first
-    recording.
+    Operands, the tensors that operators take, show dtypes and shapes. But recording operands may keep memory alive
+    (`profiled`). Then the subject is recorded once more without operands, and all later levels too. Dtypes and shapes come
+    from the first recording.
     """
 
     def __init__(self, device: Device, sites: Sites, subject: Subject, growth: int = 0, following: int = 0) -> None:
         self._record = partial(record, device, sites, subject, growth=growth, following=following)
         self._consensus = device.consensus
         self._with_operands: Recorded | None = None
-        """The recording whose profile kept memory alive."""
+        """The recording with operands, if its profile kept memory alive."""
 
     def at(self, level: Level) -> Recorded:
-        """Run the subject once, or twice where the profile of the first run keeps memory alive, and return its recording."""
+        """Run the subject and return its recording. If the profile keeps memory alive, the subject runs twice."""
         if self._with_operands is None:
-            done = self._record(level)
-            if not self._consensus.any(done.kept_by_profiler > 0):
-                return done
-            self._with_operands = done
-        done = self._record(level, operands=False)
-        return done.with_tensors_of(self._with_operands)
+            recorded = self._record(level)
+            if not self._consensus.any(recorded.kept_by_profiler > 0):
+                return recorded
+            self._with_operands = recorded
+        recorded = self._record(level, operands=False)
+        return recorded.with_tensors_of(self._with_operands)
 
 
 def record(
@@ -372,26 +394,29 @@ def record(
     following: int = 0,
     operands: bool = True,
 ) -> Recorded:
-    """Run ``subject`` once and record it. Its exceptions are kept in the result, except Ctrl-C and the like.
+    """Run a subject once and record the run.
 
-    Python's cyclic collector has to be off, as in the steps that were measured.
+    Python's cyclic collector has to be off, as in measured steps.
 
     Args:
-        device: The device that is recorded.
+        device: The recorded device.
         sites: Finds the lines of calls.
         subject: The step or call.
-        level: The detail of the recording.
+        level: The level of detail.
         growth: The bytes kept by each step on average.
-        following: The number of following steps that are recorded to find the blocks that the first step keeps. All other
-            figures come from the first step.
-        operands: The argument of `Device.recorded`.
+        following: The number of following steps to record. They show which blocks the first step keeps. All other figures come
+            from the first step.
+        operands: The argument for `Device.recorded`.
+
+    Returns:
+        The recording. Its ``error`` is the subject's exception. Other exceptions, such as ``KeyboardInterrupt``, are raised.
     """
     subject.prepare()
     if subject.once:
-        device.quiesce()  # it ran when nothing had run before it
+        device.quiesce()  # the measured run began with empty caches too
     else:
         device.settle()
-    device.workspaces()  # which are made again as they are now
+    device.workspaces()  # this drops the workspaces and creates them anew
     own = list(subject.own())
     device.register_existing(own)
     held = {storage.data_ptr(): storage.nbytes() for storage in own}
@@ -410,11 +435,11 @@ def record(
         subject.register(tracker.owners)
         tracker.snapshot()
         try:
-            # What lies in no span, as the storages that torch.load makes do, is left out of the profiler's tree for GPUs.
+            # For GPUs, the profiler's tree leaves out allocations outside of spans, for example torch.load's storages.
             with tracker.watching(), phase(tracker, WHOLE_STEP) if subject.once else nullcontext():
                 result = subject.run(tracker)
-        except Exception as raised:  # noqa: BLE001 - returned, and judged by the caller
-            # Tracebacks would keep what the step held.
+        except Exception as raised:  # noqa: BLE001 - returned to the caller
+            # Tracebacks would keep the step's tensors alive.
             clear_frames(raised)
             error = raised.with_traceback(None)
         tracker.snapshot()
@@ -425,7 +450,7 @@ def record(
         with tracker.mark(Mark("rest", "garbage")):
             cycles = collect_cycles()
         if result is not None:
-            # It was not left: whoever runs it has it.
+            # The result does not count as left, because the caller has it.
             with tracker.mark(Mark("rest", "result")):
                 result = None
                 gc.collect()
@@ -441,7 +466,7 @@ def record(
     holders: Mapping[int, str] = {}
     if error is None:
         with suppress(Exception):
-            # Names of holders are beside the explanation, and must not cost it.
+            # An error in the search for holders must not prevent the explanation.
             holders = holders_of(_blocks_to_hold(timeline, growth, trace.freed_at_end))
     return Recorded(
         trace,
@@ -460,7 +485,7 @@ def record(
 
 
 def _deleted(profiles: list[Profile], device: Device) -> int:
-    """Delete the profiles, and return the bytes that they kept alive."""
+    """Delete the profiles, and return the bytes they kept alive."""
     live = device.live()
     profiles.clear()
     return live - device.live()
@@ -470,7 +495,7 @@ def _follow(device: Device, subject: Subject, tracker: Tracker, steps: int) -> t
     """Run ``steps`` more steps, each in its own mark, and collect garbage after each step.
 
     Returns:
-        The number of completed steps, and the reason why there were no more as a clause: a loop has ended.
+        The number of completed steps, and a clause with the reason if a step failed, for example because a loop has ended.
     """
     for number in range(steps):
         ended = ""
@@ -478,7 +503,7 @@ def _follow(device: Device, subject: Subject, tracker: Tracker, steps: int) -> t
             try:
                 with tracker.watching():
                     subject.run(tracker)
-            except Exception as raised:  # noqa: BLE001 - the recorded step is there, and is explained without those after it
+            except Exception as raised:  # noqa: BLE001 - the recorded step is explained without this following step
                 clear_frames(raised)
                 ended = str(raised).partition("\n")[0] or type(raised).__name__
             tracker.snapshot()
@@ -493,7 +518,7 @@ def _follow(device: Device, subject: Subject, tracker: Tracker, steps: int) -> t
 
 
 def _blocks_to_hold(timeline: Timeline, growth: int, freed: Collection[int]) -> dict[int, int]:
-    """Return the size of each block whose holder is looked for, by address, without the blocks ``freed`` since then."""
+    """Return the blocks whose holders are searched, as size by address, without blocks ``freed`` since then."""
     survivors = survivors_of(timeline, growth)
     blocks = [
         *survivors.blocks,
@@ -505,7 +530,7 @@ def _blocks_to_hold(timeline: Timeline, growth: int, freed: Collection[int]) -> 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception is of memory that ran out, for which the CPU's allocator has no class of its own."""
+    """Return whether an exception means that memory ran out. The CPU's allocator raises a plain ``RuntimeError`` then."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or (
@@ -514,17 +539,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def gpu_that_ran_out(error: BaseException) -> str | None:
-    """Return the GPU of which the error says that its memory ran out: ``GPU 1 has a total capacity of 79.19 GiB``."""
-    found = _GPU.search(str(error))
-    return None if found is None else f"cuda:{found.group(1)}"
+    """Return the GPU that ran out of memory, from the error's message.
+
+    Example:
+        ``"cuda:1"`` for ``GPU 1 has a total capacity of 79.19 GiB``.
+    """
+    match = _GPU.search(str(error))
+    return None if match is None else f"cuda:{match.group(1)}"
 
 
 def asked_for(error: BaseException) -> int | None:
-    """Return the bytes that could not be allocated, from the error's message: ``Tried to allocate 20.00 GiB``."""
-    found = _TRIED_TO_ALLOCATE.search(str(error))
-    if found is None:
+    """Return the bytes that could not be allocated, from the error's message.
+
+    Example:
+        21,474,836,480 for ``Tried to allocate 20.00 GiB``.
+    """
+    match = _TRIED_TO_ALLOCATE.search(str(error))
+    if match is None:
         return None
-    size = found.group(1)
+    size = match.group(1)
     if size.endswith("bytes"):
         return int(size.removesuffix("bytes"))
     return parse_size(size)
@@ -532,57 +565,57 @@ def asked_for(error: BaseException) -> int | None:
 
 @contextmanager
 def phase(tracker: Tracker, name: str) -> Iterator[None]:
-    """Mark a phase of the recorded step."""
+    """Mark a phase in the recorded step, and take an ownership snapshot at its end."""
     with tracker.mark(Mark("phase", name)):
         yield
     tracker.snapshot()
 
 
-def _explained(done: Recorded) -> Explanation:
-    timeline = with_makers_of_inputs(done.timeline)
-    retained = composition_of_retained(timeline, done.growth)
+def _explained(recorded: Recorded) -> Explanation:
+    timeline = with_makers_of_inputs(recorded.timeline)
+    retained = composition_of_retained(timeline, recorded.growth)
     return Explanation(
-        composition_of_peak(timeline, done.own_bytes),
-        replace(retained, notes=(*retained.notes, *_notes_on_growth(done))),
+        composition_of_peak(timeline, recorded.own_bytes),
+        replace(retained, notes=(*retained.notes, *_notes_on_growth(recorded))),
         composition_of_garbage(timeline),
-        done.cycles,
-        holders=holders_in(timeline, done.holders, done.growth),
-        holders_of_inputs=holders_of_inputs_in(timeline, done.holders),
-        other_phases=compositions_of_phases(timeline, done.own_bytes),
+        recorded.cycles,
+        holders=holders_in(timeline, recorded.holders, recorded.growth),
+        holders_of_inputs=holders_of_inputs_in(timeline, recorded.holders),
+        other_phases=compositions_of_phases(timeline, recorded.own_bytes),
         callers=timeline.callers,
         function_at=timeline.function_at,
     )
 
 
-def _notes_on_growth(done: Recorded) -> Iterator[str]:
+def _notes_on_growth(recorded: Recorded) -> Iterator[str]:
     """Yield clauses if the recorded step kept other bytes than the measured steps."""
-    nbytes = done.survivors.nbytes
-    if not done.growth:
+    nbytes = recorded.survivors.nbytes
+    if not recorded.growth:
         return
     if not nbytes:
         yield "no recorded step kept bytes, so the lines that keep bytes are not known"
         return
-    if not done.timeline.following:
-        yield f"{done.ended}: no step came after the recorded step, so a tensor that each step replaces may be in the table"
-    if nbytes != done.growth:
-        yield f"the recorded step kept {format_bytes(nbytes)}; on average each step keeps {format_bytes(done.growth)}"
+    if not recorded.timeline.following:
+        yield f"{recorded.ended}: no step came after the recorded step, so a tensor that each step replaces may be in the table"
+    if nbytes != recorded.growth:
+        yield f"the recorded step kept {format_bytes(nbytes)}; on average each step keeps {format_bytes(recorded.growth)}"
 
 
-def _moment_of_failure(done: Recorded) -> int:
-    """Return the moment when memory ran out: as CUDA's allocator records it, or else in the innermost call that failed.
+def _moment_of_failure(recorded: Recorded) -> int:
+    """Return the moment when memory ran out.
 
-    The host's allocation that failed is not among the events. What comes after it is the unwinding, which only frees, so it
-    was when the most was live within that call.
+    CUDA's allocator records this moment. On the CPU, the failed allocation is not among the events. After it, the call only
+    frees memory. So the result is the moment with the most live bytes within the innermost call that failed.
     """
-    tokens = done.trace.tokens
+    tokens = recorded.trace.tokens
     reported = [n for n, token in enumerate(tokens) if isinstance(token, AllocationEvent) and token.address == NOWHERE]
     if reported:
         return reported[-1]
     opened = next(
-        (n for n, token in enumerate(tokens) if isinstance(token, Open) and 0 <= token.mark == done.failed_in), None
+        (n for n, token in enumerate(tokens) if isinstance(token, Open) and 0 <= token.mark == recorded.failed_in), None
     )
     if opened is None:
-        return done.timeline.peak
+        return recorded.timeline.peak
     depths = accumulate(isinstance(token, Open) - isinstance(token, Close) for token in tokens[opened:])
     ended = next((n for n, depth in enumerate(depths, opened) if depth == 0), len(tokens) - 1)
-    return max(range(opened, ended + 1), key=done.timeline.live.__getitem__)
+    return max(range(opened, ended + 1), key=recorded.timeline.live.__getitem__)

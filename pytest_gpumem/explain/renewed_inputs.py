@@ -1,4 +1,4 @@
-"""Inputs that a step frees and makes anew, such as ``self.last_output``: which line makes them. Pure."""
+"""Inputs that a step frees and creates again, such as ``self.last_output``, with the lines that create them. Pure."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 class Renewal(NamedTuple):
-    """An input that a step frees, and the block that the step leaves in its place."""
+    """An input freed by a step, and the block created in its place."""
 
     freed: Lifetime
-    made: Lifetime
+    created: Lifetime
     latest: Lifetime | None
-    """The block in its place at the end of the recording, as the following steps make it anew, too; ``None`` if not known."""
+    """The block in this place at the end of the recording, because following steps also replace it; ``None`` if unknown."""
 
 
 def renewals(timeline: Timeline) -> list[Renewal]:
-    """Return the inputs that a step frees, each with the block that the step leaves in its place.
+    """Return the inputs freed by a step, each with the block that the step leaves in its place.
 
     Example:
-        A step sets ``self.last_output``. At its beginning the attribute has the output of the step before, which is an
-        input. At its end it has another tensor of this size.
+        A step sets ``self.last_output``. At the beginning, the attribute contains the previous step's output, which is an
+        input. At the end, it contains another tensor with this size.
 
     Args:
-        timeline: The recorded step and the following steps. A block that these keep is no renewed input.
+        timeline: The recorded step and the following steps. A block kept by all following steps is not a renewed input.
 
     Returns:
-        The blocks of a size are left out if there are not as many new ones as old ones, or if several lines make them,
-        because it would be a guess which line made which.
+        The renewals. A size is left out if its new blocks and its freed inputs are not equally many, or if several lines create
+        its blocks. Otherwise the pairs would be guesses.
     """
     freed: dict[int, list[Lifetime]] = defaultdict(list)
     left: dict[int, list[Lifetime]] = defaultdict(list)
@@ -43,7 +43,7 @@ def renewals(timeline: Timeline) -> list[Renewal]:
         if block.label is not None and block.label.category == "input" and block.is_older:
             if block.freed is not None:
                 freed[block.nbytes].append(block)
-        elif block.label is None and not block.is_older and block.freed is None and block.lasts is not True:
+        elif block.label is None and not block.is_older and block.freed is None and block.is_kept is not True:
             left[block.nbytes].append(block)
     return [
         Renewal(*pair)
@@ -53,22 +53,24 @@ def renewals(timeline: Timeline) -> list[Renewal]:
     ]
 
 
-def _latest(made: Sequence[Lifetime], timeline: Timeline) -> Sequence[Lifetime | None]:
-    """Return the blocks that the last following step makes in the place of the blocks ``made`` by the recorded step."""
+def _latest(recorded_blocks: Sequence[Lifetime], timeline: Timeline) -> Sequence[Lifetime | None]:
+    """Return the blocks created by the last following step, in the places of ``recorded_blocks``."""
     if not timeline.following:
-        return made
+        return recorded_blocks
     last = timeline.following[-1]
     latest = [
         block
         for block in last.lifetimes
-        if outlives_step(block, last) and block.nbytes == made[0].nbytes and place_of(block) == place_of(made[0])
+        if outlives_step(block, last)
+        and block.nbytes == recorded_blocks[0].nbytes
+        and place_of(block) == place_of(recorded_blocks[0])
     ]
-    return latest if len(latest) == len(made) else [None] * len(made)
+    return latest if len(latest) == len(recorded_blocks) else [None] * len(recorded_blocks)
 
 
 def with_makers_of_inputs(timeline: Timeline) -> Timeline:
-    """Return a timeline that has the line and the operator of each input that the step makes anew."""
-    makers = {id(renewal.freed): renewal.made for renewal in renewals(timeline)}
+    """Return the timeline with the creating line and operator for each renewed input."""
+    makers = {id(renewal.freed): renewal.created for renewal in renewals(timeline)}
     lifetimes = (
         replace(block, mark=maker.mark, operator=maker.operator, node=maker.node) if maker is not None else block
         for block, maker in ((block, makers.get(id(block))) for block in timeline.lifetimes)

@@ -1,4 +1,4 @@
-"""Source locations: the line of the user that runs, and that of the library that it called."""
+"""Source locations: the user's line, and the line in a library that the user's line called."""
 
 from __future__ import annotations
 
@@ -16,40 +16,45 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.source_lines import Chain
 
 
-# pytest, and packages that call test functions.
+# Torch's packages, pytest, and packages that call test functions.
 _NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
 
 _OVERRIDING = "handle_torch_function"
-"""The function of torch between a function of Python that can be overridden and what overrides it."""
+"""The torch function between an overridable Python function and its override."""
 _OUTERMOST = ("_engine_run_backward", "pytest_pyfunc_call")
-"""Functions that call what their own callers know nothing of: the code of a backward pass, a test."""
+"""Functions at which a search for callers ends, because they call a backward pass or a test."""
 
 
 MOST_CALLERS = 16
-"""The most callers that are kept between the allocating line and the user's line, and again above the user's line."""
+"""The most callers in a site between the allocating line and the user's line, and also above the user's line."""
 
 
 class Site(NamedTuple):
-    """``file.py:line`` of the user's frame, and of the library's frame that it called; empty where there is none."""
+    """The user's line and the library line that it called, as ``file.py:line``; empty if there is no such frame.
+
+    Example:
+        A user's model calls an attention layer in transformers: ``user`` is ``"model.py:38"`` and ``library`` is
+        ``"transformers 4.38.2: models/llama/modeling_llama.py:402"``.
+    """
 
     user: str = ""
     library: str = ""
     callers: Chain = ()
-    """The frames that led there, innermost first. ``user`` is among them if there is a library's frame."""
+    """The calling frames, innermost first. They include ``user`` if there is a library frame."""
 
 
 class Function(NamedTuple):
-    """A function that calls torch functions itself. Its name is empty if there is none."""
+    """A function that calls a torch function directly. The name is empty if there is no such function."""
 
     name: str = ""
     caller: str = ""
-    """The line that calls it."""
+    """The line that calls the function."""
     caller_function: str = ""
-    """The function with this line; empty if a module is called in between."""
+    """The function that contains this line; empty if a module is called in between."""
 
 
 class _File(NamedTuple):
-    """A file as it is shown."""
+    """A file and its displayed name."""
 
     shown: str
     is_users: bool = True
@@ -57,7 +62,7 @@ class _File(NamedTuple):
 
 
 class Sites:
-    """Finder of source locations. Paths are relative to ``root``; a library's begin with its package and version."""
+    """Finder for source locations. User paths are relative to ``root``. Library paths begin with package and version."""
 
     def __init__(self, root: Path) -> None:
         import torch
@@ -73,13 +78,13 @@ class Sites:
         )
         self._files: dict[str, _File | None] = {}
         self.packages: set[Package] = set()
-        """The installed packages whose code was on the way to a site. Whoever wants those of one step clears it before."""
+        """The installed packages with code on the way to a site. To get the packages in a step, clear this set first."""
 
     def here(self, depth: int = 1) -> Site:
         """Return the site of the caller, ``depth`` frames up."""
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - inspect.currentframe() under a public name, with a depth
         user = ""
-        # As keys: a function that calls itself is told once.
+        # Dict keys, so a recursive function appears once.
         beneath: dict[str, None] = {}
         above: dict[str, None] = {}
         while frame is not None and len(above) < MOST_CALLERS:
@@ -105,15 +110,15 @@ class Sites:
         return Site(user, library, tuple(callers))
 
     def function(self, called: str, depth: int = 1, outermost: int = 0) -> Function:
-        """Return the function that calls a torch function itself, and its caller.
+        """Return the function that calls a torch function directly, and its caller.
 
-        All is empty if torch's own code calls it: an optimizer or ``clip_grad_norm_`` changes grad mode by itself. Lambdas and
-        comprehensions belong to the function around them.
+        The result is empty if torch code calls the torch function. For example, an optimizer or ``clip_grad_norm_`` changes
+        grad mode. Lambdas and comprehensions belong to the surrounding function.
 
         Args:
-            called: The name of the torch function.
-            depth: Frames up to its caller.
-            outermost: The ``id`` of a frame around the function: that of a module's call.
+            called: The torch function's name.
+            depth: The number of frames up to its caller.
+            outermost: The ``id`` of the frame that calls the current module.
         """
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in `here`
         name = ""
@@ -134,9 +139,9 @@ class Sites:
         return Function(name)
 
     def around(self, depth: int = 1, outermost: int = 0) -> str:
-        """Return the name of the innermost function of the user or a library.
+        """Return the name of the innermost user or library function.
 
-        ``outermost`` is the ``id`` of a frame. The name is empty if the function is this frame or beyond it.
+        ``outermost`` is a frame's ``id``. The name is empty if the function is this frame or outside it.
         """
         frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - as in `here`
         while frame is not None and id(frame) != outermost:
@@ -149,7 +154,7 @@ class Sites:
         return ""
 
     def _file(self, name: str) -> _File | None:
-        """Return what is known of a file; ``None`` for one whose frames are skipped."""
+        """Return the file named ``name``; ``None`` if frames in this file are skipped."""
         if name.startswith("<"):
             return None
         path = Path(name).resolve()
@@ -162,5 +167,5 @@ class Sites:
             return None
         if path.is_relative_to(self._root):
             return _File(path.relative_to(self._root).as_posix())
-        # Somewhere else on this machine: a name that is the same on the next one.
+        # Outside the root: the last two parts are probably the same on another machine.
         return _File(PurePath(*path.parts[-2:]).as_posix())

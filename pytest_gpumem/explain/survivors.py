@@ -16,7 +16,7 @@ Place = tuple[str, ...]
 """The module, the lines and the operator of an allocation."""
 
 
-class Ambiguous(NamedTuple):
+class AmbiguousBlocks(NamedTuple):
     """Blocks with the same size, ``number`` of which the step keeps. The others replace older blocks.
 
     Example:
@@ -48,10 +48,10 @@ class Survivors:
 
     blocks: tuple[Lifetime, ...] = ()
     """The blocks kept for certain."""
-    ambiguous: tuple[Ambiguous, ...] = ()
+    ambiguous: tuple[AmbiguousBlocks, ...] = ()
     replacements: tuple[Replacement, ...] = ()
     step: int = 0
-    """The number of the step in the recording, from 0."""
+    """The step's number in the recording, from 0."""
 
     @property
     def nbytes(self) -> int:
@@ -88,16 +88,16 @@ def survivors_of(timeline: Timeline, growth: int = 0) -> Survivors:
 
 def _survivors_of_step(timeline: Timeline, growth: int, number: int) -> Survivors:
     remaining = [block for block in timeline.lifetimes if outlives_step(block, timeline)]
-    replaced = _Replaced(timeline, [block for block in remaining if block.lasts is False])
+    replaced = _ReplacedBlocks(timeline, [block for block in remaining if block.is_kept is False])
     blocks: list[Lifetime] = []
     ambiguous = []
-    for pool, replacing in replaced.pools([block for block in remaining if block.lasts is not False]):
+    for pool, replacing in replaced.pools([block for block in remaining if block.is_kept is not False]):
         if replacing <= 0:
             blocks += pool
         elif len({place_of(block) for block in pool}) == 1:
             blocks += pool[replacing:]
         elif replacing < len(pool):
-            ambiguous.append(Ambiguous(tuple(pool), len(pool) - replacing))
+            ambiguous.append(AmbiguousBlocks(tuple(pool), len(pool) - replacing))
     if timeline.following and not ambiguous and len({place_of(block) for block in blocks}) == 1:
         larger = replaced.replacement(blocks)
         if larger is not None:
@@ -109,12 +109,12 @@ def _survivors_of_step(timeline: Timeline, growth: int, number: int) -> Survivor
 
 
 def outlives_step(block: Lifetime, timeline: Timeline) -> bool:
-    """Return whether the step allocated the block, and the block is still live after garbage collection."""
+    """Return whether the step allocated the block and the block survives garbage collection."""
     return not block.is_older and block.freed is None and not is_workspace(block, timeline)
 
 
 def is_workspace(block: Lifetime, timeline: Timeline) -> bool:
-    """Return whether the block was freed with the workspaces that the backend gave back after the step."""
+    """Return whether the block was freed when the backend released its workspaces after the step."""
     if timeline.workspaces is None or block.freed is None:
         return False
     begin, end = timeline.workspaces
@@ -128,7 +128,7 @@ def place_of(block: Lifetime) -> Place:
     return (*lines, block.node or block.operator)
 
 
-class _Replaced:
+class _ReplacedBlocks:
     """Older blocks freed by the step. Blocks in ``passing``, freed by a following step, replace some and are subtracted."""
 
     def __init__(self, timeline: Timeline, passing: Sequence[Lifetime]) -> None:
@@ -203,7 +203,7 @@ def _replacements(timeline: Timeline) -> Iterator[Replacement]:
 
 
 def _passes(block: Lifetime, timeline: Timeline) -> bool:
-    return outlives_step(block, timeline) and block.lasts is False
+    return outlives_step(block, timeline) and block.is_kept is False
 
 
 def _by_place(blocks: Iterable[Lifetime]) -> Mapping[Place, list[Lifetime]]:

@@ -1,4 +1,4 @@
-"""A recorded step: events, marks and ownership snapshots as frozen values, and the state that a reader of its spans keeps."""
+"""A recorded step: events, marks and ownership snapshots as frozen values, and the state for reading its spans."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest", "next"]
 
 WHOLE_STEP = "step"
-"""The only phase of a step that has no others."""
+"""The phase of a step that has no phases."""
 
-# Operators by which others make their results; the outer operator is more specific.
+# Operators that other operators call to create their results. The outer operator is more specific.
 _FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
 
 
@@ -35,34 +35,41 @@ AUTOCAST = "autocast's cached cast"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A span of Python code: a phase, a module's call, a torch function's call, an optimizer's step.
+    """A span of Python code in a recording.
 
-    ``snapshot`` is a moment at which blocks were labelled; ``rest`` is what comes after the step (``workspaces``, ``garbage``).
-    ``next`` is the span of one of the steps that run after it.
+    The kinds are:
+
+    - ``phase``, ``module``, ``call``, ``optimizer``: a phase, a module call, a torch function call, an optimizer step.
+    - ``snapshot``: a moment at which blocks get labels. This span is empty.
+    - ``rest``: work after the step, named ``workspaces``, ``garbage`` or ``result``.
+    - ``next``: one of the following steps.
+
+    Example:
+        ``Mark("call", "net.up", site="model.py:12")`` is a torch function call at line 12, in the module ``net.up``.
     """
 
     kind: MarkKind
     path: str = ""
-    """The module's path; the phase's name; the name of the rest."""
+    """The module's path, the phase's name, or the name of the rest."""
     site: str = ""
     library: str = ""
     callers: Chain = ()
-    """The lines that led there, as in `Site`."""
+    """The calling lines, as in `Site`."""
     grad: bool = True
-    """True if autograd recorded when the call of a module, or of a torch function, began."""
+    """True if autograd was recording when a module call or torch function call began."""
     function: str = ""
-    """The function in which a torch function is called, if it is no module's ``forward``."""
+    """The function that calls a torch function; empty for a module's ``forward``."""
     caller: str = ""
-    """The line that calls this function."""
+    """The line that calls ``function``."""
     caller_function: str = ""
-    """The function with this line. For the call of a module the function that calls the module."""
+    """The function that contains ``caller``. For a module call, the function that calls the module."""
     casts: frozenset[int] = frozenset()
-    """Sizes in bytes: autocast may copy weights in a call to lower precision, and keep the copies until it ends."""
+    """Sizes in bytes. In a call, autocast may copy weights with these sizes to lower precision, and cache the copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The owner of the block at an address."""
+    """The owner of a block at an address."""
 
     address: int
     category: str
@@ -73,28 +80,30 @@ class Label:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recording. ``before`` are the bytes of blocks from before it by address, ``own`` the addresses of the step's."""
+    """A recording of one step, and of the steps that follow. `lifetimes` has an example."""
 
     tokens: tuple[Token, ...]
     marks: tuple[Mark, ...] = ()
     snapshots: Mapping[int, tuple[Label, ...]] = field(default_factory=dict)
-    """The labels of each ``snapshot``, by the index of its mark."""
+    """The labels taken by each ``snapshot`` mark, by the mark's index."""
     before: Mapping[int, int] = field(default_factory=dict)
+    """The size in bytes of each block from before the recording, by address."""
     own: frozenset[int] = frozenset()
+    """The addresses of blocks in ``before`` that belong to the step."""
     results: Mapping[int, tuple[Seen, ...]] = field(default_factory=dict)
-    """The tensors that each call returned, by the index of its mark: operators have only those that they take."""
+    """The tensors returned by each call, by its mark's index. Operator tokens show only the tensors that an operator takes."""
     tensors: tuple[tuple[str, ...], ...] = ()
-    """Dtype and shape of each allocation in their order (``float32[8, 256]``), if another recording saw them; else empty.
+    """Dtype and shape for each allocation in order (``float32[8, 256]``), if another recording saw them. Otherwise empty.
 
-    First those of the recorded step, and then those of each step in ``following``.
+    First come the allocations in the recorded step, then the allocations in each ``following`` step.
     """
     following: tuple[tuple[Token, ...], ...] = ()
-    """The tokens of each step that ran after it, with those of its ``rest``."""
+    """The tokens of each step after the recorded step, including its ``rest``."""
     freed_at_end: frozenset[int] = frozenset()
-    """The addresses of blocks freed by a following step that failed, which is not in `following`."""
+    """The addresses of blocks freed by a following step that failed. This step is not in ``following``."""
 
     def apart(self, steps: int) -> Trace:
-        """Return the trace with its later tokens in `following`, for the first ``steps`` steps after the recorded step."""
+        """Return the trace split into the recorded step and the first ``steps`` following steps."""
         begins = [n for n, token in enumerate(self.tokens) if self._is_next(token)]
         if not begins:
             return self
@@ -114,41 +123,49 @@ class Trace:
 
     @staticmethod
     def _within(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-        """Return ``tokens``, which begin with the opening of a span, without that and the span's end."""
+        """Return ``tokens``, which begin with the opening of a span, without this opening and the span's end."""
         depths = accumulate(isinstance(token, Open) - isinstance(token, Close) for token in tokens)
         end = next((n for n, depth in enumerate(depths) if depth == 0), len(tokens))
         return tokens[1:end] + tokens[end + 1 :]
 
 
 class GraphCalls:
-    """Counter of module calls, fed with the spans of a trace in their order."""
+    """Counter for module calls in a trace. Pass the trace's spans in order.
+
+    The counts show which modules ran with grad mode off, and which ran in forward but not in backward.
+    """
 
     def __init__(self, marks: Sequence[Mark]) -> None:
         self._marks = marks
         self._calls: list[tuple[str, bool]] = []
-        """Each call of a module: its folded path, and whether grad mode was off."""
+        """Each module call: the folded path, and True if grad mode was off."""
         self._functions: list[tuple[str, bool]] = []
-        """Each call of a torch function outside of modules with grad mode off: its function, and whether the mode was off."""
+        """Each torch function call: the calling function, and True if grad mode was off.
+
+        Calls in a module with grad mode off are left out.
+        """
         self._function_at: dict[str, str] = {}
-        """The function of each line that ran with grad mode on, or that called such a function or module."""
+        """The function that contains each line, for lines that ran with grad mode on, and for their callers."""
         self._callers: dict[str, dict[Caller, None]] = {}
-        """The callers of each module with grad mode on, in their order."""
+        """Each module's callers with grad mode on, in order."""
         self._open: list[int] = []
-        """The calls that have not ended, by their index among all."""
+        """The open calls, as indices into ``_calls``."""
         self._nodes = 0
+        """The number of open graph nodes."""
         self._made_in: dict[int, tuple[int, ...]] = {}
-        """The calls in which each node of the graph was made in forward, by autograd's number."""
+        """The calls in which forward made each graph node, by autograd's number."""
         self._ran: set[int] = set()
+        """The graph nodes that ran, by autograd's number."""
         self._allocated_in: set[int] = set()
-        """The calls in which forward allocated anything."""
+        """The calls in which forward allocated memory."""
 
     def opened(self, span: Open) -> None:
-        """Enter the beginning of a span."""
+        """Process the beginning of a span."""
         if span.kind == "node":
             self._nodes += 1
             self._ran.add(span.sequence)
         elif span.kind == "operator":
-            # What is computed again makes a graph of its own, of which nothing need run.
+            # Recomputed code in backward makes a separate graph, whose nodes need not run.
             if span.sequence >= 0 and not self._nodes:
                 self._made_in[span.sequence] = tuple(self._open)
         elif self._is_module(span):
@@ -164,7 +181,7 @@ class GraphCalls:
 
     def _in_function(self, mark: Mark) -> None:
         if self._open and self._calls[self._open[-1]][1]:
-            return  # the module's grad mode is off, and that of all functions in it
+            return  # grad mode is off in the module, so also in its functions
         function = _function_text(folded(mark.path), mark.function)
         self._functions.append((function, not mark.grad))
         if mark.grad:
@@ -176,17 +193,17 @@ class GraphCalls:
         if line and function:
             self._function_at.setdefault(line, _function_text(module, function))
 
-    def _called(self, what: str, line: str) -> None:
-        around = self._calls[self._open[-1]][0] if self._open else ""
-        self._callers.setdefault(what, {})[Caller(around, line)] = None
+    def _called(self, module_or_function: str, line: str) -> None:
+        calling_module = self._calls[self._open[-1]][0] if self._open else ""
+        self._callers.setdefault(module_or_function, {})[Caller(calling_module, line)] = None
 
     def allocated(self) -> None:
-        """Enter an allocation."""
+        """Process an allocation."""
         if not self._nodes:
             self._allocated_in.update(self._open)
 
     def closed(self, span: Open) -> None:
-        """Enter the end of a span."""
+        """Process the end of a span."""
         if span.kind == "node":
             self._nodes -= 1
         elif self._is_module(span):
@@ -196,29 +213,29 @@ class GraphCalls:
         return span.kind == "mark" and self._marks[span.mark].kind == "module"
 
     def callers(self) -> dict[str, tuple[Caller, ...]]:
-        """Return the callers of each module and function that was called with grad mode on, by its folded path."""
+        """Return the callers with grad mode on, by the folded path of the called module or function."""
         return {path: tuple(callers) for path, callers in self._callers.items()}
 
     def function_at(self) -> dict[str, str]:
-        """Return the function of each line that ran with grad mode on."""
+        """Return the function that contains each line, for lines that ran with grad mode on."""
         return dict(self._function_at)
 
     def no_grad(self) -> ModuleCalls:
-        """Return how many of each module's calls began with grad mode off, and of the calls in each function."""
+        """Return how many calls began with grad mode off, for each module and function."""
         return counted([*self._calls, *self._functions])
 
     def no_backward(self) -> ModuleCalls:
-        """Return for each module how many of its forward calls with grad mode on had no graph node that ran.
+        """Return for each module how many forward calls with grad mode on had no node that ran in backward.
 
-        A call that neither made a node nor allocated does not count, such as a dropout that returns its input. A module whose
-        parameters require no gradient makes no nodes. Empty for a step without backward.
+        A call counts only if it made a node or allocated memory, unlike a dropout that returns its input. If a module's
+        parameters require no gradient, its calls make no nodes. The result is empty for a step without backward.
         """
         if not self._ran:
             return {}
-        made = {call for calls in self._made_in.values() for call in calls}
-        made |= {call for call in self._allocated_in if not self._calls[call][1]}
+        forward_calls = {call for calls in self._made_in.values() for call in calls}
+        forward_calls |= {call for call in self._allocated_in if not self._calls[call][1]}
         reached = {call for number in self._ran for call in self._made_in.get(number, ())}
-        return counted((self._calls[call][0], call not in reached) for call in sorted(made))
+        return counted((self._calls[call][0], call not in reached) for call in sorted(forward_calls))
 
 
 def _function_text(module: str, function: str) -> str:
@@ -228,9 +245,9 @@ def _function_text(module: str, function: str) -> str:
 
 @dataclass(slots=True)
 class SpanStack:
-    """The open spans around an allocation, outermost first, and the allocation's attribution to them.
+    """The attribution of an allocation to the open spans around it. Pass the spans outermost first.
 
-    ``lines`` are those that forward reached, as (site, library).
+    ``lines`` are the lines reached by forward, as (site, library).
     """
 
     lines: AbstractSet[tuple[str, str]]
@@ -241,12 +258,12 @@ class SpanStack:
     call: int = -1
     module: int = -1
     node: Open | None = None
-    """Node of the autograd graph that allocates; ``None`` for Python code within a node."""
+    """The autograd graph's node that allocates; ``None`` for Python code within a node."""
     within_node: bool = False
     recomputed: bool = False
     mark: Mark | None = None
     is_cast_within: bool = False
-    """True within a cast that another operator runs, as ``linear`` under autocast casts its weight."""
+    """True within a cast run by another operator. For example, ``linear`` casts its weight under autocast."""
 
     def operator_begins(self, opened: int, span: Open) -> None:
         if self.outermost_operator < 0:
@@ -256,7 +273,7 @@ class SpanStack:
             self.operator = span.name
 
     def operator_of(self, nbytes: int) -> str:
-        """Return the name of the operator that allocates so many bytes."""
+        """Return the name of the operator that allocates ``nbytes``."""
         is_weight = self.is_cast_within and self.mark is not None and nbytes in self.mark.casts
         return AUTOCAST if is_weight else self.operator
 
@@ -279,7 +296,7 @@ class SpanStack:
                 self.in_optimizer = False
             else:
                 self.call = opened
-            # Code of torch alone, or of a function's own backward, is the node's.
-            known = bool(mark.site or mark.library) and (mark.site, mark.library) in self.lines
-            if self.within_node and (mark.kind == "module" or known):
+            # Other code in a node is torch's, or an autograd function's own backward, and belongs to the node.
+            is_line_of_forward = bool(mark.site or mark.library) and (mark.site, mark.library) in self.lines
+            if self.within_node and (mark.kind == "module" or is_line_of_forward):
                 self.recomputed, self.node = True, None

@@ -1,8 +1,8 @@
-"""Marks of modules, lines and optimizers in a recording while a step runs, and ownership snapshots of blocks.
+"""Marks for modules, lines and optimizers in a recording while a step runs, and ownership snapshots for blocks.
 
-A source (`Device.recorded`) records what the device does, with the marks among its events: a mark is a span of its name.
-Operators are not intercepted: a dispatch mode would make autograd choose other formulas, and so other memory. Calls from
-Python are, above autograd, with a `TorchFunctionMode`.
+A source (`Device.recorded`) records device events and the marks among them. A mark is a profiler span, whose name contains the
+mark's index. Calls from Python are intercepted above autograd, with a `TorchFunctionMode`. Operators are not intercepted,
+because a dispatch mode would make autograd choose other formulas with other memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.sites import Site, Sites
 
 Level = Literal["calls", "modules", "phases"]
-"""Levels of detail: each call of a torch function, each of a module, or only phases."""
+"""The level of detail: each torch function call, each module call, or only phases."""
 
 _ZERO = ("zero_", "_foreach_zero_")
 # Functions that read a tensor's properties and allocate nothing; a step calls them thousands of times.
@@ -36,9 +36,14 @@ _IDLE = frozenset({"__get__", "size", "dim", "stride", "numel", "data_ptr", "is_
 
 
 class Tracker:
-    """Marks and ownership snapshots of one recording. ``device`` and ``creation_sites`` are as in `TensorOwners`.
+    """Marks and ownership snapshots for a recording.
 
-    Without ``snapshots`` no tensor is read: enough to know in which module the step is.
+    Args:
+        device: The recorded device.
+        sites: Finds the lines of calls.
+        level: The level of detail.
+        creation_sites: As in `TensorOwners`.
+        snapshots: False to read no tensors. Then only `module` and the marks are available.
     """
 
     def __init__(
@@ -53,9 +58,9 @@ class Tracker:
         self.marks: list[Mark] = []
         self.snapshots: dict[int, tuple[Label, ...]] = {}
         self.results: dict[int, tuple[Seen, ...]] = {}
-        """The tensors that each call returned, by the index of its mark."""
+        """The tensors returned by each call, by its mark's index."""
         self.failed_in = -1
-        """The innermost call that an exception came out of first; -1 for none."""
+        """The mark of the innermost call that raised first; -1 for none."""
         self._device = device
         self._sites = sites
         self._level = level
@@ -64,17 +69,17 @@ class Tracker:
         self._busy = False
         self._thread = threading.get_ident()
         self._modules: list[tuple[int, str, Any, int]] = []
-        """The modules that run, outermost first: their ids, paths and spans, and the ids of the frames that call them."""
+        """The running modules, outermost first: id, path, span, and the calling frame's id."""
         self._optimizing: list[Any] = []
 
     @property
     def module(self) -> str:
-        """Return the path of the innermost module that runs; empty for none."""
+        """Return the innermost running module's path; empty if no module runs."""
         return self._modules[-1][1] if self._modules else ""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Mark modules, optimizers and calls within the context, in the detail of the level."""
+        """Mark modules, optimizers and calls within the context, as detailed as the level says."""
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -100,7 +105,7 @@ class Tracker:
 
     @contextmanager
     def mark(self, mark: Mark) -> Iterator[None]:
-        """Mark a span of the recording."""
+        """Mark a span in the recording."""
         number = len(self.marks)
         started = self._begin(mark)
         try:
@@ -130,12 +135,12 @@ class Tracker:
         name = getattr(func, "__name__", "")
         if self._busy or name in _IDLE or self._is_another_thread():
             return func(*args, **kwargs)
-        # Above: this, __torch_function__.
+        # Three frames up: `call`, `FunctionMode.__torch_function__`, and the caller.
         site = self._sites.here(3)
-        around = self._modules[-1][3] if self._modules else 0
-        function, caller, caller_function = self._sites.function(name, 3, around)
+        module_frame = self._modules[-1][3] if self._modules else 0
+        function, caller, caller_function = self._sites.function(name, 3, module_frame)
         if self._modules and function == "forward":
-            function = ""  # it has the module's grad mode, unless it changes that itself
+            function = ""  # forward has the module's grad mode, unless forward changes the mode itself
         if self._modules and caller_function == "forward":
             caller_function = ""
         number = len(self.marks)
@@ -161,26 +166,26 @@ class Tracker:
         return result
 
     def _casts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
-        """Return the sizes in bytes of weights' copies: autocast may make and cache them in a call with these arguments.
+        """Return the sizes in bytes of the weight copies that autocast may make and cache in a call with these arguments.
 
-        For example 1 MiB for a float32[1024, 512] under bfloat16. autocast caches copies of float32 leaves with a gradient, so
-        a weight used twice is cast once. A size is left out if another argument's copy has it, because nothing tells the two
-        copies apart.
+        For example, 1 MiB for a float32[1024, 512] under bfloat16. autocast caches copies of float32 leaves with a gradient, so
+        a weight used twice is cast once. If another argument's copy has the same size, this size is left out, because the two
+        copies look alike.
         """
         import torch
 
-        kind = self._device.type
-        if not torch.is_autocast_enabled(kind) or not torch.is_autocast_cache_enabled():
+        device_type = self._device.type
+        if not torch.is_autocast_enabled(device_type) or not torch.is_autocast_cache_enabled():
             return frozenset()
-        item = torch.get_autocast_dtype(kind).itemsize
+        item_bytes = torch.get_autocast_dtype(device_type).itemsize
         cached: set[int] = set()
-        others: set[int] = set()
+        uncached: set[int] = set()
         with outside_torch_function():
             for value in (*args, *kwargs.values()):
                 if type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype is torch.float32:
-                    sizes = cached if value.is_leaf and value.requires_grad else others
-                    sizes.add(value.numel() * item)
-        return frozenset(cached - others)
+                    sizes = cached if value.is_leaf and value.requires_grad else uncached
+                    sizes.add(value.numel() * item_bytes)
+        return frozenset(cached - uncached)
 
     def _begin(self, mark: Mark) -> AbstractContextManager[object]:
         started = span(f"{MARK_PREFIX}{len(self.marks)}")
@@ -202,16 +207,16 @@ class Tracker:
         if self._modules and caller_function == "forward":
             caller_function = ""
         mark = Mark("module", path, *self._sites.here(2), grad=_autograd_records(), caller_function=caller_function)
-        around = sys._getframe(1)  # noqa: SLF001 - as in `Sites.here`
-        self._modules.append((id(module), path, self._begin(mark), id(around)))
+        calling_frame = sys._getframe(1)  # noqa: SLF001 - as in `Sites.here`
+        self._modules.append((id(module), path, self._begin(mark), id(calling_frame)))
 
     def _module_ends(self, module: torch.nn.Module, _args: object, _result: object) -> None:
         if self._is_another_thread():
             return
         while self._modules:
-            known, _, started, _ = self._modules.pop()
+            module_id, _, started, _ = self._modules.pop()
             started.__exit__(None, None, None)
-            if known == id(module):
+            if module_id == id(module):
                 return
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -233,9 +238,9 @@ class Tracker:
             self._optimizing.pop().__exit__(None, None, None)
 
     def _is_another_thread(self) -> bool:
-        """Return whether this is another thread of the user's: spans are a thread's own.
+        """Return whether this is another Python thread. Spans belong to a single thread, so calls there get no marks.
 
-        Autograd's threads are no Python threads, and run while the one that called backward waits.
+        Autograd's threads are not Python threads, and run while the thread that called backward waits. So they get marks.
         """
         if threading.get_ident() == self._thread:
             return False
@@ -258,14 +263,14 @@ def _autograd_records() -> bool:
 
 
 def function_mode(call: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[object]:
-    """Return a mode that calls ``call(func, args, kwargs)`` in the place of each torch function."""
+    """Return a mode that calls ``call(func, args, kwargs)`` instead of each torch function."""
     mode: AbstractContextManager[object] = _function_mode_class()(call)
     return mode
 
 
 @cache
 def _function_mode_class() -> Any:
-    """Return the mode's class, made once: a class is a reference cycle, and would be among the garbage that is reported."""
+    """Return the mode's class, made once, because a class is a reference cycle and would appear in reported garbage."""
     from torch.overrides import TorchFunctionMode
 
     class FunctionMode(TorchFunctionMode):

@@ -1,1 +1,1 @@
-"""Measures a step that repeats, whatever made it: memory, counts, times and growth, over as many steps as it takes."""
+"""Measures memory, counts, times and growth in a step that repeats."""

@@ -1,4 +1,4 @@
-"""The context in which steps are measured and explained: the device, and what is kept of what runs there."""
+"""The context in which steps are measured and explained: device, time budget, and destination for recordings."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class MeasuringContext:
     """The context in which steps are measured and explained.
 
-    ``time_budget`` is ``None`` where no step is timed, ``sites`` where none is explained. ``artifacts`` keep the recordings
-    that explanations are taken from. With ``over_time`` an explanation shows the whole step. With ``peak_only`` a step
-    is measured until its peak repeats, and neither its growth nor its counts.
+    ``time_budget`` is ``None`` if no step is timed, and ``sites`` is ``None`` if no step is explained. ``artifacts`` writes the
+    recordings to files. With ``over_time``, an explanation shows memory over the whole step. With ``peak_only``, a step runs
+    only until its peak repeats, without growth and counts.
     """
 
     device: Device
@@ -45,13 +45,13 @@ class MeasuringContext:
     peak_only: bool = False
 
     def begin(self, held: object) -> tuple[int, ...]:
-        """Bring memory to rest before anything of a step is made, and return the bytes that are live and not the step's own.
+        """Bring memory to rest before a step is prepared, and return other code's live bytes.
 
         Args:
-            held: What there is of the step already.
+            held: The step's existing parts, for example the model and the batch.
 
         Returns:
-            The bytes on each of `Device.everywhere`.
+            Other code's live bytes on each device (`Device.everywhere`).
         """
         self.device.consensus.release()
         self.device.quiesce()
@@ -59,58 +59,66 @@ class MeasuringContext:
         if self.device.consensus.several:
             self.device.hold_known()
         tensors = list(reachable_tensors([held]))
-        return tuple(one.live() - sum(blocks_of(tensors, one.torch_device).values()) for one in self.device.everywhere)
+        return tuple(
+            each_device.live() - sum(blocks_of(tensors, each_device.torch_device).values())
+            for each_device in self.device.everywhere
+        )
 
     def storages(self, held: object, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Return the storages on a device, by default that of the context, that can be reached from ``held``."""
+        """Return the storages in reach from ``held`` on a device. The default is the context's device."""
         return storages_of(reachable_tensors([held]), (device or self.device).torch_device)
 
     @contextmanager
     def creation_sites(self) -> Iterator[dict[int, Site]]:
-        """Yield the lines that make tensors within the context, by address; none where nothing is explained."""
-        found: dict[int, Site] = {}
-        with nullcontext() if self.sites is None else creation_sites(self.sites, found):
-            yield found
+        """Yield the creating line for each tensor made in the block, by address. Without ``sites`` there are no lines."""
+        by_address: dict[int, Site] = {}
+        with nullcontext() if self.sites is None else creation_sites(self.sites, by_address):
+            yield by_address
 
     def named(self, name: str | None) -> Device:
-        """Return the one of `Device.everywhere` that is called ``name``; the first where none is."""
-        return next((one for one in self.device.everywhere if str(one.torch_device) == name), self.device)
+        """Return the device named ``name`` from `Device.everywhere`, or the context's device if there is no such name."""
+        return next((device for device in self.device.everywhere if str(device.torch_device) == name), self.device)
 
     def explain(self, subject: Subject, expected: Expected, device: Device) -> Explanation | str:
-        """Run ``subject`` once more, recorded, and return what its peak is made of.
+        """Record another run, and explain its peak.
 
         Args:
-            subject: A step or call that was measured.
-            expected: What was measured of it.
-            device: The one of `Device.everywhere` whose peak it is.
+            subject: A measured step or call.
+            expected: The measured figures.
+            device: The device with the peak, from `Device.everywhere`.
 
         Returns:
-            The explanation, or a clause that says why there is none: what goes wrong this time is no failure of the step.
+            The explanation, or a clause with the reason why there is none. An exception in this run does not fail the test.
         """
-        assert self.sites is not None, "only called where something is explained"
+        assert self.sites is not None, "only called if steps are explained"
         try:
-            # No window of the others sees the recorded run, either.
+            # The other devices' windows must not see the recorded run.
             unseen = nullcontext() if device is self.device else self.device.unrecorded()
             with cyclic_collector_off(), random_numbers_given_back(self.device), unseen:
                 explanation, recorded = explain(device, self.sites, subject, expected)
-            return self._kept(explanation, recorded, device)
+            return self._with_artifacts(explanation, recorded, device)
         except RAISED_BY_A_STEP as error:
             return f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
 
     def explain_out_of_memory(self, subject: Subject, device: Device) -> Explanation | None:
-        """Run what ran out of memory once more, recorded; return where memory went if it runs out again.
+        """Record another run after memory ran out, and explain the memory at the failure.
 
-        ``device`` is the one of `Device.everywhere` that ran out of it.
+        Args:
+            subject: The step or call that ran out of memory.
+            device: The device that ran out of memory, from `Device.everywhere`.
+
+        Returns:
+            The explanation, or ``None`` if memory does not run out again.
         """
-        assert self.sites is not None, "only called where something is explained"
+        assert self.sites is not None, "only called if steps are explained"
         with cyclic_collector_off(), random_numbers_given_back(self.device):
-            found = explain_out_of_memory(device, self.sites, subject)
-        return None if found is None else self._kept(*found, device)
+            explained = explain_out_of_memory(device, self.sites, subject)
+        return None if explained is None else self._with_artifacts(*explained, device)
 
-    def _kept(self, explanation: Explanation, recorded: Recorded, device: Device) -> Explanation:
-        """Keep the recording, and return its explanation, with a note on failure.
+    def _with_artifacts(self, explanation: Explanation, recorded: Recorded, device: Device) -> Explanation:
+        """Write the recording's artifacts, and return the explanation, with a note if that failed.
 
-        With the whole step if ``over_time``, and with the name of its GPU where the process sees several.
+        The explanation also gets the memory over time if ``over_time``, and the GPU's name if the process uses several GPUs.
         """
         if self.device.others:
             explanation = replace(explanation, gpu=str(device.torch_device))

@@ -1,4 +1,7 @@
-"""Counts what a step does, in one run of its own: work that repeats exactly, so that no clock is needed to judge it."""
+"""Counts FLOPs, operators, syncs and kernel launches in a separate run.
+
+A gate can compare these counts without a clock, because they repeat exactly.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.explain.call_sites import OperatorSites
 
 TALLIED = ("flops", "operators", "syncs")
-"""Counts that are taken on the host, operator by operator, so that their lines can be found."""
+"""Counts taken by the host operator by operator, so their source lines can be found."""
 _NOT_ATEN = ("profiler", "prim")
 _MOVES_NOTHING = frozenset(
     (
@@ -47,25 +50,30 @@ _MOVES_NOTHING = frozenset(
         "new_empty_strided",
     )
 )
-"""Operators that are no views by their schema, and neither compute nor copy."""
+"""Operators that neither compute nor copy, although their schema does not call them views."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of one step; ``None`` is not counted.
+    """Counts for a single step. ``None`` means not counted.
 
-    ``flops``: floating-point operations of matrix products, convolutions and attention as ``torch.utils.flop_counter``
-    counts them: a multiply-add is two. Attention counts alike in every kernel: 2 products forward, 5 backward (whose
-    scores are computed again), and causal attention in full.
+    ``flops``: floating-point operations in matrix products, convolutions and attention, as ``torch.utils.flop_counter`` counts
+    them. A multiply-add counts as 2. Every attention kernel counts alike: 2 products in forward and 5 in backward, which
+    computes the scores again. Causal attention counts in full.
 
-    ``operators``: calls of operators, ATen's and custom ones, below autograd and with composite ones taken apart, that
-    compute or copy. Views and mere allocations do neither, and releases of torch differ in how many of them they make. One
-    of a tensor subclass (int8 weights) is one.
+    ``operators``: calls to ATen and custom operators that compute or copy, below autograd and with composite operators
+    decomposed. Views and plain allocations do not count, because their number differs between torch releases. A call on a
+    tensor subclass, such as int8 weights, counts once.
 
-    ``syncs``: how often the host waits for the device: reads of values (``.item()``, ``nonzero``, boolean masks) and copies
-    between host and device, unless ``non_blocking``.
+    ``syncs``: how often the host waits for the device, to read a value (``.item()``, ``nonzero``, boolean masks) or
+    to copy between host and device without ``non_blocking``.
 
-    ``launches``: kernels that CUDA launched.
+    ``launches``: kernels launched by CUDA.
+
+    Example:
+        A training step with AdamW, ``Linear(256, 1024)``, relu, ``Linear(1024, 256)`` and a batch of 64 counts 167,772,160
+        FLOPs: five products with 2 x 64 x 256 x 1024 = 33,554,432 each, 2 in forward and 3 in backward. Backward needs no
+        gradient for the batch. The step calls 56 operators and has no syncs.
     """
 
     flops: int | None = None
@@ -74,22 +82,22 @@ class Counts:
     launches: int | None = None
 
     def metrics(self) -> dict[str, int]:
-        """Return what was counted, by the name of the metric."""
+        """Return the counts by metric name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """Counts of a step, and the tallies of each by metric; ``trouble`` is a clause when it could not be counted.
+class CountResult:
+    """A step's counts, with tallies by metric. If several steps were counted, each count is the largest.
 
-    Of several steps that were counted, each count is the largest.
+    ``trouble`` is a clause with the reason if counting failed.
     """
 
     counts: Counts
     trouble: str | None = None
     by_operator: Mapping[str, tuple[Tally, ...]] = field(default_factory=dict)
     lowest: Mapping[str, int] = field(default_factory=dict)
-    """The smallest value of each count that was not the same in all of them."""
+    """The smallest value, for each count that differed between the counted steps."""
 
     def notes(self) -> tuple[str, ...]:
         """Return notes on the counts, as clauses."""
@@ -97,24 +105,31 @@ class Counted:
         return (*varied, *(() if self.trouble is None else (self.trouble,)))
 
 
-NOTHING_COUNTED = Counted(Counts())
+NO_COUNTS = CountResult(Counts())
 
 
-MORE_COUNTED = 5
-"""Further steps that are counted if steps differ: operators, and then kernels, of what happens every second to sixth time."""
+FURTHER_COUNTED_STEPS = 5
+"""Further steps that are counted if steps differ: enough to see work done only every second to sixth time."""
 
 
-def count_step(step: Callable[[], object], device: Device, *, compiled: bool = False, alike: bool = True) -> Counted:
-    """Run ``step`` once to count its operators, where it is not ``compiled``, and where there are kernels once more for those.
+def count_step(
+    step: Callable[[], object], device: Device, *, compiled: bool = False, alike: bool = True
+) -> CountResult:
+    """Count a step's operators in one run, and its kernel launches in another run.
 
-    The tallies have no lines. Where modes watch operators, torch.compile does not run what it has compiled. An exception of the
-    step becomes ``trouble``: it ran well before, and its figures stand.
+    The tallies have no lines. A compiled step's operators are not counted, because torch.compile does not use its compiled
+    code under a mode for operators. If the device launches no kernels, the second run is left out.
 
     Args:
         step: Runs the step.
-        device: Where it runs.
-        compiled: Whether torch.compile has compiled it.
-        alike: Whether it is known to repeat. If not, `MORE_COUNTED` more are counted; one that raises ends that.
+        device: The step's device.
+        compiled: True if torch.compile has compiled the step.
+        alike: True if the step is known to repeat. Otherwise `FURTHER_COUNTED_STEPS` more steps are counted, or fewer if a
+            step raises.
+
+    Returns:
+        The counts. If the step raises, ``trouble`` has the exception. The memory figures stay valid, because earlier runs of
+        the step did not raise.
     """
     modules = len(sys.modules)
 
@@ -127,74 +142,74 @@ def count_step(step: Callable[[], object], device: Device, *, compiled: bool = F
     try:
         first = operators()
         if len(sys.modules) != modules:
-            # Modes import more of torch when first used, and frames of imports, in cycles, hold the step's tensors.
+            # A mode's first use imports torch modules. The frames from these imports are in cycles and hold tensors.
             gc.collect()
         counted = [{**first, **launches()}]
     except RAISED_BY_A_STEP as error:
         clear_frames(error)
-        message = str(error).strip().partition("\n")[0]
-        return Counted(Counts(), f"not counted: {type(error).__name__}{f': {message}' if message else ''}")
+        first_line = str(error).strip().partition("\n")[0]
+        return CountResult(Counts(), f"not counted: {type(error).__name__}{f': {first_line}' if first_line else ''}")
     if not alike:
-        # Kernels after all operators: one of each in turn would see every second step only.
+        # All operator counts first, then all kernel counts. In turn, each count would see every second step only.
         for count in (operators, launches):
             try:
-                counted += [count() for _ in range(MORE_COUNTED)]
+                counted += [count() for _ in range(FURTHER_COUNTED_STEPS)]
             except RAISED_BY_A_STEP as error:
                 clear_frames(error)
     return _largest(counted)
 
 
-def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> Counted:
-    """Return the largest of each count of some steps, with its tallies. Not all steps have each count."""
-    found: dict[str, tuple[Tally, ...]] = {}
+def _largest(counted: Sequence[Mapping[str, tuple[Tally, ...]]]) -> CountResult:
+    """Return each count's largest value among several steps, with its tallies. Some steps may lack a count."""
+    largest: dict[str, tuple[Tally, ...]] = {}
     lowest: dict[str, int] = {}
     for name in counted[0]:
-        each = [one[name] for one in counted if name in one]
-        found[name] = max(each, key=total)
-        least = min(map(total, each))
-        if least != total(found[name]):
+        by_step = [tallies[name] for tallies in counted if name in tallies]
+        largest[name] = max(by_step, key=total)
+        least = min(map(total, by_step))
+        if least != total(largest[name]):
             lowest[name] = least
-    return Counted(Counts(**{name: total(tallies) for name, tallies in found.items()}), None, found, lowest)
+    return CountResult(Counts(**{name: total(tallies) for name, tallies in largest.items()}), None, largest, lowest)
 
 
-def located(step: Callable[[], object], device: Device, counted: Counted, places: OperatorSites) -> Counted:
-    """Return ``counted`` with the lines of its tallies: ``step`` is run once more for that.
+def with_lines(step: Callable[[], object], device: Device, counted: CountResult, places: OperatorSites) -> CountResult:
+    """Run ``step`` once more, and return ``counted`` with lines in its tallies.
 
-    What is not counted alike this time is left as it was, and so is everything if the step raises now.
+    If a count differs in this run, its tallies stay without lines. If the step raises, all tallies do.
     """
     try:
-        found = _count_operators(step, device.torch_device, places)
+        located_tallies = _count_operators(step, device.torch_device, places)
     except RAISED_BY_A_STEP as error:
         clear_frames(error)
         return counted
-    known = {
-        name: found.get(name, ()) if without_places(found.get(name, ())) == tallies else tallies
+    by_operator = {
+        name: located_tallies.get(name, ()) if without_places(located_tallies.get(name, ())) == tallies else tallies
         for name, tallies in counted.by_operator.items()
     }
-    return replace(counted, by_operator=known)
+    return replace(counted, by_operator=by_operator)
 
 
 class _Tallies:
-    """Sums of what is counted, by operator and current place."""
+    """Running totals for each metric, by operator and current place."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Counter[tuple[str, OperatorSite]]] = {name: Counter() for name in TALLIED}
+        self._totals: dict[str, Counter[tuple[str, OperatorSite]]] = {name: Counter() for name in TALLIED}
         self.place = NOWHERE
 
     def add(self, metric: str, operator: str, amount: int = 1) -> None:
-        self._found[metric][operator, self.place] += amount
+        self._totals[metric][operator, self.place] += amount
 
     def by_operator(self) -> dict[str, tuple[Tally, ...]]:
         return {
-            metric: summed(Tally(operator, amount, place) for (operator, place), amount in found.items())
-            for metric, found in self._found.items()
+            metric: summed(Tally(operator, amount, place) for (operator, place), amount in totals.items())
+            for metric, totals in self._totals.items()
         }
 
 
 def _count_operators(
     step: Callable[[], object], device: torch.device, places: OperatorSites | None = None
 ) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies of FLOPs, operators and syncs; with their lines where ``places`` finds them."""
+    """Return the tallies for FLOPs, operators and syncs. ``places`` finds their lines."""
     import torch
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - an operator's name
@@ -202,62 +217,66 @@ def _count_operators(
     host = HostTensors(device)
     flops = flop_counter({attention: _attention_flops, backward: _attention_backward_flops})
     tallies = _Tallies()
-    latest, counted = "", 0
+    latest, counted_flops = "", 0
 
     def count_flops() -> None:
-        """Add what the latest operator added to the FLOPs, which are counted when it has run."""
-        nonlocal counted
-        now = flops.get_total_flops()
-        if now > counted:
-            tallies.add("flops", latest, now - counted)
-            counted = now
+        """Add the latest operator's FLOPs. The counter has them only after the operator has run."""
+        nonlocal counted_flops
+        total_flops = flops.get_total_flops()
+        if total_flops > counted_flops:
+            tallies.add("flops", latest, total_flops - counted_flops)
+            counted_flops = total_flops
 
-    def waited(name: str) -> None:
+    def add_sync_in_operator(name: str) -> None:
         tallies.add("syncs", name)
 
-    def called(name: str) -> None:
-        """Add a sync of a function that is no operator."""
+    def add_sync_in_function(name: str) -> None:
+        """Add a sync in a function that calls no operator."""
         count_flops()
         tallies.place = places.here() if places is not None else NOWHERE
         tallies.add("syncs", name)
 
-    syncs = Syncs(host, waited, called)
+    syncs = Syncs(host, add_sync_in_operator, add_sync_in_function)
 
-    def ran(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+    def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         nonlocal latest
         count_flops()
         latest = title_of(operator)
         tallies.place = places.here() if places is not None else NOWHERE
         if _works(operator):
             tallies.add("operators", latest)
-        syncs.see(operator, args, kwargs)
+        syncs.check_operator(operator, args, kwargs)
         result = run()
         host.follow((args, kwargs), result)
         return result
 
     with ExitStack() as stack:
         stack.enter_context(_uncompiled())
-        stack.enter_context(host.remembered())
+        stack.enter_context(host.tracking_counters())
         if places is not None:
             stack.enter_context(places.watching())
-        # The latest sees an operator first: flops takes composite ones apart, and what is counted is what is really run.
-        stack.enter_context(watched_operators(ran))
+        # The mode entered last sees an operator first. `flops` decomposes composite operators, so `flops` comes after
+        # `watched_operators`, which then counts the operators that really run.
+        stack.enter_context(watched_operators(run_operator))
         stack.enter_context(flops)
-        stack.enter_context(syncs.of_functions())
+        stack.enter_context(syncs.watching_functions())
         step()
     count_flops()
-    found = tallies.by_operator()
+    by_metric = tallies.by_operator()
     return (
-        found if places is None else {name: of_layers(some, layers_of(places.modules)) for name, some in found.items()}
+        by_metric
+        if places is None
+        else {name: of_layers(operators, layers_of(places.modules)) for name, operators in by_metric.items()}
     )
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Have functions that the step itself compiles run as they were written.
+    """Run functions compiled by the step itself without their compiled code.
 
-    Within a mode they do so anyway, but torch then marks their code as never to be compiled, for the rest of the process.
+    Within a mode, torch runs them so anyway. But then torch also marks their code as never to be compiled, for the rest of the
+    process.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
+    if "torch._dynamo" not in sys.modules:  # so nothing was compiled; an import takes seconds
         return nullcontext()
     import torch
 
@@ -276,22 +295,25 @@ def _works(func: Any) -> bool:
     return name_of(func) not in _MOVES_NOTHING
 
 
-# torch.utils.flop_counter knows the attention kernels of GPUs only.
+# torch.utils.flop_counter knows only attention kernels for GPUs, so these are the formulas for the CPU's kernel.
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    """Return the FLOPs of scores and their product with values: query [B, H, S, D], key [B, H, L, D], value [B, H, L, E]."""
+    """Return the FLOPs for the scores and for their product with the values.
+
+    The shapes are query ``[B, H, S, D]``, key ``[B, H, L, D]``, and value ``[B, H, L, E]``.
+    """
     products = _attention_products(query, key, value)
     return products["scores"] + products["values"]
 
 
 def _attention_backward_flops(_gradient: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    """Return the FLOPs of backward: the scores again; two gradients of their size, and two of the size of the product."""
+    """Return the FLOPs in backward: scores again, two gradients as large as scores, and two as large as values."""
     products = _attention_products(query, key, value)
     return 3 * products["scores"] + 2 * products["values"]
 
 
 def _attention_products(query: Any, key: Any, value: Any) -> dict[str, int]:
-    batch, heads, length, width = query
-    pairs = batch * heads * length * key[-2]
+    batch, heads, query_length, width = query
+    pairs = batch * heads * query_length * key[-2]
     return {"scores": 2 * pairs * width, "values": 2 * pairs * value[-1]}

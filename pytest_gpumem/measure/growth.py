@@ -1,11 +1,14 @@
-"""Growth: bytes that every further step keeps, told from a cache that fills and from batches of different sizes."""
+"""Growth: the bytes kept by every further step.
+
+Live bytes also change with a filling cache, or with batches in different sizes. These functions tell both from a leak.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measure.reading import live_of_program, on_each
+from pytest_gpumem.measure.reading import by_device, live_of_program
 from pytest_gpumem.torch_support.garbage_collector import collect_everything
 
 if TYPE_CHECKING:
@@ -16,22 +19,29 @@ if TYPE_CHECKING:
     from pytest_gpumem.measure.reading import ByDevice, Figures
 
     class RunStep(Protocol):
-        """Runs a step once, as `run_one_step` does."""
+        """Runs a step once, like `run_one_step`."""
 
         def __call__(self, *, older_garbage: bool = True) -> ByDevice: ...
 
 
 SETTLING_STEPS = 6
-"""Steps in which a cache, or a list that forgets its oldest entries, may fill before growth is read."""
+"""The steps before the window, in which a cache or a list with a maximum length may fill."""
 WINDOW = 12
-"""Steps over which growth is read: a multiple of 2 and 3, so that a step that keeps bytes every second or third time has
-the same growth wherever the window begins. What is emptied at least once within them is no growth."""
+"""The steps over which growth is measured.
+
+12 is divisible by 2 and 3. So if only every second or third step keeps bytes, the growth is the same wherever the window
+begins. Memory that is emptied at least once in these steps does not count as growth.
+"""
 
 
 def grows(live: Sequence[int]) -> bool:
-    """Return whether live bytes grow over some steps: they never fall after their lowest and end higher.
+    """Return whether live bytes grow over consecutive steps.
 
-    Or they go up and down, but both their lowest and their highest are higher in the later half than in the earlier one.
+    They grow if they never fall after their minimum and end higher. They also grow if both the minimum and the maximum are
+    higher in the later half than in the earlier half.
+
+    Example:
+        100, 140, 180, 220 grows. 100, 180, 110, 190 grows, because 110 > 100 and 190 > 180. 100, 180, 100, 180 does not.
     """
     since_lowest = live[live.index(min(live)) :]
     if since_lowest[-1] > since_lowest[0] and list(since_lowest) == sorted(since_lowest):
@@ -40,13 +50,16 @@ def grows(live: Sequence[int]) -> bool:
 
 
 def growth_per_step(live: Sequence[int]) -> int:
-    """Return the bytes that each step keeps, 0 where memory does not grow.
+    """Return the bytes kept by each step, or 0 if memory does not grow.
 
-    It grows where both the lowest and the highest of ``live`` are higher in the later half than in the earlier one: what is
-    emptied now and then may be at any point of its course.
+    Memory grows if both the minimum and the maximum of ``live`` are higher in the later half than in the earlier half. The
+    first and last values alone prove nothing, because a buffer that is emptied from time to time may be at any fill level.
 
     Args:
-        live: The bytes that are live before the first step and after each one, garbage collected.
+        live: The live bytes before the first step and after each step, after garbage collection.
+
+    Example:
+        ``growth_per_step([1000, 1040, 1080, 1120])`` is 40.
     """
     if len(live) < 2 or not _is_higher_later(live):
         return 0
@@ -59,14 +72,18 @@ def _is_higher_later(live: Sequence[int]) -> bool:
 
 
 def measure_growth(run_step: RunStep, device: Device) -> dict[str, int]:
-    """Run more steps to distinguish a leak from a cache that fills, and return the bytes that each keeps, by device.
+    """Run more steps to distinguish a leak from a cache that fills.
+
+    Garbage among all objects is collected once, at the end. Uncollected garbage can only add growth. So if memory does not grow
+    with this garbage, it does not grow without. If memory grows and there was garbage, the steps run again, with a collection
+    after each step.
 
     Args:
         run_step: Runs the step.
-        device: Where it runs.
+        device: The step's device.
 
-    Garbage among all objects is collected once, at the end: there can only have been less before, so that what does not grow
-    with it does not grow without it. Only if there is some is it collected after each step.
+    Returns:
+        The bytes kept by each step, by device name.
     """
     growth = _growth_over(partial(run_step, older_garbage=False), device)
     if not device.consensus.any(any(growth.values()) and _has_older_garbage(device)):
@@ -82,28 +99,29 @@ def _has_older_garbage(device: Device) -> bool:
 
 def _growth_over(run_step: Callable[[], ByDevice], device: Device) -> dict[str, int]:
     window = [run_step() for _ in range(SETTLING_STEPS + WINDOW)][SETTLING_STEPS:]
-    if device.consensus.any(keeps_now_and_then(window)):
+    if device.consensus.any(keeps_bytes_rarely(window)):
         window += [run_step() for _ in range(WINDOW)]
     return growth_by_device(window)
 
 
-def keeps_now_and_then(window: Sequence[ByDevice]) -> bool:
-    """Return whether some steps in a row kept bytes on a device, and too seldom to tell a leak from a cache.
+def keeps_bytes_rarely(window: Sequence[ByDevice]) -> bool:
+    """Return whether consecutive steps kept bytes on a device, but too rarely to tell a leak from a cache.
 
-    As many more tell whether others keep as much: a leak of every tenth step has kept bytes once or twice in `WINDOW` steps.
+    For example, a leak in every tenth step keeps bytes once or twice in `WINDOW` steps. Another `WINDOW` steps then decide.
     """
-    return any(not growth_of(steps) and _never_falls(_live(steps)) for steps in on_each(window).values())
+    return any(not growth_of(steps) and _never_falls(_live(steps)) for steps in by_device(window).values())
 
 
 def growth_by_device(window: Sequence[ByDevice]) -> dict[str, int]:
-    """Return the bytes that each of some steps in a row keeps on each device, by its name."""
-    return {name: growth_of(steps) for name, steps in on_each(window).items()}
+    """Return the bytes kept by each step in the window, by device name."""
+    return {name: growth_of(steps) for name, steps in by_device(window).items()}
 
 
 def growth_of(window: Sequence[Figures]) -> int:
-    """Return the bytes that each of some steps in a row keeps on their device.
+    """Return the bytes kept by each step in the window, on a single device.
 
-    Of steps that do not all allocate as much, live bytes go up and down with what the latest one holds, such as its batch.
+    If the steps allocate different amounts, live bytes also go up and down with the size of the latest batch. Then growth needs
+    stronger evidence: no fall between steps with equal allocations, or a later half that is entirely above the earlier half.
     """
     live = _live(window)
     growth = growth_per_step(live)
@@ -121,17 +139,17 @@ def _never_falls(live: Sequence[int]) -> bool:
 
 
 def _has_only_risen(window: Sequence[Figures]) -> bool:
-    """Return whether live bytes rose more than once, and never fell, from a step to the next one that allocates as much."""
+    """Return whether live bytes rose more than once, and never fell, between steps that allocate the same number of bytes."""
     latest: dict[int, int] = {}
     rises, rose_until = 0, -1
     for number, step in enumerate(window):
-        before = latest.get(step.turnover)
+        previous = latest.get(step.turnover)
         latest[step.turnover] = number
-        if before is None or step.live_after == window[before].live_after:
+        if previous is None or step.live_after == window[previous].live_after:
             continue
-        if step.live_after < window[before].live_after:
+        if step.live_after < window[previous].live_after:
             return False
-        # What is kept once is in all rises across it.
-        if before >= rose_until:
+        # Rises that overlap may all come from a single tensor, so they count once.
+        if previous >= rose_until:
             rises, rose_until = rises + 1, number
     return rises > 1

@@ -1,8 +1,15 @@
-"""A loop that owns its steps, and code that measures them: each runs until the next boundary, then the other goes on.
+"""Turn taking between a training loop and the measuring code.
 
-Measuring is written as code that runs a step when it wants one. A training loop cannot be called a step at a time, so the two
-are coroutines of one thread (greenlet): to measuring, a step is a call that returns at the loop's next boundary; to the loop, a
-boundary is a call that returns when measuring wants another step.
+The measuring code runs a step whenever it needs figures. A training loop cannot be called step by step. So both are
+coroutines in one thread (greenlet), and control switches between them at each boundary between two steps:
+
+- The measuring code calls `Loop.next_step`. The call returns at the loop's next boundary.
+- The loop calls `Loop.boundary`. The call returns when the measuring code wants another step.
+
+Example:
+    A loop runs 3 steps, and the measuring code wants 2 after the first. The loop runs step 1 and calls ``boundary()``, which
+    starts the measuring code. Its first ``next_step()`` resumes the loop, which runs step 2 and calls ``boundary()`` again.
+    Its second ``next_step()`` runs step 3. Then ``is_measured`` is True.
 """
 
 from __future__ import annotations
@@ -16,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class LoopEnded(Exception):
-    """Raised where measuring asks for another step of a loop that has ended; the message is a clause."""
+    """Raised if the measuring code asks for another step after the loop has ended. The message is a clause."""
 
 
 class EndOfLoop(BaseException):
-    """Ends a loop that has been measured, through its own ``finally`` and ``with`` blocks. Loops catch each ``Exception``.
+    """Ends a measured loop through its own ``finally`` and ``with`` blocks.
 
-    Each is raised once: its traceback keeps the frames of the loop alive, with all that they hold.
+    The base class is ``BaseException``, because a loop may catch every ``Exception``. Raise each instance once only: its
+    traceback keeps the loop's frames and variables alive.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -31,10 +39,11 @@ class EndOfLoop(BaseException):
 
 
 class Loop:
-    """One loop and what measures it. ``measure`` is called at the loop's first boundary, and runs its steps with `next_step`.
+    """A loop and its measuring code.
 
     Args:
-        measure: Measures the loop. What it raises is kept for `result`.
+        measure: Measures the loop, and runs its steps with `next_step`. The loop's first boundary calls it. `end` raises
+            the exceptions from ``measure``.
     """
 
     def __init__(self, measure: Callable[[], object]) -> None:
@@ -45,19 +54,19 @@ class Loop:
         self._ended = False
         self._raised: BaseException | None = None
         self.is_counted = False
-        """True if the loop runs a step that is counted, which may take more memory than one of its own."""
+        """True while the loop runs a step under the counters, which may need more memory than a plain step."""
         self.steps = 0
-        """The number of steps that have been run for measuring."""
+        """The number of steps run for the measuring code."""
 
     # Called by the loop
 
     @property
     def is_measured(self) -> bool:
-        """True if measuring has come to its end, so that no further step is wanted."""
+        """True if the measuring code has finished and needs no further step."""
         return self._measuring is not None and self._measuring.dead
 
     def boundary(self) -> None:
-        """Let measuring go on: a step has ended. Returns when another is wanted, or none any more."""
+        """Resume the measuring code after a step. Return when it wants another step, or has finished."""
         if self.is_measured or self._ended:
             return
         # The parent is where control goes when measuring returns.
@@ -69,9 +78,14 @@ class Loop:
         self._measuring.switch()
 
     def end(self, raised: BaseException | None = None) -> None:
-        """Let measuring come to its end with the steps that there were. Raises what it raised.
+        """Let the measuring code finish, because the loop has ended.
 
-        ``raised`` is what ended the latest step, for measuring to deal with; ``None`` where that is the loop's own business.
+        Args:
+            raised: The exception from the latest step, which `next_step` raises in the measuring code. ``None`` if the
+                loop ended by itself.
+
+        Raises:
+            BaseException: The exception from the measuring code.
         """
         self._ended, self._raised = True, raised
         if self._measuring is not None and not self._measuring.dead:
@@ -84,7 +98,15 @@ class Loop:
     # Called by measuring
 
     def next_step(self, *, counted: bool = False) -> None:
-        """Run the loop until its next boundary. Raises `LoopEnded` if it ends before, or what `end` was given."""
+        """Run the loop until its next boundary.
+
+        Args:
+            counted: True if the step runs under the counters.
+
+        Raises:
+            LoopEnded: The loop ended before the boundary.
+            BaseException: The exception passed to `end`.
+        """
         if not self._ended:
             assert self._loop is not None, "measuring begins at a boundary of the loop"
             self.is_counted = counted
@@ -93,11 +115,11 @@ class Loop:
         if self._ended:
             raised, self._raised = self._raised, None
             raise raised or LoopEnded(
-                f"the loop ended after {self.steps + 1} steps, before all was measured: let it run some more"
+                f"the loop ended after {self.steps + 1} steps, before the measurement was complete: run more steps"
             )
 
     def _run(self) -> None:
         try:
             self._measure()
-        except BaseException as error:  # noqa: BLE001 - raised where the loop has ended: the loop might catch it
+        except BaseException as error:  # noqa: BLE001 - `end` raises it later, because the loop itself might catch it
             self._error = error

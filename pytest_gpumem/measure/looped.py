@@ -1,4 +1,7 @@
-"""A loop that owns its steps: the memory of so many of them in a row, then counts, an explanation and times of others."""
+"""A training loop as a measured step.
+
+The first 20 steps give the memory figures. Later steps are counted, explained and timed.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.owners import parameters_of_optimizer
-from pytest_gpumem.measure.counting import NOTHING_COUNTED, count_step
-from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_by_device, keeps_now_and_then
+from pytest_gpumem.measure.counting import NO_COUNTS, count_step
+from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_by_device, keeps_bytes_rarely
 from pytest_gpumem.measure.loop import LoopEnded
 from pytest_gpumem.measure.prepared import MeasuredStep, PreparedStep
 from pytest_gpumem.measure.reading import Reading, live_of_program, run_one_step
@@ -32,50 +35,52 @@ if TYPE_CHECKING:
     from pytest_gpumem.measure.settling import StepFigures
 
 STEPS = 20
-"""Steps that a loop's memory is read from: the first, in which it builds what it needs, and enough to tell growth."""
+"""The steps used for memory figures: the first step, which builds state, and enough further steps to detect growth."""
 FEWEST_STEPS = 4
-"""The first, one that may make the optimizer's state, and two that can be alike."""
+"""The first step, a step that may create the optimizer's state, and two steps that can be equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedLoop(PreparedStep):
-    """A loop that waits at the end of its first step. Its only phase runs it until the next boundary."""
+    """A loop at the end of its first step. Its only phase runs the loop until the next boundary."""
 
     steps: int
-    """The number of steps that its memory is read from, with the first."""
+    """The number of steps used for memory figures, including the first step."""
     first: ByDevice
-    """Figures of the first step, in which it also makes what it needs."""
+    """Figures from the first step, in which the loop also builds its state."""
     run_counted: Callable[[], object]
-    """Runs it until the next boundary, for counting, by which alone it may run out of memory."""
+    """Runs the loop until the next boundary under the counters. They may run out of memory although the loop does not."""
     optimizers: Sequence[torch.optim.Optimizer]
-    """The optimizers that have stepped so far."""
+    """All optimizers stepped so far."""
     blocks_not_own: frozenset[int]
-    """Addresses of tensors that were there before, and are not the test's."""
+    """Addresses of other code's tensors, which existed before the loop."""
 
     def measure(self) -> MeasuredStep:
         """Run the loop's next steps, and measure their memory and counts.
 
         Raises:
-            MeasuringError: It ended before there were `FEWEST_STEPS`.
+            MeasuringError: The loop ended before it ran `FEWEST_STEPS` steps.
         """
         device = self.context.device
         notes: tuple[str, ...] = ()
-        counted, is_over = NOTHING_COUNTED, False
+        counted, is_over = NO_COUNTS, False
         longer: Sequence[ByDevice] = ()
-        # And freeze what the loop has made for all its steps, so that collecting after each of them is fast.
+        # settle() freezes the objects from before the loop's steps, so each collection after a step is fast.
         collect_everything()
         device.settle()
         with cyclic_collector_off():
             seen = [self.first, *self._steps(self.steps - 1)]
-            made = len(seen)
-            if made < FEWEST_STEPS:
+            number = len(seen)
+            if number < FEWEST_STEPS:
                 raise MeasuringError(
-                    f"the loop ended after {made} {agreeing(made, 'step', 'steps')}; its memory is read from {FEWEST_STEPS} at "
-                    "least"
+                    f"the loop ended after {number} {agreeing(number, 'step', 'steps')}, but a measurement needs "
+                    f"{FEWEST_STEPS} or more"
                 )
-            if device.consensus.any(made < self.steps):
+            if device.consensus.any(number < self.steps):
                 ended = (
-                    f"the loop ended after {made} of" if made < self.steps else "the loop of another rank ended before"
+                    f"the loop ended after {number} of"
+                    if number < self.steps
+                    else "the loop of another rank ended before"
                 )
                 notes, is_over = (f"{ended} {self.steps} steps: nothing was counted or timed",), True
             else:
@@ -83,7 +88,7 @@ class PreparedLoop(PreparedStep):
                 alike = device.consensus.all(all(have_same_peaks(*pair) for pair in pairwise(latest)))
                 with device.peak_ignored():
                     counted = count_step(self._run_counted, device, alike=alike)
-                if device.consensus.any(keeps_now_and_then(_growth_window(seen))):
+                if device.consensus.any(keeps_bytes_rarely(_growth_window(seen))):
                     longer = list(self._steps(WINDOW))
         figures = replace(loop_figures(seen, longer), counted=counted)
         parameters = {id(parameter): parameter.numel() for parameter in self._parameters()}
@@ -91,16 +96,16 @@ class PreparedLoop(PreparedStep):
         return MeasuredStep(figures, workload, self.work, (*notes, *figures.notes()), is_over=is_over)
 
     def time(self, step: MeasuredStep) -> MeasuredStep:
-        """Return ``step``, which was measured, with its times, if the loop has steps for these."""
+        """Return the measured ``step`` with its times, if the loop still has enough steps."""
         try:
             return PreparedStep.time(self, step)
         except LoopEnded as ended:
             return replace(step, notes=(*step.notes, f"not timed: {ended}"), is_over=True)
 
     def time_again(self, step: MeasuredStep) -> MeasuredStep:
-        """Return ``step``, which was measured and timed, with one more sample of its time, if the loop has steps for it."""
+        """Return the timed ``step`` with another time sample, if the loop still has enough steps."""
         try:
-            # Without zero-argument super(): the class that slots make is another one.
+            # No zero-argument super(): `dataclass(slots=True)` returns a different class.
             return PreparedStep.time_again(self, step)
         except LoopEnded as ended:
             return replace(step, notes=(*step.notes, f"timed once: {ended}"), is_over=True)
@@ -109,7 +114,7 @@ class PreparedLoop(PreparedStep):
         self.run_counted()
 
     def _steps(self, number: int) -> Iterator[ByDevice]:
-        """Yield the figures of so many further steps, or of those that there are before the loop ends."""
+        """Yield figures for ``number`` further steps, or for fewer steps if the loop ends."""
         try:
             for _ in range(number):
                 yield run_one_step(self.phases, self.context.device, self.not_own, older_garbage=False)
@@ -123,7 +128,7 @@ class PreparedLoop(PreparedStep):
             modules = alive(torch.nn.Module)
         parts = {id(part) for module in modules for _, part in named_modules(module) if part is not module}
         trained = {id(parameter) for parameter in self._parameters()}
-        # Paths of other classes' modules begin with the class: of those that are not trained, if there are both.
+        # Paths in the first registered model do not begin with its class. So register the trained models first.
         for module in sorted(modules, key=lambda module: not _has_any(module, trained)):
             if id(module) not in parts:
                 owners.model(module)
@@ -131,7 +136,7 @@ class PreparedLoop(PreparedStep):
             owners.optimizer(optimizer)
 
     def _storages(self, device: Device | None = None) -> Iterator[torch.UntypedStorage]:
-        """Yield the storages of all tensors that the loop may hold: those in sight but those that were there before."""
+        """Yield the loop's possible storages: from all live tensors except tensors from before the loop."""
         import torch
 
         with everything_in_sight():
@@ -146,13 +151,13 @@ class PreparedLoop(PreparedStep):
 
 
 def loop_figures(seen: Sequence[ByDevice], longer: Sequence[ByDevice] = ()) -> StepFigures:
-    """Return the figures of a loop, from those of its steps in order.
+    """Return a loop's figures from the figures for each step.
 
-    The first one never repeats, as a loop makes in it what it needs.
+    The first step never counts for an equal pair, because the loop builds its state in this step.
 
     Args:
-        seen: The steps that its peaks are of, with the first.
-        longer: Further steps that its growth is of, too.
+        seen: Figures for the steps with the peaks, in order, including the first step.
+        longer: Figures for further steps, used for growth only.
     """
     settled_at = next((n for n, pair in enumerate(pairwise(seen)) if n and have_same_peaks(*pair)), None)
     window = [*_growth_window(seen), *longer]
@@ -160,15 +165,20 @@ def loop_figures(seen: Sequence[ByDevice], longer: Sequence[ByDevice] = ()) -> S
 
 
 def _growth_window(seen: Sequence[ByDevice]) -> Sequence[ByDevice]:
-    """Return the steps that growth is of: what fills a cache may do so in the first, of which a short loop has fewer."""
+    """Return the steps used for growth: at most `WINDOW` steps, without the first steps, which may fill a cache.
+
+    A short loop leaves out a third of its steps. A longer loop leaves out `SETTLING_STEPS`.
+    """
     further = seen[1:]
     return further[min(SETTLING_STEPS, len(further) // 3) :][-WINDOW:]
 
 
 class FirstStep:
-    """Reads the first step of a loop on a device, from its making to the loop's first boundary.
+    """Read memory in a loop's first step, from the creation of this object to the loop's first boundary.
 
-    ``not_own`` bytes are live that are not the loop's, on each of `Device.everywhere`.
+    Args:
+        device: The loop's device.
+        not_own: Other code's live bytes on each device (`Device.everywhere`).
     """
 
     def __init__(self, device: Device, not_own: Sequence[int]) -> None:
@@ -178,7 +188,7 @@ class FirstStep:
         self._window: Window | None = device.open_window()
 
     def ended(self) -> ByDevice:
-        """Return the figures of the step, which has ended."""
+        """Return the step's figures. Call this once, when the step has ended."""
         assert self._window is not None, "the first step ends once"
         window, self._window = self._window, None
         self._device.close_window(window)
@@ -186,7 +196,7 @@ class FirstStep:
         return self._reading.figures(window.everywhere, live_of_program(self._device), {})
 
     def forget(self) -> None:
-        """Read no further, if the step has not ended."""
+        """Close the window if the step has not ended."""
         window, self._window = self._window, None
         if window is not None:
             with suppress(MeasuringError):

@@ -1,4 +1,4 @@
-"""A step that is ready to run under its config, and is measured, located, explained and timed as its caller asks."""
+"""A prepared step, with methods that measure, locate, explain and time it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.explain.call_sites import OperatorSites
 from pytest_gpumem.explain.recording import Expected, Subject, phase
-from pytest_gpumem.measure.counting import TALLIED, located
+from pytest_gpumem.measure.counting import TALLIED, with_lines
 from pytest_gpumem.measure.growth import WINDOW
 from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.measure.reading import run_phases
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.composition import Explanation
 
 MOST_SAMPLES = 3
-"""Samples of a step's time: two, and one more where one of them shows what the other can neither confirm nor contradict."""
+"""The most time samples: two, and a third if one shows a slowdown and the other is uncertain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,19 @@ class MeasuredStep:
     figures: StepFigures
     workload: Workload
     work: Mapping[str, float]
-    """The items that the step works on, by name (``samples``, ``tokens``, ``items``); throughput is of the first."""
+    """The step's ``samples``, ``tokens`` or ``items``, by name. Throughput counts the first name.
+
+    Example: ``{"samples": 8, "tokens": 2048}``.
+    """
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
-    """Training steps: module calls that were repeated in backward; ``None`` of others."""
+    """The number of module calls repeated in backward; ``None`` if this is no training step."""
     is_over: bool = False
-    """True if it cannot be run again: a step of a loop that has ended."""
+    """True if the step cannot run again, because its loop has ended."""
 
     @property
     def may_be_timed(self) -> bool:
-        """True if it has no times yet, and can be run again."""
+        """True if the step has no times yet and can run again."""
         return self.figures.times is None and not self.is_over
 
     @property
@@ -58,7 +61,7 @@ class MeasuredStep:
         return times is not None and len(times.samples) < MOST_SAMPLES and not self.is_over
 
     def metrics(self) -> dict[str, float]:
-        """Return every metric of the step: bytes, counts, seconds, items per second."""
+        """Return all metrics: bytes, counts, seconds, items per second."""
         figures = self.figures
         metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
         times = figures.times
@@ -75,18 +78,18 @@ class MeasuredStep:
 class PreparedStep:
     """A step that is ready to run.
 
-    ``model`` is ``None`` for a function of the test's own. A step that changes ``state()`` is not like the next one.
+    ``model`` is ``None`` if the test passed a function. If a step changes ``state()``, the next step may differ from it.
     """
 
     context: MeasuringContext
     workload: Workload
     work: Mapping[str, float]
-    """The items that the step works on, as in `MeasuredStep`."""
+    """The samples, tokens or items in a step, as in `MeasuredStep`."""
     phases: Sequence[Phase]
     not_own: Sequence[int]
-    """Bytes that were live before its model was built, and are not its own, on each of `Device.everywhere`."""
+    """Other code's bytes, live before the step's model was built, on each of `Device.everywhere`."""
     held: object
-    """Objects that lead to everything that the step holds between steps."""
+    """Objects that lead to all tensors live between two steps."""
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     batch: object = None
@@ -94,13 +97,13 @@ class PreparedStep:
     state: Callable[[], object] | None = None
     notes: tuple[str, ...] = ()
     recomputed: Callable[[], int] | None = None
-    """Returns how many module calls its backward repeats, of a training step, once that has run."""
+    """Returns the number of module calls repeated in backward. Call this after the first run."""
     creation_sites: Mapping[int, Site] = field(default_factory=dict)
     buckets: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """The copies of gradients that ``DistributedDataParallel`` sends, by their addresses."""
+    """``DistributedDataParallel``'s copies of gradients, by address."""
 
     def measure(self) -> MeasuredStep:
-        """Run the step until it repeats, then measure its memory and its counts."""
+        """Run the step until its peak repeats, then measure its memory and its counts."""
         figures = measure_step(
             self.phases,
             self.context.device,
@@ -113,9 +116,9 @@ class PreparedStep:
         return MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
 
     def time(self, step: MeasuredStep) -> MeasuredStep:
-        """Return ``step``, which was measured, with its times; as it is if nothing is timed.
+        """Return the measured ``step`` with its times, or unchanged if this session times no steps.
 
-        Explain a step before: timing runs hundreds of steps, and a leak grows in each of them.
+        Explain a step before timing: timing runs hundreds of steps, and a leak grows in each step.
         """
         time_budget = self.context.time_budget
         if time_budget is None or not step.may_be_timed:
@@ -124,9 +127,9 @@ class PreparedStep:
         return replace(step, figures=replace(step.figures, times=times))
 
     def time_again(self, step: MeasuredStep) -> MeasuredStep:
-        """Return ``step``, which was measured and timed, with one more sample of its time."""
+        """Return the timed ``step`` with another time sample."""
         times, time_budget = step.figures.times, self.context.time_budget
-        assert times is not None, "only a step that was timed is timed again"
+        assert times is not None, "only a step with times is timed again"
         assert time_budget is not None, "same"
         context, seconds = self.context, time_budget.second_sample
         sample = sample_again(self.phases, context.device, self._storages, seconds)
@@ -135,50 +138,55 @@ class PreparedStep:
         return replace(step, figures=replace(step.figures, times=times))
 
     def locate(self, step: MeasuredStep) -> MeasuredStep:
-        """Return ``step`` with the lines at which what it counts is called; the step is run once more for that."""
+        """Run the step once more, and return ``step`` with the lines of its counted operators."""
         counted, context = step.figures.counted, self.context
-        # The GPU counts kernels and does not know lines.
+        # Launches are counted by the GPU, which does not know lines.
         has_lines = any(counted.by_operator.get(name) for name in TALLIED)
         if not context.device.consensus.any(has_lines):
             return step
-        assert context.sites is not None, "only called where something is explained"
+        assert context.sites is not None, "only called if steps are explained"
         places = OperatorSites(context.sites, context.device.torch_device)
         with cyclic_collector_off(), random_numbers_given_back(context.device), context.device.peak_ignored():
-            counted = located(self._run_counted, context.device, counted, places)
+            counted = with_lines(self._run_counted, context.device, counted, places)
         return replace(step, figures=replace(step.figures, counted=counted))
 
     def _run_counted(self) -> None:
-        """Run the step while what it does is counted."""
+        """Run the step under the counters. A loop overrides this."""
         run_phases(self.phases)
 
     def explain(self, step: MeasuredStep, device: str | None = None) -> Explanation | str:
-        """Run the step once more, recorded, and return what its peak is made of, or a clause that says why not.
+        """Record another run, and explain the peak.
 
-        ``device`` is the name of the GPU whose peak it is, where there are several.
+        Args:
+            step: The measured step.
+            device: The name of the GPU with the peak, if the step uses several GPUs.
+
+        Returns:
+            The explanation, or a clause with the reason why the peak cannot be explained.
         """
-        figures, one = step.figures, self.context.named(device)
+        figures, peak_device = step.figures, self.context.named(device)
         grows = any(figures.growth.values())
-        on_it = figures.devices[str(one.torch_device)]
-        memory = on_it.keeping if grows else on_it.memory
-        alike = self.context.device.consensus.all(figures.allocate_alike)
+        device_figures = figures.devices[str(peak_device.torch_device)]
+        memory = device_figures.latest_keeping_run if grows else device_figures.memory
+        alike = self.context.device.consensus.all(figures.allocates_equally)
         expected = Expected(
             memory.memory_metrics()["peak_allocated"],
-            memory.turnover if one.turnover() and alike else None,
+            memory.turnover if peak_device.turnover() and alike else None,
             memory.own if grows else None,
-            on_it.growth if grows else 0,
-            # If not every step keeps bytes, as many steps as growth is measured in.
-            steps=max(1 if alike else len(figures.seen), WINDOW if grows and not on_it.always_keeps else 0),
+            device_figures.growth if grows else 0,
+            # If some steps keep no bytes, record as many steps as growth is measured in.
+            steps=max(1 if alike else len(figures.seen), WINDOW if grows and not device_figures.always_keeps else 0),
         )
-        return self.context.explain(self.subject(one), expected, one)
+        return self.context.explain(self.subject(peak_device), expected, peak_device)
 
     def subject(self, device: Device) -> Subject:
-        """Return the step as what is to be recorded on a device, one of `Device.everywhere`."""
+        """Return the step as a subject to record on a device from `Device.everywhere`."""
         not_own = self.not_own[self.context.device.everywhere.index(device)]
 
         def run(tracker: Tracker) -> None:
-            for one in self.phases:
-                with phase(tracker, one.name):
-                    one.run()
+            for step_phase in self.phases:
+                with phase(tracker, step_phase.name):
+                    step_phase.run()
 
         return Subject(
             run,

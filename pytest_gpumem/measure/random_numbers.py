@@ -1,4 +1,4 @@
-"""The state of the random numbers that a test draws, to be given back."""
+"""The state of random number generators, saved before measuring and restored afterwards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """States of Python's, NumPy's, torch's and the device's own random numbers at one moment.
+    """States of Python's, NumPy's, torch's and the device's random number generators.
 
-    Kept as bytes: a tensor would be memory of the device that is measured.
+    torch's states are stored as bytes, because tensors would need memory on the measured device.
     """
 
     device: Device | None
@@ -31,12 +31,12 @@ class RandomNumbers:
 
     @classmethod
     def now(cls, device: Device | None) -> RandomNumbers:
-        """Return the current states; those of the host alone without a device."""
+        """Return the current states. Without a device, only the host's states are included."""
         import torch
 
-        # NumPy that is not loaded has drawn nothing.
+        # If NumPy is not loaded, nobody has drawn from its generator.
         numpy = sys.modules.get("numpy")
-        with beneath_modes():  # whatever mode the test is in
+        with beneath_modes():  # the test may be in any mode
             return cls(
                 device,
                 random.getstate(),
@@ -63,7 +63,7 @@ class RandomNumbers:
 
 @contextmanager
 def random_numbers_given_back(device: Device) -> Iterator[None]:
-    """Restore random numbers afterwards, so that what a test draws does not depend on how many steps were run."""
+    """Restore the generators at the end, so the test's random numbers do not depend on how many steps were measured."""
     state = RandomNumbers.now(device)
     try:
         yield

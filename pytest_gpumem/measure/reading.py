@@ -1,4 +1,4 @@
-"""Reads the memory of a region of code, or of a step made of phases, on each device."""
+"""Reads memory figures for a region of code, or for a step with phases, on each device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Readings around a region of code on one device. Live bytes and peaks count from the same zero.
+    """Readings around a region of code on one device, in bytes. Live bytes and peaks count from the same zero.
 
-    ``not_own`` bytes are live all the time and are not the region's own. ``live_before`` is read before it ran; ``live_run``
-    right after it ran; ``live_after`` when garbage has been collected. They are without workspaces, which peaks have.
+    ``not_own`` bytes are live during the whole region and belong to other code. ``live_before`` is read before the region runs,
+    ``live_run`` right after, and ``live_after`` after garbage collection. These three exclude workspaces. Peaks include them.
+
+    Example:
+        The second run of a training step on a CPU: ``live_before`` and ``live_after`` are 8,471,584 bytes,
+        ``peak.allocated`` is 10,575,904 bytes and ``not_own`` is 0. So ``own_peak`` is 10,575,904 bytes and ``retained`` is
+        0 bytes.
     """
 
     not_own: int
@@ -34,53 +39,53 @@ class Figures:
     live_after: int
     phases: Mapping[str, Peak] = field(default_factory=dict)
     turnover: int = 0
-    """Bytes that were allocated in all, whether freed or not."""
+    """The sum of all allocations, including freed blocks."""
     held_change: int = 0
-    """The bytes that the test's fixtures hold more than before: kept on purpose, not retained."""
+    """The growth in bytes held by the test's fixtures on purpose, which do not count as retained."""
     workspaces: int = 0
-    """Bytes of the peak that the backend's libraries took for themselves, between operations or in one of them."""
+    """The workspaces in the peak, held by libraries during an operation or between operations."""
     workspaces_before: int = 0
-    """Bytes that they held when it began: what the program's earlier steps have left there."""
+    """The workspaces at the region's beginning, left by earlier steps."""
     unused_before: int = 0
-    """Bytes that were reserved and not used when it began, in segments that hold something."""
+    """The reserved but unused bytes at the region's beginning, in segments with at least one block."""
     loaded: int | None = None
-    """Bytes that what it loaded holds; ``None`` of a region that is no `load`."""
+    """The bytes held by `load`'s result; ``None`` for other regions."""
 
     @property
     def own(self) -> int:
-        """Bytes of the region's own when it began, with workspaces."""
+        """The region's own bytes at its beginning, with workspaces."""
         return self.live_before + self.workspaces_before - self.not_own
 
     @property
     def own_peak(self) -> int:
-        """Peak of the region's own bytes."""
+        """The peak of the region's own bytes."""
         return self.peak.allocated - self.not_own
 
     @property
     def missing(self) -> int:
-        """Bytes that the peak may lack because the device did not plan workspaces of convolutions."""
+        """The bytes missing from the peak, because the device did not plan workspaces for convolutions."""
         return 0 if self.peak.reaching is None else max(0, self.peak.reaching - self.peak.allocated)
 
     @property
     def peak_reserved(self) -> int | None:
-        """Bytes that were reserved for the region at most; ``None`` where the device does not reserve."""
+        """The peak of reserved bytes; ``None`` if the device does not reserve."""
         if self.peak.reserved is None or self.reserved_before is None:
             return None
-        # Room that was left in segments reserved before is not in the difference, but tensors were put there.
+        # Tensors may also fill free room in older segments, which the difference does not count.
         return max(self.peak.reserved - self.reserved_before + self.own, self.own_peak)
 
     @property
     def retained(self) -> int:
-        """Bytes that outlived the region and that its test's fixtures do not hold."""
+        """The bytes left after the region, without bytes held by the test's fixtures."""
         return max(0, self.live_after - self.live_before - self.held_change)
 
     @property
-    def keeps(self) -> bool:
-        """True if it kept bytes."""
+    def keeps_bytes(self) -> bool:
+        """True if more bytes are live after the region than before."""
         return self.live_after > self.live_before
 
     def memory_metrics(self) -> dict[str, int]:
-        """Return the memory metrics of the region, in bytes."""
+        """Return the region's memory metrics, in bytes."""
         metrics = {"peak_allocated": self.own_peak}
         metrics |= {f"peak_{name}": peak.allocated - self.not_own for name, peak in self.phases.items()}
         if self.peak_reserved is not None:
@@ -93,59 +98,63 @@ class Figures:
 
 
 def largest_of(metrics: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the largest value of each metric among those of several devices."""
+    """Return each metric's largest value among several devices."""
     largest: dict[str, int] = {}
-    for one in metrics:
-        largest |= {name: max(value, largest.get(name, value)) for name, value in one.items()}
+    for device_metrics in metrics:
+        largest |= {name: max(value, largest.get(name, value)) for name, value in device_metrics.items()}
     return largest
 
 
 def notes_on_missing(figures: Iterable[Figures]) -> tuple[str, ...]:
-    """Return a note on what peaks lack of workspaces, on the GPU that lacks most; none if nothing is missing."""
-    missing = max((one.missing for one in figures), default=0)
+    """Return a note if peaks lack workspaces, with the bytes on the GPU with the largest lack."""
+    missing = max((device_figures.missing for device_figures in figures), default=0)
     return (f"{LACKS_WORKSPACES}: at most {format_bytes(missing)} more is needed",) if missing else ()
 
 
 ByDevice = Mapping[str, Figures]
-"""The figures of a region on each device that the process uses, by the device's name; that of `Device` itself is the first."""
+"""A region's figures on each device in use, by device name. The measured device comes first."""
 
 
-def on_each(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:
-    """Return the figures of some steps in a row on each device, by its name, from the first step that used it."""
+def by_device(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:
+    """Return consecutive steps' figures by device. A device's list begins at the first step that used the device."""
     return {name: tuple(step[name] for step in steps if name in step) for name in steps[-1]}
 
 
 class Phase(NamedTuple):
-    """A named part of a step. Phases run in order; the peak is taken at each boundary. Those of one name are one phase."""
+    """A named part of a step. Phases run in order, and each has its own peak. Parts with equal names count as a single phase.
+
+    For example, with two micro-batches a training step has the parts forward, backward, forward, backward and optimizer, but
+    only three phases.
+    """
 
     name: str
     run: Callable[[], object]
 
 
 def run_phases(phases: Iterable[Phase]) -> None:
-    """Run the phases of a step, one after another."""
+    """Run a step's phases in order."""
     for phase in phases:
         phase.run()
 
 
 def live_everywhere(device: Device) -> list[int]:
-    """Return the bytes that are live on each of `Device.everywhere`."""
-    return [one.live() for one in device.everywhere]
+    """Return the live bytes on each device (`Device.everywhere`)."""
+    return [each_device.live() for each_device in device.everywhere]
 
 
 def live_of_program(device: Device) -> list[int]:
-    """Return the bytes that are live on each of `Device.everywhere`, without workspaces of the backend's libraries."""
-    return [live - kept for live, kept in zip(live_everywhere(device), device.workspaces(), strict=True)]
+    """Return the live bytes on each device (`Device.everywhere`), without workspaces."""
+    return [live - workspaces for live, workspaces in zip(live_everywhere(device), device.workspaces(), strict=True)]
 
 
 def live_when_settled(device: Device) -> list[int]:
-    """Return the bytes that are live, without workspaces, when garbage among young objects has been collected."""
+    """Collect garbage among young objects, and return the live bytes without workspaces."""
     device.settle()
     return live_of_program(device)
 
 
 def live_without_older_garbage(device: Device, live: list[int], expected: Sequence[int]) -> list[int]:
-    """Collect garbage among all objects where ``live`` is not as ``expected``, and return the bytes that are live."""
+    """Return the live bytes without garbage. If ``live`` differs from ``expected``, garbage among all objects is collected."""
     if live == list(expected):
         return live
     collect_everything()
@@ -153,12 +162,12 @@ def live_without_older_garbage(device: Device, live: list[int], expected: Sequen
 
 
 class Reading:
-    """Readings of one region of code on each of `Device.everywhere`, from just before it to its end; see `read`.
+    """Readings around a code region on each device (`Device.everywhere`), from just before the region to its end. See `read`.
 
     Args:
-        device: Where it runs, garbage collected.
-        not_own: The bytes that are not its own, on each device.
-        live_before: The bytes that are live before it, on each device, without workspaces; read here by default.
+        device: The region's device. Garbage must have been collected.
+        not_own: Other code's live bytes on each device.
+        live_before: The live bytes before the region, on each device, without workspaces. By default, they are read now.
     """
 
     def __init__(self, device: Device, not_own: Sequence[int], live_before: Sequence[int] | None = None) -> None:
@@ -166,20 +175,21 @@ class Reading:
         self._not_own = not_own
         self.live_before = live_of_program(device) if live_before is None else list(live_before)
         self._workspaces_before = device.workspaces()
-        self._unused = [one.unused() for one in device.everywhere]
-        self._reserved = [one.reserved() for one in device.everywhere]
-        self._turnover = [one.turnover() for one in device.everywhere]
+        self._unused = [each_device.unused() for each_device in device.everywhere]
+        self._reserved = [each_device.reserved() for each_device in device.everywhere]
+        self._turnover = [each_device.turnover() for each_device in device.everywhere]
 
     def ended(self) -> None:
-        """Read what it allocated."""
+        """Read the region's allocations and the live bytes, right after the region."""
         self._turnover = [
-            one.turnover() - before for one, before in zip(self._device.everywhere, self._turnover, strict=True)
+            each_device.turnover() - before
+            for each_device, before in zip(self._device.everywhere, self._turnover, strict=True)
         ]
         self._device.empty_cache()
         self._live_run = live_everywhere(self._device)
 
     def settled(self) -> None:
-        """Collect garbage among young objects, and read what is live then, without workspaces, into `live_settled`."""
+        """Collect garbage among young objects, and store the live bytes without workspaces in `live_settled`."""
         self.live_settled = live_when_settled(self._device)
 
     def figures(
@@ -190,18 +200,21 @@ class Reading:
         held_change: Sequence[int] | None = None,
         transient: Sequence[int] | None = None,
     ) -> ByDevice:
-        """Return the figures of the region.
+        """Return the region's figures.
 
         Args:
-            peaks: On each device.
-            live_after: The bytes that are live at rest, on each device, without workspaces.
-            phases: The peaks of each phase, on each device.
-            held_change: How much more the test's fixtures hold than before, on each device.
-            transient: The bytes of the peak that `Device.transient_workspaces` gave, on each device.
+            peaks: The peak on each device.
+            live_after: The live bytes after garbage collection, on each device, without workspaces.
+            phases: Each phase's peaks, on each device.
+            held_change: The growth in bytes held by the test's fixtures, on each device.
+            transient: The peak's bytes from `Device.transient_workspaces`, on each device.
+
+        Returns:
+            The figures by the device's name, for the first device and each other device in use.
         """
         devices = self._device.everywhere
         workspaces = self._device.workspaces()
-        of_each = (
+        figures_in_order = (
             Figures(
                 self._not_own[n],
                 self.live_before[n],
@@ -209,7 +222,7 @@ class Reading:
                 peaks[n],
                 self._live_run[n] - workspaces[n],
                 live_after[n],
-                {name: of_phase[n] for name, of_phase in phases.items()},
+                {name: phase_peaks[n] for name, phase_peaks in phases.items()},
                 self._turnover[n],
                 0 if held_change is None else held_change[n],
                 workspaces[n] + (0 if transient is None else transient[n]),
@@ -219,9 +232,9 @@ class Reading:
             for n in range(len(devices))
         )
         return {
-            str(one.torch_device): figures
-            for one, figures in zip(devices, of_each, strict=True)
-            if one is devices[0] or one.is_used
+            str(each_device.torch_device): figures
+            for each_device, figures in zip(devices, figures_in_order, strict=True)
+            if each_device is devices[0] or each_device.is_used
         }
 
 
@@ -229,15 +242,15 @@ class Reading:
 def read(
     device: Device, not_own: Sequence[int], live_before: Sequence[int] | None = None
 ) -> Iterator[tuple[Reading, Window, Sequence[int]]]:
-    """Measure the block, in a window of its own.
+    """Measure the block in a new window.
 
     Args:
-        device: Where it runs, garbage collected.
-        not_own: The bytes that are not its own, on each of `Device.everywhere`.
-        live_before: The bytes that are live before it, on each device, without workspaces; read here by default.
+        device: The block's device. Garbage must have been collected.
+        not_own: Other code's live bytes on each device (`Device.everywhere`).
+        live_before: The live bytes before the block, on each device, without workspaces. By default, they are read now.
 
     Yields:
-        The readings, which are complete when the block has ended, its window, and the bytes of `Device.transient_workspaces`.
+        The readings, the window, and the bytes from `Device.transient_workspaces`. They are complete when the block has ended.
     """
     with ExitStack() as within:
         with device.one_moment():
@@ -248,7 +261,7 @@ def read(
         with device.one_moment():
             within.close()
             reading.ended()
-        # Not of that moment: a collection may free memory though it finds nothing, by a finalizer or another's callback.
+        # Outside of the moment: a collection may free memory even if it finds no garbage, for example in a callback.
         reading.settled()
 
 
@@ -259,20 +272,24 @@ def read_once(
     held: Callable[[], Sequence[int]],
     before: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Iterator[Callable[[], ByDevice]]:
-    """Measure what runs within, once. Its figures are there, by calling what is yielded, when it has ended.
+    """Measure one run of the block.
 
     Args:
-        device: Where it runs, at rest.
-        not_own: The bytes that are not its own, on each of `Device.everywhere`.
-        held: Returns the bytes that are kept on purpose now, on each device.
-        before: What ``held`` gave and what is live without workspaces, before it; read here by default.
+        device: The block's device, at rest.
+        not_own: Other code's live bytes on each device (`Device.everywhere`).
+        held: Returns the bytes currently held by fixtures on purpose, on each device.
+        before: The result from ``held``, and the live bytes without workspaces, before the block. By default, both are read
+            now.
+
+    Yields:
+        A function that returns the figures. Call it when the block has ended.
     """
     held_before, live_before = (held(), None) if before is None else before
     ended: list[ByDevice] = []
     with cyclic_collector_off():
         with read(device, not_own, live_before) as (reading, window, transient):
             yield lambda: ended[0]
-        held_change = [now - then for now, then in zip(held(), held_before, strict=True)]
+        held_change = [after - earlier for after, earlier in zip(held(), held_before, strict=True)]
         expected = [sum(pair) for pair in zip(reading.live_before, held_change, strict=True)]
         live_after = live_without_older_garbage(device, reading.live_settled, expected)
     ended.append(reading.figures(window.everywhere, live_after, {}, held_change, transient))
@@ -288,11 +305,11 @@ def run_one_step(
     """Run a step once, and return its figures on each device.
 
     Args:
-        phases: The parts of the step, in order.
-        device: Where it runs.
-        not_own: The bytes that are not its own, on each of `Device.everywhere`.
-        older_garbage: Whether garbage among all objects is collected, and not only among young ones, where other bytes are live
-            after it than before.
+        phases: The step's parts, in order.
+        device: The step's device.
+        not_own: Other code's live bytes on each device (`Device.everywhere`).
+        older_garbage: True to collect garbage among all objects if the step changes the live bytes. Otherwise only garbage
+            among young objects is collected.
     """
     device.consensus.rest()
     with read(device, not_own) as (reading, window, transient):
@@ -304,7 +321,7 @@ def run_one_step(
     if older_garbage:
         live_after = live_without_older_garbage(device, live_after, reading.live_before)
     peaks: dict[str, Sequence[Peak]] = {}
-    for phase, of_phase in zip(phases, window.parts_everywhere, strict=True):
-        before = peaks.get(phase.name, [None] * len(device.everywhere))
-        peaks[phase.name] = [highest(*pair) for pair in zip(before, of_phase, strict=True)]
+    for phase, part_peaks in zip(phases, window.parts_everywhere, strict=True):
+        earlier_peaks = peaks.get(phase.name, [None] * len(device.everywhere))
+        peaks[phase.name] = [highest(*pair) for pair in zip(earlier_peaks, part_peaks, strict=True)]
     return reading.figures(window.everywhere, live_after, peaks if len(peaks) > 1 else {}, transient=transient)

@@ -1,4 +1,4 @@
-"""Measures a step that repeats: its memory once it has settled, its growth and its counts, and then its time."""
+"""Measures a repeated step: first memory after it has settled, growth and counts, then time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measure.counting import NOTHING_COUNTED, count_step
+from pytest_gpumem.measure.counting import NO_COUNTS, count_step
 from pytest_gpumem.measure.growth import measure_growth
 from pytest_gpumem.measure.reading import run_one_step, run_phases
-from pytest_gpumem.measure.settling import do_the_same, figures_of_steps, have_same_peaks
+from pytest_gpumem.measure.settling import do_equal_work, figures_of_steps, have_same_peaks
 from pytest_gpumem.timing.sampling import invalid_if, sample_step, time_step, to_themselves
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.times import Sample, Times
 
 MOST_WARM_UPS = 6
+"""The most runs to find two consecutive equal runs."""
 FURTHER_STEPS = 4
-"""Steps that are looked at after two in a row that are alike, or that do not come."""
+"""Extra steps measured after two consecutive equal ones (or after giving up waiting for them)."""
 SECONDS_BETWEEN_SAMPLES = 1.0
 ROUNDS_TO_DECIDE = 3
-"""A sample that a test may fail by has so many rounds, however long a step takes."""
+"""The rounds in a sample if a test may fail by this sample, no matter how long a step takes."""
 MOST_UNSTABLE_WARM_UPS = 16
-"""For steps that may compile anew, or overflow, before they repeat."""
+"""`MOST_WARM_UPS` for steps that may compile again, or overflow, before they repeat."""
 
 
 def measure_step(
@@ -46,14 +47,20 @@ def measure_step(
     compiled: bool = False,
     peak_only: bool = False,
 ) -> StepFigures:
-    """Measure the step that ``phases`` make.
+    """Measure a step.
 
-    Runs it until two consecutive steps give the same peaks (at least 2 steps, at most `MOST_WARM_UPS`), so that lazy
-    optimizer state and autotuning are behind, then `FURTHER_STEPS` more: what happens every second to sixth time is seen.
-    ``not_own`` bytes are live that are not the step's own, on each of `Device.everywhere`. A step that changes ``state()``
-    (graphs that were compiled, the gradient scale) is not like the next one, and up to `MOST_UNSTABLE_WARM_UPS` are run until
-    it stays. Of a step that was ``compiled`` no operators are counted. With ``peak_only`` no further steps are run, and
-    nothing is counted. On several ranks all run as many steps, as they decide (`Device.consensus`).
+    The step runs until two consecutive runs have the same peaks: at least 2 and at most `MOST_WARM_UPS` runs. Lazy optimizer
+    state and autotuning are finished by then. `FURTHER_STEPS` more runs show work done only every second to sixth time.
+    All ranks decide together, so all run equally many steps (`Device.consensus`). See `settling` for an example.
+
+    Args:
+        phases: The step's parts, in order.
+        device: The step's device.
+        not_own: Other code's live bytes on each device (`Device.everywhere`).
+        state: Returns state that may change in a step, for example the gradient scale or the graphs compiled so far. Runs
+            with a changed state do not count as equal, and up to `MOST_UNSTABLE_WARM_UPS` runs are made.
+        compiled: True if the step is compiled. Its operators are not counted.
+        peak_only: True to make no further runs, and to count nothing.
     """
     run_step = functools.partial(run_one_step, phases, device, not_own)
     step = functools.partial(run_phases, phases)
@@ -61,27 +68,27 @@ def measure_step(
     with cyclic_collector_off():
         seen = [run_step()]
         settled_at = None
-        most = MOST_UNSTABLE_WARM_UPS if device.consensus.any(state is not None) else MOST_WARM_UPS
-        while settled_at is None and len(seen) < most:
-            before = state() if state is not None else None
+        most_warm_ups = MOST_UNSTABLE_WARM_UPS if device.consensus.any(state is not None) else MOST_WARM_UPS
+        while settled_at is None and len(seen) < most_warm_ups:
+            previous_state = state() if state is not None else None
             seen.append(run_step())
-            moved = state is not None and state() != before
-            if device.consensus.all(have_same_peaks(*seen[-2:]) and not moved):
+            is_changed = state is not None and state() != previous_state
+            if device.consensus.all(have_same_peaks(*seen[-2:]) and not is_changed):
                 settled_at = len(seen) - 2
         latest = seen[-1]
         further = [latest, *(run_step() for _ in range(0 if peak_only else FURTHER_STEPS))]
         seen += further[1:]
         growth = (
             measure_growth(run_step, device)
-            if device.consensus.any(any(one.keeps for step in further for one in step.values()))
+            if device.consensus.any(any(figures.keeps_bytes for run in further for figures in run.values()))
             else {}
         )
-        # Before any time is taken: how many steps that takes is chance, and what a step does may depend on its weights.
+        # Count before timing. Timing runs a random number of steps, and a step's work may depend on its weights.
         with device.peak_ignored():
             alike = device.consensus.all(
-                settled_at is not None and all(do_the_same(*pair) for pair in pairwise(further))
+                settled_at is not None and all(do_equal_work(*pair) for pair in pairwise(further))
             )
-            counted = NOTHING_COUNTED if peak_only else count_step(step, device, compiled=compiled, alike=alike)
+            counted = NO_COUNTS if peak_only else count_step(step, device, compiled=compiled, alike=alike)
     return replace(figures_of_steps(seen, settled_at), counted=counted, growth=growth)
 
 
@@ -91,15 +98,15 @@ def first_times(
     own: Callable[[], Iterable[torch.UntypedStorage]],
     time_budget: TimeBudget,
 ) -> Times:
-    """Return the first sample of a measured step's time, and the times of its phases.
+    """Return a measured step's first time sample, and the times for its phases.
 
-    A recorded step begins and ends it, because timing runs hundreds of steps unrecorded.
+    Timing runs hundreds of steps without recording allocations. A recorded step comes before and after.
 
     Args:
-        phases: The parts of the step, in order.
-        device: Where it runs.
-        own: Returns the storages that are the step's own at any moment.
-        time_budget: The seconds that are left for timing.
+        phases: The step's parts, in order.
+        device: The step's device.
+        own: Returns the storages that currently belong to the step.
+        time_budget: The remaining seconds for timing.
     """
     run_step = functools.partial(run_one_step, phases, device, [0] * len(device.everywhere))
     with cyclic_collector_off():
@@ -113,16 +120,21 @@ def first_times(
 def unrecorded_steps(
     device: Device, earlier: BlockIds, own: Callable[[], Iterable[torch.UntypedStorage]], run_step: Callable[[], object]
 ) -> Iterator[None]:
-    """Run steps within without recording them, then one that is recorded, and correct what the device takes to be live.
+    """Run the block's steps unrecorded and then one recorded step, and correct the device's live blocks.
 
-    While nothing is recorded, a step may replace what it holds. What can be reached of that is known at the end. Of the rest,
-    such as buckets of `DistributedDataParallel` and what graphs have saved, what outlived a recorded step stays, and what each
-    step makes anew is taken from the last one. Also when a step raises, since the test may go on and measure another.
+    While nothing is recorded, a step may replace blocks. At the end, `Device.reconcile` gets the blocks that are live now:
+
+    - Blocks in reach from the step.
+    - Other blocks that outlived the recorded step before the context, for example tensors saved by a graph.
+    - Other blocks from the last recorded step, because each step creates its own, for example the buckets in
+      `DistributedDataParallel`.
+
+    This also happens if a step raises, because the test may continue and measure another step.
 
     Args:
-        device: Where the steps run.
-        earlier: What the device knew before the last recorded step.
-        own: Returns the storages that can be reached from the step.
+        device: The steps' device.
+        earlier: The blocks known to the device before the previous recorded step.
+        own: Returns the storages in reach from the step.
         run_step: Runs a recorded step.
     """
     reached = {storage.data_ptr() for storage in own()}
@@ -142,9 +154,15 @@ def sample_again(
     own: Callable[[], Iterable[torch.UntypedStorage]],
     seconds: float,
 ) -> Sample:
-    """Return another sample of a step that has been measured. A recorded step ends it, as in `measure_step`.
+    """Return another time sample for a measured step, with a recorded step before and after, as in `first_times`.
 
-    Taken after a pause of `SECONDS_BETWEEN_SAMPLES`, so that one burst of another process is not in both.
+    A pause of `SECONDS_BETWEEN_SAMPLES` comes first. So a burst in another process does not affect both samples.
+
+    Args:
+        phases: The step's parts, in order.
+        device: The step's device.
+        own: Returns the storages that currently belong to the step.
+        seconds: The time for the sample.
     """
     time.sleep(SECONDS_BETWEEN_SAMPLES)
     run_step = functools.partial(run_one_step, phases, device, [0] * len(device.everywhere))
@@ -153,7 +171,7 @@ def sample_again(
         earlier = device.known()
         run_step()
         with unrecorded_steps(device, earlier, own, run_step), to_themselves(device) as refused:
-            # Settling has emptied the caches, and of few rounds none may be one that fills them again.
+            # quiesce() has emptied the caches. A sample has few rounds, and should not spend a round on filling them.
             run_phases(phases)
             sample = sample_step(functools.partial(run_phases, phases), device, seconds, ROUNDS_TO_DECIDE)
     return invalid_if(refused, sample, device)

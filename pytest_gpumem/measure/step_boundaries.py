@@ -1,4 +1,4 @@
-"""Boundaries between the steps of a loop: the optimizer that stepped first steps again."""
+"""Boundaries between a loop's steps: a step ends when an optimizer steps for the second time."""
 
 from __future__ import annotations
 
@@ -16,41 +16,46 @@ if TYPE_CHECKING:
 
 
 class StepBoundaries:
-    """Finds the boundaries of a loop's steps, and calls ``boundary()`` at each.
+    """Find the boundaries of a loop's steps, and call ``boundary()`` at each.
 
-    The first optimizer's first step is one. From then on a step ends with the first optimizer to step a second time since the
-    last boundary: a pair of networks with an optimizer each makes one step of both. An optimizer that steps within
-    ``backward()`` (one for each parameter, in hooks) ends the step before the next call of a module, as there is no way out of
-    ``backward()``.
+    The first optimizer's first step is a boundary. After that, a step ends when an optimizer steps for the second time
+    since the last boundary.
+
+    Example:
+        A loop trains a generator and a discriminator, each with its own optimizer. The optimizers step in this order: G, D,
+        G, D, G. There are boundaries after each G, so a step contains one D and one G.
+
+    Some programs step an optimizer for each parameter within ``backward()``, in hooks. Control cannot leave ``backward()``, so
+    the boundary comes later, before the next module call.
     """
 
     def __init__(self, boundary: Callable[[], None]) -> None:
         self._boundary = boundary
         self._stepped: set[int] = set()
-        """Optimizers that have stepped since the last boundary, by identity."""
+        """Ids of optimizers that have stepped since the last boundary."""
         self._is_due = False
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.optimizers: list[torch.optim.Optimizer] = []
-        """The optimizers that have stepped, in this order."""
+        """All optimizers seen so far, ordered by their first steps."""
         self.stepped_in_other_thread = False
-        """True if one has stepped in another thread."""
+        """True if an optimizer has stepped in another thread."""
         self._stack = ExitStack()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Find the boundaries of what runs within."""
+        """Find boundaries while the block runs."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        # What ends a recording at a boundary must not be within a span of it: optimizers make one around their steps.
+        # A recording may end at a boundary, which must not be within a span. Optimizers open a span around their steps.
         with self._stack, without_record_functions():
             self._stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
             yield
 
     def _steps(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not any(known is optimizer for known in self.optimizers):
+        if not any(earlier is optimizer for earlier in self.optimizers):
             self.optimizers.append(optimizer)
-            # Its own, not one for all: torch goes through those for all while they are called, and what measures a step adds
-            # and removes some.
+            # A hook on this optimizer, not a global hook: torch iterates over the global hooks while it calls them, and the
+            # measuring code adds and removes some.
             self._stack.callback(optimizer.register_step_post_hook(self._stepped_by).remove)
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -61,7 +66,7 @@ class StepBoundaries:
             return
         self._stepped = {id(optimizer)}
         if in_backward():
-            # It may run in a thread of autograd's.
+            # This may be an autograd thread.
             self._await_module()
         elif threading.get_ident() == self._thread:
             self._is_due = False
@@ -87,20 +92,21 @@ class StepBoundaries:
 
 @contextmanager
 def without_record_functions() -> Iterator[None]:
-    """Let ``record_function`` mark nothing within the context.
+    """Disable ``record_function`` within the context.
 
-    A span writes its end into the recording that it began in, whose memory is gone if another recording has begun meanwhile.
+    A span writes its end into the recording in which it began. This recording's memory is freed if another recording has
+    begun in between.
     """
     from torch.autograd.profiler import record_function
 
-    leave = record_function.__exit__
+    original_exit = record_function.__exit__
 
-    def marks_nothing(self: Any) -> Any:
+    def enter(self: Any) -> Any:
         return self
 
-    def leaves(self: Any, *error: Any) -> Any:
-        # One that was entered before has a record to end.
-        return None if self.record is None else leave(self, *error)
+    def exit_span(self: Any, *error: Any) -> Any:
+        # A span from before the context has a record to end.
+        return None if self.record is None else original_exit(self, *error)
 
-    with replaced(record_function, "__enter__", marks_nothing), replaced(record_function, "__exit__", leaves):
+    with replaced(record_function, "__enter__", enter), replaced(record_function, "__exit__", exit_span):
         yield

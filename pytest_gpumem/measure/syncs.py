@@ -1,4 +1,4 @@
-"""Count how often the host waits for the device in a step: reads of values, and copies between the two."""
+"""Detects syncs in a step: calls in which the host waits for the device, because the host reads a value or copies a tensor."""
 
 from __future__ import annotations
 
@@ -19,24 +19,31 @@ if TYPE_CHECKING:
 
 
 _COUNTERS = ("step", "mu_product")
-"""State that torch's optimizers keep on the host, unless ``capturable`` or ``fused``: read for every parameter."""
+"""Counters kept on the host by torch's optimizers and read for each parameter, unless ``capturable`` or ``fused``."""
 
 
 class HostTensors:
-    """Set of the tensors that are in the host's memory.
+    """A set with all tensors in the host's memory.
 
-    On a GPU a tensor's device says it. On the CPU every tensor counts as one of a GPU's, but the counters of an optimizer,
-    and what the step itself makes without a device, or copies to the host (`mark`); and what is computed from such alone.
+    On a GPU, the tensor's device decides. If the CPU stands in for a GPU, all tensors count as GPU tensors except:
+
+    - an optimizer's counters,
+    - tensors created by the step without a device, or copied to the host (`mark`),
+    - results computed only from such tensors (`follow`).
+
+    Example:
+        On the CPU, ``loss.item()`` counts as a sync, because ``loss`` was computed from the model's parameters.
+        ``torch.zeros(3).sum().item()`` does not, because the step made ``zeros`` without a device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stands_in = is_host(device)
+        self.is_stand_in = is_host(device)
         """True if the CPU stands in for a GPU."""
-        # The storages are held: an address is not given to another one meanwhile.
+        # Keep the storages alive, so no other storage gets one of these addresses.
         self._marked: dict[int, torch.UntypedStorage] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        if not self.stands_in:
+        if not self.is_stand_in:
             return is_host(tensor.device)
         if not self._marked:
             return False
@@ -44,8 +51,8 @@ class HostTensors:
         return storage is not None and storage.data_ptr() in self._marked
 
     def mark(self, result: object, *, host: bool = True) -> None:
-        """Enter the tensors of ``result``, or with ``host=False`` remove them, where the CPU stands in."""
-        if not self.stands_in:
+        """Add all tensors in ``result`` to the set, or remove them with ``host=False``. Does nothing on a GPU."""
+        if not self.is_stand_in:
             return
         for tensor in tensors_in([result]):
             storage = storage_of(tensor)
@@ -57,7 +64,7 @@ class HostTensors:
                 self._marked.pop(storage.data_ptr(), None)
 
     def follow(self, inputs: Iterable[object], result: object) -> None:
-        """Enter a ``result`` that was computed from the host's tensors alone."""
+        """Add ``result`` to the set if all input tensors are in the set."""
         if not self._marked:
             return
         tensors = list(tensors_in(list(inputs)))
@@ -65,15 +72,15 @@ class HostTensors:
             self.mark(result)
 
     @contextmanager
-    def remembered(self) -> Iterator[None]:
-        """Enter the counters of every optimizer that steps within the context; at its end the set is emptied."""
+    def tracking_counters(self) -> Iterator[None]:
+        """Add the counters from each optimizer step within the context. Empty the set at the end."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        if not self.stands_in:
+        if not self.is_stand_in:
             yield
             return
 
-        def know(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        def mark_counters(optimizer: torch.optim.Optimizer, *_: object) -> None:
             for group in optimizer.param_groups:
                 if group.get("capturable") or group.get("fused"):
                     continue
@@ -81,7 +88,7 @@ class HostTensors:
                     state = optimizer.state.get(parameter, {})
                     self.mark([state[name] for name in _COUNTERS if name in state])
 
-        with register_optimizer_step_pre_hook(know):
+        with register_optimizer_step_pre_hook(mark_counters):
             try:
                 yield
             finally:
@@ -94,28 +101,28 @@ _PUTS = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 
 @dataclass(frozen=True, slots=True)
 class Syncs:
-    """Detector of syncs, by the operators that are run and the functions that are called. ``host`` has the host's tensors.
+    """Detector for syncs in operators and functions.
 
-    ``in_operator`` and ``in_function`` are called with the name of what the host waits in: the one before it runs, the other
-    whenever it is known.
+    ``host`` contains the host's tensors. ``in_operator`` is called with an operator's name before the operator waits.
+    ``in_function`` is called with a function's name as soon as the sync is known.
     """
 
     host: HostTensors
     in_operator: Callable[[str], None]
     in_function: Callable[[str], None]
 
-    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at an operator before it runs."""
+    def check_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Report a sync if this operator, which runs next, makes the host wait."""
         if _waits(operator, args, kwargs, self.host):
             self.in_operator(title_of(operator))
 
-    def of_functions(self) -> AbstractContextManager[object]:
-        """Return a context in which functions are watched for syncs that no operator shows."""
+    def watching_functions(self) -> AbstractContextManager[object]:
+        """Return a context to detect syncs in functions, which no operator shows."""
         return _watching_functions(self, self.host)
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
-    """Return whether the host waits for the device in this call of an operator."""
+    """Return whether the host waits for the device in this operator call."""
     import torch
 
     if is_of_higher_order(func):
@@ -139,13 +146,13 @@ def _copies_across(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], hos
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         return not non_blocking and (destination in host) != (source in host)
     device = kwargs.get("device")
-    if device is None or host.stands_in or kwargs.get("non_blocking", False):
+    if device is None or host.is_stand_in or kwargs.get("non_blocking", False):
         return False
     return is_host(args[0].device) != is_host(device)
 
 
 def _waits_for_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> bool:
-    """Return whether the host waits to index: for the number of ones in a mask, or to copy indices of its own."""
+    """Return whether indexing makes the host wait, to count the ones in a mask, or to copy its indices to the device."""
     import torch
 
     subject = args[0]
@@ -156,48 +163,48 @@ def _waits_for_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
         return True
     if name in _PUTS and len(indices) == 1:
         value = args[2] if len(args) > 2 else kwargs["values"]
-        # x[mask] = 0 fills without knowing where.
+        # x[mask] = 0 fills in place and does not count the ones in the mask.
         if value.numel() == 1 and is_host(value.device):
             return False
     return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def is_of_higher_order(func: Any) -> bool:
-    """Return whether an operator takes functions, such as ``cond``: it has neither tags nor overloads."""
+    """Return whether an operator takes functions as arguments, such as ``cond``. Such operators have no tags or overloads."""
     return not hasattr(func, "overloadpacket")
 
 
 def name_of(func: Any) -> str:
-    """Return the name of an operator without its namespace and overload."""
+    """Return an operator's name without namespace and overload."""
     return str(func.overloadpacket.__name__)
 
 
 def title_of(func: Any) -> str:
-    """Return the name of an operator for people: ``addmm``, ``library::name``."""
+    """Return an operator's name for messages: ``addmm`` for ATen, ``library::name`` for other libraries."""
     if is_of_higher_order(func):
         return str(getattr(func, "__name__", type(func).__name__))
     return name_of(func) if func.namespace == "aten" else f"{func.namespace}::{name_of(func)}"
 
 
 def _watching_functions(syncs: Syncs, host: HostTensors) -> AbstractContextManager[object]:
-    """Return a mode that detects syncs that no operator shows.
+    """Return a mode to detect syncs that no operator shows.
 
-    Text made of a tensor; tensors made of Python's values, whose copy to the device torch hides; and where the CPU stands
-    in, what would leave a GPU or reach one.
+    They occur if a tensor becomes text, or if Python values become a tensor, because torch hides the copy to the
+    device. If the CPU stands in for a GPU, copies between host and GPU are detected here too.
     """
     import torch
 
-    moves = (torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to)
+    moving_functions = (torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to)
     from_values = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 
     def call(func: Any, args: Any, kwargs: Any) -> Any:
-        reads = func is torch.Tensor.__repr__ or (host.stands_in and func is torch.Tensor.tolist)
+        reads = func is torch.Tensor.__repr__ or (host.is_stand_in and func is torch.Tensor.tolist)
         if reads and args[0] not in host:
             syncs.in_function(_called(func))
         result = func(*args, **kwargs)
         if not is_a(result, torch.Tensor):
             return result
-        if func in moves:
+        if func in moving_functions:
             return _moved(func, args, kwargs, result, syncs, host)
         if func in from_values:
             likeness, data = args[:2] if func is torch.Tensor.new_tensor else (None, args[0])
@@ -215,45 +222,48 @@ def _called(func: Any) -> str:
 
 
 def _waits_for_values(likeness: Any, data: Any, kwargs: dict[str, Any], result: torch.Tensor, host: HostTensors) -> int:
-    """Return how often the host waited for a tensor made of Python's values: on a device, that of ``likeness``, or here."""
+    """Return how often the host waited while a tensor was made from Python values.
+
+    Without a ``device`` argument, the tensor is on the device of ``likeness`` (``new_tensor``) or on the host.
+    """
     import torch
 
     if is_a(data, torch.Tensor):
-        return 0  # a copy that operators show
+        return 0  # operators show this copy
     device = kwargs.get("device")
-    at_home = likeness in host if likeness is not None and device is None else means_host(device)
-    host.mark(result, host=at_home)
+    is_on_host = likeness in host if likeness is not None and device is None else means_host(device)
+    host.mark(result, host=is_on_host)
     # Tensors among the values are read one by one.
     reads = sum(tensor not in host for tensor in tensors_in([data]))
-    return reads + (result not in host and (host.stands_in or not _is_array(data)))
+    return reads + (result not in host and (host.is_stand_in or not _is_array(data)))
 
 
 def _moved(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor, syncs: Syncs, host: HostTensors
 ) -> torch.Tensor:
-    """Count the copy of a tensor to another device, and return the copy; where the CPU stands in, it is one of its own."""
+    """Report a tensor's copy to another device, and return the copy. A CPU that stands in makes a separate copy."""
     source, target = args[0], _target(func, args, kwargs, host)
-    if not host.stands_in or target is None or (source in host) == (target == "host"):
+    if not host.is_stand_in or target is None or (source in host) == (target == "host"):
         return result
     non_blocking = kwargs.get("non_blocking", False) or any(argument is True for argument in args[1:3])
     if not non_blocking:
         syncs.in_function(_called(func))
-    # What is done to the one would not be done to the other.
+    # On a GPU, a change to the copy would not change the source.
     copy = result.clone() if result is source else result
     host.mark(copy, host=target == "host")
     return copy
 
 
 def _is_array(data: object) -> bool:
-    """Return whether it is an array of NumPy, whose copy to a device is an operator."""
+    """Return whether ``data`` is a NumPy array, whose copy to a device is an operator."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and is_a(data, numpy.ndarray)
 
 
 def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: HostTensors) -> str | None:
-    """Return where a tensor is to go: ``"host"``, ``"device"``, or ``None`` where it is to stay.
+    """Return a move's target: ``"host"``, ``"device"``, or ``None`` if the tensor stays.
 
-    On the CPU the device that a test is given is ``cpu``, too: the host is meant by ``.cpu()`` and by the word.
+    If the CPU stands in, the test's device is also ``cpu``. So only ``.cpu()`` and the text ``"cpu"`` mean the host.
     """
     import torch
 
@@ -261,9 +271,9 @@ def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Host
         return "host"
     if func is torch.Tensor.cuda:
         return "device"
-    wanted = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
-    if is_a(wanted, torch.Tensor):
-        return "host" if wanted in host else "device"
-    if is_a(wanted, str):
-        return "host" if means_host(wanted) else "device"
-    return "device" if is_a(wanted, torch.device, int) and not is_a(wanted, bool) else None
+    target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+    if is_a(target, torch.Tensor):
+        return "host" if target in host else "device"
+    if is_a(target, str):
+        return "host" if means_host(target) else "device"
+    return "device" if is_a(target, torch.device, int) and not is_a(target, bool) else None

@@ -1,1 +1,1 @@
-"""Steps: how one is made under its config, a feature of it in each file."""
+"""Steps, prepared under a step config. Each feature has its own file."""

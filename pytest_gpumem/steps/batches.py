@@ -1,4 +1,4 @@
-"""Batches: moved to a device, described, counted, shared out, and fed to a model."""
+"""Batches: move them to a device, describe, count and split them, and pass them to a model."""
 
 from __future__ import annotations
 
@@ -17,61 +17,67 @@ if TYPE_CHECKING:
 
 
 def mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the batch with ``change`` applied to each of its tensors; everything else in it stays as it is.
+    """Return the batch with ``change`` applied to each tensor. Everything else in the batch stays the same.
 
-    A mapping becomes a dict; lists and tuples keep their class, without its code being run. A part that leads back to
-    one around it stays as it is.
+    A mapping becomes a dict. Lists and tuples keep their class, but code in this class does not run. If a part refers back to a
+    container around it, the reference stays unchanged.
+
+    Example:
+        ``mapped({"x": torch.ones(2), "n": 3}, torch.neg)`` returns ``{"x": tensor([-1., -1.]), "n": 3}``.
     """
     import torch
 
-    made: dict[int, Any] = {}
+    changed: dict[int, Any] = {}
     opened: dict[int, tuple[object, dict[Any, Any]]] = {}
     stack = [batch]
     while stack:
-        one = stack.pop()
-        if id(one) in made or is_a(one, torch.Tensor):
+        part = stack.pop()
+        if id(part) in changed or is_a(part, torch.Tensor):
             continue
-        if id(one) in opened:
-            # Its parts are made.
-            _, parts = opened[id(one)]
-            made[id(one)] = _like(one, {key: _changed(part, made, change) for key, part in parts.items()})
+        if id(part) in opened:
+            # All members have been changed before.
+            _, members_before = opened[id(part)]
+            changed[id(part)] = _like(
+                part, {key: _changed(member, changed, change) for key, member in members_before.items()}
+            )
             continue
-        members = members_of(one)
+        members = members_of(part)
         if members is not None:
-            opened[id(one)] = one, members
-            stack += [one, *(member for member in members.values() if id(member) not in opened)]
-    return _changed(batch, made, change)
+            opened[id(part)] = part, members
+            stack += [part, *(member for member in members.values() if id(member) not in opened)]
+    return _changed(batch, changed, change)
 
 
-def _changed(one: Any, made: Mapping[int, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _changed(part: Any, changed: Mapping[int, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     import torch
 
-    return change(one) if is_a(one, torch.Tensor) else made.get(id(one), one)
+    return change(part) if is_a(part, torch.Tensor) else changed.get(id(part), part)
 
 
 def _like(container: object, members: dict[Any, Any]) -> Any:
-    """Return a container of the same class with other members."""
+    """Return a container with the same class and attributes, but new members."""
     kind: Any = type(container)
     if not is_a(container, list, tuple):
         return members
     try:
         if is_a(container, tuple):
-            made: Any = tuple.__new__(kind, members.values())
+            new_container: Any = tuple.__new__(kind, members.values())
         else:
-            made = list.__new__(kind)
-            list.extend(made, members.values())
+            new_container = list.__new__(kind)
+            list.extend(new_container, members.values())
     except TypeError:  # it has a constructor in C (torch.Size)
         return kind(members.values())
-    own, theirs = instance_dict(made), instance_dict(container)
-    if own is not None and theirs is not None:
-        dict.update(own, theirs)
-    return made
+    new_attributes, attributes = instance_dict(new_container), instance_dict(container)
+    if new_attributes is not None and attributes is not None:
+        dict.update(new_attributes, attributes)
+    return new_container
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on ``device``, not copied if they are there. A function that makes it is called.
+    """Return the batch with its tensors on ``device``. Tensors already there are not copied.
 
-    It is called as it is: within ``torch.device(device)`` one that draws with a generator of the CPU would fail.
+    If ``batch`` is a function, it is called first, outside of ``torch.device(device)``, because a function that draws from a
+    CPU generator would fail within.
     """
     import torch
 
@@ -81,16 +87,27 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def micro_batches(batch: Any, number: int) -> list[Any]:
-    """Return ``number`` parts of equal size, as views. Tensors without the batch's first dimension are the same in all parts.
+    """Split a batch into ``number`` micro-batches with equally many samples.
 
-    Raises ``ValueError`` when the samples cannot be shared out equally.
+    Args:
+        batch: Any batch. All tensors with the same first dimension as the first tensor are split.
+        number: The number of micro-batches.
+
+    Returns:
+        The micro-batches, whose tensors are views. Tensors with another first dimension are the same in all micro-batches.
+
+    Raises:
+        ValueError: The samples cannot be split equally.
+
+    Example:
+        A batch ``int64[8, 256]`` and ``number=2`` give two micro-batches ``int64[4, 256]``.
     """
     samples = samples_in(batch)
     if number == 1:
         return [batch]
     if samples is None or samples % number:
-        what = "has no samples" if samples is None else f"has {samples} samples"
-        raise ValueError(f"accumulate={number} needs a batch of a multiple of {number} samples; this one {what}")
+        actual = "has no samples" if samples is None else f"has {samples} samples"
+        raise ValueError(f"accumulate={number} splits a batch into {number} equal parts, but this batch {actual}")
     size = samples // number
 
     def part(first: int) -> Any:
@@ -103,12 +120,12 @@ def micro_batches(batch: Any, number: int) -> list[Any]:
 
 
 def describe(batch: object) -> str:
-    """Return dtypes and shapes of the batch's tensors: ``"int64[4, 256], float32[4]"``."""
+    """Return dtype and shape of each tensor in the batch: ``"int64[4, 256], float32[4]"``."""
     return ", ".join(tensor_text(*dtype_and_shape(tensor)) for tensor in tensors_in(batch))
 
 
 def samples_in(batch: object) -> int | None:
-    """Return the first dimension of the batch's first tensor; ``None`` when there is none."""
+    """Return the first dimension of the batch's first tensor, or ``None`` without such a dimension."""
     for tensor in tensors_in(batch):
         _, shape = dtype_and_shape(tensor)
         return int(shape[0]) if shape else None
@@ -116,10 +133,17 @@ def samples_in(batch: object) -> int | None:
 
 
 def work_in(batch: object, items: float | str | None) -> dict[str, float]:
-    """Return what a step works on, by name; first that of ``items``: a number, ``"samples"`` (the default) or ``"tokens"``.
+    """Return the samples, tokens and items in a step, by name. Throughput counts the first name.
 
-    Tokens are the elements of the batch's first tensor of integers. Raises ``ValueError`` for another word, for what is no
-    finite number above zero, or for a batch without tokens when they are asked for.
+    Args:
+        batch: The step's batch. Its tokens are the elements of its first integer tensor.
+        items: The first name: ``"samples"`` (the default), ``"tokens"``, or a number of items.
+
+    Raises:
+        ValueError: ``items`` is another word or not a finite number above zero, or ``"tokens"`` for a batch without tokens.
+
+    Example:
+        ``work_in(batch, "tokens")`` returns ``{"tokens": 2048, "samples": 8}`` for a batch ``int64[8, 256]``.
     """
     counts = {SAMPLES: samples_in(batch), TOKENS: _tokens_in(batch)}
     work: dict[str, float] = {name: count for name, count in counts.items() if count is not None}
@@ -135,28 +159,33 @@ def work_in(batch: object, items: float | str | None) -> dict[str, float]:
 
 
 def work_of_items(items: float | None) -> dict[str, float]:
-    """Return what a step without a batch works on, by name: nothing unless ``items`` are given.
+    """Return the items in a step without a batch, by name. Without ``items``, the result is empty.
 
-    Raises as `number_of_items`.
+    Raises:
+        ValueError: As in `number_of_items`.
     """
     return {} if items is None else {ITEMS: number_of_items(items)}
 
 
 def number_of_items(items: object) -> float:
-    """Return ``items`` as a plain number. Raises ``ValueError`` unless it is finite and above zero."""
+    """Return ``items`` as a plain number.
+
+    Raises:
+        ValueError: ``items`` is not a finite number above zero.
+    """
     if isinstance(items, Real) and not isinstance(items, bool):
         with suppress(OverflowError):
             if 0 < float(items) < math.inf:
                 return int(items) if isinstance(items, Integral) else float(items)
-    raise ValueError(f"items={items!r}: write what one step works on as a finite number above zero")
+    raise ValueError(f"items={items!r}: write the items in a step as a finite number above zero")
 
 
 def number_of_steps(steps: object, least: int, why: str) -> int:
     """Return ``steps``, a whole number.
 
     Raises:
-        TypeError: It is something else, for example the list of a loop's batches.
-        ValueError: There are fewer than ``least``. The message ends with ``why``.
+        TypeError: ``steps`` is not a whole number, for example a list with a loop's batches.
+        ValueError: ``steps`` is less than ``least``. The message ends with ``why``.
     """
     if isinstance(steps, bool) or not isinstance(steps, Integral):
         raise TypeError(f"steps is a {type(steps).__name__}, and must be a whole number, {least} or more: {why}")
@@ -174,13 +203,17 @@ def _tokens_in(batch: object) -> int | None:
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that a model is called with for a batch: a mapping's by keyword, a tuple's or list's by position."""
+    """Return a model's positional and keyword arguments for a batch.
+
+    A mapping gives keyword arguments. A tuple or list gives positional arguments. Anything else is a single positional
+    argument.
+    """
     if issubclass(type(batch), Mapping):
         return (), dict(batch)
     return (tuple(batch) if is_a(batch, tuple, list) else (batch,)), {}
 
 
 def feed(model: Any, batch: Any) -> Any:
-    """Return the model's output for a batch."""
+    """Call the model with a batch, and return its output."""
     args, kwargs = arguments_of(batch)
     return model(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The model of a training step once it is on its device, with what belongs to it."""
+"""A training step's model on its device, with its pipeline stage, gradient buckets and creation sites."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """The model of a training step, on its device."""
+class BuiltModel:
+    """A training step's model on its device."""
 
     model: torch.nn.Module
     run: torch.nn.Module
-    """The model as it is called: itself, or what is around it."""
+    """The module to call: the model, or a wrapper such as ``DistributedDataParallel``."""
     blocks: str | None
-    """The pattern of its repeated blocks, if they are not to be found."""
+    """The pattern for repeated blocks; ``None`` to find them automatically."""
     creation_sites: Mapping[int, Site]
-    """The lines that made its tensors, by address."""
+    """The lines that created the model's tensors, by address."""
     pipeline: Pipeline | None = None
-    """The stage that runs its micro-batches."""
+    """The stage that runs the micro-batches, for a pipeline."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
-    """A context around forward in which backward leaves gradients as this rank's own."""
+    """A context around forward. After forward in this context, backward does not average gradients over the ranks."""
     buckets: Mapping[int, torch.Tensor] | None = None
-    """The copies of gradients that ``DistributedDataParallel`` sends, as far as it shows them; ``None`` without it."""
+    """``DistributedDataParallel``'s copies of gradients, as far as visible; ``None`` without ``DistributedDataParallel``."""
     notes: tuple[str, ...] = ()

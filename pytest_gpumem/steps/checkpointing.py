@@ -1,4 +1,4 @@
-"""Activation checkpointing of any model, without changing its code: what is not saved in forward is computed again."""
+"""Activation checkpointing for any model, without changes in its code: backward recomputes activations not saved in forward."""
 
 from __future__ import annotations
 
@@ -24,31 +24,35 @@ if TYPE_CHECKING:
 
 
 class BlockRuns:
-    """Numbers of calls and of runs of the parts to recompute: more runs than calls where they were recomputed."""
+    """Counts calls and runs of each part to recompute. A recomputed part has more runs than calls.
+
+    Example:
+        A block that is called once in forward and recomputed in backward has 1 call and 2 runs.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
         self.segments: list[Segment] = []
         self.modules: set[int] = set()
-        """The ids of the modules that were called, of any model."""
+        """The ids of all called modules, in any model."""
 
     def again(self) -> int:
-        """Return how many of the calls were repeated so far."""
+        """Return the number of recomputed calls so far."""
         return self.runs.total() - self.calls.total()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record the modules that are called within the context."""
+        """Record the modules called within the context."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         with register_module_forward_pre_hook(lambda module, _inputs: self.modules.add(id(module))):
             yield
 
     def check(self, model: torch.nn.Module, config: StepConfig) -> None:
-        """Raise `ConfigError` if none of the parts to recompute in ``model`` was recomputed.
+        """Raise `ConfigError` if no part of ``model`` was recomputed.
 
-        Some parts may be left out of a step, as LayerDrop does.
+        A single recomputed part is enough, because a step may leave parts out, for example with LayerDrop.
         """
         if not self.calls:
             return
@@ -67,11 +71,18 @@ class BlockRuns:
 
 @contextmanager
 def checkpointed(model: torch.nn.Module, config: StepConfig, runs: BlockRuns | None = None) -> Iterator[None]:
-    """Apply ``config.checkpoint``: the model's forward saves what it says, and the rest is recomputed in backward.
+    """Apply ``config.checkpoint`` within the context: forward saves the config's tensors, and backward recomputes the others.
 
-    Parameters, their names and the modules stay as they are; the replaced ``forward`` methods come back afterwards.
-    Random numbers are the same in forward and recomputation. ``runs`` counts every call: not for compiled models.
-    Raises `ConfigError` when there is nothing to act on.
+    Modules, parameters and their names do not change. Only ``forward`` methods are replaced, and restored at the end.
+    Forward and recomputation draw the same random numbers.
+
+    Args:
+        model: The model.
+        config: The step config.
+        runs: Counts calls and runs. Leave this out for compiled models.
+
+    Raises:
+        ConfigError: The model has no part to recompute.
     """
     with ExitStack() as stack:
         for module, forward in _replacements(model, config, runs):
@@ -103,7 +114,7 @@ def _replacements(
 
 
 def _recomputed(model: torch.nn.Module, config: StepConfig) -> list[Sequence[Block]]:
-    """Return the groups of modules that are each recomputed as one. Raises `ConfigError` when there are none."""
+    """Return groups of modules. Each group is recomputed together. Raises `ConfigError` if there are no groups."""
     kind, argument = config.checkpointing
     if kind.recomputed is None:
         return []
@@ -139,7 +150,7 @@ def _recomputing(forward: Forward, recompute: Callable[..., Any]) -> Forward:
 
 
 def _recompute(path: str, runs: BlockRuns | None, options: dict[str, Any]) -> Callable[..., Any]:
-    """Return ``recompute(function, *args)``, which runs ``function``, and again in backward where gradients are enabled."""
+    """Return ``recompute(function, *args)``. It runs ``function``, and again in backward if gradients are enabled."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -164,12 +175,12 @@ def _recompute(path: str, runs: BlockRuns | None, options: dict[str, Any]) -> Ca
 
 
 def _saving(ops: Sequence[str]) -> Callable[[], Any]:
-    """Return the ``context_fn`` with which the outputs of these ATen operators are saved, and all else is recomputed."""
+    """Return a ``context_fn`` for ``checkpoint``, which saves the outputs of these ATen operators and recomputes the rest."""
     import torch
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    known = [getattr(torch.ops.aten, name) for name in ops if hasattr(torch.ops.aten, name)]
-    saved = {getattr(packet, overload) for packet in known for overload in packet.overloads()}
+    packets = [getattr(torch.ops.aten, name) for name in ops if hasattr(torch.ops.aten, name)]
+    saved = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
 
     def policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -180,36 +191,36 @@ def _saving(ops: Sequence[str]) -> Callable[[], Any]:
 @contextmanager
 def _forward_replaced(module: torch.nn.Module, forward: Forward) -> Iterator[None]:
     attributes = instance_dict(module)
-    assert attributes is not None, "a module keeps its parts there"
-    # Not by assignment: a module may have a say in that.
-    had = dict.get(attributes, "forward")
+    assert attributes is not None, "a module has an instance dict"
+    # No plain assignment, because a module may override __setattr__.
+    original = dict.get(attributes, "forward")
     dict.__setitem__(attributes, "forward", forward)
     try:
         yield
     finally:
-        if had is None:
+        if original is None:
             dict.pop(attributes, "forward")
         else:
-            dict.__setitem__(attributes, "forward", had)
+            dict.__setitem__(attributes, "forward", original)
 
 
 def _none_ran(model: torch.nn.Module, config: StepConfig, called: Container[int], idle: list[str]) -> str:
-    """Return a message that none of the parts to recompute ran, and for blocks a pattern of modules that did."""
+    """Return a message for a step in which no part to recompute ran. For blocks, suggest a pattern for modules that did run."""
     if not config.checkpointing.kind.on_blocks:
         return f"{_some(idle)} did not run in this step"
     lists = repeated_blocks(model, config.blocks)
     name = class_name(type(model))
-    looked = f"blocks={config.blocks} names" if config.blocks else f"the blocks of {name} were taken to be"
-    held = agreeing(len(lists), "its members", "their members")
-    found = f"{looked} the members of {described(lists)}, and its forward calls none of {held}"
+    source = f"blocks={config.blocks} names" if config.blocks else f"the blocks of {name} were taken to be"
+    members = agreeing(len(lists), "its members", "their members")
+    reason = f"{source} the members of {described(lists)}, and its forward calls none of {members}"
     running = pattern_of_called(model, called)
     if running is None:
-        return f"{found}; name modules that it calls with blocks=PATTERN"
+        return f"{reason}; name modules that it calls with blocks=PATTERN"
     pattern, blocks = running
-    # Segments need a loop that hands on one tensor from block to block.
+    # Segments need a loop that passes a single tensor from block to block, so suggest plain blocks.
     kind = config.checkpoint if config.checkpointing.kind.recomputed is each_alone else "blocks"
     example = f"checkpoint={kind},blocks={pattern}"
-    return f"{found}; name modules that it calls, such as {described([blocks])} with '{example}'"
+    return f"{reason}; name modules that it calls, such as {described([blocks])} with '{example}'"
 
 
 def _some(paths: list[str]) -> str:

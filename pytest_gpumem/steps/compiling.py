@@ -1,4 +1,4 @@
-"""torch.compile around a model, and detection of what it compiled."""
+"""torch.compile for a model, with a check that something was compiled."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ BACKENDS = ("eager", "aot_eager")
 
 @contextmanager
 def compiled(model: torch.nn.Module, word: str) -> Iterator[Callable[..., Any]]:
-    """Compile the model in the mode or by the backend that ``compile=`` names, and yield what is to be called in its place.
+    """Compile the model with the mode or backend from ``compile=``, and yield the compiled module.
 
-    torch's caches of compiled code are emptied before and after: what an earlier test compiled decides, for instance,
-    whether a shape is compiled as a dynamic one. Raises `ConfigError` where an emulated GPU lacks what compiles for it.
+    torch's caches of compiled code are emptied before and after, because code compiled by an earlier test changes the result.
+    For example, it decides whether a shape is compiled as dynamic.
+
+    Raises:
+        ConfigError: The emulated GPU lacks a part needed to compile.
     """
     import torch
 
@@ -56,11 +59,13 @@ def _lacking(word: str) -> str | None:
 
 
 def compile_now(phases: Iterable[Phase], word: str) -> None:
-    """Run a compiled step once, which compiles it.
+    """Run a compiled step once, so torch compiles it, and collect garbage among all objects.
 
-    Garbage of it is collected among all objects: a compiler ties what it made to what was there before, and tensors in such
-    a cycle would count as the step's own, or not, by what had been compiled before. Raises `ConfigError` when nothing was
-    compiled.
+    A compiler creates cycles between new and older objects. Otherwise, tensors in such a cycle might count as the step's own,
+    depending on earlier compilations.
+
+    Raises:
+        ConfigError: Nothing was compiled.
     """
     with warnings_of_compiling(), something_compiled(word):
         run_phases(phases)
@@ -69,16 +74,16 @@ def compile_now(phases: Iterable[Phase], word: str) -> None:
 
 @contextmanager
 def something_compiled(word: str) -> Iterator[None]:
-    """Raise `ConfigError` when nothing is compiled within."""
-    before = compiled_graphs()
+    """Raise `ConfigError` at the end if nothing was compiled within the context."""
+    graphs_before = compiled_graphs()
     yield
-    if compiled_graphs() == before:
+    if compiled_graphs() == graphs_before:
         raise ConfigError(f"compile={word}: torch.compile found nothing to compile in the model's forward")
 
 
 @contextmanager
 def warnings_of_compiling() -> Iterator[None]:
-    """Ignore warnings: a compiler's imports and hints are not the test's, whose suite may make them errors."""
+    """Ignore warnings, because a suite may turn a compiler's warnings into errors, and the test did not cause them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

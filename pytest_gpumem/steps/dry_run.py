@@ -1,4 +1,4 @@
-"""Dry run of a step under a config: checks that what the config asks for happens."""
+"""Dry run of a step under a config, which checks that the config takes effect."""
 
 from __future__ import annotations
 
@@ -26,92 +26,99 @@ if TYPE_CHECKING:
     from pytest_gpumem.steps.training import Training
 
 MOST_OVERFLOWS = 18
-"""Steps in which a `GradScaler` may halve its scale: from 65536 to below 1."""
+"""The most steps in which a `GradScaler` may halve its scale: from 65536 to below 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Result of the dry run: notes for the measurement, and how many module calls were repeated in backward."""
+    """The dry run's result: notes for the measurement, and the number of module calls repeated in backward."""
 
     notes: tuple[str, ...] = ()
     recomputed: int | None = None
     overflows: bool = False
-    """True if gradients overflow at every scale, so that the optimizer is skipped in every step."""
+    """True if gradients overflow at every scale, so every step skips the optimizer."""
 
 
 def dry_run(training: Training, device: Device) -> DryRun:
-    """Run the training step, not compiled, until it is like the ones that follow: on several ranks, on all of them.
+    """Run the training step without compiling until its gradient scale no longer falls, on all ranks together.
 
-    Raises `ConfigError` when what was to be recomputed, or cast by autocast, was not; and `MeasuringError` when gradients
-    are not numbers (NaN) at every scale, with the parameter's name.
+    Args:
+        training: The training step.
+        device: The step's device.
+
+    Returns:
+        The notes and the number of recomputed module calls.
+
+    Raises:
+        ConfigError: The config has no effect, for example because nothing was recomputed, or autocast cast nothing.
+        MeasuringError: A gradient is NaN at every scale. The message names its parameter.
     """
     config = training.config
     runs = BlockRuns()
-    attention = CallsOfAttention(config)
+    attention = AttentionDetector(config)
     data = None if config.sharding is None else config.sharding.data
     waits, without_gradient = data is not None and data.wrapped, list[str]()
-    cast, routes = CastTo(config.precision), ChoicesAssumed(config, device)
-    wrong: list[str] = []
+    cast, routes = CastTo(config.precision), AssumedChoices(config, device)
+    nan_gradients: list[str] = []
     notes: tuple[str, ...] = ()
     overflows = False
 
-    def look() -> None:
-        # What is offloaded is on the host by now.
+    def check_gradients() -> None:
+        # Offloaded gradients have moved to the host by now, so they look missing.
         if waits and "optimizer" not in config.offloaded:
             without_gradient.extend(_without_gradient(training.model))
         if training.scaler is not None:
-            wrong.extend(_not_a_number(training.model))
+            nan_gradients.extend(_not_a_number(training.model))
 
-    training.before_optimizer = look
-    again = CallsInBackward()
+    training.before_optimizer = check_gradients
+    again = BackwardCallCounter()
     with checkpointed(training.model, config, runs):
         for attempt in range(MOST_OVERFLOWS + 1):
-            wrong.clear()
+            nan_gradients.clear()
             again.number = 0
             parts_before = runs.again()
-            before = training.scale()
+            scale_before = training.scale()
             for phase in training.phases():
                 forward = phase.name == "forward" or training.pipeline is not None
                 with attention.watched(), cast.watched() if forward else again.counted():
                     phase.run()
             if without_gradient:
-                others = f" and {len(without_gradient) - 1} more" if len(without_gradient) > 1 else ""
+                more = f" and {len(without_gradient) - 1} more" if len(without_gradient) > 1 else ""
                 raise ConfigError(
                     f"shard={config.shard}: DistributedDataParallel waits for the gradient of each parameter, and "
-                    f"{without_gradient[0]}{others} got none; freeze what the step does not use "
-                    "(requires_grad_(False)), or under torchrun leave shard= out and give "
+                    f"{without_gradient[0]}{more} got none; freeze parameters that the step does not use "
+                    "(requires_grad_(False)), or under torchrun leave shard= out and pass "
                     "DistributedDataParallel(model, find_unused_parameters=True)"
                 )
-            after = training.scale()
-            device.consensus.rest()  # the buckets of DistributedDataParallel are made anew in its second step
-            if device.consensus.all(before is None or after is None or after >= before):
+            scale = training.scale()
+            device.consensus.rest()  # DistributedDataParallel creates its buckets anew in its second step
+            if device.consensus.all(scale_before is None or scale is None or scale >= scale_before):
                 break
             if attempt == MOST_OVERFLOWS:
                 overflows = True
-                if wrong:
-                    more = f" ({len(wrong)} gradients are)" if len(wrong) > 1 else ""
+                if nan_gradients:
+                    number = f" ({len(nan_gradients)} gradients are)" if len(nan_gradients) > 1 else ""
                     raise MeasuringError(
-                        f"the gradient of {wrong[0]} is not a number (NaN) under {config}, whatever the gradients are scaled "
-                        f"by: the optimizer would be skipped in every step{more}"
+                        f"the gradient of {nan_gradients[0]} is not a number (NaN) under {config} at every gradient scale, so "
+                        f"every step would skip the optimizer{number}"
                     )
-                notes = (
-                    f"the gradients overflow at every scale down to {after:g}: the optimizer is skipped in every step",
-                )
+                notes = (f"the gradients overflow at every scale down to {scale:g}, so every step skips the optimizer",)
     training.before_optimizer = None
     runs.check(training.model, config)
     cast.check()
     attention.check()
     notes += routes.check()
-    # The parts themselves are run again without being called, so that no hook of theirs sees it.
+    # Checkpointing runs a part again without calling its module, so module hooks do not see this run. `runs` does.
     return DryRun(notes, again.number + runs.again() - parts_before, overflows=overflows)
 
 
 def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Device) -> tuple[str, ...]:
-    """Run an inference step that autocasts or assumes a routing once, not compiled, and return notes for the measurement.
+    """Run an inference step once without compiling, if it uses autocast or a routing, and return notes for the measurement.
 
-    Raises `ConfigError` when autocast cast nothing, or there was nothing to assume.
+    Raises:
+        ConfigError: Autocast cast nothing, or the step chose nothing by the assumed routing.
     """
-    cast, routes = CastTo(config.precision), ChoicesAssumed(config, device)
+    cast, routes = CastTo(config.precision), AssumedChoices(config, device)
     if cast.is_idle and config.routing is None:
         return ()
     with cast.watched():
@@ -120,15 +127,15 @@ def dry_run_inference(phases: Iterable[Phase], config: StepConfig, device: Devic
     return routes.check()
 
 
-class CallsInBackward:
-    """Counter of module calls while backward runs: what is called then is recomputed."""
+class BackwardCallCounter:
+    """Counter for module calls in backward, which are all recomputed calls."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the module calls within the context."""
+        """Count module calls within the context."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         with register_module_forward_pre_hook(self._count):
@@ -138,26 +145,29 @@ class CallsInBackward:
         self.number += 1
 
 
-def counted_again(phases: Sequence[Phase], recomputed: int | None) -> tuple[list[Phase], CallsInBackward]:
-    """Return the phases of a step and how many module calls it repeats in backward.
+def counting_recomputation(phases: Sequence[Phase], recomputed: int | None) -> tuple[list[Phase], BackwardCallCounter]:
+    """Return the step's phases, and a counter for module calls repeated in backward.
 
-    That is ``recomputed``, as a dry run has found; or else is counted in the first run, after which the phases are as given.
+    Args:
+        phases: The step's parts, in order.
+        recomputed: The count from a dry run. If this is ``None``, the first run of the returned phases counts the calls. Later
+            runs are the same as ``phases``.
     """
-    counting, again = list(phases), CallsInBackward(recomputed or 0)
+    counting, again = list(phases), BackwardCallCounter(recomputed or 0)
 
-    def first(index: int, phase: Phase) -> None:
+    def run_first(index: int, phase: Phase) -> None:
         counting[index] = phase
         with again.counted():
             phase.run()
 
     for index, phase in enumerate(phases if recomputed is None else ()):
         if phase.name != "forward":
-            counting[index] = phase._replace(run=partial(first, index, phase))
+            counting[index] = phase._replace(run=partial(run_first, index, phase))
     return counting, again
 
 
 def _without_gradient(model: torch.nn.Module) -> Iterator[str]:
-    return (name for name, one in model.named_parameters() if one.requires_grad and one.grad is None)
+    return (name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None)
 
 
 def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
@@ -171,40 +181,40 @@ def _not_a_number(model: torch.nn.Module) -> Iterator[str]:
                 yield name
 
 
-class CallsOfAttention:
-    """Detector of calls of scaled dot product attention, the only operation that ranks of ``cp:N`` share."""
+class AttentionDetector:
+    """Detector for scaled dot product attention, the only operation shared by ranks with ``cp:N``."""
 
     def __init__(self, config: StepConfig) -> None:
         self._config = config
-        self._wanted = config.sharding is not None and config.sharding.degree("cp") > 1
-        self._seen = False
+        self._is_required = config.sharding is not None and config.sharding.degree("cp") > 1
+        self._is_called = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at the calls of what runs within the context."""
-        if not self._wanted:
+        """Watch for attention calls within the context."""
+        if not self._is_required:
             yield
             return
 
         def call(func: Any, args: Any, kwargs: Any) -> Any:
             if getattr(func, "__name__", "") == "scaled_dot_product_attention":
-                self._seen = True
+                self._is_called = True
             return func(*args, **kwargs)
 
         with function_mode(call):
             yield
 
     def check(self) -> None:
-        """Raise `ConfigError` if ranks were to share attention and the model never called it."""
-        if self._wanted and not self._seen:
+        """Raise `ConfigError` if the ranks should share attention but the model never called it."""
+        if self._is_required and not self._is_called:
             raise ConfigError(
                 f"shard={self._config.shard}: the model never calls torch.nn.functional.scaled_dot_product_attention, by which "
-                "ranks of cp share a sequence, so that each would see its own part only; call it, or leave cp out"
+                "ranks of cp share a sequence, so each rank would see its own part only; call it, or leave cp out"
             )
 
 
-class ChoicesAssumed:
-    """Detector of choices that a config has made by an assumption (``routing=``), from when this is made."""
+class AssumedChoices:
+    """Detector for choices made by an assumption (``routing=``), after the creation of this object."""
 
     def __init__(self, config: StepConfig, device: Device) -> None:
         self._config = config
@@ -212,40 +222,44 @@ class ChoicesAssumed:
         self._before = device.choices_assumed()
 
     def check(self) -> tuple[str, ...]:
-        """Return notes for the measurement. Raises `ConfigError` if the device lacks values and nothing was chosen by them."""
+        """Return notes for the measurement.
+
+        Raises:
+            ConfigError: The device lacks values, but the step chose nothing by values.
+        """
         if self._config.routing is None:
             return ()
         word = f"routing={self._config.routing}"
         if self._device.lacks("values") is None:
-            return (f"{word} is not needed on {self._device.name}, which computes what is chosen",)
+            return (f"{word} is not needed on {self._device.name}, which computes all values",)
         if self._device.choices_assumed() == self._before:
             raise ConfigError(
-                f"{word}: the step chooses nothing by values that are not computed (topk, argmax, max, sort, multinomial); "
-                "leave it out"
+                f"{word} has no effect, because the step chooses nothing by uncomputed values (topk, argmax, max, sort, "
+                f"multinomial); leave {word} out"
             )
         return ()
 
 
 class CastTo:
-    """Detector of autocast's effect: whether any operation, or any module, returned a tensor of its dtype.
+    """Detector for autocast's effect: did any operation or module return a tensor with autocast's dtype?
 
-    ``word`` is the precision in the config.
+    ``word`` is the precision in the config, for example ``"amp-bf16"``.
     """
 
     def __init__(self, word: str | None) -> None:
         precision = precision_named(word)
         self._word = word
         self._name = None if precision is None else precision.autocast
-        self._seen = False
+        self._has_cast = False
 
     @property
     def is_idle(self) -> bool:
-        """True if the precision has no autocast, so that there is nothing to detect."""
+        """True if the precision has no autocast, so nothing is detected."""
         return self._name is None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at the results of what runs within the context."""
+        """Watch the results of all operations and modules within the context."""
         if self._name is None:
             yield
             return
@@ -259,18 +273,18 @@ class CastTo:
             self._see(result, dtype)
             return result
 
-        # What a scripted module computes is seen by its output only.
+        # Operations in a scripted module are not visible, only its output.
         handle = register_module_forward_hook(lambda _module, _inputs, output: self._see(output, dtype))
         with handle, function_mode(call):
             yield
 
     def _see(self, result: object, dtype: torch.dtype) -> None:
-        self._seen = self._seen or any(tensor.dtype == dtype for tensor in tensors_in(result))
+        self._has_cast = self._has_cast or any(tensor.dtype == dtype for tensor in tensors_in(result))
 
     def check(self) -> None:
         """Raise `ConfigError` if autocast cast nothing."""
-        if self._name is not None and not self._seen:
+        if self._name is not None and not self._has_cast:
             raise ConfigError(
-                f"{self._word}: autocast was on and cast nothing to {self._name}; the model switches it off, or has no "
+                f"{self._word}: autocast was on but cast nothing to {self._name}; the model switches autocast off, or has no "
                 "operation that autocast casts"
             )

@@ -1,4 +1,4 @@
-"""A function of the test's own, made ready to run as a step that repeats."""
+"""A test's function, prepared as a step that repeats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 def prepared_function(
     context: MeasuringContext, fn: Callable[[], object], items: float | None = None
 ) -> Iterator[PreparedStep]:
-    """Make ``fn()`` ready to run as a step that repeats. What it holds belongs to the step."""
+    """Prepare ``fn()`` as a step that repeats. Tensors held by ``fn`` belong to the step.
+
+    Args:
+        context: The context in which the step is measured.
+        fn: The function.
+        items: The number of items in a call, for throughput.
+    """
     with random_numbers_given_back(context.device):
         not_own = context.begin(fn)
         yield PreparedStep(

@@ -1,4 +1,4 @@
-"""The generation of text as a step: a prompt, then token after token, with the cache that the model's ``generate`` keeps."""
+"""Text generation as a step: a prompt, then each new token, with the cache from the model's ``generate``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def number_of_tokens(new_tokens: object) -> int:
-    """Return the number of tokens to generate. Raises `NotAStep` for what is none."""
+    """Return the number of tokens to generate. Raises `NotAStep` unless ``new_tokens`` is a whole number above zero."""
     try:
         return whole_number(new_tokens)
     except ValueError as error:
@@ -29,12 +29,12 @@ def number_of_tokens(new_tokens: object) -> int:
 
 
 def with_new_tokens(workload: Workload, new_tokens: int) -> Workload:
-    """Return the workload of an inference step as that of a call of ``generate``."""
+    """Return an inference step's workload, changed to a ``generate`` call's workload."""
     return replace(workload, step="generate", batch=f"{workload.batch}, {counted(new_tokens, 'new token')}")
 
 
 def only_for_generation(config: StepConfig) -> None:
-    """Raise `ConfigError` if a setting has no effect in a call of ``generate``."""
+    """Raise `ConfigError` if a setting has no effect in ``generate``."""
     if config.compile != "none":
         raise ConfigError(f"step config '{config}': compile does nothing in generate(), which calls the model itself")
     if config.cache == "on":
@@ -42,39 +42,39 @@ def only_for_generation(config: StepConfig) -> None:
 
 
 def generation_work(batch: Any, items: float | str | None, new_tokens: int) -> dict[str, float]:
-    """Return what a call of ``generate`` works on, as `work_in` does; its tokens are the new ones, not those of the prompt."""
+    """Return the samples, tokens and items in a ``generate`` call, by name. Only new tokens count, not the prompt's tokens."""
     work = work_in(batch, items)
     return {name: new_tokens * (samples_in(batch) or 1) if name == TOKENS else count for name, count in work.items()}
 
 
 def generation_phases(model: Any, batch: Any, new_tokens: int, config: StepConfig, device: torch.device) -> list[Phase]:
-    """Return a call of the model's ``generate`` under ``torch.inference_mode``, whose text lives until its end.
+    """Return a phase with a call to the model's ``generate`` under ``torch.inference_mode``. The text lives until the end.
 
-    The text has its full length where nothing ends it: that is for the model's ``generation_config`` to say.
+    The text may end earlier, for example at an end token, if the model's ``generation_config`` says so.
 
     Args:
-        model: A model of transformers, or one whose ``generate`` takes ``max_new_tokens``, too.
-        batch: The prompt, as arguments of ``generate``.
-        new_tokens: The number of tokens that are added to it.
-        config: The step config; ``cache=off`` generates without keys and values of earlier tokens.
-        device: The device of the model.
+        model: A transformers model, or another model whose ``generate`` takes ``max_new_tokens``.
+        batch: The prompt, as arguments for ``generate``.
+        new_tokens: The number of tokens to add.
+        config: The step config. ``cache=off`` generates without cached keys and values.
+        device: The model's device.
 
     Raises:
-        NotAStep: The model has no such ``generate``.
-        ConfigError: The config has something that ``generate`` would not do.
+        NotAStep: The model has no ``generate``, or cannot call it with these arguments.
+        ConfigError: A setting in the config has no effect in ``generate``.
     """
     import torch
 
     only_for_generation(config)
-    generates = getattr(model, "generate", None)
-    if not callable(generates):
+    method = getattr(model, "generate", None)
+    if not callable(method):
         raise NotAStep(
             f"{type(model).__name__} has no generate(), which new_tokens needs; measure its loop with gpumem.measure"
         )
     uncached = {"use_cache": False} if config.cache == "off" else {}
     args, named = arguments_of(batch)
     try:
-        inspect.signature(generates).bind(*args, **named, **uncached, max_new_tokens=new_tokens)
+        inspect.signature(method).bind(*args, **named, **uncached, max_new_tokens=new_tokens)
     except TypeError as error:
         raise NotAStep(
             f"generate() of {type(model).__name__} cannot be called with the batch and new_tokens: {error}"

@@ -1,4 +1,4 @@
-"""An inference step: one forward pass, with a key/value cache a prompt and the token after it, or generation; int8 weights."""
+"""An inference step: a forward pass, a prompt and the next token with a key/value cache, or generation. Also int8 weights."""
 
 from __future__ import annotations
 
@@ -38,16 +38,29 @@ if TYPE_CHECKING:
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the cache's argument, in transformers since 5.24 and before."""
+"""The cache argument's name in transformers: since 5.24, and in earlier releases."""
 
 
 def infer_phases(
     model: torch.nn.Module, run: Callable[..., Any], batch: Any, config: StepConfig, device: torch.device
 ) -> list[Phase]:
-    """Return a forward pass under ``torch.inference_mode``, whose output lives until its end.
+    """Return the phases of an inference step under ``torch.inference_mode``.
 
-    With ``cache=on``: ``prefill``, all tokens but the last, whose keys and values are kept; and ``decode``, the last token
-    with them. Raises `ConfigError` for a model or batch that cannot do this.
+    Without a cache, a single phase runs forward. The output lives until the end of the phase. With ``cache=on``, ``prefill``
+    runs all tokens except the last and keeps their keys and values. ``decode`` runs the last token with these.
+
+    Args:
+        model: The model.
+        run: The model or its compiled form.
+        batch: The batch.
+        config: The step config.
+        device: The model's device.
+
+    Raises:
+        ConfigError: The model or batch cannot use a cache.
+
+    Example:
+        With ``cache=on`` and a batch ``int64[4, 256]``, ``prefill`` runs 255 tokens and ``decode`` runs 1 token.
     """
     import torch
 
@@ -75,24 +88,25 @@ def infer_phases(
 
 
 def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the batch without its last token, and the last token with the mask of all of them."""
+    """Return the batch without its last token, and the last token with the mask for all tokens."""
     import torch
 
-    taken = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     if attribute(attribute(model, "config"), "is_encoder_decoder") is True:
         raise ConfigError(
             f"cache=on cannot cut the batch of {type(model).__name__}, which has an encoder and a decoder: "
             "measure its generate() with new_tokens=N of gpumem.infer_step"
         )
-    inputs = dict(batch) if issubclass(type(batch), Mapping) else {next(iter(taken)): batch}
-    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds", next(iter(taken))) if name in inputs), None)
+    inputs = dict(batch) if issubclass(type(batch), Mapping) else {next(iter(parameters)): batch}
+    names = ("input_ids", "inputs_embeds", next(iter(parameters)))
+    tokens = next((inputs[name] for name in names if name in inputs), None)
     if not is_a(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
-        raise ConfigError(f"cache=on needs a batch of sequences of at least two tokens; this one is {describe(batch)}")
+        raise ConfigError(f"cache=on needs sequences with two or more tokens, but the batch is {describe(batch)}")
     samples_and_length = tokens.shape[:2]
 
     def cut(value: Any, part: slice) -> Any:
-        along = is_a(value, torch.Tensor) and value.shape[:2] == samples_and_length
-        return value[:, part] if along else value
+        is_sequence = is_a(value, torch.Tensor) and value.shape[:2] == samples_and_length
+        return value[:, part] if is_sequence else value
 
     prompt = {name: cut(value, slice(None, -1)) for name, value in inputs.items()}
     last = {name: value if name == "attention_mask" else cut(value, slice(-1, None)) for name, value in inputs.items()}
@@ -100,10 +114,10 @@ def _prompt_and_last(model: torch.nn.Module, batch: Any) -> tuple[dict[str, Any]
 
 
 def _cache_argument(model: torch.nn.Module) -> str:
-    """Return the name of the argument and output that is the cache. Raises `ConfigError` if the model takes none."""
-    taken = inspect.signature(model.forward).parameters
-    name = next((one for one in CACHE_ARGUMENTS if one in taken), None)
-    if name is None or "use_cache" not in taken:
+    """Return the cache's name among the model's arguments and outputs. Raises `ConfigError` if the model takes no cache."""
+    parameters = inspect.signature(model.forward).parameters
+    name = next((argument for argument in CACHE_ARGUMENTS if argument in parameters), None)
+    if name is None or "use_cache" not in parameters:
         raise ConfigError(
             f"cache=on needs a model whose forward takes use_cache and {' or '.join(CACHE_ARGUMENTS)}; "
             f"{type(model).__name__} does not"
@@ -119,9 +133,15 @@ def _cache_of(output: Any, name: str) -> Any:
 
 
 def quantized(model: torch.nn.Module, config: StepConfig, given: bool) -> torch.nn.Module:
-    """Return the model with ``weights=int8``: int8 weights of its linear layers, activations as they are (torchao).
+    """Apply ``weights=int8``: convert the weights of linear layers to int8, but not the activations (torchao).
 
-    Raises `ConfigError` without torchao, for a model that was ``given`` and not built here, and when nothing changed.
+    Args:
+        model: The model. It is changed.
+        config: The step config.
+        given: True if the test passed this model, and not a function that builds it.
+
+    Raises:
+        ConfigError: torchao is missing, the model was passed by the test, or it has no linear layer.
     """
     import torch
 
@@ -149,9 +169,18 @@ def prepared_infer_step(
     items: float | str | None = None,
     new_tokens: int | None = None,
 ) -> Iterator[PreparedStep]:
-    """Make one forward pass ready to run, with ``cache=on`` a prompt and the token after it, or the generation of tokens.
+    """Prepare an inference step: a forward pass, a prompt and the next token with ``cache=on``, or generation.
 
-    Raises as `prepared_train_step`.
+    Args:
+        context: The context in which the step is measured.
+        model_or_factory: The model, or a function that builds it.
+        batch: The batch, or a function that returns it.
+        config: The step config.
+        items: As in `work_in`.
+        new_tokens: The number of tokens to generate; ``None`` for a forward pass.
+
+    Raises:
+        Exception: As in `prepared_train_step`.
     """
     config = config or StepConfig()
     config.only_for("infer_step")
@@ -161,15 +190,15 @@ def prepared_infer_step(
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
-    given = given_model(model_or_factory)
+    existing_model = given_model(model_or_factory)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(context.device))
-        not_own = context.begin((given, batch))
+        not_own = context.begin((existing_model, batch))
         with context.creation_sites() as creation_sites:
-            model = in_precision(build_model(model_or_factory, device), config.precision, given is not None)
+            model = in_precision(build_model(model_or_factory, device), config.precision, existing_model is not None)
             initialise(model, batch, config, context.device, training=False)
             precision = precision_of(model)
-            model = quantized(model, config, given is not None)
+            model = quantized(model, config, existing_model is not None)
         stack.enter_context(surroundings(model, config, context.device, training=False))
 
         def phases_of(run: Callable[..., Any], tokens: int | None) -> list[Phase]:
@@ -177,7 +206,7 @@ def prepared_infer_step(
                 return generation_phases(model, batch, tokens, config, device)
             return infer_phases(model, run, batch, config, device)
 
-        # The second token shows what all further ones do.
+        # All tokens after the second do the same, so a dry run with 2 tokens is enough.
         few_tokens = None if new_tokens is None else min(new_tokens, 2)
         notes = dry_run_inference(phases_of(model, few_tokens), config, context.device)
         compiles = config.compile != "none"

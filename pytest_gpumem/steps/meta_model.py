@@ -1,4 +1,4 @@
-"""A model that is built without memory for its parameters, which it gets once each rank has its shard."""
+"""Models built without memory for parameters. Parameters get memory after each rank has its shard."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Have modules that are made within the context keep no memory for parameters; buffers are real.
+    """Build modules within the context without memory for parameters. Buffers get memory.
 
-    So a model that is larger than the device can be built, of which each rank holds a shard.
+    So a model that is larger than the device can be built, and each rank holds only a shard.
     """
     import torch
 
     register = torch.nn.Module.register_parameter
-    made: dict[int, tuple[weakref.ref[torch.nn.Parameter], torch.nn.Parameter]] = {}
+    meta_by_id: dict[int, tuple[weakref.ref[torch.nn.Parameter], torch.nn.Parameter]] = {}
 
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None and type(parameter) is torch.nn.Parameter and not parameter.is_meta:
-            reference, known = made.get(id(parameter), (None, None))
-            if known is None or reference is None or reference() is not parameter:
-                known = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-                # One that has two names stays one.
-                made[id(parameter)] = weakref.ref(parameter), known
-            parameter = known
+            reference, on_meta_device = meta_by_id.get(id(parameter), (None, None))
+            if on_meta_device is None or reference is None or reference() is not parameter:
+                on_meta_device = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                # A parameter with two names stays a single parameter.
+                meta_by_id[id(parameter)] = weakref.ref(parameter), on_meta_device
+            parameter = on_meta_device
         register(module, name, parameter)
 
     with replaced(torch.nn.Module, "register_parameter", on_meta):
@@ -50,60 +50,68 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def built(factory: ModelOrFactory, config: StepConfig, device: torch.device) -> torch.nn.Module:
-    """Return the model in its precision, given or built on the device; what is to be sharded is built on meta if it can be.
+    """Return the model in the config's precision, as passed by the test or built on the device.
+
+    A model that will be sharded in place is built on meta if possible.
+
+    Args:
+        factory: The model, or a function that builds it.
+        config: The step config.
+        device: The step's device.
 
     Raises:
-        ConfigError: A model was given, or returned that existed before, and would stay sharded.
+        ConfigError: Sharding would permanently change a model from outside: the test passed the model, or the function returned
+            an existing model.
     """
     import torch
 
-    given = given_model(factory) is not None
-    changed = config.sharding is not None and config.sharding.in_place
-    if changed and given:
+    is_given = given_model(factory) is not None
+    is_changed = config.sharding is not None and config.sharding.in_place
+    if is_changed and is_given:
         raise ConfigError(
             f"shard={config.shard} changes the model for good; pass a function that builds it, not the model"
         )
-    if not changed:
-        return in_precision(build_model(factory, device), config.precision, given)
+    if not is_changed:
+        return in_precision(build_model(factory, device), config.precision, is_given)
     with everything_in_sight():
-        # Kept until the model is there: no id is used again.
-        before = alive(torch.nn.Module)
+        # Kept alive until the model is built, so Python does not reuse their ids.
+        modules_before = alive(torch.nn.Module)
     model = _built_on_meta(factory, device) or build_model(factory, device)
-    _refuse_existing(model, {id(one) for one in before}, config)
-    return in_precision(model, config.precision, given)
+    _refuse_existing(model, {id(module) for module in modules_before}, config)
+    return in_precision(model, config.precision, is_given)
 
 
 def _refuse_existing(model: torch.nn.Module, existing: Collection[int], config: StepConfig) -> None:
-    """Raise `ConfigError` where a part of the model that has parameters is one of the modules ``existing`` before."""
+    """Raise `ConfigError` if a part of the model with parameters was among the ``existing`` modules, given by id."""
     for path, part in model.named_modules():
         if id(part) in existing and next(part.parameters(), None) is not None:
-            which = f"whose {path} existed before" if path else "that existed before"
+            origin = f"a model whose {path} existed before" if path else "a model that existed before"
             raise ConfigError(
-                f"shard={config.shard} changes the model for good, and the function that builds it returned one {which}; have "
-                "it build all of it, or return copy.deepcopy(model)"
+                f"shard={config.shard} changes the model for good, but the function returned {origin}; build all modules in "
+                "the function, or return copy.deepcopy(model)"
             )
 
 
 def _built_on_meta(factory: ModelOrFactory, device: torch.device) -> torch.nn.Module | None:
-    """Return the model with its parameters on meta; ``None`` if it has to be built for real.
+    """Return the model with its parameters on meta, or ``None`` if the model needs real parameters while it is built.
 
-    Its parameters are made when it is called, then, or what builds it reads them.
+    This is the case if the model creates parameters only when it is called, or if the building code reads parameters.
     """
     import torch
 
     if not callable(factory):
         return None
-    # What is wrong with it shows when it is built for real.
+    # If the factory itself is wrong, it raises again when the model is built with real parameters.
     with suppress(Exception), parameters_on_meta():
         model = built_on(device, factory)
         if is_a(model, torch.nn.Module) and not any(map(is_uninitialised, model.parameters())):
-            # A buffer that is computed from parameters has no values without them.
+            # A buffer computed from parameters would have no values.
             return None if any(buffer.is_meta for buffer in model.buffers()) else _with_buffers_on(device, model)
     return None
 
 
 def _with_buffers_on(device: torch.device, model: torch.nn.Module) -> torch.nn.Module:
-    """Move the model's buffers, since ``model.to`` refuses parameters on meta; one that has two names stays one."""
+    """Move the model's buffers to a device, because ``model.to`` refuses parameters on meta. Shared buffers stay shared."""
     moved = {id(buffer): buffer if buffer.device == device else buffer.to(device) for buffer in model.buffers()}
     for owner in model.modules():
         for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
@@ -112,7 +120,13 @@ def _with_buffers_on(device: torch.device, model: torch.nn.Module) -> torch.nn.M
 
 
 def materialise(model: torch.nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:
-    """Give memory to parameters on meta, and values as large as those of a new model."""
+    """Allocate memory for parameters on meta, with values in the range of a new model's values.
+
+    Args:
+        model: The model. It is changed.
+        device: The device for the parameters.
+        parameters_on_host: True to place the parameters in the host's memory.
+    """
     import torch
 
     missing = [parameter for parameter in model.parameters() if parameter.is_meta]
@@ -121,16 +135,16 @@ def materialise(model: torch.nn.Module, device: torch.device, *, parameters_on_h
     buffers = [
         (owner, name, buffer) for owner in model.modules() for name, buffer in owner.named_buffers(recurse=False)
     ]
-    where = torch.device("cpu") if parameters_on_host else device
+    target = torch.device("cpu") if parameters_on_host else device
     if missing:
-        model.to_empty(device=where)
+        model.to_empty(device=target)
     else:
-        model.to(where)
+        model.to(target)
     for owner, name, buffer in buffers:
         setattr(owner, name, buffer)
     with torch.no_grad():
         for name, parameter in model.named_parameters() if missing else ():
-            values = getattr(parameter, "to_local", lambda whole=parameter: whole)()
+            values = getattr(parameter, "to_local", lambda unsharded=parameter: unsharded)()
             if not (values.is_floating_point() or values.is_complex()):
                 values.zero_()
             elif values.dim() > 1:
@@ -140,4 +154,4 @@ def materialise(model: torch.nn.Module, device: torch.device, *, parameters_on_h
 
 
 _STD = 0.02
-"""Standard deviation of the weights that GPT-2 and most later language models begin with (Radford et al. 2019)."""
+"""The standard deviation of initial weights in GPT-2 and most later language models (Radford et al. 2019)."""

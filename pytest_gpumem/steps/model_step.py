@@ -1,4 +1,4 @@
-"""Parts of a model's step: the model on its device, its optimizer and its loss."""
+"""Parts for a model's step: the model on its device, its optimizer and its loss."""
 
 from __future__ import annotations
 
@@ -39,21 +39,27 @@ _EIGHT_BIT = {"adam-8bit": "Adam8bit", "adamw-8bit": "AdamW8bit"}
 
 
 def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch.nn.Module:
-    """Return the model on ``device``: the one that was given, or one that the given factory (or class) builds there.
+    """Return the model on ``device``, as passed by the test or built there.
 
-    Raises ``TypeError`` for anything else, and `NotAStep` for a model that is somewhere else.
+    Args:
+        model_or_factory: The model, or a class or function that builds it.
+        device: The step's device.
+
+    Raises:
+        TypeError: ``model_or_factory`` is neither a model nor a function that returns a model.
+        NotAStep: The test passed a model on another device.
     """
     import torch
 
-    given = given_model(model_or_factory)
-    if given is not None:
-        elsewhere = {str(p.device) for p in given.parameters() if p.device.type != device.type}
-        if elsewhere:
+    existing_model = given_model(model_or_factory)
+    if existing_model is not None:
+        other_devices = {str(p.device) for p in existing_model.parameters() if p.device.type != device.type}
+        if other_devices:
             raise NotAStep(
-                f"the model is on {', '.join(sorted(elsewhere))}, but this step is measured on {device}; "
+                f"the model is on {', '.join(sorted(other_devices))}, but this step is measured on {device}; "
                 "move it with model.to(gpumem.device), or pass a function that builds it"
             )
-        return given
+        return existing_model
     if not callable(model_or_factory):
         raise TypeError(f"expected a torch.nn.Module or a function that builds one, got {_name(model_or_factory)}")
     model = built_on(device, model_or_factory)
@@ -66,13 +72,17 @@ def build_model(model_or_factory: ModelOrFactory, device: torch.device) -> torch
 
 
 def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
-    """Return what ``factory`` makes while tensors are created on ``device`` by default.
+    """Return the result of ``factory``, which creates tensors on ``device`` by default.
 
-    One that fails so, as it draws with a generator of the CPU, say, or reads an array of NumPy, is called again without a
-    default device, with the same random numbers: what it returns may then be elsewhere.
+    Some factories fail with a default device, for example if they draw from a CPU generator or read a NumPy array. Such a
+    factory is called again without a default device and with the same random numbers. Then the result may be on another device.
+
+    Args:
+        device: The default device for new tensors.
+        factory: A function without arguments.
 
     Raises:
-        Exception: The factory's own error without a default device, whose cause is the one with it.
+        Exception: The factory also failed without a default device. The cause is the error with the default device.
     """
     import torch
 
@@ -84,7 +94,7 @@ def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
         if is_out_of_memory(error):
             raise
         with_device = error
-    # What it has made is let go.
+    # Free the tensors in the failed call's frames.
     traceback.clear_frames(with_device.__traceback__)
     numbers.restore()
     try:
@@ -94,7 +104,7 @@ def built_on(device: torch.device, factory: Callable[[], Any]) -> Any:
 
 
 def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
-    """Return the model if one was given and not a function that builds it; of a `weakref.proxy` the model behind it."""
+    """Return the model if the test passed a model, or ``None`` for a function. A `weakref.proxy` is replaced by its model."""
     import torch
 
     if is_a(model_or_factory, *weakref.ProxyTypes) and isinstance(model_or_factory, torch.nn.Module):
@@ -105,10 +115,17 @@ def given_model(model_or_factory: ModelOrFactory) -> torch.nn.Module | None:
 def build_optimizer(
     optimizer: OptimizerOrFactory | None, model: torch.nn.Module, steps_given_model: bool
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the model's trainable parameters; by default ``torch.optim.AdamW`` with its defaults.
+    """Return an optimizer for the model's trainable parameters.
 
-    ``optimizer`` may be a class or function that takes the parameters, or, for a model that was given and not built here,
-    an optimizer that exists.
+    Args:
+        optimizer: A class or function that takes the parameters, or an existing optimizer. The default is
+            ``torch.optim.AdamW``.
+        model: The model.
+        steps_given_model: True if the test passed this model. Only then may the optimizer exist already.
+
+    Raises:
+        NotAStep: The model has no trainable parameter, or the existing optimizer has other parameters.
+        TypeError: ``optimizer`` returned something else.
     """
     import torch
 
@@ -116,24 +133,26 @@ def build_optimizer(
     if not trainable:
         raise NotAStep("the model has no parameter that requires a gradient; measure it with gpumem.infer_step")
     if is_a(optimizer, torch.optim.Optimizer):
-        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not steps_given_model or theirs.isdisjoint(map(id, trainable)):
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not steps_given_model or optimized.isdisjoint(map(id, trainable)):
             raise NotAStep(
-                "the optimizer holds none of the model's parameters; pass a function: optimizer=lambda parameters: ..."
+                "the optimizer was created for other parameters than the model's; pass a function: "
+                "optimizer=lambda parameters: ..."
             )
         return optimizer
     make: Any = torch.optim.AdamW if optimizer is None else optimizer
-    made: object = make(trainable)
-    if not is_a(made, torch.optim.Optimizer):
-        raise TypeError(f"optimizer={_name(optimizer)} returned {class_name(type(made))}, not a torch.optim.Optimizer")
-    return made
+    new_optimizer: object = make(trainable)
+    if not is_a(new_optimizer, torch.optim.Optimizer):
+        returned = class_name(type(new_optimizer))
+        raise TypeError(f"optimizer={_name(optimizer)} returned {returned}, not a torch.optim.Optimizer")
+    return new_optimizer
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Let warnings and log records be lost within."""
+    """Suppress warnings and log records within the context."""
     disabled = logging.root.manager.disable
-    # torchao logs each of its kernels that does not fit this machine, and torch what torchao still does the old way.
+    # torchao logs each kernel that does not fit this machine. torch logs torchao's deprecated calls.
     logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
@@ -144,16 +163,20 @@ def quietly() -> Iterator[None]:
 
 
 def import_quietly(name: str) -> ModuleType:
-    """Import the module called ``name`` without its warnings and log records. Raises ``ImportError`` as ``import`` does."""
+    """Import the module ``name`` without its warnings and log records. Raises ``ImportError`` like ``import``."""
     with quietly():
         return importlib.import_module(name)
 
 
 def optimizer_named(word: str) -> OptimizerFactory:
-    """Return the factory of the optimizer that a config names (not ``none``), with its defaults.
+    """Return the factory for a config's optimizer, with the optimizer's defaults.
 
-    ``foreach`` and ``fused`` forms are asked for; without one the choice is torch's. Raises `ConfigError` when it needs
-    a package that is not there.
+    Args:
+        word: A word for ``optimizer=``, for example ``"adamw"`` or ``"adamw-fused"``, but not ``"none"``. Without
+            ``-foreach`` or ``-fused``, torch chooses the implementation.
+
+    Raises:
+        ConfigError: The optimizer needs a package that is not installed.
     """
     import torch
 
@@ -169,9 +192,10 @@ def optimizer_named(word: str) -> OptimizerFactory:
 
 
 def eight_bit_module(word: str) -> tuple[str, str]:
-    """Return the module of an 8-bit optimizer, torchao's or bitsandbytes', and the name of its class there.
+    """Return an 8-bit optimizer's module, in torchao or bitsandbytes, and its class name.
 
-    Raises `ConfigError` when neither is installed.
+    Raises:
+        ConfigError: Neither package is installed.
     """
     for module in ("torchao.optim", "bitsandbytes.optim"):
         try:
@@ -187,7 +211,8 @@ def eight_bit_module(word: str) -> tuple[str, str]:
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     """Return the scalar to differentiate: ``loss(output, batch)``, or ``output.loss``, ``output["loss"]``, or a scalar output.
 
-    Raises `NotAStep` when there is none, or when it does not depend on the model.
+    Raises:
+        NotAStep: There is no scalar loss, or the loss does not depend on the model's parameters.
     """
     import torch
 
@@ -211,22 +236,22 @@ _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float6
 
 
 def precision_of(model: torch.nn.Module) -> str:
-    """Return the precision of a plain step of the model, by its floating-point parameters: ``"fp32"``, ``"bf16+fp32"``."""
-    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
-    return "+".join(sorted(_PRECISIONS.get(kind, kind) for kind in kinds)) or "fp32"
+    """Return the precision of the model's floating-point parameters: ``"fp32"``, ``"bf16+fp32"``."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+    return "+".join(sorted(_PRECISIONS.get(dtype, dtype) for dtype in dtypes)) or "fp32"
 
 
 def workload_of(
     name: str, model: torch.nn.Module, batch: object, config: StepConfig, precision: str | None = None
 ) -> Workload:
-    """Return what a model's step is.
+    """Return the workload of a model's step.
 
     Args:
         name: ``"train_step"`` or ``"infer_step"``.
-        model: The model as it runs.
-        batch: The batch of a step.
-        config: As the test's author wrote it.
-        precision: That of the model before its weights were quantised; by default it has it still.
+        model: The prepared model.
+        batch: The step's batch.
+        config: The step config as the test passed it.
+        precision: The model's precision before quantisation. The default is the current precision.
     """
     return Workload(name, config.text(precision or precision_of(model)), parameters_of(model), describe(batch))
 
@@ -237,8 +262,8 @@ def _kind(value: object) -> str:
     return tensor_text(*dtype_and_shape(value)) if is_a(value, torch.Tensor) else class_name(type(value))
 
 
-def _name(thing: object) -> str:
+def _name(argument: object) -> str:
     try:
-        return str(getattr(thing, "__qualname__", None) or repr(thing))
-    except Exception:  # noqa: BLE001 - it is named in a message, and has no name to give
-        return f"<{class_name(type(thing))}>"
+        return str(getattr(argument, "__qualname__", None) or repr(argument))
+    except Exception:  # noqa: BLE001 - an error in repr() must not replace the message
+        return f"<{class_name(type(argument))}>"

@@ -1,4 +1,4 @@
-"""One stage of a pipeline over ranks, run by torch's schedule with as many live micro-batches as it has there."""
+"""A pipeline stage over ranks, run by torch's schedule with the same number of live micro-batches as in a real pipeline."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """This rank's stage of a model that is split between its repeated blocks, run by the 1F1B schedule.
+    """This rank's stage in a model split between its repeated blocks, run by the 1F1B schedule.
 
-    ``module`` is the part of the model that this rank holds. The model is traced with ``torch.export``, so it has to be one
-    that this can trace.
+    ``module`` is the model's part on this rank. ``torch.export`` must be able to trace the model.
+
+    Example:
+        A model with 8 blocks over 4 ranks: stage 1 is on rank 1 and contains blocks 2 and 3.
     """
 
     def __init__(
@@ -40,19 +42,19 @@ class Pipeline:
         group: ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Split the model, whose parameters are on meta afterwards.
+        """Split the model. Parameters stay on meta.
 
         Args:
-            model: The whole model, on meta.
-            buffers: Its buffers on the device, with their values, by name.
-            batch: All micro-batches. Each of its tensors has the samples in its first dimension.
-            loss: A function of output and batch.
-            config: Says how many micro-batches there are.
-            group: The ranks that have a stage each.
-            device: The device that runs the stage.
+            model: The complete model, on meta.
+            buffers: The model's buffers on the device, with values, by name.
+            batch: All micro-batches. The first dimension of each tensor counts samples.
+            loss: A function with the arguments output and batch.
+            config: The step config, with the number of micro-batches in ``accumulate``.
+            group: The ranks, each with a stage.
+            device: The stage's device.
 
         Raises:
-            ConfigError: The model cannot be split so; the message says why.
+            ConfigError: The model cannot be split in this way. The message has the reason.
         """
         from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
@@ -65,14 +67,14 @@ class Pipeline:
                 f"add accumulate={stages} or more"
             )
         lists = repeated_blocks(model, config.blocks)
-        (blocks,) = lists if len(lists) == 1 else ([block for one in lists for block in one],)
+        (blocks,) = lists if len(lists) == 1 else ([block for block_list in lists for block in block_list],)
         try:
             first = [segment[0].path for segment in in_segments([blocks], stages)]
         except ValueError as error:
             raise ConfigError(f"shard={config.shard}: {error}") from None
         args, kwargs = arguments_of(mapped(parts[0], lambda tensor: tensor.to("meta")))
         with warnings.catch_warnings(), ExitStack() as stack:
-            # What exporting says about itself.
+            # torch.export warns about its own internals.
             warnings.simplefilter("ignore")
             stack.enter_context(caching(model, False, required=False))
             try:
@@ -87,58 +89,62 @@ class Pipeline:
         self.module: torch.nn.Module = stage.submod
         _put_buffers(self.module, dict(buffers))
         self._is_first, self._is_last = number == 0, number == stages - 1
-        # Without a loss no stage runs backward.
+        # Without a loss function, the schedule would run no backward.
         self._schedule = Schedule1F1B(stage, len(parts), loss_fn=self._loss_of)
         holders = sorted({block.path.rpartition(".")[0] for block in blocks})
         self.blocks = f"{holders[0]}.*" if len(holders) == 1 else config.blocks
-        """The pattern of the blocks: what is traced has lost the lists that they were in."""
+        """The pattern for the blocks, because a traced model has no block lists."""
 
     def run(self) -> None:
         """Run forward and backward of all micro-batches, in the schedule's order."""
         import torch
 
         args, kwargs = arguments_of(self._batch)
-        # The trace has the positional ones first. What no stage takes is not given to the first one.
-        first = self._takes if self._is_first else ()
-        positional = [one for one, taken in zip(args, first, strict=False) if taken]
-        named = zip(kwargs.items(), first[len(args) :], strict=False)
-        given: dict[str, Any] = {name: value for (name, value), taken in named if taken}
+        # The trace lists positional arguments first. Arguments that no stage takes must not be passed to the first stage.
+        is_taken_by_first = self._takes if self._is_first else ()
+        positional = [argument for argument, is_taken in zip(args, is_taken_by_first, strict=False) if is_taken]
+        keyword_pairs = zip(kwargs.items(), is_taken_by_first[len(args) :], strict=False)
+        keywords: dict[str, Any] = {name: value for (name, value), is_taken in keyword_pairs if is_taken}
         if self._is_last:
-            given["target"] = torch.arange(len(self._parts))
-        self._schedule.step(*positional, **given)
+            keywords["target"] = torch.arange(len(self._parts))
+        self._schedule.step(*positional, **keywords)
 
     def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a micro-batch, which the schedule names by its number."""
+        """Return a micro-batch's loss. The schedule passes the micro-batch's number as the target."""
         return loss_of(output, self._parts[int(number)], self._loss)
 
 
 def _inputs_of_first_stage(graph: torch.fx.Graph, config: StepConfig) -> tuple[bool, ...]:
-    """Return of each of the model's inputs whether the first stage takes it, from the graph that calls the stages.
+    """Return a flag for each model input: True if the first stage takes this input.
+
+    Args:
+        graph: The graph that calls the stages.
+        config: The step config, for messages.
 
     Raises:
-        ConfigError: A later stage takes one: it gets only what the stage before returns.
+        ConfigError: A later stage takes a model input, but later stages get only the previous stage's result.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     stages = [node for node in graph.nodes if node.op == "call_module"]
-    for one in inputs:
-        late = max((stages.index(user) for user in one.users if user in stages), default=0)
-        if late > 0:
+    for model_input in inputs:
+        last_stage = max((stages.index(user) for user in model_input.users if user in stages), default=0)
+        if last_stage > 0:
             raise ConfigError(
-                f"shard={config.shard}: stage {late} takes the model's input {one.name!r} itself, and stages after the first "
-                "get only what the one before returns; have the blocks pass it on, or make it in the model"
+                f"shard={config.shard}: stage {last_stage} takes the model's input {model_input.name!r}, but stages after the "
+                "first get only the previous stage's result; pass the input on through the blocks, or create it in the model"
             )
-    return tuple(bool(one.users) for one in inputs)
+    return tuple(bool(model_input.users) for model_input in inputs)
 
 
 def _innermost(error: BaseException) -> str:
-    """Return the first line of the error that torch wrapped in others."""
+    """Return the first line of the original error, which torch has wrapped in other errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _put_buffers(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Give the module's buffers, which are on meta, their values."""
+    """Replace the module's buffers, which are on meta, with buffers that have values."""
     for path, owner in module.named_modules():
         for name, _ in list(owner.named_buffers(recurse=False)):
             value = buffers.get(f"{path}.{name}" if path else name)

@@ -1,4 +1,4 @@
-"""The precision of a step: the dtype of the weights, autocast, the gradient scaler, and TF32."""
+"""A step's precision: weight dtype, autocast, gradient scaler, and TF32."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A word of ``precision=``. Dtypes are by name, since torch is loaded later."""
+    """The meaning of a word for ``precision=``. Dtypes are names, because torch is imported later.
+
+    Example:
+        ``amp-bf16`` has float32 weights and computes forward under autocast to bfloat16, without a gradient scaler.
+    """
 
     weights: str
     autocast: str | None = None
     scaled: bool = False
-    """True if gradients are scaled (``torch.amp.GradScaler``), as float16's narrow exponent asks for."""
+    """True if gradients are scaled (``torch.amp.GradScaler``), because float16 has a narrow exponent."""
     tf32: bool = False
-    """True if float32 products and convolutions of a GPU may run in TF32."""
+    """True if a GPU's float32 products and convolutions may run in TF32."""
     computed: str | None = None
-    """The dtype to which ``fully_shard`` casts parameters when it gathers them."""
+    """The dtype to which ``fully_shard`` casts gathered parameters."""
 
 
 _PRECISIONS = {
@@ -46,57 +50,63 @@ _PRECISIONS = {
 
 
 def precision_named(word: str | None) -> Precision | None:
-    """Return the precision that a config names; ``None`` for the model's own."""
+    """Return the precision for a config's word; ``None`` for the model's own precision."""
     return None if word is None else _PRECISIONS[word]
 
 
 def dtype_of(word: str) -> str:
-    """Return the name of the dtype that a word names: ``"bfloat16"`` for ``"bf16"``."""
+    """Return the name of a word's weight dtype: ``"bfloat16"`` for ``"bf16"``."""
     return _PRECISIONS[word].weights
 
 
 def dtype_of_weights(word: str | None) -> torch.dtype:
-    """Return the dtype in which weights are made for a step of a precision; float32 where it names none."""
+    """Return the weight dtype for a precision; float32 without a word."""
     import torch
 
-    made: torch.dtype = torch.float32 if word is None else getattr(torch, dtype_of(word))
-    return made
+    dtype: torch.dtype = torch.float32 if word is None else getattr(torch, dtype_of(word))
+    return dtype
 
 
 def in_precision(model: torch.nn.Module, word: str | None, given: bool) -> torch.nn.Module:
-    """Return the model with its floating-point parameters and buffers in the dtype of the precision.
+    """Return the model with floating-point parameters and buffers in the precision's weight dtype.
 
-    Only a model that was built here is converted. Raises `ConfigError` for one that was ``given`` in another dtype.
+    Args:
+        model: The model.
+        word: The word for ``precision=``, or ``None`` to leave the model unchanged.
+        given: True if the test passed this model. Only other models are converted.
+
+    Raises:
+        ConfigError: The test passed a model in another dtype, or conversion would lose complex parameters.
     """
     import torch
 
     precision = precision_named(word)
     if precision is None:
         return model
-    wanted = getattr(torch, precision.weights)
+    dtype = getattr(torch, precision.weights)
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    imaginary = [name for name, tensor in tensors if tensor.is_complex()]
-    others = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {wanted}
-    if imaginary and (others or precision.weights != "float32"):
+    complex_names = [name for name, tensor in tensors if tensor.is_complex()]
+    other_dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {dtype}
+    if complex_names and (other_dtypes or precision.weights != "float32"):
         raise ConfigError(
-            f"{word}: converting the model would make {imaginary[0]} real, which is complex; leave the precision out, or "
+            f"{word}: converting the model would make the complex {complex_names[0]} real; leave the precision out, or "
             "build the model in float32 for fp32 or AMP"
         )
-    if not others:
+    if not other_dtypes:
         return model
     if given:
-        are = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in others))
+        names = ", ".join(sorted(str(other).removeprefix("torch.") for other in other_dtypes))
         raise ConfigError(
-            f"{word} trains {precision.weights} parameters, but the model has {are}; "
+            f"{word} trains {precision.weights} parameters, but the model has {names}; "
             f"pass a function that builds the model, or convert it with model.to(torch.{precision.weights})"
         )
-    return model.to(wanted)
+    return model.to(dtype)
 
 
 def batch_in_precision(batch: Any, word: str | None) -> Any:
-    """Return the batch with its floating-point tensors in the dtype of half-precision weights; as it is otherwise.
+    """Return the batch with floating-point tensors in the weight dtype, for half-precision weights.
 
-    Autocast and float32 weights take it as it comes.
+    Other batches stay unchanged, because autocast and float32 weights take any floating-point input.
     """
     import torch
 
@@ -104,18 +114,23 @@ def batch_in_precision(batch: Any, word: str | None) -> Any:
 
     if word not in ("bf16", "fp16"):
         return batch
-    wanted = getattr(torch, _PRECISIONS[word].weights)
+    dtype = getattr(torch, _PRECISIONS[word].weights)
     if not any(tensor.is_floating_point() for tensor in tensors_in(batch)):
         return batch
-    return mapped(batch, lambda tensor: tensor.to(wanted) if tensor.is_floating_point() else tensor)
+    return mapped(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 @contextmanager
 def autocasting(word: str | None, device: torch.device, *, cached: bool = True) -> Iterator[None]:
-    """Run a forward pass within the autocast of the precision; as it is for precisions without one.
+    """Enable the precision's autocast within the context. Does nothing for precisions without autocast.
 
-    ``cached`` says whether a weight that is used twice is cast once (torch's default).
-    Raises `MeasuringError` when autocast did not come on: then a step would be measured in another precision.
+    Args:
+        word: The word for ``precision=``.
+        device: The step's device.
+        cached: True to cast a weight once even if it is used twice (torch's default).
+
+    Raises:
+        MeasuringError: autocast is not on, so the step would be measured in another precision.
     """
     import torch
 
@@ -127,19 +142,19 @@ def autocasting(word: str | None, device: torch.device, *, cached: bool = True) 
     with torch.autocast(device.type, dtype=dtype, cache_enabled=cached):
         if not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) != dtype:
             raise MeasuringError(
-                f"autocast to {precision.autocast} is not on: torch does not support it on {device.type} here"
+                f"torch did not enable autocast to {precision.autocast} on {device.type}; use another precision"
             )
         yield
 
 
 def float32_precision(word: str | None, device: Device) -> AbstractContextManager[object]:
-    """Run the device's float32 products and convolutions in TF32 (``tf32``) or in full precision (the others)."""
+    """Return a context with the device's float32 products and convolutions in TF32 (``tf32``) or in full precision."""
     precision = precision_named(word)
     return nullcontext() if precision is None else device.tf32(precision.tf32)
 
 
 def scaler_of(word: str | None, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return a new gradient scaler for the precisions that are trained with one, else ``None``."""
+    """Return a new gradient scaler if the precision needs it, or ``None``."""
     import torch
 
     precision = precision_named(word)

@@ -1,4 +1,4 @@
-"""The process group of a sharded step: the one that the test runs in, or one of a rank whose peers are not there."""
+"""The process group for a sharded step: the test's own group, or a group in which only this rank exists."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterator[Layout]:
-    """Yield the ranks of a sharded step, with a process group in place.
+    """Yield the layout of ranks for a sharded step, within a process group.
 
-    A process group that is there is used. One is made of the ranks that ``torchrun`` started, and stays: ranks that leave one
-    and meet again at the same address may miss each other. Without either, the rank that the config names is alone: its
-    collectives return its own parts in place of the others'.
+    - An existing process group is used.
+    - If ``torchrun`` started this process, a group with its ranks is created and stays. If ranks leave a group and meet
+    again at
+      the same address, they may miss each other.
+    - Otherwise the config's rank is alone. Its collectives return the rank's own parts instead of the other ranks' parts.
 
     Raises:
-        ConfigError: The config speaks of other ranks than there are.
+        ConfigError: The config's ``world`` or ``rank`` differs from the process group.
     """
     import torch.distributed as dist
 
@@ -40,9 +42,9 @@ def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterato
         forget_operators_of_meshes()
         yield _layout(config, dist.get_world_size(), dist.get_rank())
         return
-    real = int(os.environ.get(WORLD_SIZE, "1"))
-    if real > 1 and "RANK" in os.environ:
-        layout = _layout(config, real, int(os.environ["RANK"]))
+    world = int(os.environ.get(WORLD_SIZE, "1"))
+    if world > 1 and "RANK" in os.environ:
+        layout = _layout(config, world, int(os.environ["RANK"]))
         dist.init_process_group("gloo" if is_host(device) else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)
         yield layout
@@ -58,19 +60,19 @@ def layout_in_process_group(config: StepConfig, device: torch.device) -> Iterato
 
 
 def is_alone() -> bool:
-    """Return whether the ranks of the process group, but this one, are not there."""
+    """Return whether this is the only existing rank in the process group."""
     import torch.distributed as dist
 
     return dist.get_backend() == FAKE
 
 
 def _layout(config: StepConfig, world: int | None, rank: int | None) -> Layout:
-    """Return the ranks that the config speaks of, which are those of the process group if there is one."""
+    """Return the layout for the config's ranks. ``world`` and ``rank`` come from the process group, if there is a group."""
     if world is not None:
-        for name, said, real in (("world", config.world, world), ("rank", config.rank or None, rank)):
-            if said is not None and said != real:
+        for name, configured, actual in (("world", config.world, world), ("rank", config.rank or None, rank)):
+            if configured is not None and configured != actual:
                 raise ConfigError(
-                    f"{name}={said}, but this is rank {rank} of a process group of {world}; leave {name}= out"
+                    f"{name}={configured}, but this is rank {rank} of a process group of {world}; leave {name}= out"
                 )
     assert config.sharding is not None, "only called for a sharded step"
     try:

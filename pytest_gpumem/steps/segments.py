@@ -1,4 +1,4 @@
-"""Segments of a model's blocks that are recomputed as one."""
+"""Segments: consecutive blocks in a model that are recomputed together."""
 
 from __future__ import annotations
 
@@ -17,31 +17,40 @@ if TYPE_CHECKING:
 
 
 class Segment:
-    """Two or more consecutive blocks that are recomputed as one. ``forwards()`` are the replacements of their ``forward``.
+    """Two or more consecutive blocks that are recomputed together.
 
-    The first block runs all of them; the others hand on what they get. That is right only where the model's loop runs each
-    block once and in order, does nothing between two and gives each the same arguments, so all of that is checked each time.
+    `forwards` returns a replacement for each block's ``forward``. The first block's replacement runs all blocks. The
+    replacements for the other blocks return their input unchanged.
+
+    This gives correct results only if the model's loop runs each block once and in order, passes the same arguments to each
+    block, and changes nothing between two blocks. All of this is checked in each call.
+
+    Example:
+        A model's loop calls blocks 0, 1 and 2. The call to block 0 runs 0, 1 and 2 and returns the output of 2. The calls to 1
+        and 2 return this output again.
     """
 
     def __init__(self, blocks: Sequence[Block], recompute: Recompute) -> None:
-        """Make the segment of ``blocks``, in the order in which they run.
+        """Create a segment.
 
-        ``recompute(function, *args, **kwargs)`` runs ``function`` so that it is run again in backward.
+        Args:
+            blocks: The blocks, in the order in which they run.
+            recompute: ``recompute(function, *args, **kwargs)`` runs ``function`` now, and again in backward.
         """
         self._paths = [block.path for block in blocks]
         self._own = [block.module.forward for block in blocks]
         self._recompute = recompute
         self._output: Any = None
         self._ran = 0
-        """Number of blocks that the loop has run in a call that has not ended."""
+        """The number of blocks run so far in the loop's current pass."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def forwards(self) -> list[Forward]:
-        """Return the replacement of each block's ``forward``, in their order."""
+        """Return the replacement for each block's ``forward``, in order."""
         return [self._first(), *(self._follower(number) for number in range(1, len(self._own)))]
 
     def check_ended(self) -> None:
-        """Raise `ConfigError` if the model's loop has run the first block and not all of them."""
+        """Raise `ConfigError` if the model's loop has run the first block but not all blocks."""
         if self._call is not None:
             raise self._wrong(self._ran, f"it did not run after {self._paths[self._ran - 1]}")
 
@@ -61,19 +70,19 @@ class Segment:
         return output
 
     def _follower(self, number: int) -> Forward:
-        last = number == len(self._own) - 1
+        is_last = number == len(self._own) - 1
 
-        def hand_on(*args: Any, **kwargs: Any) -> Any:
+        def pass_through(*args: Any, **kwargs: Any) -> Any:
             if self._call is None:
                 raise self._wrong(number, f"it ran before {self._paths[0]}")
             self._check(number, args, kwargs)
             output = self._output
             self._ran += 1
-            if last:
+            if is_last:
                 self._output = self._call = None
             return output
 
-        return hand_on
+        return pass_through
 
     def _check(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._call is not None, "the caller has looked"
@@ -81,24 +90,24 @@ class Segment:
             raise self._wrong(number, "it ran more than once")
         if number > self._ran:
             self.check_ended()
-        hidden, where = _hidden(args, kwargs)
+        hidden, place = _hidden(args, kwargs)
         if hidden is not self._hidden_of(self._output, number - 1):
             raise self._wrong(number, "the model changes what it gets from the block before")
-        theirs, mine = _others(*self._call, where), _others(args, kwargs, where)
-        if theirs.keys() != mine.keys() or any(theirs[name] is not mine[name] for name in mine):
+        first, current = _others(*self._call, place), _others(args, kwargs, place)
+        if first.keys() != current.keys() or any(first[name] is not current[name] for name in current):
             differing = [
-                str(name) for name in sorted({*theirs, *mine}, key=str) if theirs.get(name) is not mine.get(name)
+                str(name) for name in sorted({*first, *current}, key=str) if first.get(name) is not current.get(name)
             ]
             raise self._wrong(number, f"its argument {', '.join(differing)} is not that of {self._paths[0]}")
 
     def _hidden_of(self, output: Any, number: int) -> Any:
-        """Return the next block's input from a block's output: the output, or the first of a tuple that has nothing else."""
+        """Return the next block's input from a block's output: the output, or the only tensor in a tuple."""
         import torch
 
         if is_a(output, torch.Tensor):
             return output
         if is_a(output, tuple, list) and output and is_a(output[0], torch.Tensor):
-            if all(more is None for more in output[1:]):
+            if all(element is None for element in output[1:]):
                 return output[0]
             raise self._wrong(number, "it returns more than one tensor")
         raise self._wrong(number, f"it returns {class_name(type(output))}")
@@ -114,21 +123,21 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int | s
     """Return the first tensor among a call's arguments, and its position or keyword."""
     import torch
 
-    for where, value in _by_place(args, kwargs):
+    for place, value in _by_place(args, kwargs):
         if is_a(value, torch.Tensor):
-            return value, where
+            return value, place
     return None, None
 
 
 def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    _, where = _hidden(args, kwargs)
-    if isinstance(where, int):
-        return (*args[:where], hidden, *args[where + 1 :]), kwargs
-    return args, kwargs if where is None else {**kwargs, where: hidden}
+    _, place = _hidden(args, kwargs)
+    if isinstance(place, int):
+        return (*args[:place], hidden, *args[place + 1 :]), kwargs
+    return args, kwargs if place is None else {**kwargs, place: hidden}
 
 
 def _others(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: int | str | None) -> dict[int | str, Any]:
-    return {where: value for where, value in _by_place(args, kwargs) if where != hidden}
+    return {place: value for place, value in _by_place(args, kwargs) if place != hidden}
 
 
 def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:

@@ -1,4 +1,4 @@
-"""The optimizer of a sharded step: what each rank keeps of its state, what lies in the host's memory, and clipping."""
+"""The optimizer for a sharded step: its state per rank, its state in the host's memory, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -18,30 +18,34 @@ if TYPE_CHECKING:
     from pytest_gpumem.steps.model_step import OptimizerOrFactory
 
 
-def adapted(maker: OptimizerOrFactory, config: StepConfig) -> OptimizerOrFactory:
-    """Return what makes the optimizer as the config's sharding and offloading have it.
+def adapted_factory(maker: OptimizerOrFactory, config: StepConfig) -> OptimizerOrFactory:
+    """Return a factory for the optimizer that applies the config's sharding and offloading.
+
+    Args:
+        maker: The plain optimizer's factory.
+        config: The step config.
 
     Raises:
-        ConfigError: The optimizer exists already, or a package is missing.
+        ConfigError: ``maker`` is an existing optimizer, or a package is missing.
     """
     import torch
 
     sharding, on_host = config.sharding, "optimizer" in config.offloaded
     if is_a(maker, torch.optim.Optimizer):
         raise ConfigError(
-            f"{config}: an optimizer of other parameters is made than the model's; pass a function: "
-            "optimizer=lambda parameters: ..."
+            f"{config} creates an optimizer for sharded or offloaded parameters, so an existing optimizer cannot be used; pass "
+            "a function: optimizer=lambda parameters: ..."
         )
     make: Any = maker
     if on_host:
         return partial(_host_optimizer(), optimizer_class=make)
 
-    def made(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def make_sharded(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = make(parameters)
         if sharding is not None and sharding.data is not None and sharding.data.shards_optimizer:
             zero: Any = import_quietly("torch.distributed.optim").ZeroRedundancyOptimizer
             kind: Any = type(optimizer)
-            # Each group has all that the optimizer was made with.
+            # Each group contains all of the optimizer's arguments.
             return cast("torch.optim.Optimizer", zero(optimizer.param_groups, lambda groups, **_: kind(groups)))
         optimizer.param_groups[:] = [
             {**group, "params": alike}
@@ -50,11 +54,11 @@ def adapted(maker: OptimizerOrFactory, config: StepConfig) -> OptimizerOrFactory
         ]
         return optimizer
 
-    return made
+    return make_sharded
 
 
 def _host_optimizer() -> Any:
-    """Return torchao's optimizer around another one whose state, and a copy of the parameters, are in the host's memory."""
+    """Return torchao's wrapper, which keeps an optimizer's state and a copy of the parameters in the host's memory."""
     try:
         return import_quietly("torchao.optim").CPUOffloadOptimizer
     except ImportError:
@@ -64,18 +68,19 @@ def _host_optimizer() -> Any:
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that keeps state on the device, within one that shares it out.
+    """Return the inner optimizer, which keeps its state on this device; a plain optimizer is returned unchanged.
 
-    Within a ``ZeroRedundancyOptimizer`` that of this rank, within torchao's ``CPUOffloadOptimizer`` that of small parameters.
+    In a ``ZeroRedundancyOptimizer``, this is this rank's optimizer. In torchao's ``CPUOffloadOptimizer``, this is the
+    optimizer for small parameters.
     """
     import torch
 
-    inner = (attribute(optimizer, name) for name in ("optim", "d_opt"))
-    return next((one for one in inner if is_a(one, torch.optim.Optimizer)), optimizer)
+    candidates = (attribute(optimizer, name) for name in ("optim", "d_opt"))
+    return next((inner for inner in candidates if is_a(inner, torch.optim.Optimizer)), optimizer)
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float) -> None:
-    """Clip gradients to a norm, also those of which some are sharded and some are not, which torch refuses to mix."""
+    """Clip gradients to a norm. Unlike torch, this also accepts sharded gradients together with plain gradients."""
     import torch
 
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
@@ -87,7 +92,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float) -> Non
 
     norms = []
     for group in groups:
-        total = torch.nn.utils.get_total_norm([one.grad for one in group if one.grad is not None])
+        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
         norms.append(total.full_tensor() if is_a(total, DTensor) else total)
     coefficient = (norm / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
     for group in groups:
@@ -97,7 +102,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float) -> Non
 
 
 def parameter_groups(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters in groups that one operator may take together: those that are sharded alike over one mesh."""
+    """Return the parameters in groups with the same mesh, because an operator cannot take parameters from several meshes."""
     groups: dict[object, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)

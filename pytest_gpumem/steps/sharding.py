@@ -1,4 +1,4 @@
-"""Sharding of a model over ranks: DDP, FSDP2, tensor and context parallelism, as torch has them."""
+"""Sharding a model over ranks with torch's DDP, FSDP2, tensor parallelism and context parallelism."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_gpumem.emulation.load import current_emulation
 from pytest_gpumem.step_config.blocks import repeated_blocks
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import mapped
-from pytest_gpumem.steps.built import Built
+from pytest_gpumem.steps.built import BuiltModel
 from pytest_gpumem.steps.meta_model import built, materialise
 from pytest_gpumem.steps.model_step import build_model
 from pytest_gpumem.steps.pipeline import Pipeline
@@ -41,12 +41,20 @@ def build_sharded(
     loss: Loss | None,
     config: StepConfig,
     layout: Layout,
-) -> Built:
-    """Build the model, and keep this rank's shard of it.
+) -> BuiltModel:
+    """Build the model, and keep this rank's shard.
+
+    Args:
+        context: The context in which the step is measured.
+        factory: The model, or a function that builds it.
+        batch: This rank's batch.
+        loss: A function with the arguments output and batch.
+        config: The step config.
+        layout: The layout of ranks.
 
     Raises:
-        ConfigError: The model is not one that can be sharded so; the message says why.
-        CannotRun: The device cannot run it.
+        ConfigError: The model cannot be sharded in this way. The message has the reason.
+        CannotRun: The device cannot run the sharded model.
     """
     import torch
 
@@ -54,11 +62,11 @@ def build_sharded(
     mesh = mesh_of(layout, device)
     pipeline = None
     if sharding.staged:
-        # Traced before lines are looked for, in a mode that cannot be traced.
+        # Trace the model here, before `creation_sites` enters a mode, because torch.export cannot trace in this mode.
         buffers = built(factory, config, device).named_buffers()
-        whole = in_precision(build_model(factory, torch.device("meta")), config.precision, given=False)
-        _refuse_ties(whole, config)
-        pipeline = Pipeline(whole, buffers, batch, loss, config, mesh["pp"].get_group(), device)
+        full_model = in_precision(build_model(factory, torch.device("meta")), config.precision, given=False)
+        _refuse_ties(full_model, config)
+        pipeline = Pipeline(full_model, buffers, batch, loss, config, mesh["pp"].get_group(), device)
         blocks = pipeline.blocks
     notes: tuple[str, ...] = ()
     with context.creation_sites() as creation_sites:
@@ -75,40 +83,42 @@ def build_sharded(
             notes = _shard_fully(model, replace(config, blocks=blocks), mesh[dims])
         materialise(model, device, parameters_on_host="params" in config.offloaded)
         if sharding.data is None or not sharding.data.wrapped:
-            return Built(model, model, blocks, creation_sites, pipeline, notes=notes)
+            return BuiltModel(model, model, blocks, creation_sites, pipeline, notes=notes)
         if config.compile != "none" and current_emulation() is not None:
             raise CannotRun("torch.compile splits a model within DistributedDataParallel in a way that is not emulated")
         ddp, buckets = _ddp(model)
-    return Built(model, ddp, blocks, creation_sites, unreduced=ddp.no_sync, buckets=buckets)
+    return BuiltModel(model, ddp, blocks, creation_sites, unreduced=ddp.no_sync, buckets=buckets)
 
 
 def _refuse_ties(model: torch.nn.Module, config: StepConfig) -> None:
-    """Raise `ConfigError` for parameters that have two names: each name would get a tensor of its own."""
-    first: dict[int, str] = {}
+    """Raise `ConfigError` for a parameter with two names, because sharding would create a separate tensor for each name."""
+    name_by_id: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if other != name:
-            raise ConfigError(f"shard={config.shard} would untie {other} and {name}; untie them, or use shard=fsdp")
+        earlier_name = name_by_id.setdefault(id(parameter), name)
+        if earlier_name != name:
+            raise ConfigError(
+                f"shard={config.shard} would untie {earlier_name} and {name}; untie them, or use shard=fsdp"
+            )
 
 
 def _ddp(model: torch.nn.Module) -> tuple[DistributedDataParallel, Mapping[int, torch.Tensor]]:
-    """Return the model within DDP, and the buckets that it sends: filled while steps run, where this rank is alone."""
+    """Return the model within DDP, and DDP's buckets. If this rank is alone, the buckets are filled while steps run."""
     from torch.nn.parallel import DistributedDataParallel
 
     ddp = DistributedDataParallel(model)
     buckets: dict[int, torch.Tensor] = {}
     if is_alone():
-        # The hook of DDP's own asks the process group, which has nobody to add up with.
+        # DDP's default hook would add up gradients in the process group, which contains only this rank.
         ddp.register_comm_hook(None, _hook_alone(buckets))
     return ddp, buckets
 
 
 @contextmanager
-def sequence_shared(layout: Layout, device: torch.device) -> Iterator[None]:
-    """Have attention run over the parts of the sequence that the ranks of ``cp:N`` hold; else do nothing.
+def sharing_sequences(layout: Layout, device: torch.device) -> Iterator[None]:
+    """With ``cp:N``, run attention over the ranks' parts of the sequence within the context. Otherwise do nothing.
 
     Raises:
-        ConfigError: This release of torch has no context parallelism.
+        ConfigError: This torch release has no context parallelism.
     """
     if layout.sharding.degree("cp") == 1:
         yield
@@ -122,22 +132,24 @@ def sequence_shared(layout: Layout, device: torch.device) -> Iterator[None]:
             f"shard={layout.sharding.text}: torch {torch.__version__} has no context parallelism"
         ) from None
     mesh = mesh_of(layout, device, sequence=True)["cp"]
-    # It shards what it is given, and wants something. The batch has been split before.
-    nothing = torch.zeros(2 * mesh.size(), device=device)
+    # context_parallel() requires at least one buffer to shard. The batch has been split before.
+    dummy = torch.zeros(2 * mesh.size(), device=device)
     attention = torch.nn.functional.scaled_dot_product_attention
     try:
-        with context_parallel(mesh, buffers=[nothing], buffer_seq_dims=[0]):
+        with context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[0]):
             yield
     finally:
-        # torch 2.6 leaves its own in place.
+        # torch 2.6 does not restore the function.
         torch.nn.functional.scaled_dot_product_attention = attention
 
 
 def part_of_sequence(batch: Any, layout: Layout) -> Any:
-    """Return the rank's part of a batch of sequences: the n-th part of the second dimension of each tensor that has two.
+    """Return a batch with this rank's share of each sequence: the first ``1/N`` of the second dimension with ``cp:N``.
+
+    All ranks have shares of the same size. Tensors with one dimension stay unchanged.
 
     Raises:
-        ConfigError: A sequence cannot be split in two parts for each rank, which share its work alike.
+        ConfigError: A sequence cannot be split into two parts for each rank, which torch needs to balance the ranks' work.
     """
     degree = layout.sharding.degree("cp")
     if degree == 1:
@@ -148,7 +160,7 @@ def part_of_sequence(batch: Any, layout: Layout) -> Any:
             return tensor
         if tensor.shape[1] % (2 * degree):
             raise ConfigError(
-                f"cp:{degree} splits sequences in {2 * degree} parts, and one of the batch's tensors has {tensor.shape[1]} "
+                f"cp:{degree} splits sequences into {2 * degree} equal parts, but a tensor in the batch has {tensor.shape[1]} "
                 "in its second dimension"
             )
         return tensor.narrow(1, 0, tensor.shape[1] // degree).clone()
@@ -157,9 +169,14 @@ def part_of_sequence(batch: Any, layout: Layout) -> Any:
 
 
 def mesh_of(layout: Layout, device: torch.device, *, sequence: bool = False) -> DeviceMesh:
-    """Return the ranks as a mesh: stages, copies of the model, those that share a copy, and the parts of tensors.
+    """Return the ranks as a mesh with the dimensions ``pp`` (stages), ``copies`` (of the model), ``data``, and tensor parts.
 
-    Parameters are sharded over the ranks that have parts of one sequence, too. With ``sequence`` these are a dimension.
+    Parameters are sharded over ``data``. With ``cp:N``, this dimension includes the ranks that share a sequence.
+
+    Args:
+        layout: The layout of ranks.
+        device: The device of the ranks.
+        sequence: True to give ranks that share a sequence their own dimension ``cp``.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -173,7 +190,7 @@ def mesh_of(layout: Layout, device: torch.device, *, sequence: bool = False) -> 
 
 
 def _shard_fully(model: torch.nn.Module, config: StepConfig, mesh: DeviceMesh) -> tuple[str, ...]:
-    """Shard every repeated block by itself, then what is left of the model, as its documentation asks for."""
+    """Shard each repeated block, then the rest of the model, as documented for ``fully_shard``. Return notes."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -200,22 +217,22 @@ def _blocks(model: torch.nn.Module, config: StepConfig) -> tuple[list[torch.nn.M
     except ConfigError:
         if config.blocks is not None:
             raise
-        return [], (f"shard={config.shard}: no repeated blocks were found, so that the model is gathered as a whole",)
+        return [], (f"shard={config.shard}: no repeated blocks were found, so the model is gathered as a whole",)
     return list({id(block.module): block.module for blocks in lists for block in blocks}.values()), ()
 
 
 def _split_tensors(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Split the model's layers by its own plan (``tp_plan``), a mapping of patterns of modules to styles."""
+    """Split the model's layers by its ``tp_plan``, a mapping from module patterns to styles."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     plan: Mapping[str, Any] | None = getattr(model, "tp_plan", None)
     if not plan:
         raise ConfigError(
-            f"{type(model).__name__} has no tp_plan, by which its layers are split; give it one: a mapping of patterns of "
-            'modules to "colwise", "rowwise" or a ParallelStyle of torch.distributed.tensor.parallel'
+            f"{type(model).__name__} has no tp_plan, by which its layers are split; set model.tp_plan to a mapping from module "
+            'patterns to "colwise", "rowwise" or a ParallelStyle from torch.distributed.tensor.parallel'
         )
     for pattern in plan:
-        # torch only warns, and the model would be measured whole.
+        # torch only warns, and the model would be measured without sharding.
         if not any(fnmatchcase(path, pattern) for path, _ in model.named_modules()):
             raise ConfigError(f"tp_plan[{pattern!r}] matches no module of {type(model).__name__}")
     parallelize_module(model, mesh, {pattern: _style(pattern, style) for pattern, style in plan.items()})
@@ -237,26 +254,24 @@ def _style(pattern: str, style: object) -> Any:
         "sequence_parallel": SequenceParallel,
     }
     if style not in styles:
-        raise ConfigError(
-            f"tp_plan[{pattern!r}] is {style!r}; known are {', '.join(map(str, styles))} and a ParallelStyle"
-        )
+        raise ConfigError(f"tp_plan[{pattern!r}] is {style!r}; use {', '.join(map(str, styles))} or a ParallelStyle")
     return styles[style]()
 
 
 def _hook_alone(buckets: dict[int, torch.Tensor]) -> Callable[[object, Any], torch.futures.Future[torch.Tensor]]:
-    """Return a hook for DDP that takes this rank's gradients for the average of all, and enters its ``buckets``."""
+    """Return a DDP hook that uses this rank's gradients as the average of all ranks, and fills ``buckets``."""
     import torch
     from torch import distributed
 
     def reduce(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
-            buckets.clear()  # DDP makes them anew in its second step, and there may be fewer
+            buckets.clear()  # DDP creates new buckets in its second step, perhaps fewer
         buckets[bucket.index()] = bucket.buffer()
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
-    # DDP compares them with the classes themselves.
+    # DDP compares the annotations with these classes, so they must not be strings.
     reduce.__annotations__ = {
         "bucket": attribute(distributed, "GradBucket"),
         "return": torch.futures.Future[torch.Tensor],

@@ -1,4 +1,4 @@
-"""Global settings that a step runs under, whatever is set outside: mode, matrix precision, key/value cache and autocast."""
+"""Global settings for a step, independent of the settings outside: mode, matrix precision, key/value cache and autocast."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def surroundings(model: torch.nn.Module, config: StepConfig, device: Device, *, training: bool) -> Iterator[None]:
-    """Set mode, matrix precision, key/value cache, autocast and routing as in the config, whatever is set outside."""
-    # With cache=on the calls say so themselves.
+    """Set mode, matrix precision, key/value cache, autocast and routing as in the config, and restore them at the end."""
+    # With cache=on, each call passes use_cache=True.
     cache = False if training or config.cache == "off" else None
     with (
         in_mode(model, training=training),
@@ -37,10 +37,17 @@ def surroundings(model: torch.nn.Module, config: StepConfig, device: Device, *, 
 
 
 def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: Device, *, training: bool) -> None:
-    """Run a model that has uninitialised parameters or buffers forward once, as its step does; nothing for other models.
+    """Run forward once if the model has uninitialised parameters or buffers.
 
-    Before an optimizer is made, the weights are quantised or the model is compiled, as torch's documentation asks for. In the
-    first step of inference they would become inference tensors, which cannot be trained any more.
+    torch's documentation requires this before an optimizer is created, weights are quantised or the model is compiled. Under
+    ``torch.inference_mode``, the parameters would become inference tensors, which can never be trained.
+
+    Args:
+        model: The model.
+        batch: The step's batch.
+        config: The step config.
+        device: The step's device.
+        training: True for a training step.
     """
     import torch
 
@@ -55,19 +62,23 @@ def initialise(model: torch.nn.Module, batch: Any, config: StepConfig, device: D
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter or buffer of a lazy module that has not been called."""
+    """Return whether a tensor is a parameter or buffer in a lazy module before its first call."""
     import torch
 
     return is_a(tensor, torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 
 
 def can_run(device: Device, config: StepConfig) -> tuple[str, ...]:
-    """Return notes on what the device runs in another way; raise `CannotRun` if it cannot run a step under this config."""
-    more = ["offload"] if config.offloaded else []
+    """Return notes on emulated features, for example a precision without hardware support.
+
+    Raises:
+        CannotRun: The device cannot run a step under this config.
+    """
+    features = ["offload"] if config.offloaded else []
     if config.sharding is not None:
-        more += ["cp"] if config.sharding.degree("cp") > 1 else []
-        more += ["fully_shard"] if config.sharding.fully else []
-    for feature in (config.precision, config.checkpointing.kind.name, config.compile, *more):
+        features += ["cp"] if config.sharding.degree("cp") > 1 else []
+        features += ["fully_shard"] if config.sharding.fully else []
+    for feature in (config.precision, config.checkpointing.kind.name, config.compile, *features):
         why_not = None if feature is None else device.lacks(feature)
         if why_not is not None:
             raise CannotRun(why_not)
@@ -77,7 +88,7 @@ def can_run(device: Device, config: StepConfig) -> tuple[str, ...]:
 
 @contextmanager
 def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    """Put the model into training or evaluation mode; each module goes back to its own afterwards."""
+    """Set the model to training or evaluation mode, and restore each module's mode at the end."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -89,14 +100,22 @@ def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> Iterator[None]:
-    """Set whether the model keeps keys and values by default (``config.use_cache``); ``None`` leaves it.
+    """Set ``config.use_cache`` in the model within the context.
 
-    Raises `ConfigError` for a model without such a switch, if it is ``required``.
-    Training has no use for them, and trainers switch them off; recomputed blocks would even add theirs twice.
+    Training does not need cached keys and values, so trainers switch the cache off. Recomputed blocks would even add them
+    twice.
+
+    Args:
+        model: The model.
+        cache: The value for ``use_cache``, or ``None`` to leave it unchanged.
+        required: True to raise if the model has no ``use_cache``.
+
+    Raises:
+        ConfigError: The model has no ``config.use_cache``, but it is required.
     """
-    # As they are kept: what has a config may be anybody's module, and what it calls its config anything.
-    found = (attribute(module, "config") for _, module in named_modules(model))
-    configs = {id(config): config for config in found if is_a(attribute(config, "use_cache"), bool)}
+    # Read the attributes without running code, because any module may have any object as its config.
+    candidates = (attribute(module, "config") for _, module in named_modules(model))
+    configs = {id(config): config for config in candidates if is_a(attribute(config, "use_cache"), bool)}
     if cache is None:
         yield
         return
@@ -104,11 +123,11 @@ def caching(model: torch.nn.Module, cache: bool | None, *, required: bool) -> It
         raise ConfigError(
             f"{type(model).__name__} has no config.use_cache, by which a key/value cache is switched on and off"
         )
-    before = [(config, attribute(config, "use_cache")) for config in configs.values()]
-    for config, _ in before:
+    values_before = [(config, attribute(config, "use_cache")) for config in configs.values()]
+    for config, _ in values_before:
         object.__setattr__(config, "use_cache", cache)
     try:
         yield
     finally:
-        for config, value in before:
+        for config, value in values_before:
             object.__setattr__(config, "use_cache", value)

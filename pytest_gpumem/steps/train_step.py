@@ -1,4 +1,4 @@
-"""A training step, made ready under its config: forward, backward and optimizer."""
+"""A training step, prepared under its config: forward, backward and optimizer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pytest_gpumem.measure.random_numbers import random_numbers_given_back
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.batches import on_device, work_in
-from pytest_gpumem.steps.built import Built
+from pytest_gpumem.steps.built import BuiltModel
 from pytest_gpumem.steps.checkpointing import checkpointed
 from pytest_gpumem.steps.compiling import compile_now, compiled, warnings_of_compiling
-from pytest_gpumem.steps.dry_run import DryRun, counted_again, dry_run
+from pytest_gpumem.steps.dry_run import DryRun, counting_recomputation, dry_run
 from pytest_gpumem.steps.model_step import build_model, build_optimizer, given_model, optimizer_named, workload_of
 from pytest_gpumem.steps.precision import batch_in_precision, in_precision
 from pytest_gpumem.steps.process_group import layout_in_process_group
-from pytest_gpumem.steps.sharded_optimizer import adapted, local_optimizer
-from pytest_gpumem.steps.sharding import build_sharded, part_of_sequence, sequence_shared
+from pytest_gpumem.steps.sharded_optimizer import adapted_factory, local_optimizer
+from pytest_gpumem.steps.sharding import build_sharded, part_of_sequence, sharing_sequences
 from pytest_gpumem.steps.surroundings import can_run, initialise, surroundings
 from pytest_gpumem.steps.training import Training
 from pytest_gpumem.torch_support.private_api import compiled_graphs
@@ -38,13 +38,13 @@ class PreparedTrainStep(PreparedStep):
     training: Training
 
 
-def _build(context: MeasuringContext, factory: ModelOrFactory, batch: Any, config: StepConfig) -> Built:
-    """Return the model as it was given, or built on the device in the config's precision."""
+def _build(context: MeasuringContext, factory: ModelOrFactory, batch: Any, config: StepConfig) -> BuiltModel:
+    """Return the test's model, or build the model on the device in the config's precision."""
     with context.creation_sites() as creation_sites:
         model = build_model(factory, context.device.torch_device)
         model = in_precision(model, config.precision, given_model(factory) is not None)
         initialise(model, batch, config, context.device, training=True)
-    return Built(model, model, config.blocks, creation_sites)
+    return BuiltModel(model, model, config.blocks, creation_sites)
 
 
 @contextmanager
@@ -58,79 +58,94 @@ def prepared_train_step(
     optimizer: OptimizerOrFactory | None = None,
     items: float | str | None = None,
 ) -> Iterator[PreparedTrainStep]:
-    """Make a training step ready to run: forward + backward + optimizer.
+    """Prepare a training step: forward, backward and optimizer.
 
-    It is built on the device, run dry if a config was given, and checkpointed. Without a config it runs plainly, in the
-    model's own precision, with AdamW. Raises `ConfigError`, ``ValueError`` or ``TypeError`` when it makes no step, and
-    `CannotRun` where the device cannot.
+    The model is built on the device. With a config, there is a dry run, and checkpointing is applied. Without a config, the
+    step uses the model's own precision and AdamW.
+
+    Args:
+        context: The context in which the step is measured.
+        model_or_factory: The model, or a function that builds it.
+        batch: The batch, or a function that returns it.
+        config: The step config.
+        loss: A function with the arguments output and batch. See `loss_of` for the default.
+        optimizer: An optimizer, or a function that takes the parameters. It must not be combined with ``optimizer=`` in the
+            config.
+        items: As in `work_in`.
+
+    Raises:
+        ConfigError: The config does not fit the model, or has no effect.
+        ValueError: The batch does not fit the config.
+        TypeError: The model or optimizer has the wrong type.
+        CannotRun: The device cannot run the step.
     """
-    config_given, config = config is not None, config or StepConfig()
-    said = config
+    has_config, config = config is not None, config or StepConfig()
+    original_config = config
     config.only_for("train_step")
     if optimizer is not None and config.optimizer != StepConfig().optimizer:
         raise ConfigError(
-            f"optimizer= is given, and the step config says optimizer={config.optimizer}; give one of them"
+            f"the test passes optimizer=, but the step config says optimizer={config.optimizer}; leave one out"
         )
     device = context.device.torch_device
     emulated = can_run(context.device, config)
     batch = batch_in_precision(on_device(batch, device), config.precision)
-    given = given_model(model_or_factory)
-    if given is not None:
-        # Gradients that were left would be in the first step and not in the others.
-        given.zero_grad(set_to_none=True)
+    existing_model = given_model(model_or_factory)
+    if existing_model is not None:
+        # Otherwise the first step would include old gradients, and the other steps would not.
+        existing_model.zero_grad(set_to_none=True)
     maker = optimizer if optimizer is not None or config.optimizer == "none" else optimizer_named(config.optimizer)
     shared = config.sharding is not None or bool(config.offloaded)
-    if "optimizer" in config.offloaded and given is not None:
+    if "optimizer" in config.offloaded and existing_model is not None:
         raise ConfigError(
-            f"{config}: hooks of the offloading optimizer would stay; pass a function that builds the model"
+            f"{config}: the offloading optimizer's hooks would stay on the model; pass a function that builds the model"
         )
     if maker is not None and shared:
-        maker = adapted(maker, config)
+        maker = adapted_factory(maker, config)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_given_back(context.device))
         layout = None
         if config.sharding is not None:
             layout = stack.enter_context(layout_in_process_group(config, device))
-            stack.enter_context(sequence_shared(layout, device))
+            stack.enter_context(sharing_sequences(layout, device))
             batch = part_of_sequence(batch, layout)
-        not_own = context.begin((given, batch, optimizer))
+        not_own = context.begin((existing_model, batch, optimizer))
         if layout is not None:
             built = build_sharded(context, model_or_factory, batch, loss, config, layout)
         else:
             built = _build(context, model_or_factory, batch, config)
         model, run = built.model, built.run
-        made = None if maker is None else build_optimizer(maker, model, given is not None)
+        built_optimizer = None if maker is None else build_optimizer(maker, model, existing_model is not None)
         config = replace(config, blocks=built.blocks)
-        training = Training(model, run, batch, made, loss, config, device)
+        training = Training(model, run, batch, built_optimizer, loss, config, device)
         training.pipeline, training.unreduced, training.buckets = built.pipeline, built.unreduced, built.buckets
         stack.callback(model.zero_grad, set_to_none=True)
         if config.optimizer.endswith("-8bit"):
-            # It compiles its step by itself.
+            # This optimizer compiles its step.
             stack.enter_context(warnings_of_compiling())
         stack.enter_context(surroundings(model, config, context.device, training=True))
-        tried = dry_run(training, context.device) if config_given else DryRun()
+        dry = dry_run(training, context.device) if has_config else DryRun()
         stack.enter_context(checkpointed(model, config))
         compiles = config.compile != "none"
         if compiles:
             training.run = stack.enter_context(compiled(run, config.compile))
-        phases, again = counted_again(training.phases(), tried.recomputed)
+        phases, again = counting_recomputation(training.phases(), dry.recomputed)
         if compiles:
             compile_now(phases, config.compile)
-        # A scale that falls in every step does not show whether the next one repeats it.
-        scales = training.scaler is not None and not tried.overflows
+        # If the scale falls in every step, it says nothing about whether the next step repeats this step.
+        scales = training.scaler is not None and not dry.overflows
         yield PreparedTrainStep(
             context=context,
-            workload=workload_of("train_step", model, batch, said),
+            workload=workload_of("train_step", model, batch, original_config),
             work=work_in(batch, items),
             phases=phases,
             not_own=not_own,
-            held=(model, batch, made, training.scaler, built.buckets),
+            held=(model, batch, built_optimizer, training.scaler, built.buckets),
             model=model,
-            optimizer=local_optimizer(made) if made is not None and shared else made,
+            optimizer=local_optimizer(built_optimizer) if built_optimizer is not None and shared else built_optimizer,
             batch=batch,
             compiled=compiles,
             state=(lambda: (compiled_graphs(), training.scale() if scales else None)) if compiles or scales else None,
-            notes=(*emulated, *built.notes, *tried.notes),
+            notes=(*emulated, *built.notes, *dry.notes),
             creation_sites=built.creation_sites,
             buckets={} if built.buckets is None else built.buckets,
             training=training,

@@ -1,4 +1,4 @@
-"""Phases of a training step: micro-batches, scaled gradients, clipping, the optimizer, zeroed gradients."""
+"""Phases of a training step: micro-batches, scaled gradients, clipping, optimizer, zeroed gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Training:
-    """A training step's model, batch, optimizer and loss. ``run`` is the model as it is called: itself, or compiled."""
+    """A training step's model, batch, optimizer and loss. ``run`` is the model or its compiled form."""
 
     model: torch.nn.Module
     run: Callable[..., Any]
@@ -38,13 +38,13 @@ class Training:
     device: torch.device
     scaler: torch.amp.GradScaler | None = None
     before_optimizer: Callable[[], object] | None = None
-    """Called when all gradients are there, in the dry run only."""
+    """Called before the optimizer when all gradients exist. Used only by the dry run."""
     pipeline: Pipeline | None = None
-    """The stage whose schedule is forward and backward of all micro-batches."""
+    """The stage with a schedule for forward and backward of all micro-batches."""
     buckets: Mapping[int, torch.Tensor] | None = None
-    """The same as `Built.buckets`."""
+    """The same as `BuiltModel.buckets`."""
     unreduced: Callable[[], AbstractContextManager[object]] = nullcontext
-    """A context around forward in which backward leaves gradients as this rank's own."""
+    """The same as `BuiltModel.unreduced`."""
     _losses: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -52,10 +52,13 @@ class Training:
             self.scale_gradients()
 
     def phases(self) -> list[Phase]:
-        """Return forward and backward of each micro-batch, then the optimizer with clipping and ``zero_grad``.
+        """Return the step's parts: forward and backward for each micro-batch, then clipping, optimizer and ``zero_grad``.
 
-        The output lives until the loss is known, the loss until the end of the step. Gradients are freed at the end, as in
-        a training loop whose step is a function, so that every step begins alike.
+        The output lives until the loss is computed, and the loss lives until the step ends. Gradients are freed at the end,
+        as in a training loop with a function for a step. So all steps begin in the same state.
+
+        Example:
+            With ``accumulate=2``: forward, backward, forward, backward, optimizer.
         """
         parts = micro_batches(self.batch, self.config.accumulate)
         phases = [
@@ -73,11 +76,11 @@ class Training:
         return [*phases, Phase("optimizer", self._optimize)]
 
     def scale_gradients(self) -> None:
-        """Scale gradients if the precision asks for it, also without an optimizer."""
+        """Create a gradient scaler if the precision needs it. Call this for a step without an optimizer."""
         self.scaler = scaler_of(self.config.precision, self.device)
 
     def scale(self) -> float | None:
-        """Return the scale of the gradients; reading it waits for the device."""
+        """Return the gradients' scale. This waits for the device."""
         return None if self.scaler is None else self.scaler.get_scale()
 
     @contextmanager
@@ -96,7 +99,7 @@ class Training:
     def _forward(self, batch: Any, parts: int, *, last: bool) -> None:
         with nullcontext() if last else self.unreduced(), self._around_forward():
             loss = loss_of(feed(self.run, batch), batch, self.loss)
-            # As in a loop over micro-batches, each loss takes the place of the one before.
+            # As in a loop over micro-batches, each loss replaces the previous loss.
             self._losses[:] = [loss / parts if parts > 1 else loss]
 
     def _backward(self) -> None:

@@ -67,11 +67,11 @@ def followed(*blocks: Lifetime, last: tuple[Lifetime, ...]) -> Timeline:
 )
 def test_the_holder_is_that_of_the_tensor_from_the_last_step(last, holders):
     """The tensor that the recorded step makes is freed by the next one, and its address may be another tensor's."""
-    step = followed(old(1), replace(new(2), lasts=False), last=last)
+    step = followed(old(1), replace(new(2), is_kept=False), last=last)
     paths = {2: "another", 4: "Flip.last", 5: "Flip.list[...]"}
     assert tuple(holder.path for holder in holders_of_inputs_in(with_makers_of_inputs(step), paths)) == holders
 
 
 def test_a_tensor_that_the_next_steps_keep_is_no_input_made_anew():
-    step = followed(old(1), replace(new(2), lasts=False), replace(new(3, mark=OTHER), lasts=True), last=(new(4),))
-    assert [(one.freed.address, one.made.address) for one in renewals(step)] == [(1, 2)]
+    step = followed(old(1), replace(new(2), is_kept=False), replace(new(3, mark=OTHER), is_kept=True), last=(new(4),))
+    assert [(one.freed.address, one.created.address) for one in renewals(step)] == [(1, 2)]

@@ -63,7 +63,7 @@ def test_which_of_two_lines_is_kept_is_not_known_without_a_step_after_it():
     retained = composition_of_retained(stream.timeline())
     assert [(row.where, row.nbytes, row.count) for row in retained.rows] == [("train.py:10 or train.py:9", 40, 1)]
     assert retained.notes == (
-        "1 of 2 tensors with 40 B each is kept, and which one is not known: the step freed 1 older of this size",
+        "1 of 2 tensors with 40 B each is kept, but it is not known which, because the step freed 1 older tensor with this size",
     )
 
 

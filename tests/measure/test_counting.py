@@ -13,7 +13,7 @@ from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.explain.call_sites import OperatorSites
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.measure.counting import Counted, Counts, count_step, located
+from pytest_gpumem.measure.counting import CountResult, Counts, count_step, with_lines
 from pytest_gpumem.measure.syncs import HostTensors
 from pytest_gpumem.step_config.config import StepConfig
 from pytest_gpumem.steps.inference import quantized
@@ -369,7 +369,7 @@ def test_int8_weights_count_as_the_products_that_they_are():
 # Which operators, and where
 
 
-def made_of(counted: Counted, metric: str) -> dict[str, int]:
+def made_of(counted: CountResult, metric: str) -> dict[str, int]:
     """The operators of a count, wherever they are."""
     return {tally.operator: tally.amount for tally in without_places(counted.by_operator[metric])}
 
@@ -406,7 +406,7 @@ def lines_of(step, places) -> dict[tuple[str, str], set[str]]:
     """The operators of a step, but for sums and what is at no line, by module and by the text of the line."""
     step()  # from now on gradients are added to those that there are
     plain = count_step(step, CPU)
-    found = located(step, CPU, plain, places())
+    found = with_lines(step, CPU, plain, places())
     assert {name: without_places(tallies) for name, tallies in found.by_operator.items()} == plain.by_operator
     text = Path(__file__).read_text(encoding="utf-8").splitlines()
     lines: dict[tuple[str, str], set[str]] = {}
@@ -482,14 +482,14 @@ def test_what_is_not_counted_alike_again_is_left_as_it_was(places):
     step()
     plain = count_step(step, CPU)
     sizes.append(2)
-    found = located(step, CPU, plain, places())
+    found = with_lines(step, CPU, plain, places())
     assert found.by_operator["operators"] == plain.by_operator["operators"]
     assert [tally.place.site != "" for tally in found.by_operator["syncs"]] == [True]
 
 
 def test_what_a_step_raises_when_its_lines_are_asked_for_leaves_its_counts(places):
     plain = count_step(X.exp, CPU)
-    assert located(lambda: 1 // 0, CPU, plain, places()) == plain
+    assert with_lines(lambda: 1 // 0, CPU, plain, places()) == plain
 
 
 # What cannot be counted
@@ -553,4 +553,4 @@ def test_a_step_that_could_not_be_counted_holds_nothing():
 def test_what_is_counted_at_none_has_no_lines_and_is_no_error(places):
     plain = count_step(X.exp, CPU)
     nothing = replace(plain, by_operator={**plain.by_operator, "launches": ()})
-    assert located(X.exp, CPU, nothing, places()).by_operator["launches"] == ()
+    assert with_lines(X.exp, CPU, nothing, places()).by_operator["launches"] == ()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.measure.counting import MORE_COUNTED
+from pytest_gpumem.measure.counting import FURTHER_COUNTED_STEPS
 from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, growth_per_step
 from pytest_gpumem.measure.reading import Phase
 from pytest_gpumem.measure.runner import MOST_WARM_UPS, measure_step
@@ -115,7 +115,7 @@ def test_a_step_that_repeats_runs_no_more_often_for_it(device):
     once = len(calls)
     run, calls = keeping(1, [])
     measured(device, run)
-    assert len(calls) - once == MOST_WARM_UPS - 3 + SETTLING_STEPS + WINDOW + MORE_COUNTED
+    assert len(calls) - once == MOST_WARM_UPS - 3 + SETTLING_STEPS + WINDOW + FURTHER_COUNTED_STEPS
 
 
 def test_peaks_that_rise_with_a_leak_are_said_to_grow(device):

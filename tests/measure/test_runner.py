@@ -15,7 +15,7 @@ import torch
 from pytest_gpumem.devices.contract import Device, Peak
 from pytest_gpumem.devices.cpu import CpuDevice
 from pytest_gpumem.devices.device_lock import DeviceLock
-from pytest_gpumem.measure.counting import MORE_COUNTED, NOTHING_COUNTED
+from pytest_gpumem.measure.counting import FURTHER_COUNTED_STEPS, NO_COUNTS
 from pytest_gpumem.measure.growth import SETTLING_STEPS, WINDOW, measure_growth
 from pytest_gpumem.measure.reading import Figures, Phase, run_one_step
 from pytest_gpumem.measure.runner import (
@@ -283,7 +283,7 @@ def test_nothing_but_the_peak_is_measured_where_no_more_is_asked_for(device):
     assert figures.settled
     assert len(figures.seen) == 3
     assert len(ran) == 3
-    assert figures.counted == NOTHING_COUNTED
+    assert figures.counted == NO_COUNTS
     assert figures.memory.memory_metrics()["peak_allocated"] == 5 * KB
 
 
@@ -304,7 +304,7 @@ def test_a_step_that_grows_for_ever_is_measured_as_not_settled(device):
     run, ran = counting_step([number * KB for number in range(1, 20)])
     figures = measured(device, [Phase("step", run)], [])
     assert not figures.settled
-    assert len(ran) == MOST_WARM_UPS + FURTHER_STEPS + AFTERWARDS + MORE_COUNTED
+    assert len(ran) == MOST_WARM_UPS + FURTHER_STEPS + AFTERWARDS + FURTHER_COUNTED_STEPS
     assert figures.memory.memory_metrics()["peak_allocated"] == (MOST_WARM_UPS + FURTHER_STEPS) * KB
 
 
@@ -348,7 +348,7 @@ def test_a_step_that_needs_more_than_those_that_repeat_is_left_out_and_named(dev
     assert figures.memory.memory_metrics()["peak_allocated"] == 10 * KB
     assert figures.step_peaks == StepPeaks((10 * KB, 200 * KB, *[10 * KB] * 6), left_out=2)
     assert figures.notes() == (
-        "step 2 of 8 needed 200.00 kB: one that comes before steps repeat counts for budgets, and not for the baseline",
+        "step 2 of 8 needed 200.00 kB: warm-up steps count for budgets, but not for the baseline",
     )
 
 
@@ -415,8 +415,8 @@ def test_a_state_that_always_moves_is_told_as_recompiling_or_overflowing(device)
     figures = measured(device, [Phase("step", run)], [], state=state)
     assert not figures.settled
     steps = MOST_UNSTABLE_WARM_UPS + FURTHER_STEPS
-    assert len(ran) == steps + AFTERWARDS + MORE_COUNTED
-    assert figures.notes()[0] == f"none of {steps} steps was like the one before: recompiled, or overflowed"
+    assert len(ran) == steps + AFTERWARDS + FURTHER_COUNTED_STEPS
+    assert figures.notes()[0] == f"no 2 consecutive steps of {steps} were equal: they compiled again, or overflowed"
 
 
 # What a step leaves behind
@@ -716,7 +716,7 @@ def test_what_counting_takes_is_in_no_window(device):
     def count(*_, **__):
         counting.append(True)
         step()
-        return NOTHING_COUNTED
+        return NO_COUNTS
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pytest_gpumem.measure.runner.count_step", count)

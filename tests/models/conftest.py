@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pytest_gpumem.measure.counting import NOTHING_COUNTED
+from pytest_gpumem.measure.counting import NO_COUNTS
 from tests.heap import own_objects_out_of_sight
 from tests.models.architectures import BERT, GPT2, LLAMA, VIT
 
@@ -46,4 +46,4 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _without_times(_untimed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not counted either: where a test says nothing about it, steps are not repeated."""
-    monkeypatch.setattr("pytest_gpumem.measure.runner.count_step", lambda *_, **__: NOTHING_COUNTED)
+    monkeypatch.setattr("pytest_gpumem.measure.runner.count_step", lambda *_, **__: NO_COUNTS)

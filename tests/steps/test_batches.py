@@ -138,8 +138,8 @@ def test_what_has_not_the_batchs_first_dimension_is_in_every_part():
 @pytest.mark.parametrize(
     ("batch", "number", "message"),
     [
-        (torch.ones(6), 4, "accumulate=4 needs a batch of a multiple of 4 samples; this one has 6 samples"),
-        (torch.tensor(1.0), 2, "accumulate=2 needs a batch of a multiple of 2 samples; this one has no samples"),
+        (torch.ones(6), 4, "accumulate=4 splits a batch into 4 equal parts, but this batch has 6 samples"),
+        (torch.tensor(1.0), 2, "accumulate=2 splits a batch into 2 equal parts, but this batch has no samples"),
     ],
 )
 def test_a_batch_that_cannot_be_shared_out_equally_is_told(batch, number, message):
@@ -188,7 +188,7 @@ def test_a_number_of_items_comes_before_what_the_batch_tells(items):
 
 @pytest.mark.parametrize("items", [0, -0.5, math.nan, math.inf, 10**400, True, [8], torch.tensor(8), 8j])
 def test_items_that_are_no_finite_number_above_zero_are_told_with_what_is_right(items):
-    message = re.escape(f"items={items!r}: write what one step works on as a finite number above zero")
+    message = re.escape(f"items={items!r}: write the items in a step as a finite number above zero")
     with pytest.raises(ValueError, match=f"^{message}$"):
         number_of_items(items)
     with pytest.raises(ValueError, match=f"^{message}$"):

@@ -87,11 +87,11 @@ def test_a_routing_is_refused_where_a_device_without_values_chooses_nothing_by_i
     device.model = Choosing()
     assert notes(device.model, device) == ()
     with pytest.raises(
-        ConfigError, match=r"^routing=balanced: the step chooses nothing by values that are not computed"
+        ConfigError, match=r"^routing=balanced has no effect, because the step chooses nothing by uncomputed values"
     ):
         notes(Model(), device)
     # A test runs where there is a GPU, and where there is none.
-    assert notes(Model(), CpuDevice()) == ("routing=balanced is not needed on cpu, which computes what is chosen",)
+    assert notes(Model(), CpuDevice()) == ("routing=balanced is not needed on cpu, which computes all values",)
 
 
 # Recomputation
@@ -164,8 +164,8 @@ def test_a_gradient_that_is_not_a_number_is_told_by_the_parameters_name():
         return output * float("nan")
 
     message = (
-        "the gradient of h.0.mlp.0.weight is not a number (NaN) under amp-fp16, whatever the gradients are scaled by: "
-        "the optimizer would be skipped in every step (8 gradients are)"
+        "the gradient of h.0.mlp.0.weight is not a number (NaN) under amp-fp16 at every gradient scale, so "
+        "every step would skip the optimizer (8 gradients are)"
     )
     with pytest.raises(MeasuringError, match=f"^{re.escape(message)}$"):
         rehearsed(Model(), "amp-fp16", loss)
@@ -176,7 +176,9 @@ def test_of_several_gradients_the_one_that_is_not_a_number_is_told():
         def forward(self, hidden):
             return super().forward(hidden) + (self.head.bias * float("nan")).sum()
 
-    with pytest.raises(MeasuringError, match=r"^the gradient of head\.bias is not a number \(NaN\) .* every step$"):
+    with pytest.raises(
+        MeasuringError, match=r"^the gradient of head\.bias is not a number \(NaN\) .* skip the optimizer$"
+    ):
         rehearsed(Partly(), "amp-fp16")
 
 
@@ -211,7 +213,7 @@ def test_gradients_that_overflow_at_every_scale_are_measured_with_a_note():
 
     training = training_of(Overflowing(), "amp-fp16")
     scale = 65536 / 2 ** (MOST_OVERFLOWS + 1)
-    note = f"the gradients overflow at every scale down to {scale:g}: the optimizer is skipped in every step"
+    note = f"the gradients overflow at every scale down to {scale:g}, so every step skips the optimizer"
     assert dry_run(training, CpuDevice()) == DryRun((note,), recomputed=0, overflows=True)
 
 

@@ -115,7 +115,7 @@ def test_without_a_cache_a_step_is_one_forward_pass(gpt2):
     ],
 )
 def test_a_batch_without_a_token_after_a_prompt_is_told(gpt2, batch, said):
-    message = f"cache=on needs a batch of sequences of at least two tokens; this one is {said}"
+    message = f"cache=on needs sequences with two or more tokens, but the batch is {said}"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         phases_of(gpt2, batch, "cache=on")
 

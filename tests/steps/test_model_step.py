@@ -168,7 +168,7 @@ def test_an_optimizer_of_a_given_model_is_taken_as_it_is():
 
 @pytest.mark.parametrize("given", [True, False])
 def test_an_optimizer_of_another_model_is_refused_with_what_to_pass(given):
-    message = "the optimizer holds none of the model's parameters; pass a function: optimizer=lambda parameters: ..."
+    message = "the optimizer was created for other parameters than the model's; pass a function: optimizer=lambda parameters: ..."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         build_optimizer(torch.optim.SGD(Tiny().parameters()), Tiny(), steps_given_model=given)
 

@@ -14,7 +14,7 @@ from tests.measuring import measure_infer_step, measure_train_step
 
 WIDTH = 8
 CAST_NOTHING = (
-    "autocast was on and cast nothing to %s; the model switches it off, or has no operation that autocast casts"
+    "autocast was on but cast nothing to %s; the model switches autocast off, or has no operation that autocast casts"
 )
 
 

@@ -12,7 +12,7 @@ from pytest_gpumem.relations.state import state_bytes
 from pytest_gpumem.step_config.config import OPTIMIZERS, StepConfig
 from pytest_gpumem.step_config.errors import ConfigError
 from pytest_gpumem.steps.model_step import eight_bit_module, optimizer_named
-from pytest_gpumem.steps.sharded_optimizer import adapted
+from pytest_gpumem.steps.sharded_optimizer import adapted_factory
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from tests.needs import NEEDS_COMPILER
 
@@ -154,7 +154,7 @@ def test_an_offloaded_optimizer_without_torchao_names_the_install_command(monkey
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     message = "offload=optimizer needs torchao (pip install 'pytest-gpumem[torchao]'), which is not installed"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        adapted(torch.optim.AdamW, StepConfig.parse("fp32,offload=optimizer"))
+        adapted_factory(torch.optim.AdamW, StepConfig.parse("fp32,offload=optimizer"))
 
 
 def test_bitsandbytes_stands_in_where_torchao_is_missing(monkeypatch):

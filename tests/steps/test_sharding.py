@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from pytest_gpumem.explain.sites import Sites
 from pytest_gpumem.measure import runner
 from pytest_gpumem.measure.context import MeasuringContext
-from pytest_gpumem.measure.counting import NOTHING_COUNTED
+from pytest_gpumem.measure.counting import NO_COUNTS
 from pytest_gpumem.measure.reading import run_one_step
 from pytest_gpumem.ranks.consensus import Alone, Consensus
 from pytest_gpumem.relations.gradients import assert_same_gradients
@@ -81,7 +81,7 @@ def _what_earlier_tests_loaded_is_out_of_sight(suites_objects_hidden):
 @pytest.fixture
 def bench(device, monkeypatch):
     """Where steps are neither counted nor looked at for longer than it takes to see that they repeat."""
-    monkeypatch.setattr(runner, "count_step", lambda *_, **__: NOTHING_COUNTED)
+    monkeypatch.setattr(runner, "count_step", lambda *_, **__: NO_COUNTS)
     monkeypatch.setattr(runner, "FURTHER_STEPS", 1)
     return MeasuringContext(device, time_budget=None)
 
@@ -422,7 +422,7 @@ def test_a_model_that_reads_its_parameters_when_it_is_built_is_built_for_real(be
 def test_a_model_without_repeated_blocks_is_gathered_as_a_whole_and_says_so(bench):
     with prepared(bench, "fp32,shard=fsdp,world=4", model=lambda: torch.nn.Linear(WIDTH, OUTPUTS)) as step:
         assert step.measure().notes == (
-            "shard=fsdp: no repeated blocks were found, so that the model is gathered as a whole",
+            "shard=fsdp: no repeated blocks were found, so the model is gathered as a whole",
         )
 
 
@@ -435,8 +435,8 @@ def test_a_model_that_exists_is_not_changed(bench, kind):
 def test_a_factory_that_returns_an_existing_model_is_refused_and_leaves_it_alone(bench):
     model = Net()
     for factory, said in (
-        (lambda: model, "one that existed"),
-        (lambda: torch.nn.Sequential(model), "one whose 0 existed"),
+        (lambda: model, "a model that existed"),
+        (lambda: torch.nn.Sequential(model), "a model whose 0 existed"),
     ):
         with pytest.raises(ConfigError, match=f"shard=fsdp changes the model for good, .* returned {said} before"):
             peaks(bench, "fp32,shard=fsdp,world=2", model=factory)
@@ -511,7 +511,7 @@ def test_an_input_of_the_model_goes_to_the_first_stage_or_is_refused(bench, rank
     assert peak(0) > 0
     assert peak(None) > 0
     with pytest.raises(
-        ConfigError, match=r"shard=pp:2: stage 1 takes the model's input 'mask' itself, and stages after"
+        ConfigError, match=r"shard=pp:2: stage 1 takes the model's input 'mask', but stages after the first get only"
     ):
         peak(BLOCKS - 1)
 
@@ -547,7 +547,7 @@ def planned(plan) -> type[Net]:
     ("plan", "said"),
     [
         (None, "Planned has no tp_plan"),
-        ({"layers.*.up": "columns"}, r"tp_plan\['layers.\*.up'\] is 'columns'; known are colwise, rowwise"),
+        ({"layers.*.up": "columns"}, r"tp_plan\['layers.\*.up'\] is 'columns'; use colwise, rowwise"),
         ({"blocks.*.up": "colwise"}, r"tp_plan\['blocks\.\*\.up'\] matches no module of Planned"),
     ],
 )

@@ -167,7 +167,7 @@ def test_a_model_in_half_precision_is_compared_as_such(device):
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
-        (WithoutAutocast, "amp-bf16", "autocast was on and cast nothing to bfloat16"),
+        (WithoutAutocast, "amp-bf16", "autocast was on but cast nothing to bfloat16"),
         (torch.compiler.disable(Model.forward), "compile=eager", "torch.compile found nothing to compile"),
     ],
     ids=["autocast", "compile"],
