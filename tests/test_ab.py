@@ -198,7 +198,7 @@ def test_setup_runs_in_the_worktree_before_each_run_there(repository, forks):
     assert result.exit_code == 0, result.output
     folders = [Path(line).name for line in count.read_text().splitlines()]
     assert folders == ["base", "head", "head", "base"] * 2
-    assert "--setup ran in worktrees that are gone now" in result.stderr
+    assert "--setup ran in worktrees that are removed now" in result.stderr
 
 
 def test_a_setup_that_fails_ends_it_with_what_it_said(repository):
@@ -320,7 +320,7 @@ def commands_that_run() -> list[str]:
         (["before", "--report", "no/such/ab.json"], "there is no folder no/such"),
         (
             ["before", "--", "--gpumem-update=all"],
-            "--gpumem-update is about baselines, and none is read or written here",
+            "--gpumem-update is about baselines, and this command reads and writes none",
         ),
         ([], "Missing argument 'BASE'"),
         (["--", "tests"], "Missing argument 'BASE'"),

@@ -252,7 +252,7 @@ def test_a_test_that_breaks_is_red_and_named_though_no_figure_can_be_searched_fo
     assert not job.run_action(against="tinymodels==1.*", bisect="true", arguments=ARGUMENTS)
     nothing, red = job.errors()
     assert "gpumem ab: 0 compared, 2 broken" in red
-    assert "regressed, so that there is nothing to search for; test_it.py::test_a: " in nothing
+    assert "regressed, so there is nothing to search for; test_it.py::test_a: " in nothing
 
 
 def test_without_the_permission_the_run_is_as_red_and_says_that_there_is_no_issue(red, github):

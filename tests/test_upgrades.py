@@ -23,7 +23,7 @@ import uv
 from click.testing import CliRunner
 
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import Runner, Taken, run_of
+from pytest_gpumem.ab.runs import Runner, RunRecord, run_of
 from pytest_gpumem.bisect.driver import Search
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stopped
@@ -282,7 +282,7 @@ def test_a_file_of_requirements_a_constraint_and_a_revision_go_together(project,
         ("tinymodels=2.0", "'tinymodels=2.0' is no requirement, like 'transformers==4.38.2'"),
         (
             "unused==1.0",
-            "the tests import nothing that differs (unused as here and 1.0), so that there is nothing to compare",
+            "the tests import nothing that differs (unused as here and 1.0), so there is nothing to compare",
         ),
     ],
 )
@@ -414,7 +414,7 @@ def test_without_git_an_interrupted_bisection_goes_on_if_no_code_was_edited(proj
         raise Stopped(signal.SIGINT)
 
     command = ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.2", "test_it.py", "--", *PLAIN]
-    going_on = "going on with 2 runs of an earlier start\n"
+    going_on = "continuing with 2 runs from an earlier start\n"
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(Search, "_tried_between", interrupted)
         assert gpumem(*command).exit_code == 130
@@ -593,7 +593,7 @@ def at_once(monkeypatch):
         verdict = json.dumps(to_plain(measured("test_a", one)))
         report = {"nodeid": "test_it.py::test_a", "when": "call", "outcome": "passed", "xfail": False, "why": ""}
         end = {"status": 0, "root": ".", "outside_modules": {}, "imported": []}
-        taken = Taken((json.dumps({**report, "verdict": verdict}), json.dumps(end)), 0)
+        taken = RunRecord((json.dumps({**report, "verdict": verdict}), json.dumps(end)), 0)
         return taken, run_of(*taken)
 
     monkeypatch.setattr(Runner, "take", take)
@@ -622,7 +622,7 @@ def test_of_64_commits_at_most_eight_are_measured_and_one_killed_in_the_middle_g
     result = gpumem(*FIND)
     assert result.exit_code == 0, result.output
     # Four were begun, and one of them could not be imported.
-    assert "going on with 3 runs of an earlier start\n" in result.stderr
+    assert "continuing with 3 runs from an earlier start\n" in result.stderr
     assert 3 + result.stderr.count("1 measured in") <= 8
     # The commit before it cannot be imported, and neither can the one after it.
     first, second = (commits.git("rev-parse", f"HEAD~{63 - number}")[:9] for number in (40, 41))

@@ -57,7 +57,7 @@ def test_packages_that_were_asked_for_are_searched_and_what_they_brought_along_c
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (comparison(FINE), "no test in a.json regressed, so that there is nothing to search for"),
+        (comparison(FINE), "no test in a.json regressed, so there is nothing to search for"),
         (
             comparison(not_compared=[{"test": "test_c", "reason": "it failed, in head", "broken": True}]),
             "nothing to search for; test_c: it failed, in head",
