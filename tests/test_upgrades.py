@@ -389,7 +389,7 @@ def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, tm
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        ("/bin/true", "/bin/true cannot be installed: /bin/true is no Python: it made no virtual environment"),
+        ("/bin/true", "/bin/true cannot be installed: /bin/true is not a Python interpreter: it made no virtual environment"),
         ("/nowhere/python", "/nowhere/python cannot be run: No such file or directory"),
     ],
 )

@@ -157,7 +157,7 @@ def refused(arguments: Sequence[str], checkout: Path) -> str | None:
             return f"{option} is about baselines, and this command reads and writes none: leave it out"
         path = Path(value or argument)
         if path.is_absolute() and path.resolve().is_relative_to(checkout):
-            return f"{argument} is a path into the checkout, which is only one of the revisions: write it as a relative path"
+            return f"{argument} is a path into the checkout, which is only one of the revisions: make the path relative"
     return None
 
 

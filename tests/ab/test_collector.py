@@ -62,7 +62,7 @@ def test_an_environment_within_the_checkout_is_not_looked_for_in_the_worktree(pl
         ),
         ("--gpumem-baseline", "--gpumem-baseline is about baselines"),
         ("{top}/tests", "/tests is a path into the checkout"),
-        ("--rootdir={top}", "write the path relative to here"),
+        ("--rootdir={top}", "make the path relative"),
     ],
 )
 def test_arguments_that_would_defeat_the_comparison_are_refused(places, argument, said):

@@ -131,7 +131,7 @@ def test_only_releases_that_are_named_exactly_are_the_same_next_year(given, is_e
         ("-r wrong.txt", "'torch=2' in wrong.txt is no requirement"),
         ("-r itself.txt", "itself.txt names itself"),
         ("-r limited.txt", "gone.txt cannot be read: No such file or directory"),
-        ("./gone.whl", "'./gone.whl' leads nowhere: there is no "),
+        ("./gone.whl", "'./gone.whl' is a path, but "),
         ("./models.whl", "'./models.whl' is no requirement, like 'transformers==4.38.2': Invalid wheel filename"),
     ],
 )
