@@ -279,7 +279,7 @@ def test_a_file_of_requirements_a_constraint_and_a_revision_go_together(project,
     [
         ("tinymodels==9.9", "tinymodels==9.9 cannot be installed: "),
         pytest.param("needs-more==1.0", "needs-more==1.0 cannot be installed: ", marks=pytest.mark.thorough),
-        ("tinymodels=2.0", "'tinymodels=2.0' is no requirement, like 'transformers==4.38.2'"),
+        ("tinymodels=2.0", "'tinymodels=2.0' is not a valid requirement, like 'transformers==4.38.2'"),
         (
             "unused==1.0",
             "the tests import nothing that differs (unused as here and 1.0), so there is nothing to compare",
@@ -389,7 +389,10 @@ def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, tm
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        ("/bin/true", "/bin/true cannot be installed: /bin/true is not a Python interpreter: it made no virtual environment"),
+        (
+            "/bin/true",
+            "/bin/true cannot be installed: /bin/true is not a Python interpreter: it made no virtual environment",
+        ),
         ("/nowhere/python", "/nowhere/python cannot be run: No such file or directory"),
     ],
 )

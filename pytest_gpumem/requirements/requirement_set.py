@@ -139,7 +139,9 @@ def _checked(line: str, place: str = "") -> str:
             Requirement(_bare(line))
     except InvalidRequirement as error:
         reason = str(error).splitlines()[0]
-        raise RequirementError(f"{line!r}{place} is no requirement, like 'transformers==4.38.2': {reason}") from None
+        raise RequirementError(
+            f"{line!r}{place} is not a valid requirement, like 'transformers==4.38.2': {reason}"
+        ) from None
     except NoSuchPath as error:
         raise RequirementError(f"{line!r}{place} is a path, but {error} does not exist") from None
     return line
