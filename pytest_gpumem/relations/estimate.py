@@ -66,7 +66,7 @@ class Estimate:
 
     @property
     def activations(self) -> int:
-        """Bytes as measured: the tensors that forward adds until its peak, both saved and temporary."""
+        """Bytes as measured: saved and temporary tensors at the peak of forward."""
         return self.state.activations
 
     def table(self, units: UnitSystem = "si") -> list[str]:

@@ -59,7 +59,7 @@ class StateBytes:
     other: int
     """Memory at rest without a known owner."""
     activations: int
-    """Memory that forward adds until its peak, in saved and temporary tensors."""
+    """Saved and temporary tensors at the peak of forward."""
     peak: int
     """The peak of the step."""
     gradient_buckets: Share = Share(0, 0)

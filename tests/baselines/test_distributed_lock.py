@@ -141,7 +141,7 @@ def test_a_holder_that_was_followed_is_told_at_its_next_write_and_at_the_end(she
     lease.acquire()
     shelf.lease().acquire()
     for action in (lease.renew, lease.release):
-        with pytest.raises(DistributedLockError, match=r"the lock was lost: .* run once more"):
+        with pytest.raises(DistributedLockError, match=r"the lock was lost: .* run the update once more"):
             action()
     assert list(shelf.objects) == [2]
 

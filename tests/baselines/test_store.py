@@ -300,7 +300,7 @@ def test_a_listing_that_leads_out_of_the_store_is_refused_before_anything_is_rea
             return dict.fromkeys(paths)
 
     for action in (Store.check, Store.keys, lambda store: store.find(key(), H100.slug)):
-        with pytest.raises(StoreError, match="no baselines can lie there"):
+        with pytest.raises(StoreError, match="this path cannot contain baselines"):
             action(Store(Lying(root)))
 
 
