@@ -1,4 +1,4 @@
-"""The user's git repository: its revisions, and temporary worktrees of them."""
+"""The user's git repository: its revisions, and temporary worktrees for them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Checkout:
         return Revision(name, commit.strip())
 
     def uncommitted(self) -> int:
-        """Return the number of changed or new files that are not committed."""
+        """Return how many changed or new files are not committed."""
         return len(git(self.top, "status", "--porcelain", "--untracked-files=all").splitlines())
 
     def checkouts(self) -> list[Path]:
@@ -129,12 +129,12 @@ def worktrees(
 
     Args:
         checkout: The checkout.
-        revisions: The revisions, by the names of their worktrees.
+        revisions: The revisions, by worktree name.
         folder: The folder for the worktrees.
         stop: Ends the command on a signal.
 
     Yields:
-        The paths of the worktrees by name, and notes for the user, for example on missing submodules.
+        The worktree paths by name, and notes for the user, for example on missing submodules.
 
     Raises:
         GitError: A revision cannot be checked out.
@@ -160,7 +160,7 @@ def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
     """Check out submodules, and return a clause for each missing part."""
     notes = []
     if (worktree / ".gitmodules").exists():
-        # Without --init, git updates the submodules of the checkout and leaves the repository's configuration unchanged.
+        # Without --init, git only updates submodules that the checkout has, and does not change the repository's configuration.
         for arguments in (
             ["update", "--quiet"],
             ["foreach", "--quiet", "--recursive", "git submodule update --quiet --init"],

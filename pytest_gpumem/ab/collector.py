@@ -1,7 +1,7 @@
-"""A pytest plugin that writes the results of measured tests into a file, line by line.
+"""A pytest plugin that writes measured tests into a file, line by line.
 
-The file is copied into the folder of each run and imported from there, because the code under test may contain another version
-of this package. So it imports nothing but pytest.
+The file is copied into each run's folder and imported from there, because the code under test may contain another version.
+So it imports nothing but pytest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VARIABLE = "GPUMEM_AB_RUN"
 """The environment variable with the arguments as JSON.
 
 ``file`` is the file to write. ``home`` is the folder with the code that should run. ``others`` are folders whose code must not
-run. All folders are given without symbolic links. ``only`` are the ids of the tests to run; an empty list runs all.
+run. All folders are given without symbolic links. ``only`` lists the test ids to run; an empty list runs all.
 """
 PROPERTY = "gpumem"
 SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
@@ -27,7 +27,7 @@ SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
 
 
 class Collector:
-    """Writes the reports of measured tests, and at the end the modules from outside the revision."""
+    """Writes reports on measured tests, and at the end the modules from outside the revision."""
 
     def __init__(self, file: str, home: str, others: list[str], only: list[str]) -> None:
         self._file = file
@@ -63,7 +63,7 @@ class Collector:
                 "outcome": report.outcome,
                 "xfail": hasattr(report, "wasxfail"),
                 "why": message_of(report),
-                # The verdict at teardown repeats the verdict of the call.
+                # The verdict at teardown repeats the call's verdict.
                 "verdict": payload if report.when != "teardown" else "",
             }
         )
@@ -92,24 +92,24 @@ class Collector:
 
 
 def message_of(report: pytest.TestReport) -> str:
-    """Return the message of the exception that failed a test; empty if the test passed or the report has no message."""
+    """Return a failed test's exception message; empty if the test passed or the report has no message."""
     if report.outcome != "failed":
         return ""
     return str(getattr(getattr(report.longrepr, "reprcrash", None), "message", ""))
 
 
-def outside_modules(home: str, others: list[str]) -> dict[str, str]:
-    """Return the files of modules that were loaded from ``others``, by module name.
+def outside_modules(home: str, checkouts: list[str]) -> dict[str, str]:
+    """Return the files of modules that were loaded from ``checkouts``, by module name.
 
     Modules from ``home`` and from installed packages are left out.
     """
-    # A `.pth` file in a layered virtual environment adds the packages of the environment below to the path.
+    # A `.pth` file in a layered virtual environment adds the packages from the environment below to the path.
     layers = (folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages"))
     site_folders = (*getattr(site, "getsitepackages", list)(), site.getusersitepackages(), *layers)
     installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *site_folders)]
     # Only an environment inside a checkout matters, because its packages are not the project's code. An environment around
     # the checkout would exclude the project itself.
-    installed = [folder for folder in installed if any(_is_inside(folder, other) for other in others)]
+    installed = [folder for folder in installed if any(_is_inside(folder, checkout) for checkout in checkouts)]
     home_folders = (home, *installed, str(Path(__file__).resolve().parent))
     files = {}
     real_folder = functools.cache(os.path.realpath)  # torch has thousands of modules in few folders
@@ -121,7 +121,7 @@ def outside_modules(home: str, others: list[str]) -> dict[str, str]:
         is_link = os.path.islink(file)  # noqa: PTH114 -- Path's raises for an invalid path
         path = os.path.realpath(file) if is_link else f"{real_folder(folder)}{os.sep}{base}"
         if not any(_is_inside(path, folder) for folder in home_folders) and any(
-            _is_inside(path, other) for other in others
+            _is_inside(path, checkout) for checkout in checkouts
         ):
             files[name] = path
     return files

@@ -1,7 +1,7 @@
 """Compare two variants by runs in turns, in temporary worktrees and cached environments.
 
-The order of runs is base, head, head, base, base, head, ..., and two neighbours make a pair. A drift of the machine (heat,
-load, clocks) then affects both sides equally.
+The runs alternate: base, head, head, base, base, head, ..., and two neighbours make a pair. If the machine drifts (heat,
+load, clocks), both sides are affected equally.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Progress:
             self._shown = text
 
     def end(self, run: Run) -> None:
-        """Print the line of a successful run."""
+        """Print a successful run's line."""
         self.say(f"{self._run}  {time.monotonic() - self._began:.1f} s, {run.measured} measured")
 
     def say(self, text: str) -> None:
@@ -104,7 +104,7 @@ def reports_in_turns(
     """Yield a report after each pair of runs, until more pairs would not change it.
 
     Args:
-        take: Runs a side, given the side and the number of the run from 1.
+        take: Runs a side, given the side and the run's number from 1.
         compare: Returns the report on pairs (base, head).
         most_pairs: The largest number of pairs.
     """
@@ -185,7 +185,7 @@ def set_up(
     say: Callable[[str], None],
     only: Sequence[str] = (),
 ) -> Iterator[tuple[Runner, Provisioner]]:
-    """Yield a runner and a provisioner of variants that work in a temporary folder.
+    """Yield a runner and a provisioner that work in a temporary folder.
 
     Args:
         checkout: The checkout.
@@ -194,7 +194,7 @@ def set_up(
         environments: The cached environments.
         stop: Ends the command on a signal.
         say: Prints a line for the user.
-        only: The ids of the tests to run; empty to run all.
+        only: The test ids to run; empty to run all.
 
     Raises:
         GitError: The worktrees cannot be listed.
@@ -222,7 +222,7 @@ def settings_in(root: Path) -> Settings:
         table = read_table(root / "pyproject.toml")
         return settings_from_table(table, "[tool.gpumem]") if table is not None else Settings()
     except SettingsError:
-        # pytest could read them, so they belong to another version of this package.
+        # pytest could read them, so they belong to another pytest-gpumem version.
         return Settings()
 
 

@@ -41,9 +41,9 @@ class Run:
     tests: Mapping[Key, TestVerdict]
     root: str
     imported: frozenset[str] = frozenset()
-    """The top-level names of the modules that the processes had imported at their end."""
+    """The top-level modules that the processes had imported at their end."""
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Exception messages of failed tests, by the test's id."""
+    """Exception messages by the failed test's id."""
 
     @property
     def measured(self) -> int:
@@ -144,9 +144,9 @@ PLUGIN = "gpumem_ab_collector"
 AFTER_SETUP = (
     "--setup ran in worktrees that are removed now: packages that it installed from them may have to be installed again"
 )
-"""The last line of a command whose ``--setup`` ran in worktrees."""
+"""A command's last line if ``--setup`` ran in worktrees."""
 MOST_LINES = 25
-"""Number of last lines to show from the log of a failed run."""
+"""The number of log lines to show from a failed run."""
 
 
 def refused(arguments: Sequence[str], checkout: Path) -> str | None:
@@ -162,7 +162,7 @@ def refused(arguments: Sequence[str], checkout: Path) -> str | None:
 
 
 def without_baselines(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return pytest's arguments without options about baselines, and the value of ``--gpumem-store``.
+    """Return pytest's arguments without options about baselines, and the value after ``--gpumem-store``.
 
     Example: ``["-x", "--gpumem-store=s3://bucket"]`` becomes ``["-x"]`` and ``"s3://bucket"``.
     """
@@ -185,9 +185,9 @@ def python_path(worktree: Path, checkout: Checkout, current: Sequence[str], inhe
     Args:
         worktree: The worktree.
         checkout: The checkout.
-        current: ``sys.path`` of this interpreter. An entry in the checkout, such as ``lib`` from an editable installation, is
+        current: This interpreter's ``sys.path``. An entry in the checkout, such as ``lib`` from an editable installation, is
             replaced by the same folder in the worktree.
-        inherited: ``PYTHONPATH`` of this process.
+        inherited: This process's ``PYTHONPATH``.
     """
     folder = worktree / checkout.folder
     own = [folder, folder / "src", worktree, worktree / "src"]
@@ -223,9 +223,9 @@ class Runner:
     others: Sequence[Path]
     """All folders with a checkout of the repository, including the worktrees."""
     only: Sequence[str] = ()
-    """The ids of the tests to run, among the tests that the arguments select; empty to run all."""
+    """The test ids to run, among the tests that the arguments select; empty to run all."""
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    """Numbers for the folders of runs, shared by all threads."""
+    """Numbers for the runs' folders, shared by all threads."""
 
     def take(
         self, variant: ProvisionedVariant, tick: Callable[[], None] = lambda: None, *, explained: bool = False
@@ -235,13 +235,13 @@ class Runner:
         Args:
             variant: The variant.
             tick: Is called repeatedly during the run.
-            explained: True to explain the peak of every step.
+            explained: True to explain every step's peak.
 
         Returns:
             The collector's lines with pytest's exit status, and the results in them.
 
         Raises:
-            RunFailed: The run has no results to compare. The message ends with the last lines of its log.
+            RunFailed: The run has no results to compare. The message ends with its last log lines.
             Stopped: A signal was noted.
         """
         worktree = variant.top
@@ -273,7 +273,7 @@ class Runner:
 
     def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
         environment = plain_environment()
-        # Only the comparison writes into the job's summary, not each of its runs.
+        # Only the comparison writes into the job's summary, and its runs do not.
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
@@ -284,7 +284,7 @@ class Runner:
 
 
 def _last_lines(log: Path, worktree: Path) -> str:
-    """Return the last lines of a log. Paths in the worktree become relative, because the worktree will be removed."""
+    """Return a log's last lines. Paths in the worktree become relative, because the worktree will be removed."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = text.replace(f"{worktree}{os.sep}", "").rstrip().splitlines()
     return "".join(f"\n  {line}" for line in ["", *lines[-MOST_LINES:]]) if lines else ""

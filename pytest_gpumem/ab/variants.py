@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 AS_IT_IS = "what is here"
-"""The name of the variant with the current checkout and the installed packages."""
+"""The name for the current checkout with the installed packages."""
 _PATH = re.compile(r"(?<![\w:/.~])(?:(?:git\+)?file://)?(/[^\s,;\[\]]+)")
 """An absolute path in a requirement, or in a file's URL."""
 _MOST_NAMED = 8
-"""The largest number of packages in a new environment to print by name."""
+"""The largest number of packages to print by name after an installation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Variant:
     revision: Revision | None = None
     requirements: RequirementSet | None = None
     requirements_name: str = ""
-    """Name for the requirements in reports; empty for the name of the set."""
+    """Name for the requirements in reports; empty for the set's own name."""
 
     @property
     def short(self) -> str:
@@ -103,7 +103,7 @@ class ProvisionedVariant:
     python: Path = field(default_factory=lambda: Path(sys.executable))
     packages: Mapping[str, str] = field(default_factory=dict)
     modules: frozenset[str] = frozenset()
-    """The top-level names of the modules in these packages."""
+    """The top-level modules in these packages."""
     site_folders: tuple[Path, ...] = field(default_factory=lambda: tuple(site_folders_here()))
     """The folders of installed packages on its path, its own first."""
 
@@ -210,7 +210,7 @@ def why_unused(base: ProvisionedVariant, head: ProvisionedVariant, imported: fro
     Args:
         base: The base variant.
         head: The head variant.
-        imported: The top-level names of the modules that both runs imported together.
+        imported: The top-level modules that base or head imported.
     """
     differ = differing_packages(base, head)
     if base.variant.revision != head.variant.revision or not differ or imported & (base.modules | head.modules):

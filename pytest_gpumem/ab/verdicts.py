@@ -34,15 +34,15 @@ def compare_runs(
 ) -> Compared:
     """Compare two variants by their runs.
 
-    For example, three pairs with step times 1.00 and 1.02 s, 1.01 and 1.03 s, and 0.99 and 1.01 s are compared by the ratios
-    of the pairs. Bytes of the same runs are compared by the closest values of the two sides.
+    For example, three pairs with step times 1.00 and 1.02 s, 1.01 and 1.03 s, and 0.99 and 1.01 s are compared by each pair's
+    ratio. Bytes from the same runs are compared by the closest values on both sides.
 
     Args:
         pairs: The runs as (base, head).
-        base: The name of base in reports.
-        head: The name of head in reports.
+        base: Base's name in reports.
+        head: Head's name in reports.
         tolerance: The tolerated slowdown, as a ratio.
-        tolerances: The tolerances of bytes and counts, by metric.
+        tolerances: The tolerances for bytes and counts, by metric.
 
     Returns:
         The report, with the tests that cannot be compared and why.
@@ -162,7 +162,7 @@ class _Series:
         return judged_by(base, "base", head, tolerances)
 
     def values(self, metric: str) -> dict[str, list[float]]:
-        """Return the values of a metric, by side."""
+        """Return a metric's values by side."""
         sides = {"base": self.bases, "head": self.heads}
         return {
             side: [measurement.metrics[metric] for measurement in measurements if metric in measurement.metrics]
@@ -173,7 +173,7 @@ class _Series:
 def _compare(
     series: _Series, tolerance: float, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[ComparedChange, ...], tuple[str, ...]] | str:
-    """Return the changes of a measurement with notes, or a clause that says why it cannot be compared."""
+    """Return a measurement's changes with notes, or a clause that says why it cannot be compared."""
     reason = _not_comparable(series)
     if reason is not None:
         return reason
@@ -186,7 +186,7 @@ def _compare(
     speed = _speed(series, tolerance)
     if speed is not None:
         return (speed, *exact), tuple(_notes(series))
-    timed = [one.times is not None for one in (*series.bases, *series.heads)]
+    timed = [measurement.times is not None for measurement in (*series.bases, *series.heads)]
     once = f"timed in {'base' if series.bases[-1].times else 'head'} only"
     return exact, (*([once] if any(timed) else []), *_notes(series))
 
@@ -210,7 +210,7 @@ def _not_comparable(series: _Series) -> str | None:
 
 
 def _speed(series: _Series, tolerance: float) -> ComparedChange | None:
-    """Return the change of the step time; ``None`` if no pair has times on both sides."""
+    """Return the change in step time; ``None`` if no pair has times on both sides."""
     samples = [(base.times.best, head.times.best) for base, head in series.pairs if base.times and head.times]
     if not samples:
         return None
@@ -223,7 +223,7 @@ def _speed(series: _Series, tolerance: float) -> ComparedChange | None:
 
 
 def _exact_changes(series: _Series, tolerances: Mapping[str, Tolerance]) -> tuple[ComparedChange, ...]:
-    """Return the changes of the bytes and counts on both sides. If runs of a side differ, the closest values are compared."""
+    """Return the changes in bytes and counts. If runs on the same side differ, the closest values are compared."""
     metrics = [name for name, metric in METRICS.items() if metric.unit in WHOLE]
     values = {name: closest(*sides) for name in metrics if all(sides := series.values(name).values())}
     # Times are left out here, because they are judged by pairs.
@@ -236,7 +236,7 @@ def _exact_changes(series: _Series, tolerances: Mapping[str, Tolerance]) -> tupl
 
 
 def _notes(series: _Series) -> Iterator[str]:
-    """Yield notes on a measurement: metrics that only one side has, and runs of the same side that differ."""
+    """Yield notes on a measurement: metrics that only one side has, and runs that differ on the same side."""
     for name, metric in METRICS.items():
         sides = series.values(name) if metric.unit in WHOLE else {}
         measured = [side for side, values in sides.items() if values]
@@ -256,7 +256,7 @@ def _spread(metric: str, values: Sequence[float]) -> str:
 
 
 def closest(base: Sequence[float], head: Sequence[float]) -> tuple[float, float]:
-    """Return the closest values of two sides, or the same value twice if the ranges overlap.
+    """Return the closest values from two sides, or the same value twice if the ranges overlap.
 
     Example: ``[10, 12]`` and ``[15, 14]`` give ``(12, 14)``; ``[10, 13]`` and ``[12, 15]`` give ``(12, 12)``.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".toml"
 LARGEST = 2**25
-"""The largest file to read, in bytes: 34 MB. The baselines of 1,000 tests with compositions take 15 MB."""
+"""The largest file to read, in bytes: 34 MB. 1,000 tests with compositions need 15 MB."""
 
 
 class Backend(Protocol):
@@ -27,13 +27,13 @@ class Backend(Protocol):
     """The folder with the files on this machine; ``None`` if the files are elsewhere."""
 
     def paths(self) -> list[str]:
-        """Return the sorted paths of all baseline files."""
+        """Return the paths to all baseline files, sorted."""
 
     def read(self, path: str) -> str | None:
         """Return a file's text; ``None`` if the file does not exist."""
 
     def read_many(self, paths: Sequence[str]) -> Mapping[str, str | None]:
-        """Return the texts of several files, in the order of ``paths``."""
+        """Return several files' texts, in the same order as ``paths``."""
         return {path: self.read(path) for path in paths}
 
     def write(self, path: str, text: str) -> None:

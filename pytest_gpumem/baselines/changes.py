@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Origin of entries: the date of the run (``2026-11-02``), the abbreviated commit, and the reason for accepting them."""
+    """The origin of entries: the run's date (``2026-11-02``), the abbreviated commit, and the reason for accepting them."""
 
     recorded: str
     commit: str | None
@@ -53,12 +53,12 @@ def changes_of(store: Store, mode: UpdateMode, tests: Iterable[TestVerdict], sou
 
     Args:
         store: The store.
-        mode: The value of ``--gpumem-update``.
+        mode: The value for ``--gpumem-update``.
         tests: The verdicts on the tests whose entries may change, each for a single device.
         source: The origin to write into the entries.
 
     Raises:
-        StoreError: A file of the store is not valid, or a name is not allowed in it.
+        StoreError: A file in the store is not valid, or a name is not allowed in it.
         BackendError: The store cannot be read.
     """
     measured: dict[Key, tuple[Verdict, Baseline]] = {}
@@ -77,19 +77,19 @@ def changes_of(store: Store, mode: UpdateMode, tests: Iterable[TestVerdict], sou
 
 
 def _no_longer_taken(store: Store, measured: Mapping[Key, tuple[Verdict, Baseline]]) -> Iterable[tuple[str, Key]]:
-    """Return the stored baselines of measured tests for measurements that these tests no longer take, as (slug, key)."""
+    """Return stored baselines, as (slug, key), for measurements that the measured tests no longer take."""
     tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
     worlds = {_world(key.name) for key in measured}
     return [
         (slug, key)
         for slug in sorted({slug for slug, _, _ in tests})
         for _, key in store.keys(slug)
-        # Baselines from jobs with another number of ranks stay, because this job could not measure them.
+        # Baselines from jobs with more or fewer ranks stay, because this job could not measure them.
         if (slug, key.file, key.test) in tests and key not in measured and _world(key.name) in worlds
     ]
 
 
 def _world(name: str) -> int:
-    """Return the number of ranks in a job, from a measurement's name."""
+    """Return how many ranks a job had, from a measurement's name."""
     rank = rank_in(name)
     return 1 if rank is None else rank.world

@@ -3,7 +3,7 @@
 A process takes the lock by creating the object with the next number; only one can. It holds the lock until it writes into
 the object that it is released, or until others have watched the object unchanged for `LASTS` seconds: then the holder is
 dead. Time is only measured between two moments of one process, so no two clocks have to agree. The highest number is never
-removed. A process with an outdated list of numbers may create a removed number again, but it then finds a higher number.
+removed. A process that listed the numbers long ago may create a removed number again, but it then finds a higher number.
 
 For example, process A creates object 7 and renews it before a write if 15 s have passed. B sees the object change and waits.
 Then A is killed. B watches the same text for 60 s, creates object 8, and removes object 7.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LASTS = 60.0
-"""Seconds after which the holder of an unchanged lock counts as dead."""
+"""Seconds after which an unchanged lock's holder counts as dead."""
 PATIENCE = 600.0
 """Seconds to wait for living holders."""
 _RENEWED_AFTER = LASTS / 4
@@ -33,7 +33,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
 class LockObjects:
-    """The lock's objects by number, in a folder of an fsspec file system. Exceptions from fsspec are not caught."""
+    """The lock's objects by number, in a folder on an fsspec file system. Exceptions from fsspec are not caught."""
 
     def __init__(self, files: Any, folder: str) -> None:
         self._files = files

@@ -27,8 +27,8 @@ class DistributedLockError(Exception):
 
 
 class FormatError(ValueError):
-    """A text is not a valid file of the store. The message names the line or key, and the expected value."""
+    """A text is not a valid store file. The message names the line or key, and the expected value."""
 
 
 class StoreError(Exception):
-    """A file of the store is not valid. The message names the file and the key. The file is never overwritten."""
+    """A store file is not valid. The message names the file and the key. The file is never overwritten."""

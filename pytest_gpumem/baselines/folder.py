@@ -1,4 +1,4 @@
-"""The files of a store in a folder on this machine, or in a git commit."""
+"""A store's files in a folder on this machine, or in a git commit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ITSELF = f"/{_IGNORE}"
 _IGNORED = (f"/{_LOCK}", _ITSELF, f".*{DRAFT}")
 """The lines in a store's .gitignore."""
 _LINK = "120000 "
-"""The prefix of git's line for a symbolic link: its mode."""
+"""Prefix in git's line for a symbolic link: its mode."""
 
 
 class Folder(Backend):
@@ -35,7 +35,7 @@ class Folder(Backend):
 
     Files are replaced atomically, under the system's lock on ``.lock``. ``.gitignore`` ignores itself, the lock and drafts.
 
-    A single process writes at the end of the session. It merges its entries with entries that other sessions wrote meanwhile. A
+    A single process writes at the session's end. It merges its entries with entries that other sessions wrote meanwhile. A
     killed writer leaves a draft (``.test_gpt.py.toml.x1y2z3.draft``). Git ignores the draft, and the next writer removes it.
 
     The folder itself may be a symbolic link, for example to a shared disk. A link inside the folder is an error that names the
@@ -119,7 +119,7 @@ class Folder(Backend):
             raise BackendError(f"{self.root}: cannot be tidied up: {error}") from error
 
     def _files(self) -> Iterator[str]:
-        """Yield the paths of all files. Raises ``OSError`` for a link to a folder, whose baselines would be missed."""
+        """Yield all file paths. Raises ``OSError`` for a link to a folder, whose baselines would be missed."""
         for current, folders, names in os.walk(self.root):
             below = Path(current).relative_to(self.root)
             # Another session may have just removed the folder.
@@ -141,7 +141,7 @@ class Folder(Backend):
 
 
 class GitBackend(Backend):
-    """The files of a store in a commit, read only. Raises `BackendError`."""
+    """A store's files in a commit, read only. Raises `BackendError`."""
 
     def __init__(self, top: Path, commit: str, folder: str, name: str) -> None:
         """Read the files.

@@ -1,7 +1,7 @@
-"""The format of a store's file: TOML text to entries and back. Pure. Every error names its key.
+"""The file format: TOML text to entries and back. Pure. Every error names its key.
 
-A file contains the baselines of a test file on a single device. It is sorted, so equal entries have equal text. The table of a
-measurement is ``tests.<node id without the file>.<name of the measurement>``, without pytest-xdist's ``@group``. Bytes and
+A file contains a test file's baselines on a single device. It is sorted, so equal entries have equal text. A measurement's
+table is ``tests.<node id without the file>.<name of the measurement>``, without pytest-xdist's ``@group``. Bytes and
 counts are integers. Times are seconds with four digits. A file has at most 34 MB, and a key at most 16 parts with dots between
 them.
 
@@ -13,12 +13,12 @@ A step on several GPUs has an additional table for each GPU, with the device in 
     step = "on cuda:1"
     peak_allocated = 4060000000
 
-A moved line of code does not rewrite an entry. Compositions and the parts of counts are only compared if a test is explained,
-and they change together with bytes and counts. A count of 0 has no parts.
+An entry is not rewritten if only lines of code move. Compositions and the parts of counts are only compared if a test is
+explained, and they change together with bytes and counts. A count of 0 has no parts.
 
 An invalid file is a usage error that names the file and the key. It is never overwritten. A file is invalid if it is not a
 regular file (for example a FIFO), is truncated, has another ``format``, an unknown key, a wrong type, a number with more than
-64 bits, deep nesting or merge-conflict marks, or if its ``slug`` differs from the name of its folder.
+64 bits, deep nesting or merge-conflict marks, or if its ``slug`` differs from its folder's name.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, MOST_PLACES,
 FORMAT = 1
 
 Entries = Mapping[tuple[str, str], Baseline]
-"""The entries of a file: (test, name of the measurement) -> entry."""
+"""A file's entries: (test, measurement name) -> entry."""
 
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
 _OPTIONAL = ("commit", "reason", "named_device")
 _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION_PEAK = "composition_peak"
-"""The key for the peak of the step with the composition, if another step has the highest peak."""
+"""The key for the peak that belongs to the composition, if another step has the highest peak."""
 _COMPOSITION = ("composition", _COMPOSITION_PEAK, "phase", "other_phases", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
 _BYTES = ("workspaces", "unused_before")
@@ -60,18 +60,18 @@ _PACKAGES = "packages"
 _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
 _ON = "on "
 _ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
-"""The ``step`` of a table with the bytes of a single GPU, for example ``on cuda:1``. No real step has this name."""
+"""The ``step`` in a table for a single GPU, for example ``on cuda:1``. No real step has this name."""
 FILE_KEYS = {
-    "format": f"The number of the format: {FORMAT}.",
-    "environments": "The tables of environments, by name. They come last, so a truncated file is recognized.",
-    "tests": "The tables of measurements, by test and by name.",
+    "format": f"The format number: {FORMAT}.",
+    "environments": "The environments' tables, by name. They come last, so a truncated file is recognized.",
+    "tests": "The measurements' tables, by test and by name.",
 }
-"""The keys of a file, and their meaning."""
+"""The top-level keys in a file, and their meaning."""
 ENTRY_KEYS = {
-    "environment": "The name of a table of the same file.",
-    "recorded": "The date of the recording, in UTC.",
+    "environment": "The name of an environment in the same file.",
+    "recorded": "The recording's date, in UTC.",
     "commit": "The abbreviated hash of the commit that was checked out while recording: the commit before the change, "
-    "if change and baseline are committed together. Absent outside of git.",
+    "if change and baseline are committed together. Absent without git.",
     "reason": "The reason for accepting the entry (`--gpumem-reason`). It belongs to the last change of bytes, "
     "counts, workload or speed. A further change without a reason removes it. Another run of times keeps it. "
     "It may be edited by hand.",
@@ -103,7 +103,7 @@ ENTRY_KEYS = {
         for key, metric in _AT.items()
     },
 }
-"""The keys of a measurement's table, and their meaning, without the metrics and the fields of `Workload`."""
+"""The keys in a measurement's table, and their meaning, without metrics and `Workload` fields."""
 _BEYOND = 2**63
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
@@ -114,7 +114,7 @@ def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Baseline]:
     Args:
         text: The text.
         file: The test file, for the keys.
-        slug: The name of the file's folder in the store; ``None`` if it is unknown.
+        slug: The file's folder in the store; ``None`` if it is unknown.
 
     Raises:
         FormatError: The text is not valid.
@@ -163,7 +163,7 @@ def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
 
 
 def _with_devices(entries: Mapping[Key, Baseline]) -> dict[Key, Baseline]:
-    """Return the entries with the tables of single GPUs merged into the entries of their steps."""
+    """Merge the tables for single GPUs into the entries for their steps."""
     merged = {key: entry for key, entry in entries.items() if not _ON_ONE_GPU.fullmatch(entry.workload.step)}
     for key, entry in entries.items():
         if key in merged:
@@ -187,7 +187,7 @@ def _with_devices(entries: Mapping[Key, Baseline]) -> dict[Key, Baseline]:
 
 
 def render(entries: Mapping[Key, Baseline]) -> str:
-    """Return the text of a file with these entries. The text is sorted, and equal for equal entries."""
+    """Return the file text for these entries. It is sorted, and equal for equal entries."""
     import tomli_w
 
     environments: dict[str, dict[str, Any]] = {}
@@ -223,7 +223,7 @@ def render(entries: Mapping[Key, Baseline]) -> str:
                 **{metric: device_metrics[metric] for metric in METRICS if metric in device_metrics},
                 **_step_peaks_table(entry.step_peaks_by_device.get(device, ())),
             }
-    # The environments come last. If an entry names a missing environment, the end of the file is missing.
+    # The environments come last. If an entry names a missing environment, the file is truncated.
     document = {"format": FORMAT, "tests": tests, "environments": dict(sorted(environments.items()))}
     return tomli_w.dumps(document)
 
@@ -406,7 +406,7 @@ def _composition(table: Mapping[str, object], total: int, where: str) -> Composi
 
 
 def _phases(texts: object, peak: Composition | None, where: str) -> dict[str, Composition]:
-    """Return the compositions at the peaks of other phases. Each total is the sum of the rows."""
+    """Return the compositions at other phases' peaks. Each total is the sum of the rows."""
     rows: dict[str, list[Row]] = {}
     for text in _strings(texts, where):
         phase, _, row = text.partition(" | ")

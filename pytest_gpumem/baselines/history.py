@@ -1,4 +1,4 @@
-"""A baseline's history in git, followed through renames of its file."""
+"""A baseline's history in git, followed through file renames."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOG = (
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit: its full hash, the author's date (``2026-11-02``) and name, and the first line of its message.
+    """A commit: its full hash, the author's date (``2026-11-02``) and name, and its message's first line.
 
     ``cut_off`` is true if a shallow clone lacks its parents. The file may then be older than the commit.
     """
@@ -48,14 +48,14 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A text that is not a valid file of the store, so its baseline is unknown."""
+    """A text that is not a valid store file, so its baseline is unknown."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A change of a baseline. ``commit`` is ``None`` for an uncommitted change; ``before`` or ``after`` for no baseline."""
+    """A change to a baseline. ``commit`` is ``None`` for an uncommitted change; ``before`` or ``after`` for no baseline."""
 
     commit: Commit | None
     before: Baseline | Unreadable | None
@@ -112,20 +112,20 @@ def _renamed_from(top: Path, change: FileChange, path: str) -> tuple[str, str] |
 
 
 def paths_ever(top: Path, folder: str) -> set[str]:
-    """Return the paths of all files that were ever in a folder of the checkout. Raises `GitError`."""
+    """Return the paths to all files that were ever in a folder. Raises `GitError`."""
     listed = git(top, *_LOG, "-m", "--no-renames", "--format=", "--name-only", "--", folder)
     return {path for path in listed.split("\0") if path.strip()}
 
 
 def texts_of(top: Path, changes: Sequence[FileChange]) -> dict[str, bytes]:
-    """Return the contents of all blobs in ``changes``, by blob name. Raises `GitError`."""
+    """Return the contents for all blobs in ``changes``, by blob name. Raises `GitError`."""
     return contents(top, (blob for change in changes for blob in (*change.before, change.after) if blob is not None))
 
 
 def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Key) -> list[Event]:
     """Return the changes to a baseline among the changes to its file, in the same order. Pure.
 
-    Only the test and the measurement of the key are compared, because the file may have had another name.
+    Only the key's test and measurement are compared, because the file may have had another name.
     """
     states: dict[str | None, Baseline | Unreadable | None] = {None: None}
     states |= {blob: state_in(text, key) for blob, text in texts.items()}
@@ -138,13 +138,13 @@ def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Ke
 
 
 def state_in(text: bytes, key: Key) -> Baseline | Unreadable | None:
-    """Return a baseline from the text of its file; ``None`` if the file lacks it. Pure."""
+    """Return a baseline from its file's text; ``None`` if the file lacks it. Pure."""
     file = _entries(text)
     return file if isinstance(file, Unreadable) else file.get((key.test, key.name))
 
 
 def names_in(texts: Mapping[str, bytes], test: str) -> set[str]:
-    """Return the names of a test's measurements that have a baseline in any of these texts."""
+    """Return the test's measurements, by name, that have a baseline in any text."""
     files = (_entries(text) for text in texts.values())
     return {name for file in files if not isinstance(file, Unreadable) for owner, name in file if owner == test}
 

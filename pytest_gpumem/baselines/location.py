@@ -62,7 +62,7 @@ def is_url(location: str) -> bool:
 
 
 def names_a_host(location: str) -> bool:
-    r"""Return whether a location chooses the host of requests.
+    r"""Return whether a location chooses the host for requests.
 
     ``https://host/x`` and the Windows share ``\\host\share`` do. ``s3://bucket`` and paths do not. A nested URL such as
     ``simplecache::s3://bucket`` also counts, because the outer part can write files.
@@ -81,5 +81,5 @@ def _path_in(location: str, rest: str) -> Path:
         raise BackendError(
             f"{location}: a folder's URL needs an absolute path with three slashes, like file:///srv/gpumem-baselines"
         )
-    # `?` and `#` are part of the path. From Python 3.14 on, url2pathname would read them as a query and a fragment.
+    # `?` and `#` belong to the path. From Python 3.14 on, url2pathname would read them as a query and a fragment.
     return Path(url2pathname(f"{slash}{path}".replace("?", "%3F").replace("#", "%23")))

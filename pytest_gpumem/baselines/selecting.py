@@ -1,4 +1,4 @@
-"""Selection of baselines by test id or pattern, and of baselines whose tests are gone. Pure."""
+"""Selection by test id or pattern, and baselines whose tests are gone. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.baseline import Key
 
 _OF_SCRIPTS = "loop"
-"""The name of a script's only measurement in the store."""
+"""A script's only measurement has this name in the store."""
 _FUNCTIONS = ("test",)
-"""pytest's default of ``python_functions``."""
+"""pytest's default for ``python_functions``."""
 
 
 def matches(key: Key, pattern: str) -> bool:
@@ -33,7 +33,7 @@ def matches(key: Key, pattern: str) -> bool:
 
 
 def selected(keys: Iterable[Key], pattern: str) -> list[Key]:
-    """Return the sorted keys of the test with the id ``pattern``; if no test has this id, all matching keys."""
+    """Return the sorted keys for the test with the id ``pattern``; if no test has this id, all matching keys."""
     everything = sorted(set(keys))
     exact = [key for key in everything if pattern in (str(key), f"{key.file}::{key.test}")]
     return exact or [key for key in everything if matches(key, pattern)]
@@ -55,10 +55,10 @@ def is_of_script(key: Key, python_functions: Sequence[str] = _FUNCTIONS) -> bool
     """Return whether a baseline comes from `gpumem run`, and not from a test that pytest collects.
 
     A script is measured as a loop, and its name has no brackets: ``train.py::run (loop)``. A test with ``gpumem.loop()`` has
-    the same form, but the name of a test function.
+    the same form, but a test function's name.
 
     Args:
-        key: The key of the baseline.
+        key: The baseline's key.
         python_functions: pytest's setting ``python_functions``.
     """
     is_loop = without_rank(key.name) == _OF_SCRIPTS and not {*"[:"} & {*key.test}
@@ -97,8 +97,8 @@ def unused(
     ]
 
 
-def unused_line(gone: Sequence[tuple[str, Key]]) -> str:
+def unused_line(baselines: Sequence[tuple[str, Key]]) -> str:
     """Return the line about unused baselines, given as (slug, key)."""
-    shown = ", ".join(str(key) for _, key in gone[:3]) + (", ..." if len(gone) > 3 else "")
-    pronoun = agreeing(len(gone), "it", "them")
-    return f"store: {counted(len(gone), 'unused baseline')}: {shown}; `{command_name()} prune` removes {pronoun}"
+    shown = ", ".join(str(key) for _, key in baselines[:3]) + (", ..." if len(baselines) > 3 else "")
+    pronoun = agreeing(len(baselines), "it", "them")
+    return f"store: {counted(len(baselines), 'unused baseline')}: {shown}; `{command_name()} prune` removes {pronoun}"

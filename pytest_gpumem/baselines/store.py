@@ -26,7 +26,7 @@ class Store:
 
     A baseline's file is ``<device's slug>/<path of the test file from the root directory>.toml``, for example
     ``cpu-x86_64/tests/test_gpt.py.toml``. A slug is a folder name. A leading ``..`` in a test file's path becomes a folder
-    ``__up__``, so no path leads out of the store. Any other name from a device, a hook or a listing is refused.
+    ``__up__``, so no path leads outside the store. Any other name from a device, a hook or a listing is refused.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -44,7 +44,7 @@ class Store:
         self._read_files(self._known_paths())
 
     def find(self, key: Key, slug: str) -> Baseline | NoBaseline:
-        """Return the baseline for a device, or a `NoBaseline` with the names of other devices that have a baseline."""
+        """Return the baseline for a device, or a `NoBaseline` that names other devices with a baseline."""
         entry = self._entries(path_of(slug, key.file)).get(key)
         if entry is not None:
             return entry
@@ -57,7 +57,7 @@ class Store:
         return NoBaseline(tuple(sorted(set(other_devices))))
 
     def names(self, slug: str, file: str, test: str) -> list[str]:
-        """Return the sorted names of a test's measurements with a baseline for a device."""
+        """Return a test's measurements with a baseline for a device, by name and sorted."""
         return sorted(key.name for key in self._entries(path_of(slug, file)) if key.test == test)
 
     def keys(self, slug: str | None = None, files: Collection[str] | None = None) -> list[tuple[str, Key]]:
@@ -85,7 +85,7 @@ class Store:
         """Write and remove entries. Entries that other processes wrote meanwhile are kept. Empty files are deleted.
 
         Args:
-            entries: The entries to write. Each goes to the file of its environment's device.
+            entries: The entries to write. Each goes to its device's file.
             gone: The entries to remove, as (slug, key).
 
         Returns:
@@ -118,9 +118,9 @@ class Store:
                     ) from error
         return unlocked
 
-    def _change_file(self, path: str, entries: Mapping[Key, Baseline], gone: Collection[Key]) -> None:
+    def _change_file(self, path: str, entries: Mapping[Key, Baseline], removed: Collection[Key]) -> None:
         stored = self._read[path].entries
-        merged = {**{key: entry for key, entry in stored.items() if key not in gone}, **entries}
+        merged = {**{key: entry for key, entry in stored.items() if key not in removed}, **entries}
         if merged:
             text = render(merged)
             self._backend.write(path, text)
@@ -169,12 +169,12 @@ class _Read(NamedTuple):
 
 
 def path_of(slug: str, file: str) -> str:
-    """Return the path of a test file's baselines in a store.
+    """Return the path for a test file's baselines in a store.
 
     Example: ``path_of("cpu-x86_64", "tests/test_gpt.py")`` is ``"cpu-x86_64/tests/test_gpt.py.toml"``.
 
     Raises:
-        StoreError: A name would lead out of the store.
+        StoreError: A name would lead outside the store.
     """
     if _SLUG.fullmatch(slug) is None or slug in _TAKEN:
         raise StoreError(f"the slug of a device is {slug!r}, expected the name of a folder, like 'nvidia-h100'")
@@ -182,10 +182,10 @@ def path_of(slug: str, file: str) -> str:
 
 
 def _inside(file: str) -> str:
-    """Return the path of a test file's baselines in a device's folder. Raises `StoreError`."""
-    # The path of a test file outside the root directory begins with "..". It must not lead out of the store.
+    """Return the path for a test file's baselines in a device's folder. Raises `StoreError`."""
+    # A test file outside the root directory has a path that begins with "..". It must not lead outside the store.
     parts = [_UP if part == ".." else part for part in file.split("/")]
-    # Stores are shared between systems, so a path that leads out of a folder on Windows is refused everywhere.
+    # Stores are shared between systems, so a path that leaves its folder on Windows is refused everywhere.
     if any(part in ("", ".") or "\0" in part or ".." in part.split("\\") for part in parts) or _DRIVE.match(file):
         raise StoreError(f"the test file {file!r} has no place in the store, expected a path from the root directory")
     return "/".join(parts) + SUFFIX
@@ -196,6 +196,6 @@ def _slug(path: str) -> str:
 
 
 def _file(path: str) -> str:
-    """Return the test file for a path in the store, as the inverse of `path_of`."""
+    """Return the test file for a path in the store, as the inverse to `path_of`."""
     inside = path.partition("/")[2].removesuffix(SUFFIX)
     return "/".join(".." if part == _UP else part for part in inside.split("/"))

@@ -29,12 +29,12 @@ class UnusedBaselines:
     _by_slug: dict[str, list[tuple[Key, Baseline]]] = field(default_factory=dict, init=False)
 
     def on(self, slug: str) -> list[tuple[Key, Baseline]]:
-        """Return the unused baselines of a device. Raises `StoreError` and `BackendError`."""
+        """Return a device's unused baselines. Raises `StoreError` and `BackendError`."""
         if slug not in self._by_slug:
             files = {file for file in self.store.files() if file in self.whole_files or not self.exists(file)}
-            gone = unused(
+            unused_keys = unused(
                 self.store.keys(slug, files), measured=self.tests, whole_files=self.whole_files, exists=self.exists
             )
-            entries = ((key, self.store.find(key, slug)) for _, key in gone)
+            entries = ((key, self.store.find(key, slug)) for _, key in unused_keys)
             self._by_slug[slug] = [(key, entry) for key, entry in entries if isinstance(entry, Baseline)]
         return self._by_slug[slug]

@@ -1,9 +1,9 @@
-"""The entries that a session writes into the store, by the mode of ``--gpumem-update``. Pure.
+"""The entries that a session writes into the store, by the ``--gpumem-update`` mode. Pure.
 
 For example, a baseline has ``peak_allocated = 100000000`` and ``syncs = 3``, and a run measures 90 MB and 5 syncs. Then
 
 - ``new`` writes nothing, because no figure is missing.
-- ``improved`` writes 90 MB, and leaves 3 syncs. The test still fails because of its syncs.
+- ``improved`` writes 90 MB, and leaves 3 syncs. The test still fails, because 5 syncs are too many.
 - ``all`` writes 90 MB and 5 syncs.
 """
 
@@ -43,14 +43,14 @@ def entries_to_write(
     """Return the entries that an update changes in the store.
 
     ``new`` adds missing entries, and missing metrics in stored entries. ``improved`` lowers the metrics that improved, and
-    leaves the others. ``all`` accepts everything. All times of an entry are written together.
+    leaves the others. ``all`` accepts everything. An entry's times are always written together.
 
     An entry's reason belongs to its last accepted change. A further change without a reason removes it. Another run of times
     does not count as a change.
 
     Args:
-        mode: The value of ``--gpumem-update``.
-        measured: The verdicts and new entries of passed tests.
+        mode: The value for ``--gpumem-update``.
+        measured: Verdicts and new entries for passed tests.
         stored: The stored entries, by the same keys.
     """
     entries: dict[Key, Baseline] = {}
@@ -79,7 +79,7 @@ def entries_to_write(
 def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
     """Return ``earlier`` with improved metrics lowered.
 
-    The result is ``None`` if no metric improved, or if neither environment fits all figures of the new entry.
+    The result is ``None`` if no metric improved, or if neither environment fits all new figures.
     """
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
     unchanged = {name: value for name, value in earlier.metrics.items() if name not in better}
@@ -87,7 +87,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
     decisive = {detail for name in unchanged for detail in METRICS[name].decided_by}
     if not better or any(details.get(detail) != earlier_details.get(detail) for detail in decisive):
         return None
-    # A composition, workspaces and the peaks of all steps belong to their peak.
+    # A composition, workspaces and step peaks belong to the peak.
     of_peak = entry if "peak_allocated" in better else earlier
     of_times = entry if "step_time" in better else earlier
     if _fit(unchanged, entry, earlier) and (of_times.runs is None or _same_machine(of_times, entry)):
@@ -120,7 +120,7 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
 
 
 def _fit(names: Iterable[str], target: Baseline, source: Baseline) -> bool:
-    """Return whether the figures called ``names`` in ``source`` fit the environment of ``target``.
+    """Return whether the figures called ``names`` in ``source`` fit the environment in ``target``.
 
     A figure fits if it is equal in both entries, or if all details that influence it are equal in both environments. For
     example, a peak from AVX-512 does not fit an environment with AVX2.
@@ -134,7 +134,7 @@ def _fit(names: Iterable[str], target: Baseline, source: Baseline) -> bool:
 
 
 def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, float]) -> dict[str, dict[str, int]]:
-    """Return the bytes of each GPU, from ``entry`` for ``better`` metrics and from ``earlier`` for others."""
+    """Return each GPU's bytes, from ``entry`` for ``better`` metrics and from ``earlier`` for others."""
     return {
         device: nbytes
         for device in sorted({*earlier.by_device, *entry.by_device})
@@ -189,7 +189,7 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
         entry = replace(entry, composition=earlier.composition, other_phases=earlier.other_phases)
     entry = replace(entry, by_operator={**entry.by_operator, **_better_placed(entry, earlier)})
     if earlier.runs is None:
-        # Without comparable runs, the times of the latest run are stored, even if it was disturbed.
+        # Without comparable runs, the latest run's times are stored, even if it was disturbed.
         return entry if "step_time" in entry.metrics else _with_times_of(earlier, entry)
     if "step_time" in entry.metrics and not _has_comparable_times(entry, earlier):
         return entry
@@ -203,7 +203,7 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
 def _tallies_of(
     metrics: Mapping[str, float], by_operator: Mapping[str, tuple[Tally, ...]]
 ) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies of the given metrics."""
+    """Return the tallies for these metrics."""
     return {name: tallies for name, tallies in by_operator.items() if name in metrics}
 
 
@@ -254,7 +254,7 @@ def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
 
 
 def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
-    """Return ``earlier`` with missing metrics and times from ``entry``, if they fit the environment of ``earlier``."""
+    """Return ``earlier`` with missing metrics and times from ``entry``, if they fit the environment in ``earlier``."""
     missing = [METRICS[metric.metric] for metric in verdict.metrics if metric.outcome is Outcome.NEW]
     metrics = {
         metric.name: entry.metrics[metric.name]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-"""The extra of this package that installs the library for a URL scheme."""
+"""The pytest-gpumem extra that installs the library for a URL scheme."""
 _HIDDEN = "***"
 _NO_CREDENTIALS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError"}
@@ -37,7 +37,7 @@ def scheme_of(url: str) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """Return the URL with ``***`` in place of a user name, a password and a query, which may contain tokens.
+    """Return the URL with ``***`` instead of a user name, a password and a query, which may contain tokens.
 
     Example: ``https://ada:secret@host/x?token=1`` becomes ``https://***@host/x?***``.
     """
@@ -80,7 +80,7 @@ def _authority(url: str) -> str:
 
 
 def _userinfo_and_query(url: str) -> list[str]:
-    """Return the secret parts of a URL."""
+    """Return a URL's secret parts."""
     # A question mark is a normal character in an object's name.
     query = url.partition("?")[2] if scheme_of(url) in _ONLY_READ else ""
     return [secret for secret in (_authority(url).rpartition("@")[0], query) if secret]

@@ -1,4 +1,4 @@
-"""Rows of candidates for a search: commits between two revisions, releases of a package, or packages that differ."""
+"""Rows of candidates for a search: commits between two revisions, a package's releases, or packages that differ."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Candidate:
     name: str
     description: str = ""
     parents: int = 1
-    """The number of parents of a commit. A merge has two or more."""
+    """A commit's number of parents. A merge has two or more."""
     parent_commits: tuple[str, ...] | None = None
     """The parent commits in a search with branches; ``None`` if the previous candidate in the row is the only parent."""
     package: str = ""
@@ -55,10 +55,10 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
 
     Args:
         checkout: The checkout.
-        good: The first commit of the row.
-        bad: The last commit of the row. If it is the ancestor of ``good``, the row leads back in time, and a search finds
+        good: The first commit in the row.
+        bad: The last commit in the row. If ``good`` comes from it, the row leads back in time, and a search finds
             the commit that mended the test.
-        first_parent: True to skip the commits of merged branches, so a merge stands for its branch. Otherwise the row
+        first_parent: True to skip commits from merged branches, so a merge stands for its branch. Otherwise the row
             has these commits, and each candidate names its parents.
 
     Raises:
@@ -79,8 +79,8 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
 def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) -> list[Candidate]:
     """Return the commits from ``first`` to ``last``, both included, the oldest first.
 
-    With branches, a commit before ``first`` from which a branch starts comes second, as a parent of ``first``: the code of
-    ``first`` contains it. If ``first`` is good, the search can then exclude that commit.
+    With branches, a commit before ``first`` from which a branch starts comes second, as a parent of ``first``, which
+    contains its code. If ``first`` is good, the search can then exclude that commit.
     """
     (start,) = _log(top, "--max-count=1", first.commit)
     listed = ["--first-parent"] if first_parent else ["--topo-order", "--boundary"]
@@ -134,7 +134,7 @@ def _log(top: Path, *arguments: str) -> list[_Commit]:
 
 
 def graph_of(row: Sequence[Candidate]) -> Graph:
-    """Return the parents of each candidate in a row, by position."""
+    """Return each candidate's parents in a row, by position."""
     if any(candidate.parent_commits is None for candidate in row):
         return Graph.line(len(row))
     positions = {
@@ -166,14 +166,14 @@ def _common(top: Path, good: Revision, bad: Revision) -> str:
 def releases(
     package: str, listed: Sequence[str], good: str, bad: str, beside: Mapping[str, str] | None = None
 ) -> list[Candidate]:
-    """Return the releases of ``package`` from ``good`` to ``bad``, both included.
+    """Return a package's releases from ``good`` to ``bad``, both included.
 
     Args:
-        package: The name of the package.
+        package: The package's name.
         listed: All releases on the index.
         good: The first release.
         bad: The last release, or an address such as ``"@ git+https://..."``, which comes after all final releases.
-        beside: Releases of other packages, by name, which every candidate pins in addition.
+        beside: Releases for other packages, by name, which every candidate also pins.
     """
     if bad.startswith(AT):
         chosen = [*between(listed, good, max([good, *listed], key=_final_version)), bad]
@@ -192,7 +192,7 @@ def releases(
 
 
 def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str], list[Candidate]]:
-    """Return the sorted names of packages that differ, and a row of candidates that changes one package after another.
+    """Return the names of differing packages, sorted, and a row in which each candidate changes another package.
 
     Packages on a single side, and two builds from the same release, are left out.
 

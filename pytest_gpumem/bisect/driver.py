@@ -41,7 +41,7 @@ TIMED = "step_time"
 JUDGED = (*(name for name, metric in METRICS.items() if metric.tolerance is not None and metric.unit in WHOLE), TIMED)
 """The metrics by which a candidate can be judged."""
 _MOST_PAIRS = 8
-"""The largest number of pairs of runs for judging a time."""
+"""The largest number of pairs for judging a time."""
 
 
 _ERROR = re.compile(r"(?:E\s+|ERROR: )(.+)")
@@ -71,16 +71,16 @@ class Found:
     bad: Candidate
     skipped: tuple[Candidate, ...]
     ends: Compared
-    """The comparison of both ends of the row."""
+    """The comparison between both ends."""
     step: Compared
-    """The comparison of the last good and the first bad candidate."""
+    """The comparison between the last good and the first bad candidate."""
     trials: tuple[Trial, ...]
     settings: Settings
 
 
 @dataclass
 class Search:
-    """A search in a row of candidates. The first candidate is expected to be good, and the last to be bad."""
+    """A search in a row. The first candidate is expected to be good, and the last to be bad."""
 
     candidates: Sequence[Candidate]
     runner: Runner
@@ -95,7 +95,7 @@ class Search:
     _runs: dict[str, Run | str] = field(default_factory=dict)
     """Runs by the candidate's name, or the reason why there is no run."""
     _timed: dict[tuple[str, str], Compared] = field(default_factory=dict)
-    """Comparisons from runs in turns, by the names of both candidates."""
+    """Comparisons from runs in turns, by both candidates' names."""
     _settings: Settings = field(default_factory=Settings)
 
     def find(self) -> Found:
@@ -104,7 +104,7 @@ class Search:
         Raises:
             NothingFound: The last candidate is not worse than the first, or they cannot be compared.
             RunFailed: An end cannot be run.
-            NotInstalled: The packages of an end cannot be installed.
+            NotInstalled: Packages for an end cannot be installed.
             GitError: A commit cannot be checked out.
             Stopped: A signal was noted.
         """
@@ -135,7 +135,7 @@ class Search:
         )
 
     def _trials(self, ends: Compared, metric: str) -> dict[int, Trial]:
-        """Return the trials of both ends and of the candidates that the search chooses, by position in the row."""
+        """Judge candidates until the search is done, and return the trials by position, with both ends."""
         first, last = self.candidates[0], self.candidates[-1]
         trials = {
             0: Trial(first, "good", _value(ends, metric, "old")),
@@ -150,14 +150,14 @@ class Search:
         return trials
 
     def _end(self, candidate: Candidate) -> Run:
-        """Return the run of a candidate at an end. Raises `RunFailed` if there is none."""
+        """Return an end's run. Raises `RunFailed` if there is none."""
         run = self._run_of(candidate)
         if isinstance(run, str):
             raise RunFailed(f"{candidate.name} cannot be measured: {run}")
         return run
 
     def _run_of(self, candidate: Candidate) -> Run | str:
-        """Return the run of a candidate, from the journal or a new run, or the reason why there is none."""
+        """Return a candidate's run, from the journal or a new run, or the reason why there is none."""
         if candidate.name not in self._runs:
             self._runs[candidate.name] = self._run(candidate)
         return self._runs[candidate.name]
@@ -182,7 +182,7 @@ class Search:
         return run
 
     def _compared(self, base: Candidate, head: Candidate) -> Compared:
-        """Return the comparison of two candidates."""
+        """Compare two candidates."""
         if self.metric == TIMED:
             sides = base.name, head.name
             if sides not in self._timed:
@@ -192,7 +192,7 @@ class Search:
         return self._report([(before, after)], base, head)
 
     def _step(self, good: Candidate, bad: Candidate) -> Compared:
-        """Return the comparison of the last good and the first bad candidate, with the changed lines marked."""
+        """Compare the last good and the first bad candidate, and mark the changed lines."""
         report = self._compared(good, bad)
         with self.provisioner.provide({BASE: good.variant, HEAD: bad.variant}) as provided:
             changed = changed_code(provided[BASE], self._end(good), provided[HEAD], self._end(bad))
@@ -259,7 +259,7 @@ def _changes(report: Compared, metric: str) -> list[ComparedChange]:
 
 
 def _value(report: Compared, metric: str, side: str) -> float | None:
-    """Return the largest value of a metric on a side, among the tests that are worse, or among all if none is."""
+    """Return a metric's largest value on a side, among the tests that are worse, or among all if none is."""
     changes = _changes(report, metric)
     worse = [change for change in changes if change.outcome is Outcome.REGRESSED]
     return max((value for change in worse or changes if (value := getattr(change, side)) is not None), default=None)
@@ -280,7 +280,7 @@ def _why_nothing(report: Compared, metric: str) -> str:
 
 
 def in_a_line(failure: Exception) -> str:
-    """Return why a run failed: the last error in pytest's output, or the first line of the failure if there is none."""
+    """Return why a run failed: the last error in pytest's output, or the failure's first line if there is none."""
     first, *more = str(failure).splitlines()
     errors = [match.group(1) for line in more if (match := _ERROR.match(line.strip()))]
     return errors[-1] if errors else first

@@ -1,4 +1,4 @@
-"""Runs of a bisection on disk, so an interrupted search can continue at the next start."""
+"""A bisection's runs on disk, so an interrupted search can continue at the next start."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def journals_folder() -> Path:
 
 @dataclass(frozen=True)
 class Journal:
-    """The runs of a bisection, as files in a folder, one for each candidate."""
+    """A bisection's runs in a folder, with a file for each candidate."""
 
     folder: Path
 
     @classmethod
     def of(cls, identity: Sequence[Any]) -> Journal:
-        """Return the journal of a bisection.
+        """Return a bisection's journal.
 
         Args:
             identity: Values that identify the bisection, such as the pytest arguments and the candidates' names. The
@@ -55,7 +55,7 @@ class Journal:
         return runs
 
     def add(self, name: str, record: RunRecord) -> None:
-        """Store the run of the candidate called ``name``."""
+        """Store the run for the candidate called ``name``."""
         file = hashlib.sha256(name.encode()).hexdigest()[:16]
         text = json.dumps({"name": name, "status": record.status, "lines": record.lines})
         write_whole(self.folder / f"{file}.json", text)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Red:
     """A measurement that regressed.
 
-    ``then`` and ``now`` are the releases of packages that differ, by name: on the good side and on the bad side. ``gated`` is
+    ``then`` and ``now`` are the releases on the good and on the bad side, for packages that differ, by name. ``gated`` is
     true if the good side is a baseline. A commit may then be the cause. It is false if the good side is a set of requirements.
     """
 
@@ -35,8 +35,8 @@ class Red:
     then: Mapping[str, str] = field(default_factory=dict)
     now: Mapping[str, str] = field(default_factory=dict)
     gated: bool = False
-    others: int = 0
-    """The number of other tests that also regressed."""
+    other_tests: int = 0
+    """The number of other regressed tests."""
 
     @property
     def nodeid(self) -> str:
@@ -50,19 +50,19 @@ class Red:
     @property
     def notes(self) -> list[str]:
         """Clauses about the search: which test it runs, and how many others regressed."""
-        others = f"; {counted(self.others, 'other test')} regressed, too" if self.others else ""
-        return [f"searched with {self.nodeid}, the first test that regressed{others}"]
+        other_tests = f"; {counted(self.other_tests, 'other test')} regressed, too" if self.other_tests else ""
+        return [f"searched with {self.nodeid}, the first test that regressed{other_tests}"]
 
 
 def red_of(text: str, name: str) -> Red:
     """Return the first regressed test in a report. A test with a regressed byte or count metric goes before a time.
 
     Args:
-        text: The JSON report of a session or of ``gpumem ab``.
+        text: The JSON report from a session or from ``gpumem ab``.
         name: The file's name for messages.
 
     Raises:
-        ReportError: The text is no such report.
+        ReportError: The text is not a report.
         NothingFound: No test regressed.
     """
     try:
@@ -73,13 +73,13 @@ def red_of(text: str, name: str) -> Red:
     try:
         regressed = list(_in_comparison(plain)) if of_ab else list(_in_session(text, name))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ReportError(f"{name}: it is no report of this version of gpumem ab: {error!r}") from None
+        raise ReportError(f"{name}: it is not a report from this version of gpumem ab: {error!r}") from None
     if not regressed:
         raise NothingFound(f"no test in {name} regressed, so there is nothing to search for{_why(plain)}")
-    # Bytes and counts repeat, so a single run of each candidate is enough.
+    # Bytes and counts repeat, so a single run for each candidate is enough.
     first = next((red for red in regressed if red.metric is None), regressed[0])
-    others = len({red.nodeid for red in regressed} - {first.nodeid})
-    return Red(first.key, first.slug, first.metrics, first.then, first.now, first.gated, others)
+    other_tests = len({red.nodeid for red in regressed} - {first.nodeid})
+    return Red(first.key, first.slug, first.metrics, first.then, first.now, first.gated, other_tests)
 
 
 def _why(plain: Any) -> str:
@@ -94,7 +94,7 @@ def _why(plain: Any) -> str:
 
 
 def _in_comparison(plain: dict[str, Any]) -> Iterator[Red]:
-    """Yield the regressed measurements in a report of ``gpumem ab``."""
+    """Yield the regressed measurements in a report from ``gpumem ab``."""
     packages = [
         package for package in plain.get("packages", ()) if package["base"] is not None and package["head"] is not None
     ]

@@ -22,7 +22,7 @@ _OPPOSITE: dict[Answer, Answer] = {"good": "bad", "bad": "good", "skipped": "ski
 
 @dataclass(frozen=True)
 class Graph:
-    """The parents of each variant, by positions from 0. The first and the last position are the ends of the search.
+    """The parents of each variant, by positions from 0. The first and the last position are the ends.
 
     ``backwards`` means that the bad end is the ancestor. The search then finds the first good variant, which mended the test.
 
@@ -40,7 +40,7 @@ class Graph:
 
     @cached_property
     def ancestors(self) -> list[int]:
-        """A bit set for each position, with the bits of the position and all its ancestors.
+        """A bit set for each position, with bits for the position and all its ancestors.
 
         Example: ``Graph.line(4).ancestors`` is ``[0b0001, 0b0011, 0b0111, 0b1111]``.
         """
@@ -63,7 +63,7 @@ class Graph:
 class Bounds:
     """The last good variant, the first bad variant, and the skipped variants between them.
 
-    The change was made by ``bad`` or by one of ``between``. In a backwards search, ``good`` is the first good variant, and
+    ``bad`` made the change, or a variant in ``between``. In a backwards search, ``good`` is the first good variant, and
     ``bad`` the last bad variant.
 
     Example: in a row, 3 is good, 4 cannot be run, and 5 is bad: ``Bounds(good=3, bad=5, between=(4,))``.
@@ -118,7 +118,7 @@ def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -
     judge, the result can be a parent that only counts as good because a descendant is good: the first bad variant is compared
     with it, so it has to run.
 
-    Example: in a row of 9 with good 0 and bad 8, the next position is ``(4,)``, and with three jobs ``(2, 4, 6)``.
+    Example: in a row with 9 variants, 0 is good and 8 is bad. The next position is ``(4,)``, or with three jobs ``(2, 4, 6)``.
     """
     in_time = _in_time(graph, answers)
     remaining = _remaining(graph, in_time)
@@ -141,7 +141,7 @@ def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -
 
 
 def _in_time(graph: Graph, answers: Mapping[int, Answer]) -> dict[int, Answer]:
-    """Return the answers in the order of history: "good" before the change, "bad" with the change."""
+    """Return the answers in historical order: "good" before the change, "bad" with the change."""
     return {position: _OPPOSITE[answer] if graph.backwards else answer for position, answer in answers.items()}
 
 
@@ -158,7 +158,7 @@ def _remaining(graph: Graph, in_time: Mapping[int, Answer]) -> _Remaining:
     )
     suspects = ancestors[changed]
     for position, answer in in_time.items():
-        # A good descendant of a bad variant contains something that makes up for the change, so it clears no ancestor.
+        # A good descendant of a bad variant compensates for the change, so it clears no ancestor.
         if answer == "good" and not _contains(ancestors[position], changed):
             suspects &= ~ancestors[position]
     parent: int | None = changed
@@ -172,7 +172,7 @@ def _contains(bits: int, position: int) -> bool:
 
 
 def _positions(bits: int) -> Iterator[int]:
-    """Yield the positions of the set bits."""
+    """Yield the positions with a set bit."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1

@@ -1,4 +1,4 @@
-"""Fingerprint of a working tree, which tells whether stored runs still belong to its code."""
+"""A working tree's fingerprint, which tells whether stored runs still belong to its code."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MOST_FOLDERS = 20_000
 def state_of(checkout: Checkout) -> str:
     """Return a text that changes whenever the checkout's code or settings change.
 
-    In a git repository, the text consists of the HEAD commit, the uncommitted changes, and the names and times of new files.
-    Without git, it consists of the names, sizes and times of the files with code and settings. If there are more than 20,000
+    In a git repository, the text contains the HEAD commit, the uncommitted changes, and the new files' names and times.
+    Without git, it contains the names, sizes and times for all files with code or settings. If there are more than 20,000
     folders, the text is different in each call.
     """
     try:
@@ -52,7 +52,7 @@ def _folders(top: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _files(folders: list[tuple[str, list[str]]]) -> Iterator[tuple[str, int, int]]:
-    """Yield path, size and modification time of each file with code or settings."""
+    """Yield path, size and modification time for each file with code or settings."""
     for folder, names in folders:
         for name in names:
             if name.endswith(_SUFFIXES):

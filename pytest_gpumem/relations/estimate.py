@@ -1,4 +1,4 @@
-"""The state of a training step (parameters, gradients, optimizer), by formula and as measured."""
+"""A training step's state (parameters, gradients, optimizer), by formula and as measured."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KINDS = ("parameters", "gradients", "gradient_buckets", "optimizer_state", "mas
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The state of a training step by formula and as measured. ``print()`` shows its table."""
+    """A training step's state by formula and as measured. ``print()`` shows its table."""
 
     measurement: Measurement
-    """The measurement of the step."""
+    """The step's measurement."""
     state: StateBytes
     """Each state by formula and as measured."""
     findings: tuple[str, ...]
@@ -32,7 +32,7 @@ class Estimate:
 
     @property
     def parameters(self) -> int:
-        """Bytes by formula: number of elements x bytes per element in the precision's dtype.
+        """Bytes by formula: elements x bytes per element in the precision's dtype.
 
         With sharding, only this rank's elements count, with rows rounded up for ``fully_shard``. 0 with ``offload=params``.
 
@@ -66,11 +66,11 @@ class Estimate:
 
     @property
     def activations(self) -> int:
-        """Bytes as measured: saved and temporary tensors at the peak of forward."""
+        """Bytes as measured: saved and temporary tensors at forward's peak."""
         return self.state.activations
 
     def table(self, units: UnitSystem = "si") -> list[str]:
-        """Return the lines of the table, with a row for each state, and the findings.
+        """Return the table's lines, with a row for each state, and the findings.
 
         Args:
             units: ``"si"`` for kB, MB and GB, ``"iec"`` for KiB, MiB and GiB.
@@ -123,7 +123,7 @@ def findings_of(state: StateBytes) -> tuple[str, ...]:
 
 
 def _copies(title: str, measured: int, formula: int) -> str:
-    """Return ``": two copies of the optimizer state are alive"`` if the bytes are near a multiple of the formula; or ``""``."""
+    """Return a clause such as ``": two copies of the optimizer state are alive"`` if the bytes are near a multiple."""
     if not formula:
         return ""
     copies = round(measured / formula)

@@ -1,4 +1,4 @@
-"""Comparison of the gradients under two step configs, because a config that saves memory must not change them."""
+"""Comparison between the gradients under two step configs, because a config that saves memory must not change them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ DEFAULT_TOLERANCES: Mapping[str, float] = {
 """``rtol`` by precision, relative to the root mean square of a parameter's gradient.
 
 Errors add up over the layers, so each tolerance is some tens of the precision's unit roundoff: 5e-4 for TF32 and float16, 4e-3
-for bfloat16. For float32 (6e-8) it is some thousands, because kernels sum in different orders. A wrong gradient has an error
-of about its own size.
+for bfloat16. For float32 (6e-8) it is some thousands, because kernels sum in different orders. A wrong gradient's error
+is about as large as the gradient.
 """
 SEED = 0
 _MOST_TRIES = 5
@@ -52,12 +52,12 @@ _MOST_TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradients of a step on the host, by parameter name; ``None`` for a parameter without a gradient."""
+    """A step's gradients on the host, by parameter name; ``None`` for a parameter without a gradient."""
 
     config: str
     by_name: Mapping[str, torch.Tensor | None]
     precisions: tuple[str, ...] = ("fp32",)
-    """Words of the precision that computed them."""
+    """The words for the precision that computed them."""
 
 
 def assert_same_gradients(
@@ -109,12 +109,14 @@ def difference(
         rtol: The relative tolerance.
         atol: The absolute tolerance. By default, 0.01 x ``rtol`` x the largest gradient, because a gradient that is 0 except
             for rounding (the bias of an attention's keys) has no meaningful size.
-        hint: The end of the message if values differ.
+        hint: Text after the message if values differ.
     """
     names = list(second.by_name)
     if first.by_name.keys() != second.by_name.keys():
         unshared = sorted(first.by_name.keys() ^ second.by_name.keys())
-        return f"the models have different parameters: {unshared[0]} is only in one of them; build the same model each time"
+        return (
+            f"the models have different parameters: {unshared[0]} is only in one model; build the same model each time"
+        )
     missing = [
         (name, without, other)
         for name in names
@@ -150,7 +152,7 @@ def difference(
 
 
 def _hint(config: StepConfig, other: StepConfig) -> str:
-    """Return why gradients can differ although both configs are right, as the end of a message; empty if unknown."""
+    """Return why gradients can differ although both configs are right, as text after a message; empty if unknown."""
     if config.compile != other.compile or "none" not in (config.compile, other.compile):
         return "; compiled code draws its own random numbers: compare with dropout switched off"
     if config.accumulate != other.accumulate:
@@ -203,7 +205,7 @@ def _gradients(
     with ExitStack() as stack:
         # The comparison must not change the test's random numbers.
         stack.enter_context(random_numbers_given_back(device))
-        # The same seed makes buffers equal that are not part of the state dict.
+        # The same seed makes buffers equal that are not in the state dict.
         torch.manual_seed(SEED)
         model = build_model(model_factory, torch_device)
         initialise(model, batch, StepConfig(), device, training=True)
@@ -258,7 +260,7 @@ def _unscaled(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor | 
 
 
 def _not_finite(gradients: Mapping[str, torch.Tensor | None]) -> str | None:
-    """Return the name of the first parameter whose gradient is not finite; ``None`` if all are finite."""
+    """Return the first parameter whose gradient is not finite, by name; ``None`` if all are finite."""
     import torch
 
     return next(

@@ -1,4 +1,4 @@
-"""Assertion that the memory of a repeated step does not grow."""
+"""Assertion that a repeated step's memory does not grow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_KINDS = 3
 
 
 def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
-    """Call a step repeatedly, and fail if memory still grows in the second half of the calls.
+    """Call a step repeatedly, and fail if memory still grows in the second half.
 
     If memory grows, ``step`` is called once more to name the kept tensors: a tensor that this call replaces, such as a batch,
     is not kept. With several ranks this call is left out, because other ranks may not make it.
@@ -66,7 +66,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
             raise MeasuringError(f"the step held no tensor on {device.torch_device}: {HELD_NOTHING}")
         if not grows(live):
             return
-        # Only living tensors count, because Python reuses the id of a freed tensor.
+        # Only living tensors count, because Python reuses a freed tensor's id.
         old = {id(reference()) for reference in references}
         fresh = [weakref.ref(tensor) for number, tensor in _tensors(device).items() if number not in old]
         survivors: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
 
 
 def _of_more_kinds(device: Device, old: Collection[int], kinds_before: Mapping[str, int]) -> list[torch.Tensor]:
-    """Return new tensors whose dtype and shape became more frequent, for example the entries of a growing cache."""
+    """Return new tensors whose dtype and shape became more frequent, for example entries in a growing cache."""
     kinds = _kinds(device)
     return [
         tensor
@@ -92,7 +92,7 @@ def _of_more_kinds(device: Device, old: Collection[int], kinds_before: Mapping[s
 
 
 def _kinds(device: Device) -> Counter[str]:
-    """Return the number of tensors with each dtype and shape."""
+    """Count the tensors with each dtype and shape."""
     return Counter(map(describe, _tensors(device).values()))
 
 
@@ -104,14 +104,14 @@ def _by_bytes(blocks: Mapping[int, int], paths: Mapping[int, str]) -> list[str]:
     return sorted(filter(None, nbytes), key=lambda path: (-nbytes[path], path))[:MOST_KINDS]
 
 
-def growth_text(kept: int, steps: int, tensors: list[torch.Tensor], holders: Sequence[str] = ()) -> str:
-    """Return the message about growing memory: bytes for each step, the kinds of kept tensors, and their holders.
+def growth_text(total: int, steps: int, tensors: list[torch.Tensor], holders: Sequence[str] = ()) -> str:
+    """Return the message about growing memory: bytes for each step, the kept tensors by kind, and their holders.
 
     Args:
-        kept: Bytes that the steps kept together.
+        total: Bytes that the steps kept together.
         steps: The number of steps.
         tensors: The kept tensors. The three kinds with the most bytes are shown.
-        holders: Paths to the holders of the tensors.
+        holders: Paths to the tensors' holders.
     """
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -125,13 +125,13 @@ def growth_text(kept: int, steps: int, tensors: list[torch.Tensor], holders: Seq
                 storages.add(address)
                 sizes[kind] += nbytes
     lines = [
-        f"memory grows: {format_bytes(round(kept / steps))} a step, {format_bytes(kept)} in {counted(steps, 'step')}"
+        f"memory grows: {format_bytes(round(total / steps))} a step, {format_bytes(total)} in {counted(steps, 'step')}"
     ]
     shown = sizes.most_common(MOST_KINDS)
     lines += [f"  kept: {counts[kind]} x {kind}, {format_bytes(size)}" for kind, size in shown]
     if len(sizes) > MOST_KINDS:
         lines.append(f"  kept: tensors of {counted(len(sizes) - len(shown), 'more kind')}")
-    rest = kept - sum(sizes.values())
+    rest = total - sum(sizes.values())
     if rest > 0:
         lines.append(
             f"  kept: {format_bytes(rest)} more: in tensors that replace smaller tensors, or saved for backward"

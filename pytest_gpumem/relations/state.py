@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer state in a training step, by formula and as measured."""
+"""Bytes for parameters, gradients and optimizer state in a training step, by formula and as measured."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 COUNT = 4
-"""Bytes of the float32 step count that an optimizer keeps for each parameter."""
+"""Bytes for the float32 step count that an optimizer keeps for each parameter."""
 LEAST_IN_8_BITS = 4096
-"""Number of elements below which a tensor keeps full-precision state, in both torchao and bitsandbytes."""
+"""Tensors with fewer elements keep full-precision state, in both torchao and bitsandbytes."""
 BLOCK_IN_8_BITS = 256
-"""Number of values with a common scale (torchao's ``block_size``)."""
+"""How many values share a scale (torchao's ``block_size``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The bytes of a state, for example of the gradients."""
+    """The bytes for a state, for example for the gradients."""
 
     formula: int | None
     """Bytes by formula; ``None`` if there is no formula."""
@@ -42,32 +42,32 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """The states of a training step, in bytes."""
+    """A training step's states, in bytes."""
 
     parameters: Share
     """Parameters."""
     gradients: Share
     """Gradients, which exist from backward until ``zero_grad``."""
     optimizer_state: Share
-    """State of the optimizer."""
+    """Optimizer state."""
     master_weights: Share
     """Full-precision copies of half-precision parameters in an optimizer. torch's optimizers have no copies."""
     buffers: int
-    """Buffers of the model."""
+    """The model's buffers."""
     batch: int
     """The batch."""
     other: int
     """Memory at rest without a known owner."""
     activations: int
-    """Saved and temporary tensors at the peak of forward."""
+    """Saved and temporary tensors at forward's peak."""
     peak: int
-    """The peak of the step."""
+    """The step's peak."""
     gradient_buckets: Share = Share(0, 0)
-    """Copies of gradients that ``DistributedDataParallel`` keeps to send them."""
+    """Gradient copies that ``DistributedDataParallel`` keeps for sending."""
 
 
 def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
-    """Run another step, and return the bytes of model, optimizer and batch when all gradients exist."""
+    """Run another step, and return the bytes for model, optimizer and batch when all gradients exist."""
     training = prepared.training
     model = training.model
     optimizer = None if training.optimizer is None else local_optimizer(training.optimizer)
@@ -120,7 +120,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     remaining = sum(_gradient_blocks(parameters, device).values())
     at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + remaining
     metrics = figures.memory.memory_metrics()
-    # From the second micro-batch on, the gradients of the previous ones exist during forward.
+    # From the second micro-batch on, earlier gradients exist during forward.
     during_forward = bytes_of["gradients"] - remaining if training.config.accumulate > 1 else 0
     word = training.config.precision
     other = figures.memory.own - figures.memory.workspaces_before - at_rest
@@ -128,7 +128,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
     if training.buckets is not None:
         buckets = _bytes_in(trained, word, device)
         if not bytes_of["buckets"]:
-            # With other ranks, DDP does not expose its buckets. They are part of the bytes at rest without an owner.
+            # With other ranks, DDP does not expose its buckets. They are among the bytes at rest without an owner.
             bytes_of["buckets"] = max(0, min(buckets, other))
             other -= bytes_of["buckets"]
     has_state = "params" not in training.config.offloaded
@@ -150,7 +150,7 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
 
 
 def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None, device: torch.device) -> int:
-    """Return the number of elements on the device x bytes per element in the precision, by default the parameter's dtype."""
+    """Return elements on the device x bytes per element in the precision, by default in the parameter's dtype."""
     import torch
 
     precision = precision_named(word)
@@ -164,10 +164,10 @@ def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None, device: to
 
 
 def shard_elements(parameter: torch.Tensor, *, padded: bool = False) -> int:
-    """Return the number of a parameter's elements on this rank, or all elements if it is not sharded.
+    """Count a parameter's elements on this rank, or all elements if it is not sharded.
 
-    A dimension of n rows is split like ``torch.chunk``: each of N ranks has ceil(n / N) rows, and the last ranks have fewer or
-    none. For example, 10 rows on 4 ranks are split into 3, 3, 3 and 1.
+    A dimension with n rows is split like ``torch.chunk``: each of N ranks has ceil(n / N) rows, and the last ranks have fewer
+    or none. For example, 10 rows on 4 ranks are split into 3, 3, 3 and 1.
 
     Args:
         parameter: A tensor, or a DTensor.
@@ -211,13 +211,13 @@ def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> int | None:
-    """Return the bytes of an optimizer's state by formula; ``None`` for an optimizer without a formula.
+    """Return an optimizer's state in bytes by formula; ``None`` for an optimizer without a formula.
 
     - Adam and AdamW (Kingma and Ba 2014): two averages in the parameter's dtype, three with ``amsgrad``, and a step count.
     - SGD: a momentum buffer, if momentum is used.
     - Adafactor (Shazeer and Stern 2018): a row and a column for each matrix.
-    - torchao's 8-bit Adam (Dettmers 2021): two averages with a byte for each value, a float32 scale for each block of 256
-      values, and a table of 256 float32.
+    - torchao's 8-bit Adam (Dettmers 2021): two averages with a byte for each value, a float32 scale for each block of
+      256 values, and a table of 256 float32.
 
     torch keeps the step count on the host unless the optimizer is fused or capturable. It is then not counted for a model on
     another device.
@@ -238,7 +238,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.
 
 
 def _state_of(name: str, module: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> int | None:
-    """Return the bytes of the state for a single parameter; ``None`` for an optimizer without a formula."""
+    """Return the state's bytes for a single parameter; ``None`` for an optimizer without a formula."""
     elements = shard_elements(parameter)
     nbytes = elements * parameter.element_size()
     is_counted = group.get("fused") or group.get("capturable") or is_host(parameter.device)

@@ -1,6 +1,6 @@
 """Virtual environments for sets of requirements, in the user's cache.
 
-An environment's folder is named after a hash of the set and of the packages below it, so the same set is installed once.
+The folder name is a hash over the set and the packages below it, so the same set is installed once.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _LAYER = "gpumem-layer.pth"
 
 @dataclass(frozen=True, slots=True)
 class VirtualEnvironment:
-    """An environment in the cache: its folder, the name of its requirement set, and its own releases by package."""
+    """An environment in the cache: its folder, its requirement set's name, and its own releases by package."""
 
     folder: Path
     name: str
     packages: Mapping[str, str]
     made: float
-    """Time of creation, in seconds since 1970."""
+    """Creation time, in seconds since 1970."""
     modules: frozenset[str] = frozenset()
-    """The top-level modules of these packages: ``{"transformers", "tokenizers"}``."""
+    """The top-level modules in these packages: ``{"transformers", "tokenizers"}``."""
 
     @property
     def python(self) -> Path:
@@ -56,19 +56,19 @@ class VirtualEnvironment:
 
     @property
     def site_folders(self) -> tuple[Path, ...]:
-        """The folders of installed packages on its path, its own first."""
+        """The package folders on its path, its own first."""
         own = [*self.folder.glob("lib*/python*/site-packages"), *self.folder.glob("Lib/site-packages")]
         is_layer = any((folder / _LAYER).exists() for folder in own)
         return (*own, *(site_folders_here() if is_layer else ()))
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the total size of a folder's files in bytes."""
+    """Return the bytes in a folder's files."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink() and path.is_file())
 
 
 def interpreter(folder: Path) -> Path:
-    """Return the interpreter of a virtual environment."""
+    """Return a virtual environment's interpreter."""
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
@@ -94,12 +94,12 @@ class Environments:
         )
 
     def unfinished(self) -> list[Path]:
-        """Return the folders of environments whose installation is in progress or was interrupted."""
+        """Return environment folders whose installation is in progress or was interrupted."""
         finished = {environment.folder for environment in self.kept()}
         return [path for path in sorted(self.folder.glob("*")) if path.is_dir() and path not in finished]
 
     def find(self, requirements: RequirementSet, *, emulated: bool = False) -> VirtualEnvironment | None:
-        """Return the cached environment for a set of exact releases; ``None`` if there is none.
+        """Return the cached environment for a set with exact releases; ``None`` if there is none.
 
         Sets with other requirements are never cached. For example, ``transformers>=4.38`` may install another release tomorrow.
 
@@ -125,7 +125,7 @@ class Environments:
         """Return an environment with the requirements: the cached environment, or a new one.
 
         A set without exact releases is always installed anew, because a new release may exist. Its environment is kept while
-        this process runs, and removed by a later installation of the same set. If an installation fails, its folder is
+        this process runs, and removed when the same set is installed again. If an installation fails, its folder is
         removed.
 
         Args:
@@ -208,7 +208,7 @@ class Environments:
 
 
 _in_use: list[FileLock] = []
-"""Locks of environments that only this process uses. The system releases them when the process ends, even after a crash."""
+"""Locks on environments that only this process uses. The system releases them when the process ends, even after a crash."""
 
 
 def _lock(folder: Path) -> FileLock:
@@ -231,7 +231,7 @@ def _locked(folder: Path, stop: Stop) -> FileLock:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove the environments of a set without exact releases that no process uses."""
+    """Remove the environments of a set without exact releases, unless a process uses them."""
     from filelock import Timeout
 
     for environment in folder.parent.glob(f"{folder.name}-*"):
@@ -242,7 +242,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _key(requirements: RequirementSet, *, emulated: bool) -> str:
-    """Return the folder name of an environment: a hash of its requirements and of the packages below it."""
+    """Return an environment's folder name: a hash over its requirements and the packages below it."""
     beneath = packages_here()
     # With another Python, only this plugin comes from the current environment.
     plugin = [package for package in beneath if package.startswith("pytest_gpumem==")]
@@ -257,29 +257,29 @@ def _key(requirements: RequirementSet, *, emulated: bool) -> str:
 
 
 def packages_here() -> list[str]:
-    """Return the installed packages of this environment: ``["torch==2.13.0", ...]``."""
+    """Return the installed packages in this environment: ``["torch==2.13.0", ...]``."""
     return sorted(f"{name}=={version}" for folder in site_folders_here() for name, version in _installed_in(folder))
 
 
 def site_folders_here() -> list[Path]:
-    """Return the existing folders of installed packages for this interpreter."""
+    """Return this interpreter's existing package folders."""
     own = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     return [folder for folder in map(Path, own) if folder.is_dir()]
 
 
 def _layer() -> str:
-    """Return the ``.pth`` file that adds the packages of the current environment to a new one, below its own."""
+    """Return the ``.pth`` file that adds the current environment's packages to a new environment, below its own."""
     return "".join(f"import site; site.addsitedir({str(folder)!r})\n" for folder in site_folders_here())
 
 
 def _site_folder(python: Path) -> Path:
-    """Return the folder of installed packages in a virtual environment."""
+    """Return a virtual environment's package folder."""
     command = [str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
 
 
 def _installed_in(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and release of each package in a folder, as its metadata folder spells them."""
+    """Yield name and release for each package in a folder, as its metadata folder spells them."""
     for info in sorted(folder.glob("*.dist-info")):
         name, _, version = info.name.removesuffix(".dist-info").rpartition("-")
         yield name, version

@@ -1,4 +1,4 @@
-"""Installed packages by file: the name and version of the distribution that contains a source file."""
+"""Installed packages by file: the name and version for the distribution that contains a source file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _FOLDERS = ("site-packages", "dist-packages")
 _DECIDE_MEMORY = ("nvidia-cublas", "nvidia-cudnn", "nvidia-cusparselt", "nvidia-nccl", "triton")
-"""Name prefixes of torch's dependencies whose release decides the memory of operators."""
+"""Name prefixes for torch's dependencies whose release decides how much memory operators need."""
 
 
 class Package(NamedTuple):
@@ -24,7 +24,7 @@ class Package(NamedTuple):
 
 
 class InstalledFile(NamedTuple):
-    """A file of an installed package: the folder with all packages, and the parts of the file's path in this folder.
+    """A file in an installed package: the folder with all packages, and the file's path parts in this folder.
 
     Example: ``InstalledFile("/venv/lib/python3.11/site-packages", ("transformers", "models", "llama", "modeling_llama.py"))``.
     """
@@ -48,7 +48,7 @@ class InstalledFile(NamedTuple):
 
 
 def installed_file(path: PurePath) -> InstalledFile | None:
-    """Return a path as a file of an installed package; ``None`` for a path outside ``site-packages``."""
+    """Return a path as a file in an installed package; ``None`` for a path outside ``site-packages``."""
     parts = path.parts
     for folder in _FOLDERS:
         if folder in parts:
@@ -58,14 +58,14 @@ def installed_file(path: PurePath) -> InstalledFile | None:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the given packages by name, without packages that are not installed."""
+    """Return package versions by name, without packages that are not installed."""
     pairs = ((name, next(iter(importlib.metadata.distributions(name=name)), None)) for name in names)
     return {name: distribution.version for name, distribution in pairs if distribution is not None}
 
 
 @cache
 def needed_by_torch() -> tuple[str, ...]:
-    """Return the dependencies of torch whose release decides memory: cuBLAS, cuDNN, cuSPARSELt, NCCL, Triton."""
+    """Return torch's dependencies whose release decides memory: cuBLAS, cuDNN, cuSPARSELt, NCCL, Triton."""
     try:
         requirements = importlib.metadata.requires("torch") or []
     except importlib.metadata.PackageNotFoundError:
@@ -76,9 +76,9 @@ def needed_by_torch() -> tuple[str, ...]:
 
 @cache
 def _package(folder: str, parts: tuple[str, ...]) -> Package | None:
-    """Return the package with a file, given the folder with all packages and the parts of the path in this folder."""
+    """Return the package with a file, given the folder with all packages and the path parts in this folder."""
     top = parts[0].removesuffix(".py")
-    # Most packages have the name of their module, so only their own list of files is read. All lists are read otherwise.
+    # Most packages are named like their module, so only their own file list is read. Otherwise all lists are read.
     for distribution in importlib.metadata.distributions(name=top, path=[folder]):
         record = _record_of(folder, top)
         if not record or f"\n{'/'.join(parts)}," in record:
@@ -91,7 +91,7 @@ def _package(folder: str, parts: tuple[str, ...]) -> Package | None:
 
 @cache
 def _record_of(folder: str, name: str) -> str:
-    """Return a distribution's list of files with a line for each file, after an empty line; empty if it has no list."""
+    """Return a distribution's file list with a line for each file, after an empty line; empty if it has no list."""
     distributions = importlib.metadata.distributions(name=name, path=[folder])
     texts = (distribution.read_text("RECORD") for distribution in distributions)
     text = next(texts, None)
@@ -100,7 +100,7 @@ def _record_of(folder: str, name: str) -> str:
 
 @cache
 def by_module(folder: str) -> Mapping[str, Package]:
-    """Return the packages in a folder by the top-level name of their modules.
+    """Return the packages in a folder by top-level module name.
 
     Example: ``sklearn`` belongs to ``scikit-learn``. If several packages share a namespace, the first is returned.
     """
@@ -109,7 +109,7 @@ def by_module(folder: str) -> Mapping[str, Package]:
 
 @cache
 def _distributions(folder: str) -> Mapping[str, Sequence[Distribution]]:
-    """Return the distributions in a folder by the top-level names of their modules."""
+    """Return the distributions in a folder by top-level module name."""
     by_name: dict[str, list[Distribution]] = {}
     for distribution in importlib.metadata.distributions(path=[folder]):
         listed = (distribution.read_text("top_level.txt") or "").split()
@@ -121,7 +121,7 @@ def _distributions(folder: str) -> Mapping[str, Sequence[Distribution]]:
 
 @cache
 def _by_path(folder: str, top: str) -> Mapping[tuple[str, ...], Package]:
-    """Return the distributions with a common top-level name, by the paths of their files and of the files' folders."""
+    """Return the distributions with a common top-level name, by the paths to their files and folders."""
     packages: dict[tuple[str, ...], Package] = {}
     for distribution in _distributions(folder)[top]:
         package = _named(distribution)

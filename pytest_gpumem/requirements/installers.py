@@ -1,4 +1,4 @@
-"""Installation of requirements with uv or pip into an environment above the current environment.
+"""Installation with uv or pip into an environment above the current environment.
 
 The current environment does not change. A named package gets the newest release that fits. Its dependencies are used from the
 current environment if they satisfy it, so two environments differ only in the requested packages.
@@ -60,7 +60,7 @@ class Installer:
 
         Args:
             requirements: The set.
-            layered: True if the new environment also sees the packages of the current environment.
+            layered: True if the new environment also sees the current environment's packages.
             emulated: True to install torch's CUDA build without NVIDIA's libraries, which an emulated GPU replaces.
 
         Raises:
@@ -105,7 +105,7 @@ class Installer:
 
     @cached_property
     def _pip_install(self) -> list[str]:
-        # pip's search for conflicts reads the requirements of all packages below, and takes longer than the installation.
+        # pip's search for conflicts reads every package's requirements below, and takes longer than the installation.
         return [*pip_command(self.python, self.environment), "install", "--no-warn-conflicts"]
 
     def _install_torch(self, specifier: str) -> None:
@@ -190,7 +190,7 @@ def reason_in(output: str) -> str:
 
 
 def _latest(versions: re.Match[str]) -> str:
-    """Shorten pip's list of releases to the last three."""
+    """Shorten pip's release list to the last three."""
     listed = versions.group(1).split(", ")
     return (
         f"(from versions: {', '.join(['...', *listed[-_MOST_RELEASES:]] if len(listed) > _MOST_RELEASES else listed)})"

@@ -1,6 +1,6 @@
 """Absolute paths for the relative paths in requirements, so pip can run in another folder.
 
-pip resolves relative paths from the current folder. A folder of wheels (``--find-links``) is searched beside the requirements
+pip resolves relative paths from the current folder. A folder with wheels (``--find-links``) is searched beside the requirements
 file first (https://pip.pypa.io/en/stable/reference/requirements-file-format/).
 """
 
@@ -33,8 +33,8 @@ def is_path(line: str) -> bool:
 def named_path(line: str) -> str:
     """Return a path in a requirement as a name with an address. Other requirements are returned unchanged.
 
-    Example: ``./models-1.0-py3-none-any.whl`` becomes ``models @ file:///home/ada/models-1.0-py3-none-any.whl``. The name of a
-    project folder is unknown, so ``./models`` becomes ``/home/ada/models``.
+    Example: ``./models-1.0-py3-none-any.whl`` becomes ``models @ file:///home/ada/models-1.0-py3-none-any.whl``. A project
+    folder's package name is unknown, so ``./models`` becomes ``/home/ada/models``.
 
     Raises:
         NoSuchPath: The path does not exist.
@@ -67,7 +67,7 @@ def _is_local(text: str) -> bool:
 
 
 def _name_of(path: Path) -> str | None:
-    """Return the package name from the file name of a wheel or source distribution; ``None`` if it contains no name."""
+    """Return the package name from a wheel's or source distribution's file name; ``None`` if it contains no name."""
     try:
         if path.suffix == ".whl":
             return parse_wheel_filename(path.name)[0]

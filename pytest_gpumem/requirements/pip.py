@@ -1,4 +1,4 @@
-"""The command line of pip for an interpreter, even if pip is not installed for it, as in uv's environments."""
+"""pip's command line for an interpreter, even if pip is not installed for it, as in uv's environments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if importlib.util.find_spec("pip") is None:
     folders = [sysconfig.get_config_var("WHEEL_PKG_DIR"), pathlib.Path(ensurepip.__file__).parent / "_bundled"]
     print(*[wheel for folder in folders if folder for wheel in pathlib.Path(folder).glob("pip-*.whl")][:1])
 """
-"""Prints the path of pip's wheel in Python's ``ensurepip``, if pip is not installed."""
+"""Prints the path to pip's wheel in Python's ``ensurepip``, if pip is not installed."""
 
 
 def pip_command(python: Path, environment: Mapping[str, str]) -> list[str]:

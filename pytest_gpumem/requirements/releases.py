@@ -1,4 +1,4 @@
-"""The releases of a package on an index, from ``pip index versions``."""
+"""A package's releases on an index, from ``pip index versions``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LISTED = re.compile(r"^Available versions: (.+)$", re.MULTILINE)
 
 
 def releases_of(package: str, environment: Mapping[str, str], stop: Stop) -> list[str]:
-    """Return all releases of a package for this Python, the oldest first.
+    """Return a package's releases for this Python, the oldest first.
 
     Raises:
         NotInstalled: pip finds no release.

@@ -28,7 +28,7 @@ _CONTINUED = re.compile(r"\\\r?\n")
 class RequirementSet:
     """Packages to install above the current environment.
 
-    ``lines`` are requirements, with pip's options from requirements files. ``constraints`` are the lines of constraints files.
+    ``lines`` are requirements, with pip's options from requirements files. ``constraints`` are lines from constraints files.
     ``python`` is the interpreter; ``None`` for the current one.
 
     Example: ``requirement_set(["transformers==4.38.2"])`` has the single line ``transformers==4.38.2`` and is exact.
@@ -51,7 +51,7 @@ class RequirementSet:
 
     @property
     def names(self) -> frozenset[str]:
-        """The normalized names of the required packages."""
+        """The required packages by normalized name."""
         return frozenset(canonicalize_name(requirement.name) for requirement in self.requirements)
 
     @property
@@ -79,12 +79,12 @@ class _Line(NamedTuple):
 def requirement_set(
     texts: Iterable[str], constraints: Iterable[Path] = (), python: str | None = None
 ) -> RequirementSet:
-    """Return a set from the words of a command line.
+    """Return a set from a command line's words.
 
     Example: ``requirement_set(["-r old.txt"])`` reads ``old.txt``, and the files that it names with ``-r`` and ``-c``.
 
     Args:
-        texts: Requirements, or ``-r`` with the path of a requirements file.
+        texts: Requirements, or ``-r`` with the path to a requirements file.
         constraints: Constraints files.
         python: The interpreter; ``None`` for the current one.
 
@@ -111,7 +111,7 @@ def _lines_of(text: str) -> Iterator[_Line]:
 
 
 def _lines_in(path: Path, within: tuple[Path, ...], *, limits: bool = False) -> Iterator[_Line]:
-    """Yield the lines of a requirements or constraints file, and of the files that it names."""
+    """Yield the lines in a requirements or constraints file, and in the files that it names."""
     if path in within:
         raise RequirementError(f"{path} names itself")
     try:

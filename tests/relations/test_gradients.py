@@ -94,7 +94,7 @@ def test_a_missing_gradient_is_told_with_the_config_that_lacks_it():
 
 
 def test_models_of_different_parameters_are_told():
-    message = "the models have different parameters: extra is only in one of them; build the same model each time"
+    message = "the models have different parameters: extra is only in one model; build the same model each time"
     one, other = gradients(weight=[1.0]), gradients(weight=[1.0], extra=[1.0])
     assert told(one, other) == told(other, one) == message
 
