@@ -695,7 +695,7 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, at_once, monkeypat
             ["--good", "HEAD~63", "--bad", "beside"],
             "(peak allocated 10.00 MB and 10.00 MB): both ends are good, or both are bad",
         ),
-        (["--good", "main", "--bad", "beside"], "is no ancestor of beside"),
+        (["--good", "main", "--bad", "beside"], "is not an ancestor of beside"),
         (["--good", "HEAD~63", "--bad", "beside", "--metric", "flops"], "no test has FLOPs on both sides"),
         (["--good", "nowhere"], "there is no revision 'nowhere'"),
         (["--bad", "main"], "Missing option '--good'"),

@@ -22,7 +22,7 @@ VARIABLE = "GPUMEM_AB_RUN"
 run. All folders are given without symbolic links. ``only`` lists the test ids to run; an empty list runs all.
 """
 PROPERTY = "gpumem"
-SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
+SWITCHED_OFF_OPTIONS = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
 """Options that the collector switches off, because ``[tool.gpumem]`` may switch them on."""
 
 
@@ -41,7 +41,7 @@ class Collector:
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self._is_worker = hasattr(config, "workerinput")
-        for option in SWITCHED_OFF:
+        for option in SWITCHED_OFF_OPTIONS:
             if hasattr(config.option, option):
                 setattr(config.option, option, False)
 

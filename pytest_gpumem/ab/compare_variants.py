@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.ab.checkout import BASE, HEAD, clear_leftovers, temporary_folder
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Runner
-from pytest_gpumem.ab.variants import Provisioner, Variant, changed_packages, why_unused
+from pytest_gpumem.ab.variants import Provisioner, Variant, changed_packages, why_no_difference
 from pytest_gpumem.ab.verdicts import compare_runs, with_marked_lines
 from pytest_gpumem.changed_code.marks import ChangedCode
 from pytest_gpumem.changed_code.sources import Folders
@@ -257,7 +257,7 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
         base, head = pairs[0]
         if len(pairs) == 1:
             settings = settings_in(provided[HEAD].top / head.root)
-            unused = why_unused(provided[BASE], provided[HEAD], base.imported | head.imported)
+            unused = why_no_difference(provided[BASE], provided[HEAD], base.imported | head.imported)
             if unused is not None:
                 raise RunFailed(unused)
             changed = changed_code(provided[BASE], base, provided[HEAD], head)

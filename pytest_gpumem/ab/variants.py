@@ -133,7 +133,7 @@ class Provisioner:
             raise NotInstalled(f"{requirements} cannot be installed: {error}") from None
         packages = [f"{name} {version}" for name, version in environment.packages.items()]
         more = [f"{len(packages) - _MOST_NAMED} more"] if len(packages) > _MOST_NAMED else []
-        names = ", ".join([*packages[:_MOST_NAMED], *more]) or "nothing that is not here"
+        names = ", ".join([*packages[:_MOST_NAMED], *more]) or "nothing new"
         self.say(f"installed {requirements} in {time.monotonic() - began:.0f} s: {names}")
         return environment
 
@@ -202,7 +202,7 @@ def changed_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tupl
     )
 
 
-def why_unused(base: ProvisionedVariant, head: ProvisionedVariant, imported: frozenset[str]) -> str | None:
+def why_no_difference(base: ProvisionedVariant, head: ProvisionedVariant, imported: frozenset[str]) -> str | None:
     """Return why two runs cannot differ, as a sentence; ``None`` if they can.
 
     The runs cannot differ if they have the same code and imported no package that differs.

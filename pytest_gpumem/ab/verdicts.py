@@ -126,14 +126,14 @@ def with_marked_lines(report: Compared, changed: ChangedCode) -> Compared:
     return replace(report, rows=tuple(rows))
 
 
-_MOST_OF_A_MESSAGE = 400
+_MOST_CHARACTERS = 400
 """The largest number of characters to show from an exception's message."""
 
 
 def _in_a_line(message: str) -> str:
     """Return an exception's message as a single line without empty lines, shortened to 400 characters."""
     line = "; ".join(line.strip() for line in message.splitlines() if line.strip())
-    return line if len(line) <= _MOST_OF_A_MESSAGE else f"{line[:_MOST_OF_A_MESSAGE]} ..."
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]} ..."
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A distributed lock of numbered objects, for storage that creates an object only once (S3, Google Cloud Storage).
 
 A process takes the lock by creating the object with the next number; only one can. It holds the lock until it writes into
-the object that it is released, or until others have watched the object unchanged for `LASTS` seconds: then the holder is
+the object that it is released, or until others have watched the object unchanged for `LOCK_SECONDS`: then the holder is
 dead. Time is only measured between two moments of one process, so no two clocks have to agree. The highest number is never
 removed. A process that listed the numbers long ago may create a removed number again, but it then finds a higher number.
 
@@ -24,11 +24,11 @@ from pytest_gpumem.baselines.errors import DistributedLockError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LASTS = 60.0
+LOCK_SECONDS = 60.0
 """Seconds after which an unchanged lock's holder counts as dead."""
-PATIENCE = 600.0
+WAIT_SECONDS = 600.0
 """Seconds to wait for living holders."""
-_RENEWED_AFTER = LASTS / 4
+_RENEWED_AFTER = LOCK_SECONDS / 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
@@ -106,7 +106,7 @@ class DistributedLock:
             False if the storage creates an existing object again, because such storage cannot lock.
 
         Raises:
-            DistributedLockError: Other processes have held the lock, one after the other, for `PATIENCE` seconds.
+            DistributedLockError: Other processes have held the lock, one after the other, for `WAIT_SECONDS`.
         """
         self._wait_and_create()
         try:
@@ -136,7 +136,7 @@ class DistributedLock:
         self._renewals += 1
         self._objects.replace(self._number, self._text())
         # A process that saw the renewal in time does not take the lock, but another process may have taken it.
-        if self._clock() - self._renewed >= LASTS:
+        if self._clock() - self._renewed >= LOCK_SECONDS:
             raise DistributedLockError(_lost(self._clock() - self._renewed))
         self._renewed = started
 
@@ -155,11 +155,13 @@ class DistributedLock:
             free = state is None or _released(state)
             if state is not None and (top, state) != watched:
                 watched, watched_since = (top, state), self._clock()
-            if free or read_at - watched_since >= LASTS:
+            if free or read_at - watched_since >= LOCK_SECONDS:
                 if self._created(top + 1):
                     return
-            elif read_at - started > PATIENCE:
-                raise DistributedLockError(f"locked by {_holder(watched[1])} for more than {PATIENCE / 60:g} minutes")
+            elif read_at - started > WAIT_SECONDS:
+                raise DistributedLockError(
+                    f"locked by {_holder(watched[1])} for more than {WAIT_SECONDS / 60:g} minutes"
+                )
             else:
                 self._sleep(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE)
@@ -204,6 +206,6 @@ def _fields(state: str) -> dict[str, object]:
 
 def _lost(seconds: float) -> str:
     return (
-        f"the lock was lost: a request took {seconds:.0f} s, and after {LASTS:.0f} s other jobs may write; "
+        f"the lock was lost: a request took {seconds:.0f} s, and after {LOCK_SECONDS:.0f} s other jobs may write; "
         "their entries may have been replaced, so run the update once more"
     )

@@ -104,7 +104,7 @@ ENTRY_KEYS = {
     },
 }
 """The keys in a measurement's table, and their meaning, without metrics and `Workload` fields."""
-_BEYOND = 2**63
+_INTEGER_LIMIT = 2**63
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
 
@@ -464,6 +464,6 @@ def _value(values: dict[str, Any], key: str, kind: type, where: str) -> Any:
 def _typed(value: Any, kinds: tuple[type, ...], where: str) -> Any:
     if not isinstance(value, kinds) or isinstance(value, bool):
         raise FormatError(f"{where} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
-    if isinstance(value, int) and not -_BEYOND <= value < _BEYOND:
+    if isinstance(value, int) and not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
         raise FormatError(f"{where} has more than 64 bits, the limit of TOML's whole numbers")
     return value

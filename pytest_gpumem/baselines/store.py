@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _UP = "__up__"
 _SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
-_TAKEN = frozenset({".", "..", ".lock", ".gitignore"})
+_RESERVED_NAMES = frozenset({".", "..", ".lock", ".gitignore"})
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
@@ -32,7 +32,7 @@ class Store:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._paths: list[str] | None = None
-        self._read: dict[str, _Read] = {}
+        self._files: dict[str, _StoredFile] = {}
 
     @property
     def folder(self) -> Path | None:
@@ -72,7 +72,7 @@ class Store:
             for path in self._known_paths()
             if slug in (None, _slug(path)) and (files is None or _file(path) in files)
         ]
-        unread = [path for path in paths if path not in self._read]
+        unread = [path for path in paths if path not in self._files]
         if unread:
             self._read_files(unread)
         return sorted((_slug(path), key) for path in paths for key in self._entries(path))
@@ -81,12 +81,12 @@ class Store:
         """Return the test files that have baselines on any device. Reads no file."""
         return set(map(_file, self._known_paths()))
 
-    def change(self, entries: Mapping[Key, Baseline], gone: Iterable[tuple[str, Key]] = ()) -> str | None:
+    def change(self, entries: Mapping[Key, Baseline], removals: Iterable[tuple[str, Key]] = ()) -> str | None:
         """Write and remove entries. Entries that other processes wrote meanwhile are kept. Empty files are deleted.
 
         Args:
             entries: The entries to write. Each goes to its device's file.
-            gone: The entries to remove, as (slug, key).
+            removals: The entries to remove, as (slug, key).
 
         Returns:
             A clause, if the backend has no lock and other processes could write at the same time; otherwise ``None``.
@@ -100,7 +100,7 @@ class Store:
         removed: dict[str, set[Key]] = {}
         for key, entry in entries.items():
             written.setdefault(path_of(entry.environment.slug, key.file), {})[key] = entry
-        for slug, key in gone:
+        for slug, key in removals:
             removed.setdefault(path_of(slug, key.file), set()).add(key)
         paths = sorted(written.keys() | removed.keys())
         self._paths = None
@@ -119,15 +119,15 @@ class Store:
         return unlocked
 
     def _change_file(self, path: str, entries: Mapping[Key, Baseline], removed: Collection[Key]) -> None:
-        stored = self._read[path].entries
+        stored = self._files[path].entries
         merged = {**{key: entry for key, entry in stored.items() if key not in removed}, **entries}
         if merged:
             text = render(merged)
             self._backend.write(path, text)
-            self._read[path] = _Read(text, merged)
+            self._files[path] = _StoredFile(text, merged)
         elif stored:
             self._backend.remove(path)
-            del self._read[path]
+            del self._files[path]
 
     def _known_paths(self) -> list[str]:
         if self._paths is None:
@@ -146,22 +146,22 @@ class Store:
         )
 
     def _entries(self, path: str) -> Mapping[Key, Baseline]:
-        if path not in self._read:
+        if path not in self._files:
             self._read_files([path])
-        return self._read[path].entries
+        return self._files[path].entries
 
     def _read_files(self, paths: Sequence[str]) -> None:
         """Read files again, and parse the files whose text has changed."""
         for path, text in self._backend.read_many(paths).items():
-            if path not in self._read or self._read[path].text != text:
+            if path not in self._files or self._files[path].text != text:
                 try:
                     entries = {} if text is None else parse(text, _file(path), _slug(path))
                 except FormatError as error:
                     raise StoreError(f"{self._backend.shown(path)}: {error}") from None
-                self._read[path] = _Read(text, entries)
+                self._files[path] = _StoredFile(text, entries)
 
 
-class _Read(NamedTuple):
+class _StoredFile(NamedTuple):
     """A file's text, or ``None`` if it does not exist, and its entries."""
 
     text: str | None
@@ -176,7 +176,7 @@ def path_of(slug: str, file: str) -> str:
     Raises:
         StoreError: A name would lead outside the store.
     """
-    if _SLUG.fullmatch(slug) is None or slug in _TAKEN:
+    if _SLUG.fullmatch(slug) is None or slug in _RESERVED_NAMES:
         raise StoreError(f"the slug of a device is {slug!r}, expected the name of a folder, like 'nvidia-h100'")
     return f"{slug}/{_inside(file)}"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """The pytest-gpumem extra that installs the library for a URL scheme."""
 _HIDDEN = "***"
-_NO_CREDENTIALS = frozenset(
+_CREDENTIAL_ERRORS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError"}
 )
 _CREDENTIALS = {
@@ -70,7 +70,7 @@ def reason_of(error: Exception, url: str) -> str:
         reason = f"another package is needed: pip install 'pytest-gpumem[{kind}]'"
     elif kind is not None and isinstance(error, FileNotFoundError):
         reason = f"there is no such bucket: {text}"
-    elif kind is not None and type(error).__name__ in _NO_CREDENTIALS:
+    elif kind is not None and type(error).__name__ in _CREDENTIAL_ERRORS:
         reason = f"there are no credentials: {_CREDENTIALS[kind]} ({text})"
     return reason
 
@@ -82,16 +82,16 @@ def _authority(url: str) -> str:
 def _userinfo_and_query(url: str) -> list[str]:
     """Return a URL's secret parts."""
     # A question mark is a normal character in an object's name.
-    query = url.partition("?")[2] if scheme_of(url) in _ONLY_READ else ""
+    query = url.partition("?")[2] if scheme_of(url) in _READ_ONLY_SCHEMES else ""
     return [secret for secret in (_authority(url).rpartition("@")[0], query) if secret]
 
 
 _LOCK = ".lock"
-_ONLY_READ = frozenset({"http", "https"})
+_READ_ONLY_SCHEMES = frozenset({"http", "https"})
 # Making a folder there would make the bucket.
-_WITHOUT_FOLDERS = frozenset({*EXTRAS, "az", "abfs", "abfss", "memory"})
+_SCHEMES_WITHOUT_FOLDERS = frozenset({*EXTRAS, "az", "abfs", "abfss", "memory"})
 # fsspec's memory file system creates a file in two steps and is not thread-safe.
-_ONE_THREAD = threading.Lock()
+_THREAD_LOCK = threading.Lock()
 
 
 class Url(Backend):
@@ -131,7 +131,7 @@ class Url(Backend):
         self._check_writable(path)
         with self._as_backend_errors("cannot be written", path):
             content = text.encode("utf-8")
-            if self._scheme not in _WITHOUT_FOLDERS:
+            if self._scheme not in _SCHEMES_WITHOUT_FOLDERS:
                 self._files.makedirs(self._outside(path).rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(self._outside(path), content)
 
@@ -145,9 +145,9 @@ class Url(Backend):
         self._check_writable()
         folder = f"{self._root}/{_LOCK}"
         lock = DistributedLock(LockObjects(self._files, folder)) if _creates_once(self._files) else None
-        with _ONE_THREAD:
+        with _THREAD_LOCK:
             with self._as_backend_errors("cannot be locked"):
-                if lock is not None and self._scheme not in _WITHOUT_FOLDERS:
+                if lock is not None and self._scheme not in _SCHEMES_WITHOUT_FOLDERS:
                     self._files.makedirs(folder, exist_ok=True)
                 held = lock is not None and lock.acquire()
             if lock is None or not held:
@@ -172,7 +172,7 @@ class Url(Backend):
         try:
             self._files.ls(self._root or "/", detail=False)
         except FileNotFoundError:
-            if self._scheme in _ONLY_READ:
+            if self._scheme in _READ_ONLY_SCHEMES:
                 raise
             return
         for _, _, files in self._files.walk(self._root, detail=True, on_error="raise"):
@@ -180,11 +180,11 @@ class Url(Backend):
 
     def _outside(self, path: str) -> str:
         """Return a store path as a path for fsspec."""
-        return f"{self._root}/{quote(path) if self._scheme in _ONLY_READ else path}"
+        return f"{self._root}/{quote(path) if self._scheme in _READ_ONLY_SCHEMES else path}"
 
     def _inside(self, name: str) -> str:
         path = name.removeprefix(self._root).lstrip("/")
-        return unquote(path) if self._scheme in _ONLY_READ else path
+        return unquote(path) if self._scheme in _READ_ONLY_SCHEMES else path
 
     def _text(self, path: str, content: object) -> str | None:
         if isinstance(content, FileNotFoundError):
@@ -196,7 +196,7 @@ class Url(Backend):
             return content.decode("utf-8")
 
     def _check_writable(self, path: str = "") -> None:
-        if self._scheme in _ONLY_READ:
+        if self._scheme in _READ_ONLY_SCHEMES:
             raise BackendError(f"{self._named(path)}: cannot be written: HTTP is read only")
         if self._lock is not None:
             with self._as_backend_errors("cannot be written", path):

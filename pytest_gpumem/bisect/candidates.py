@@ -72,7 +72,7 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
         row = _history(checkout.top, bad, good, first_parent=first_parent)
         return [replace(candidate, backwards=True) for candidate in reversed(row)]
     raise GitError(
-        f"{good} is no ancestor of {bad}: name an ancestor of {bad.name}, for example {_common(checkout.top, good, bad)}"
+        f"{good} is not an ancestor of {bad}: name an ancestor of {bad.name}, for example {_common(checkout.top, good, bad)}"
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.ab.checkout import BASE, HEAD
 from pytest_gpumem.ab.compare_variants import changed_code, reports_in_turns, settings_in
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.variants import why_unused
+from pytest_gpumem.ab.variants import why_no_difference
 from pytest_gpumem.ab.verdicts import compare_runs, with_marked_lines
 from pytest_gpumem.bisect.candidates import graph_of
 from pytest_gpumem.bisect.search import bounds, next_positions
@@ -169,7 +169,7 @@ class Search:
                 record, run = self.runner.take(provided[candidate.name], explained=True)
         except (RunFailed, NotInstalled, GitError) as failure:
             # The journal does not store a failure, because the cause may be gone when the search continues.
-            why = in_a_line(failure)
+            why = _reason_in_a_line(failure)
             self.provisioner.say(f"{candidate.name}: {why}")
             return why
         try:
@@ -222,7 +222,7 @@ class Search:
         try:
             report = self._compared(first, candidate)
         except RunFailed as failure:
-            return Trial(candidate, "skipped", why=in_a_line(failure))
+            return Trial(candidate, "skipped", why=_reason_in_a_line(failure))
         changes = [change for change in _changes(report, metric) if change.outcome is not Outcome.UNCERTAIN]
         if not changes:
             return Trial(candidate, "skipped", why=_why_nothing(report, metric))
@@ -236,7 +236,7 @@ class Search:
         if metric is not None and any(change.outcome is Outcome.REGRESSED for change in _changes(ends, metric)):
             return
         with self.provisioner.provide({BASE: first.variant, HEAD: last.variant}) as provided:
-            unused = why_unused(provided[BASE], provided[HEAD], good.imported | bad.imported)
+            unused = why_no_difference(provided[BASE], provided[HEAD], good.imported | bad.imported)
         if unused is not None:
             raise NothingFound(unused)
         judged = metric or "peak_allocated"
@@ -279,7 +279,7 @@ def _why_nothing(report: Compared, metric: str) -> str:
     return f"no test has {METRICS[metric].title} on both sides" if report.rows else "no test was measured"
 
 
-def in_a_line(failure: Exception) -> str:
+def _reason_in_a_line(failure: Exception) -> str:
     """Return why a run failed: the last error in pytest's output, or the failure's first line if there is none."""
     first, *more = str(failure).splitlines()
     errors = [match.group(1) for line in more if (match := _ERROR.match(line.strip()))]

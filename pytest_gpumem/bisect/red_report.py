@@ -50,7 +50,7 @@ class Red:
     @property
     def notes(self) -> list[str]:
         """Clauses about the search: which test it runs, and how many others regressed."""
-        other_tests = f"; {counted(self.other_tests, 'other test')} regressed, too" if self.other_tests else ""
+        other_tests = f"; {counted(self.other_tests, 'other test')} also regressed" if self.other_tests else ""
         return [f"searched with {self.nodeid}, the first test that regressed{other_tests}"]
 
 

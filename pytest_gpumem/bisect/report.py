@@ -112,7 +112,7 @@ def result(search: Found) -> str:
     ratio = f" ({format_ratio(new / old - 1)})" if old and new is not None else ""
     before, after = (shown(search.metric, value, search.settings.units) for value in (old, new))
     effect = "mended it" if search.bad.backwards else "did it"
-    skipped = "; those between could not be judged" if search.skipped else ""
+    skipped = "; the candidates between could not be judged" if search.skipped else ""
     return f"{culprit(search)} {effect}: {title} {before} to {after}{ratio}, after {earlier.name}{skipped}"
 
 
@@ -137,7 +137,7 @@ def _in_time(search: Found) -> tuple[Candidate, Candidate]:
 def notes(search: Found) -> list[str]:
     """Return notes on the result as clauses.
 
-    Example: ``"it is +500.00 kB of +2.00 MB: for the rest go on with --good 5a6b7c8"``.
+    Example: ``"this is +500.00 kB of +2.00 MB; to find the rest, continue with --good 5a6b7c8"``.
     """
     clauses = []
     first, last = _values(search.ends, search.metric)
@@ -147,11 +147,11 @@ def notes(search: Found) -> list[str]:
         if 0 < part < _SMALL_PART * growth:
             units = search.settings.units
             share = f"{difference(search.metric, part, units)} of {difference(search.metric, growth, units)}"
-            clauses.append(f"it is {share}: for the rest go on with --good {search.bad.name}")
+            clauses.append(f"this is {share}; to find the rest, continue with --good {search.bad.name}")
     _, later = _in_time(search)
     if later.parents > 1 and later.parent_commits is None and not search.skipped:
         ends = (later.name, f"{later.name}^") if search.bad.backwards else (f"{later.name}^", later.name)
-        clauses.append(f"{later.name} is a merge; to look at what it brought: --all --good {ends[0]} --bad {ends[1]}")
+        clauses.append(f"{later.name} is a merge; to search its branch: --all --good {ends[0]} --bad {ends[1]}")
     return clauses
 
 

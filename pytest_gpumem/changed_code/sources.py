@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".py"
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
-_NOT_THE_PROJECTS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 _MOST_FILES = 20_000
 _PLAIN = "100"
 """First digits in the mode of a plain file; links and submodules have others."""
@@ -99,7 +99,7 @@ def _python_files(folder: Path) -> Iterator[str]:
             name
             for name in folders
             if not name.startswith(".")
-            and name not in _NOT_THE_PROJECTS
+            and name not in _SKIPPED_FOLDERS
             and not (Path(current) / name / "pyvenv.cfg").exists()
         )
         for name in sorted(files):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.relations.state import Share, StateBytes
 
-OFF = 0.02
+MOST_DIFFERENCE = 0.02
 """The largest relative difference between a state and its formula without a finding."""
 _COPY = 0.1
 """The largest distance from a multiple of the formula, as a ratio, at which bytes count as copies."""
@@ -95,14 +95,14 @@ class Estimate:
 
 
 def findings_of(state: StateBytes) -> tuple[str, ...]:
-    """Return a sentence for each state that differs from its formula by more than `OFF`, and for other memory at rest.
+    """Return a sentence for each state that differs from its formula by more than 2 %, and for other memory at rest.
 
     Example: ``"optimizer state: 13.74 MB held, 6.87 MB by formula (+100.0 %): two copies of the optimizer state are alive"``.
     """
     sentences = []
     for name in _KINDS:
         share: Share = getattr(state, name)
-        if share.formula is None or abs(share.measured - share.formula) <= OFF * share.formula:
+        if share.formula is None or abs(share.measured - share.formula) <= MOST_DIFFERENCE * share.formula:
             continue
         title = name.replace("_", " ")
         by = f" ({format_ratio(share.measured / share.formula - 1)})" if share.formula else ""
@@ -111,7 +111,7 @@ def findings_of(state: StateBytes) -> tuple[str, ...]:
             + _copies(title, share.measured, share.formula)
         )
     largest = max(_formula(share) for share in (state.optimizer_state, state.parameters))
-    if state.other > OFF * largest and state.other > 0:
+    if state.other > MOST_DIFFERENCE * largest and state.other > 0:
         extra = ""
         for name in ("optimizer_state", "parameters", "gradients"):
             formula = _formula(getattr(state, name))

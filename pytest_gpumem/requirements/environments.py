@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.processes import Stop
     from pytest_gpumem.requirements.requirement_set import RequirementSet
 
-_DONE = "environment.json"
+_RECORD = "environment.json"
 _LAYER = "gpumem-layer.pth"
 
 
@@ -87,7 +87,7 @@ class Environments:
 
     def kept(self) -> list[VirtualEnvironment]:
         """Return the finished environments, the latest first."""
-        environments = (_read(path.parent) for path in self.folder.glob(f"*/{_DONE}"))
+        environments = (_read(path.parent) for path in self.folder.glob(f"*/{_RECORD}"))
         return sorted(
             (environment for environment in environments if environment is not None),
             key=lambda environment: -environment.made,
@@ -204,7 +204,7 @@ class Environments:
             "modules": modules,
             "made": time.time(),
         }
-        (folder / _DONE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 _in_use: list[FileLock] = []
@@ -288,7 +288,7 @@ def _installed_in(folder: Path) -> Iterator[tuple[str, str]]:
 def _read(folder: Path) -> VirtualEnvironment | None:
     """Return a finished environment; ``None`` if it does not exist or its record cannot be read."""
     try:
-        record = json.loads((folder / _DONE).read_text(encoding="utf-8"))
+        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
         environment = VirtualEnvironment(
             folder, record["name"], record["packages"], record["made"], frozenset(record["modules"])
         )

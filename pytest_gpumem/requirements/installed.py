@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
 _FOLDERS = ("site-packages", "dist-packages")
-_DECIDE_MEMORY = ("nvidia-cublas", "nvidia-cudnn", "nvidia-cusparselt", "nvidia-nccl", "triton")
+_MEMORY_PACKAGES = ("nvidia-cublas", "nvidia-cudnn", "nvidia-cusparselt", "nvidia-nccl", "triton")
 """Name prefixes for torch's dependencies whose release decides how much memory operators need."""
 
 
@@ -71,7 +71,7 @@ def needed_by_torch() -> tuple[str, ...]:
     except importlib.metadata.PackageNotFoundError:
         return ()
     names = {requirement.partition(";")[0].partition("=")[0].strip("<>!~ []()") for requirement in requirements}
-    return tuple(sorted(name for name in names if name.startswith(_DECIDE_MEMORY)))
+    return tuple(sorted(name for name in names if name.startswith(_MEMORY_PACKAGES)))
 
 
 @cache

@@ -21,7 +21,7 @@ _FIND_LINKS = ("-f", "--find-links")
 _EDITABLE = ("-e", "--editable")
 
 
-class NoSuchPath(ValueError):
+class PathNotFound(ValueError):
     """A requirement is a path that does not exist. The message is the path."""
 
 
@@ -37,7 +37,7 @@ def named_path(line: str) -> str:
     folder's package name is unknown, so ``./models`` becomes ``/home/ada/models``.
 
     Raises:
-        NoSuchPath: The path does not exist.
+        PathNotFound: The path does not exist.
         InvalidRequirement: A file name ends in ``.whl``, but is not a valid wheel name.
     """
     bare, sign, options = line.partition(" --")
@@ -47,7 +47,7 @@ def named_path(line: str) -> str:
         return line
     path, extras = Path(match.group(1)).absolute(), match.group(2) or ""
     if not path.exists():
-        raise NoSuchPath(path)
+        raise PathNotFound(path)
     name = _name_of(path)
     address = f"{name}{extras} @ {path.as_uri()}" if name else f"{_normal(path)}{extras}"
     return f"{address}{f' ; {marker.strip()}' if semicolon else ''}{sign}{options}"

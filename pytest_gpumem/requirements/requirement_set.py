@@ -11,14 +11,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from pytest_gpumem.requirements.errors import RequirementError
-from pytest_gpumem.requirements.paths import NoSuchPath, is_path, named_path, option_from
+from pytest_gpumem.requirements.paths import PathNotFound, is_path, named_path, option_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _FILE = re.compile(r"(?:-r|--requirement)(?:\s+|=)?(.+)")
 _CONSTRAINTS = re.compile(r"(?:-c|--constraint)(?:\s+|=)?(.+)")
-_ELSEWHERE = ("-e", "--editable", "-c", "--constraint")
+_PATH_OPTIONS = ("-e", "--editable", "-c", "--constraint")
 """Options whose value pip reads during the installation."""
 _COMMENT = re.compile(r"(^|\s)#.*$")
 _CONTINUED = re.compile(r"\\\r?\n")
@@ -60,8 +60,8 @@ class RequirementSet:
 
         A set with an address or a path is never exact, because the code there may change.
         """
-        elsewhere = any(line.startswith(_ELSEWHERE) or is_path(line) for line in self.lines)
-        return not elsewhere and all(
+        has_path = any(line.startswith(_PATH_OPTIONS) or is_path(line) for line in self.lines)
+        return not has_path and all(
             len(requirement.specifier) == 1
             and next(iter(requirement.specifier)).operator in ("==", "===")
             and not next(iter(requirement.specifier)).version.endswith("*")
@@ -142,7 +142,7 @@ def _checked(line: str, place: str = "") -> str:
         raise RequirementError(
             f"{line!r}{place} is not a valid requirement, like 'transformers==4.38.2': {reason}"
         ) from None
-    except NoSuchPath as error:
+    except PathNotFound as error:
         raise RequirementError(f"{line!r}{place} is a path, but {error} does not exist") from None
     return line
 

@@ -111,7 +111,7 @@ def test_the_lock_of_a_holder_that_died_is_taken_over(url, monkeypatch):
     backend.write(PATH, "old\n")
     files, root = fsspec.core.url_to_fs(url)
     files.pipe_file(f"{root}/.lock/00000041", b'{"holder": "runner-7, process 12", "released": false}\n')
-    monkeypatch.setattr("pytest_gpumem.baselines.distributed_lock.LASTS", 0.1)
+    monkeypatch.setattr("pytest_gpumem.baselines.distributed_lock.LOCK_SECONDS", 0.1)
     with backend.locked() as unlocked:
         assert unlocked is None
         backend.write(PATH, "new\n")

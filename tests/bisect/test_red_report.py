@@ -35,7 +35,7 @@ FINE = a_test("test_c", change("peak_allocated", "ok"), outcome="ok")
 def test_the_first_test_whose_bytes_or_counts_grew_comes_before_one_that_is_only_slower():
     red = red_of(comparison(FINE, SLOWER, GROWN), "a.json")
     assert (red.nodeid, red.metrics, red.metric) == ("test_it.py::test_b", ("step_time", "peak_allocated"), None)
-    assert red.notes == ["searched with test_it.py::test_b, the first test that regressed; 1 other test regressed, too"]
+    assert red.notes == ["searched with test_it.py::test_b, the first test that regressed; 1 other test also regressed"]
     alone = red_of(comparison(SLOWER), "a.json")
     assert (alone.metric, alone.notes) == (
         "step_time",
