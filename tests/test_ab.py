@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import Runner, Taken
+from pytest_gpumem.ab.runs import Runner, RunRecord
 from pytest_gpumem.ab.variants import ProvisionedVariant, Variant
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stop
@@ -356,7 +356,7 @@ def runs(repository, monkeypatch):
             if number == (ends or (0, None))[0]:
                 raise ends[1]
             side = "base" if provided.variant.revision.name == "before" else "head"
-            return Taken((), 0), run(side, *(base if side == "base" else head), root=str(repository.path))
+            return RunRecord((), 0), run(side, *(base if side == "base" else head), root=str(repository.path))
 
         monkeypatch.setattr(Runner, "take", take)
 

@@ -419,7 +419,7 @@ def test_without_git_an_interrupted_bisection_goes_on_if_no_code_was_edited(proj
     command = ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.2", "test_it.py", "--", *PLAIN]
     going_on = "continuing with 2 runs from an earlier start\n"
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(Search, "_tried_between", interrupted)
+        meanwhile.setattr(Search, "_trials", interrupted)
         assert gpumem(*command).exit_code == 130
         (project / "test_it.py").write_text("def test_a():\n    ...\n", encoding="utf-8")
         edited = gpumem(*command)
