@@ -1,7 +1,7 @@
 """A pytest plugin that writes measured tests into a file, line by line.
 
-The file is copied into each run's folder and imported from there, because the code under test may contain another version.
-So it imports nothing but pytest.
+The file is copied into each run's folder and imported from there, because the code under test may contain another version
+of this package, or none. So it imports nothing but pytest.
 """
 
 from __future__ import annotations

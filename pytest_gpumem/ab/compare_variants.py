@@ -48,7 +48,7 @@ _START_OF_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """Writes a line for each run: ``3/16 base 1f3c9ab  12.3 s, 9 measured``. On a terminal, the line is live during a run.
+    """Writes a line for each run: ``3/16 base 1f3c9ab  12.3 s, 9 measured``. On a terminal, the line also counts seconds.
 
     Args:
         stream: The stream for the lines.
@@ -209,7 +209,7 @@ def set_up(
 
 
 def is_emulated(arguments: Sequence[str], checkout: Checkout) -> bool:
-    """Return whether an emulated GPU is chosen by pytest's arguments, or by the settings if no argument names a device."""
+    """Return whether pytest's arguments choose an emulated GPU, or the settings if no argument names a device."""
     words = " ".join(arguments).replace("=", " ").split()
     named = [word for option, word in itertools.pairwise(words) if option == "--gpumem-device"]
     device = named[-1] if named else settings_in(checkout.top / checkout.folder).device

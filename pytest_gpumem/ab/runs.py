@@ -241,7 +241,7 @@ class Runner:
             The collector's lines with pytest's exit status, and the results in them.
 
         Raises:
-            RunFailed: The run has no results to compare. The message ends with its last log lines.
+            RunFailed: The run has no results to compare. The message ends with pytest's last lines.
             Stopped: A signal was noted.
         """
         worktree = variant.top
@@ -273,7 +273,7 @@ class Runner:
 
     def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
         environment = plain_environment()
-        # Only the comparison writes into the job's summary, and its runs do not.
+        # Only the comparison writes into the job's summary. Its runs do not.
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"

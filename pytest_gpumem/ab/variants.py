@@ -182,16 +182,16 @@ def changed_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tupl
     Only packages that were installed for a side can differ. Packages from an address are always returned.
     """
     sides = [
-        {str(canonicalize_name(name)): release for name, release in variant.packages.items()}
-        for variant in (base, head)
+        {str(canonicalize_name(name)): release for name, release in provisioned.packages.items()}
+        for provisioned in (base, head)
     ]
     names = sorted(sides[0].keys() | sides[1].keys())
     beneath = versions(names)
     old, new = (
         side
-        if variant.variant.requirements is not None and variant.variant.requirements.python
+        if provisioned.variant.requirements is not None and provisioned.variant.requirements.python
         else {**beneath, **side}
-        for variant, side in zip((base, head), sides, strict=True)
+        for provisioned, side in zip((base, head), sides, strict=True)
     )
     requirements = head.variant.requirements.requirements if head.variant.requirements is not None else ()
     urls = {str(canonicalize_name(requirement.name)): requirement.url for requirement in requirements}
