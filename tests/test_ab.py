@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from pytest_gpumem.ab.checkout import Checkout
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import Runner, Taken
+from pytest_gpumem.ab.runs import Runner, RunRecord
 from pytest_gpumem.ab.variants import ProvisionedVariant, Variant
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stop
@@ -198,7 +198,7 @@ def test_setup_runs_in_the_worktree_before_each_run_there(repository, forks):
     assert result.exit_code == 0, result.output
     folders = [Path(line).name for line in count.read_text().splitlines()]
     assert folders == ["base", "head", "head", "base"] * 2
-    assert "--setup ran in worktrees that are gone now" in result.stderr
+    assert "--setup ran in worktrees that are removed now" in result.stderr
 
 
 def test_a_setup_that_fails_ends_it_with_what_it_said(repository):
@@ -320,7 +320,7 @@ def commands_that_run() -> list[str]:
         (["before", "--report", "no/such/ab.json"], "there is no folder no/such"),
         (
             ["before", "--", "--gpumem-update=all"],
-            "--gpumem-update is about baselines, and none is read or written here",
+            "--gpumem-update is about baselines, and this command reads and writes none",
         ),
         ([], "Missing argument 'BASE'"),
         (["--", "tests"], "Missing argument 'BASE'"),
@@ -356,7 +356,7 @@ def runs(repository, monkeypatch):
             if number == (ends or (0, None))[0]:
                 raise ends[1]
             side = "base" if provided.variant.revision.name == "before" else "head"
-            return Taken((), 0), run(side, *(base if side == "base" else head), root=str(repository.path))
+            return RunRecord((), 0), run(side, *(base if side == "base" else head), root=str(repository.path))
 
         monkeypatch.setattr(Runner, "take", take)
 

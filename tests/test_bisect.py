@@ -184,7 +184,7 @@ def test_the_commit_since_the_baseline_that_made_a_gate_red_is_named(gate):
     assert "fetch-depth: 0" in result.stderr
 
 
-NO_WORKTREES = "--setup ran in worktrees that are gone now: what it installed may have to be installed again\n"
+NO_WORKTREES = "--setup ran in worktrees that are removed now: packages that it installed from them may have to be installed again\n"
 
 
 def test_runs_with_a_setup_are_one_at_a_time(repository, tmp_path):
@@ -231,7 +231,7 @@ def test_a_subject_with_a_character_that_ends_a_line_is_one_subject(repository, 
     repository.git("commit", "--quiet", "--allow-empty", "--message", subject)
     write(repository, "last")
     row = commits(*ends_of(repository, "HEAD~2", "main"))
-    assert [one.told.rpartition(" (Ada, ")[0] for one in row] == ["first", subject, "last"]
+    assert [one.description.rpartition(" (Ada, ")[0] for one in row] == ["first", subject, "last"]
 
 
 GPG = """#!/bin/sh
@@ -255,4 +255,4 @@ def test_signatures_that_git_shows_are_no_commits(repository, tmp_path):
     shown = subprocess.run(["git", "log"], cwd=repository.path, check=True, capture_output=True, text=True).stdout
     assert "gpg: Good signature" in shown
     row = commits(*ends_of(repository, "HEAD~1", "main"))
-    assert [one.told.partition(" ")[0] for one in row] == ["first", "signed"]
+    assert [one.description.partition(" ")[0] for one in row] == ["first", "signed"]

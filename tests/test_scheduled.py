@@ -216,10 +216,13 @@ def test_of_several_requirements_the_one_that_did_it_is_named(job, github):
         pytest.param("tinymodels==9.9", "says: tinymodels==9.9 cannot be installed: ", marks=pytest.mark.thorough),
         pytest.param(
             "tinymodels==1.0 unrelated==1.0",
-            "says: 'tinymodels==1.0 unrelated==1.0' is no requirement",
+            "says: 'tinymodels==1.0 unrelated==1.0' is not a valid requirement",
             marks=pytest.mark.thorough,
         ),
-        ("tinymodels==1.*\n$(touch evil)\n`touch evil`; touch evil", "says: '$(touch evil)' is no requirement, like "),
+        (
+            "tinymodels==1.*\n$(touch evil)\n`touch evil`; touch evil",
+            "says: '$(touch evil)' is not a valid requirement, like ",
+        ),
         pytest.param("-r gone.txt", "says: gone.txt cannot be read: No such file", marks=pytest.mark.thorough),
         pytest.param(
             "unrelated==1.1",
@@ -252,7 +255,7 @@ def test_a_test_that_breaks_is_red_and_named_though_no_figure_can_be_searched_fo
     assert not job.run_action(against="tinymodels==1.*", bisect="true", arguments=ARGUMENTS)
     nothing, red = job.errors()
     assert "gpumem ab: 0 compared, 2 broken" in red
-    assert "regressed, so that there is nothing to search for; test_it.py::test_a: " in nothing
+    assert "regressed, so there is nothing to search for; test_it.py::test_a: " in nothing
 
 
 def test_without_the_permission_the_run_is_as_red_and_says_that_there_is_no_issue(red, github):

@@ -27,7 +27,7 @@ def test_a_session_refuses_it_with_file_and_key(moved):
     result = moved.run("--gpumem-update=all")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        [f"ERROR: {file}: environments.torch-*.slug is '*', and the file lies in the folder of '*'; *"]
+        [f"ERROR: {file}: environments.torch-*.slug is '*', but the file is in the folder '*'; *"]
     )
     assert {path: path.read_bytes() for path in moved.path.rglob("*.toml")} == before
     assert not (moved.path.parent / "outside").exists()
@@ -48,6 +48,6 @@ def test_commands_refuse_it_with_file_and_key(project, tmp_path, command):
     # In a process of its own: collecting leaves modules behind.
     result = project.gpumem(*command, folder=repository.path)
     assert result.returncode in (1, 2)
-    assert ".slug is 'h100', and the file lies in the folder of 'h200'" in result.stderr
+    assert ".slug is 'h100', but the file is in the folder 'h200'" in result.stderr
     assert "h200/test_it.py.toml" in result.stderr
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.toml")} == before

@@ -23,7 +23,7 @@ import uv
 from click.testing import CliRunner
 
 from pytest_gpumem.ab.errors import RunFailed
-from pytest_gpumem.ab.runs import Runner, Taken, run_of
+from pytest_gpumem.ab.runs import Runner, RunRecord, run_of
 from pytest_gpumem.bisect.driver import Search
 from pytest_gpumem.cli.main import main
 from pytest_gpumem.processes import Stopped
@@ -279,10 +279,10 @@ def test_a_file_of_requirements_a_constraint_and_a_revision_go_together(project,
     [
         ("tinymodels==9.9", "tinymodels==9.9 cannot be installed: "),
         pytest.param("needs-more==1.0", "needs-more==1.0 cannot be installed: ", marks=pytest.mark.thorough),
-        ("tinymodels=2.0", "'tinymodels=2.0' is no requirement, like 'transformers==4.38.2'"),
+        ("tinymodels=2.0", "'tinymodels=2.0' is not a valid requirement, like 'transformers==4.38.2'"),
         (
             "unused==1.0",
-            "the tests import nothing that differs (unused as here and 1.0), so that there is nothing to compare",
+            "the tests import nothing that differs (unused as here and 1.0), so there is nothing to compare",
         ),
     ],
 )
@@ -389,7 +389,10 @@ def test_a_cache_that_cannot_be_written_is_told_in_a_sentence(project, index, tm
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        ("/bin/true", "/bin/true cannot be installed: /bin/true is no Python: it made no virtual environment"),
+        (
+            "/bin/true",
+            "/bin/true cannot be installed: /bin/true is not a Python interpreter: it made no virtual environment",
+        ),
         ("/nowhere/python", "/nowhere/python cannot be run: No such file or directory"),
     ],
 )
@@ -414,9 +417,9 @@ def test_without_git_an_interrupted_bisection_goes_on_if_no_code_was_edited(proj
         raise Stopped(signal.SIGINT)
 
     command = ["bisect", "--package", "tinymodels", "--good", "1.0", "--bad", "1.2", "test_it.py", "--", *PLAIN]
-    going_on = "going on with 2 runs of an earlier start\n"
+    going_on = "continuing with 2 runs from an earlier start\n"
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(Search, "_tried_between", interrupted)
+        meanwhile.setattr(Search, "_trials", interrupted)
         assert gpumem(*command).exit_code == 130
         (project / "test_it.py").write_text("def test_a():\n    ...\n", encoding="utf-8")
         edited = gpumem(*command)
@@ -596,7 +599,7 @@ def at_once(monkeypatch):
         verdict = json.dumps(to_plain(measured("test_a", one)))
         report = {"nodeid": "test_it.py::test_a", "when": "call", "outcome": "passed", "xfail": False, "why": ""}
         end = {"status": 0, "root": ".", "outside_modules": {}, "imported": []}
-        taken = Taken((json.dumps({**report, "verdict": verdict}), json.dumps(end)), 0)
+        taken = RunRecord((json.dumps({**report, "verdict": verdict}), json.dumps(end)), 0)
         return taken, run_of(*taken)
 
     monkeypatch.setattr(Runner, "take", take)
@@ -625,7 +628,7 @@ def test_at_most_8_of_64_commits_are_measured_and_a_killed_search_resumes(commit
     result = gpumem(*FIND)
     assert result.exit_code == 0, result.output
     # Four were begun, and one of them could not be imported.
-    assert "going on with 3 runs of an earlier start\n" in result.stderr
+    assert "continuing with 3 runs from an earlier start\n" in result.stderr
     assert 3 + result.stderr.count("1 measured in") <= 8
     # The commit before it cannot be imported, and neither can the one after it.
     first, second = (commits.git("rev-parse", f"HEAD~{63 - number}")[:9] for number in (40, 41))
@@ -695,7 +698,7 @@ def test_a_slowdown_is_found_by_runs_in_turn(tmp_path, index, at_once, monkeypat
             ["--good", "HEAD~63", "--bad", "beside"],
             "(peak allocated 10.00 MB and 10.00 MB): both ends are good, or both are bad",
         ),
-        (["--good", "main", "--bad", "beside"], "is no ancestor of beside"),
+        (["--good", "main", "--bad", "beside"], "is not an ancestor of beside"),
         (["--good", "HEAD~63", "--bad", "beside", "--metric", "flops"], "no test has FLOPs on both sides"),
         (["--good", "nowhere"], "there is no revision 'nowhere'"),
         (["--bad", "main"], "Missing option '--good'"),

@@ -1,1 +1,1 @@
-"""Two revisions on one machine: runs in turn, the judgement of their ratio, and its reports."""
+"""Comparison of two variants on the same machine: runs in turns, and verdicts on their bytes, counts and times."""

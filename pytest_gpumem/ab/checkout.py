@@ -1,4 +1,4 @@
-"""The repository that the command was started in: its revisions, and worktrees of them for as long as they are needed."""
+"""The user's git repository: its revisions, and temporary worktrees for them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _HOOKS_OFF = ("-c", f"core.hooksPath={os.devnull}")
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A checkout. ``top`` is its folder; ``folder`` is the path from there to where the command was started."""
+    """A checkout. ``top`` is its root, and ``folder`` the path from the root to the current folder."""
 
     top: Path
     folder: Path
 
     @classmethod
-    def around(cls, here: Path) -> Checkout:
-        """Return the checkout that ``here`` is in. Raises `GitError`."""
-        top = Path(git(here, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
-        return cls(top, here.resolve().relative_to(top))
+    def around(cls, current: Path) -> Checkout:
+        """Return the checkout around the folder ``current``. Raises `GitError`."""
+        top = Path(git(current, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
+        return cls(top, current.resolve().relative_to(top))
 
     @classmethod
-    def as_it_is(cls, here: Path) -> Checkout:
-        """Return the checkout that ``here`` is in, or ``here`` itself where there is no git repository."""
+    def as_it_is(cls, current: Path) -> Checkout:
+        """Return the checkout around the folder ``current``, or the folder itself if no git repository contains it."""
         try:
-            return cls.around(here)
+            return cls.around(current)
         except GitError:
-            return cls(here.resolve(), Path())
+            return cls(current.resolve(), Path())
 
     def revision(self, name: str) -> Revision:
-        """Return the commit that ``name`` means. Raises `GitError`."""
+        """Return the commit for a branch, tag or hash. Raises `GitError`."""
         try:
             commit = git(self.top, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
         except GitError:
@@ -59,26 +59,26 @@ class Checkout:
         return Revision(name, commit.strip())
 
     def uncommitted(self) -> int:
-        """Return the number of files that are changed or new and not committed."""
+        """Return how many changed or new files are not committed."""
         return len(git(self.top, "status", "--porcelain", "--untracked-files=all").splitlines())
 
     def checkouts(self) -> list[Path]:
-        """Return every folder in which this repository is checked out."""
+        """Return every folder with a checkout of this repository, this checkout first."""
         if not (self.top / ".git").exists():
             return [self.top]
         lines = git(self.top, "worktree", "list", "--porcelain").splitlines()
-        found = [Path(line.removeprefix("worktree ")).resolve() for line in lines if line.startswith("worktree ")]
-        return list(dict.fromkeys([self.top, *found]))
+        folders = [Path(line.removeprefix("worktree ")).resolve() for line in lines if line.startswith("worktree ")]
+        return list(dict.fromkeys([self.top, *folders]))
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is removed afterwards with all it has. This process holds the lock in it until it ends."""
+    """Make a folder that is removed at the end. This process holds a lock in it, so other processes know that it is used."""
     from filelock import FileLock
 
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
     try:
-        # The system gives it back when the process ends, however that is.
+        # The system releases the lock when the process ends, even after a crash.
         with FileLock(folder / _LOCK):
             yield folder
     finally:
@@ -86,29 +86,31 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def clear_leftovers(checkout: Checkout) -> int:
-    """Remove worktrees and folders of killed comparisons, none of running ones, and return the number of worktrees.
+    """Remove worktrees and temporary folders from killed comparisons, and return the number of worktrees.
 
-    Raises `GitError`.
+    Comparisons that still run keep theirs. Raises `GitError`.
     """
-    left = [path for path in checkout.checkouts() if path.parent.name.startswith(_PREFIX) and _is_left(path.parent)]
-    for path in left:
+    leftovers = [
+        path for path in checkout.checkouts() if path.parent.name.startswith(_PREFIX) and _is_leftover(path.parent)
+    ]
+    for path in leftovers:
         _remove(checkout, path)
-    # One that was killed between two runs has left a folder without a worktree.
-    empty = (folder for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*") if _is_left(folder))
-    for folder in {*empty, *(path.parent for path in left)}:
+    # A comparison that was killed between two runs left a folder without a worktree.
+    empty = (folder for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*") if _is_leftover(folder))
+    for folder in {*empty, *(path.parent for path in leftovers)}:
         shutil.rmtree(folder, ignore_errors=True)
-    return len(left)
+    return len(leftovers)
 
 
-def _is_left(folder: Path) -> bool:
-    """Return whether the process that made a temporary folder is gone. A folder without the lock is not ours."""
+def _is_leftover(folder: Path) -> bool:
+    """Return whether the process that made a temporary folder has ended. A folder without a lock file is not ours."""
     from filelock import FileLock, Timeout
 
     if not folder.exists():
-        # The system has emptied its temporary folder, and git still has the worktree in its list.
+        # The system has emptied its temporary folder, but git still lists the worktree.
         return True
     try:
-        # Another user may have put a folder or a link of this name into the temporary folder.
+        # Another user may have created a folder or a link with this name.
         with open_folder(folder.parent, [folder.name]) as opened:
             opened.keep_others_out(also_before=True)
         if not (folder / _LOCK).exists():
@@ -123,31 +125,42 @@ def _is_left(folder: Path) -> bool:
 def worktrees(
     checkout: Checkout, revisions: Mapping[str, Revision], folder: Path, stop: Stop
 ) -> Iterator[tuple[dict[str, Path], list[str]]]:
-    """Make worktrees of ``revisions`` in ``folder``, by name, and notes on them for the user.
+    """Make a detached worktree for each revision, which changes no branch, index or file in the checkout.
 
-    They are detached: no branch, index or file of the checkout is touched. Raises `GitError` and `Stopped`.
+    Args:
+        checkout: The checkout.
+        revisions: The revisions, by worktree name.
+        folder: The folder for the worktrees.
+        stop: Ends the command on a signal.
+
+    Yields:
+        The worktree paths by name, and notes for the user, for example on missing submodules.
+
+    Raises:
+        GitError: A revision cannot be checked out.
+        Stopped: A signal was noted.
     """
-    made: dict[str, Path] = {}
+    tops: dict[str, Path] = {}
     notes: list[str] = []
     try:
         for name, revision in revisions.items():
-            made[name] = folder / name
+            tops[name] = folder / name
             log = folder / f"{name}.log"
-            add = ["git", *_HOOKS_OFF, "worktree", "add", "--quiet", "--detach", str(made[name]), revision.commit]
+            add = ["git", *_HOOKS_OFF, "worktree", "add", "--quiet", "--detach", str(tops[name]), revision.commit]
             if run(add, folder=checkout.top, environment=git_environment(), output=log, stop=stop):
                 raise GitError(f"{revision} could not be checked out: {_end_of(log)}")
-            notes += [f"{revision}: {note}" for note in _fill(made[name], log, stop)]
-        yield made, notes
+            notes += [f"{revision}: {note}" for note in _fill(tops[name], log, stop)]
+        yield tops, notes
     finally:
-        for path in made.values():
+        for path in tops.values():
             _remove(checkout, path)
 
 
 def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
-    """Check out submodules, and return what is missing, as clauses."""
+    """Check out submodules, and return a clause for each missing part."""
     notes = []
     if (worktree / ".gitmodules").exists():
-        # Without --init: those that the checkout has, and no change in the repository's configuration.
+        # Without --init, git only updates submodules that the checkout has, and does not change the repository's configuration.
         for arguments in (
             ["update", "--quiet"],
             ["foreach", "--quiet", "--recursive", "git submodule update --quiet --init"],
@@ -161,17 +174,18 @@ def _fill(worktree: Path, log: Path, stop: Stop) -> list[str]:
         try:
             git(worktree, "config", "filter.lfs.smudge")
         except GitError:
-            notes.append("files of Git LFS are pointers only, since git-lfs is not set up here")
+            notes.append("files from Git LFS are pointers only, because git-lfs is not set up")
     return notes
 
 
 def _remove(checkout: Checkout, worktree: Path) -> None:
-    # Forced twice: git locks a worktree while it checks it out, and one that was killed meanwhile stays locked.
+    # Forced twice, because git locks a worktree during its checkout, and the lock remains if git is killed.
     remove = ("worktree", "remove", "--force", "--force", str(worktree))
     try:
         git(checkout.top, *remove)
     except GitError:
-        # It is damaged, or in use: a worktree whose folder is gone can be removed. `prune` would forget others, too.
+        # The worktree is damaged or in use. Git can remove it once its folder is gone. `git worktree prune` is no help,
+        # because it would also remove other worktrees from the list.
         shutil.rmtree(worktree, ignore_errors=True)
         with suppress(GitError):
             git(checkout.top, *remove)

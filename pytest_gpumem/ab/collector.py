@@ -1,7 +1,7 @@
-"""A pytest plugin that writes the results of a run's measured tests into a file, line by line.
+"""A pytest plugin that writes measured tests into a file, line by line.
 
-It is copied next to each run and imported from there: the code under test may be another version of this package, or
-have none of it. So it needs nothing but pytest.
+The file is copied into each run's folder and imported from there, because the code under test may contain another version
+of this package, or none. So it imports nothing but pytest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "GPUMEM_AB_RUN"
-"""The environment variable that says, as JSON, where to write (``file``), whose code is to run (``home``) and whose is not
-(``others``): folders without symbolic links. ``only`` are the ids of the tests that run, all where it is empty."""
+"""The environment variable with the arguments as JSON.
+
+``file`` is the file to write. ``home`` is the folder with the code that should run. ``others`` are folders whose code must not
+run. All folders are given without symbolic links. ``only`` lists the test ids to run; an empty list runs all.
+"""
 PROPERTY = "gpumem"
-SWITCHED_OFF = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
-"""Options of the plugin that are set to off, since ``[tool.gpumem]`` could switch them on."""
+SWITCHED_OFF_OPTIONS = ("gpumem_baseline", "gpumem_strict", "gpumem_update")
+"""Options that the collector switches off, because ``[tool.gpumem]`` may switch them on."""
 
 
 class Collector:
-    """Keeps the reports of measured tests, and at the end the modules that are not the revision's."""
+    """Writes reports on measured tests, and at the end the modules from outside the revision."""
 
     def __init__(self, file: str, home: str, others: list[str], only: list[str]) -> None:
         self._file = file
@@ -38,7 +41,7 @@ class Collector:
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self._is_worker = hasattr(config, "workerinput")
-        for option in SWITCHED_OFF:
+        for option in SWITCHED_OFF_OPTIONS:
             if hasattr(config.option, option):
                 setattr(config.option, option, False)
 
@@ -60,71 +63,75 @@ class Collector:
                 "outcome": report.outcome,
                 "xfail": hasattr(report, "wasxfail"),
                 "why": message_of(report),
-                # At teardown it is the same as in the call.
+                # The verdict at teardown repeats the call's verdict.
                 "verdict": payload if report.when != "teardown" else "",
             }
         )
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        told = getattr(node, "workeroutput", {}).get("gpumem_ab", {})
-        self._outside_modules.update(told.get("outside_modules", {}))
-        self._imported.update(told.get("imported", ()))
+        output = getattr(node, "workeroutput", {}).get("gpumem_ab", {})
+        self._outside_modules.update(output.get("outside_modules", {}))
+        self._imported.update(output.get("imported", ()))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._outside_modules.update(outside_modules(self._home, self._others))
         self._imported.update(name.partition(".")[0] for name in [*sys.modules])
-        told = {"outside_modules": self._outside_modules, "imported": sorted(self._imported)}
+        output = {"outside_modules": self._outside_modules, "imported": sorted(self._imported)}
         if self._is_worker:
-            session.config.workeroutput["gpumem_ab"] = told  # type: ignore[attr-defined]
+            session.config.workeroutput["gpumem_ab"] = output  # type: ignore[attr-defined]
             return
         root = os.path.relpath(os.path.realpath(session.config.rootpath), self._home)
-        self._write({"status": int(exitstatus), "root": root, **told})
+        self._write({"status": int(exitstatus), "root": root, **output})
 
     def _write(self, line: dict[str, object]) -> None:
-        # A line at a time: a process that is killed leaves what it had.
+        # The file is closed after each line, so a killed process leaves complete lines.
         with Path(self._file).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def message_of(report: pytest.TestReport) -> str:
-    """Return the message of the exception that failed a test; empty where it has passed, or its report is of another form."""
+    """Return a failed test's exception message; empty if the test passed or the report has no message."""
     if report.outcome != "failed":
         return ""
     return str(getattr(getattr(report.longrepr, "reprcrash", None), "message", ""))
 
 
-def outside_modules(home: str, others: list[str]) -> dict[str, str]:
-    """Return the modules loaded from ``others`` and not from ``home``, with their files, but for installed packages."""
-    # Those that lie beneath a virtual environment are on the path by a file of its own.
+def outside_modules(home: str, checkouts: list[str]) -> dict[str, str]:
+    """Return the files of modules that were loaded from ``checkouts``, by module name.
+
+    Modules from ``home`` and from installed packages are left out.
+    """
+    # A `.pth` file in a layered virtual environment adds the packages from the environment below to the path.
     layers = (folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages"))
     site_folders = (*getattr(site, "getsitepackages", list)(), site.getusersitepackages(), *layers)
     installed = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, *site_folders)]
-    # A virtual environment inside of the checkout is no part of it; one that contains the checkout says nothing of it.
-    installed = [folder for folder in installed if any(_lies_in(folder, other) for other in others)]
+    # Only an environment inside a checkout matters, because its packages are not the project's code. An environment around
+    # the checkout would exclude the project itself.
+    installed = [folder for folder in installed if any(_is_inside(folder, checkout) for checkout in checkouts)]
     home_folders = (home, *installed, str(Path(__file__).resolve().parent))
-    found = {}
+    files = {}
     real_folder = functools.cache(os.path.realpath)  # torch has thousands of modules in few folders
     for name, module in sorted(sys.modules.copy().items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str):
             continue
         folder, base = os.path.split(file)
-        is_link = os.path.islink(file)  # noqa: PTH114 -- Path's raises where this is no path
+        is_link = os.path.islink(file)  # noqa: PTH114 -- Path's raises for an invalid path
         path = os.path.realpath(file) if is_link else f"{real_folder(folder)}{os.sep}{base}"
-        if not any(_lies_in(path, folder) for folder in home_folders) and any(
-            _lies_in(path, other) for other in others
+        if not any(_is_inside(path, folder) for folder in home_folders) and any(
+            _is_inside(path, checkout) for checkout in checkouts
         ):
-            found[name] = path
-    return found
+            files[name] = path
+    return files
 
 
-def _lies_in(path: str, folder: str) -> bool:
+def _is_inside(path: str, folder: str) -> bool:
     return path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    # The first hook of all, in pytest-xdist's workers, too.
+    # pytest calls this hook first, also in pytest-xdist's workers.
     if VARIABLE in os.environ:
         pluginmanager.register(Collector(**json.loads(os.environ[VARIABLE])), "gpumem-ab")

@@ -1,7 +1,7 @@
-"""Compare two variants: worktrees, environments, runs in turns until enough has been seen, a report, and nothing left behind.
+"""Compare two variants by runs in turns, in temporary worktrees and cached environments.
 
-Runs are base, head, head, base, base, head, ...: what drifts on a machine (heat, load, clocks) then meets both sides alike,
-and neighbours make a pair.
+The runs alternate: base, head, head, base, base, head, ..., and two neighbours make a pair. If the machine drifts (heat,
+load, clocks), both sides are affected equally.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.ab.checkout import BASE, HEAD, clear_leftovers, temporary_folder
 from pytest_gpumem.ab.errors import RunFailed
 from pytest_gpumem.ab.runs import Runner
-from pytest_gpumem.ab.variants import Provisioner, Variant, changed_packages, why_unused
+from pytest_gpumem.ab.variants import Provisioner, Variant, changed_packages, why_no_difference
 from pytest_gpumem.ab.verdicts import compare_runs, with_marked_lines
 from pytest_gpumem.changed_code.marks import ChangedCode
 from pytest_gpumem.changed_code.sources import Folders
@@ -48,9 +48,11 @@ _START_OF_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """Writes a line for each run to ``stream``: ``3/16 base 1f3c9ab  12.3 s, 9 measured``; on a terminal while it runs, too.
+    """Writes a line for each run: ``3/16 base 1f3c9ab  12.3 s, 9 measured``. On a terminal, the line also counts seconds.
 
-    ``most`` is the largest number of runs.
+    Args:
+        stream: The stream for the lines.
+        most: The largest number of runs.
     """
 
     def __init__(self, stream: TextIO, most: int) -> None:
@@ -74,11 +76,11 @@ class Progress:
             self._shown = text
 
     def end(self, run: Run) -> None:
-        """End a run that has given its figures."""
+        """Print a successful run's line."""
         self.say(f"{self._run}  {time.monotonic() - self._began:.1f} s, {run.measured} measured")
 
     def say(self, text: str) -> None:
-        """Write a line that stays."""
+        """Print a permanent line."""
         self.clear()
         self._write(f"{text}\n")
 
@@ -93,56 +95,66 @@ class Progress:
 
 
 PAIRS_WITHOUT_TIME = 1
-"""Bytes and counts repeat exactly: a step is run until they do."""
+"""A single pair is enough without times, because bytes and counts repeat exactly: each step is run until they do."""
 
 
 def reports_in_turns(
     take: Callable[[Side, int], Run], compare: Callable[[Sequence[tuple[Run, Run]]], Compared], most_pairs: int
 ) -> Iterator[Compared]:
-    """Yield a report after each pair of runs, until no more are needed.
+    """Yield a report after each pair of runs, until more pairs would not change it.
 
-    ``take`` makes a run of a side, which is given its number; ``compare`` makes the report on pairs (base, head).
+    Args:
+        take: Runs a side, given the side and the run's number from 1.
+        compare: Returns the report on pairs (base, head).
+        most_pairs: The largest number of pairs.
     """
     pairs: list[tuple[Run, Run]] = []
-    before = None
+    previous = None
     for number in range(most_pairs):
         runs = {side: take(side, 2 * number + turn) for turn, side in enumerate(order_of_pair(number), 1)}
         pairs.append((runs[BASE], runs[HEAD]))
         report = compare(pairs)
         yield report
-        if is_settled(report, before):
+        if is_settled(report, previous):
             return
-        before = report
+        previous = report
 
 
 def order_of_pair(number: int) -> tuple[Side, Side]:
-    """Return the sides of a pair in the order in which they run; pairs count from 0."""
+    """Return the order of the runs in a pair; pairs count from 0.
+
+    Example: pair 0 is base, head, and pair 1 is head, base.
+    """
     return (BASE, HEAD) if number % 2 == 0 else (HEAD, BASE)
 
 
-def is_settled(now: Compared, before: Compared | None) -> bool:
-    """Return whether more pairs would change nothing; ``before`` is the report without the last pair."""
-    assert now.pairs is not None, "it is of runs in turns"
-    if not now.rows:
+def is_settled(report: Compared, previous: Compared | None) -> bool:
+    """Return whether all tests are decided. ``previous`` is the report without the last pair.
+
+    Without times, a single pair settles a report. With times, each test needs the fewest pairs of `compare_pairs`, and an
+    interval below the tolerance or the same outcome in two reports.
+    """
+    assert report.pairs is not None, "the report comes from runs in turns"
+    if not report.rows:
         return True
-    if not now.speeds:
-        return now.pairs >= PAIRS_WITHOUT_TIME
-    earlier = before.speeds if before is not None else {}
-    return now.pairs >= FEWEST_PAIRS and all(
-        _is_decided(speed, earlier.get(key), now.tolerance) for key, speed in now.speeds.items()
+    if not report.speeds:
+        return report.pairs >= PAIRS_WITHOUT_TIME
+    earlier = previous.speeds if previous is not None else {}
+    return report.pairs >= FEWEST_PAIRS and all(
+        _is_decided(speed, earlier.get(key), report.tolerance) for key, speed in report.speeds.items()
     )
 
 
-def _is_decided(now: ComparedChange, before: ComparedChange | None, tolerance: float) -> bool:
-    if now.outcome is Outcome.OK:
-        return now.interval is not None and now.interval.high <= 1 + tolerance
-    # Judging after every pair gives chance several tries, so that two judgements in a row have to agree.
-    return now.outcome is not Outcome.UNCERTAIN and before is not None and now.outcome is before.outcome
+def _is_decided(speed: ComparedChange, previous: ComparedChange | None, tolerance: float) -> bool:
+    if speed.outcome is Outcome.OK:
+        return speed.interval is not None and speed.interval.high <= 1 + tolerance
+    # A judgement after every pair gives chance several attempts, so two judgements in a row have to agree.
+    return speed.outcome is not Outcome.UNCERTAIN and previous is not None and speed.outcome is previous.outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A comparison that was asked for. ``tolerance`` is the tolerated slowdown, as a ratio."""
+    """The arguments of a comparison. ``tolerance`` is the tolerated slowdown, as a ratio, for example 0.015."""
 
     checkout: Checkout
     base: Variant
@@ -155,7 +167,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The result. ``why`` says why it ended early; ``exit_status`` is the command's."""
+    """The end of a comparison: the last report, the command's exit status, and ``why`` it ended early."""
 
     report: Compared | None
     units: UnitSystem
@@ -173,18 +185,31 @@ def set_up(
     say: Callable[[str], None],
     only: Sequence[str] = (),
 ) -> Iterator[tuple[Runner, Provisioner]]:
-    """Set up what runs variants and what provides them, in a temporary folder. Raises `GitError`."""
-    left = clear_leftovers(checkout)
-    if left:
-        say(f"removed {counted(left, 'worktree')} of a comparison that was killed")
-    others = checkout.checkouts()
+    """Yield a runner and a provisioner that work in a temporary folder.
+
+    Args:
+        checkout: The checkout.
+        arguments: pytest's arguments.
+        setup: A shell command to run before each run; ``None`` for no command.
+        environments: The cached environments.
+        stop: Ends the command on a signal.
+        say: Prints a line for the user.
+        only: The test ids to run; empty to run all.
+
+    Raises:
+        GitError: The worktrees cannot be listed.
+    """
+    count = clear_leftovers(checkout)
+    if count:
+        say(f"removed {counted(count, 'worktree')} of a comparison that was killed")
+    folders = checkout.checkouts()
     with temporary_folder() as folder:
-        runner = Runner(checkout, arguments, setup, folder, stop, [*others, folder], only)
+        runner = Runner(checkout, arguments, setup, folder, stop, [*folders, folder], only)
         yield runner, Provisioner(checkout, environments, folder, stop, say, is_emulated(arguments, checkout))
 
 
 def is_emulated(arguments: Sequence[str], checkout: Checkout) -> bool:
-    """Return whether pytest's arguments, or else the settings of the checkout, name an emulated GPU."""
+    """Return whether pytest's arguments choose an emulated GPU, or the settings if no argument names a device."""
     words = " ".join(arguments).replace("=", " ").split()
     named = [word for option, word in itertools.pairwise(words) if option == "--gpumem-device"]
     device = named[-1] if named else settings_in(checkout.top / checkout.folder).device
@@ -192,25 +217,27 @@ def is_emulated(arguments: Sequence[str], checkout: Checkout) -> bool:
 
 
 def settings_in(root: Path) -> Settings:
-    """Return the settings of the project in head, by which bytes are judged and shown."""
+    """Return the settings in a project's ``pyproject.toml``, or the defaults if they cannot be read."""
     try:
         table = read_table(root / "pyproject.toml")
         return settings_from_table(table, "[tool.gpumem]") if table is not None else Settings()
     except SettingsError:
-        # pytest has read them: they are those of another version of this package.
+        # pytest could read them, so they belong to another pytest-gpumem version.
         return Settings()
 
 
 def changed_code(base: ProvisionedVariant, base_run: Run, head: ProvisionedVariant, head_run: Run) -> ChangedCode:
-    """Return the lines that differ between two variants that have run."""
-    old, new = (Folders(one.top / run.root, one.site_folders) for one, run in ((base, base_run), (head, head_run)))
-    compared = {one.name for one in changed_packages(base, head)}
-    # The project's own code belongs to no package.
+    """Return the changed lines between two variants that have run."""
+    old, new = (
+        Folders(variant.top / run.root, variant.site_folders) for variant, run in ((base, base_run), (head, head_run))
+    )
+    compared = {package.name for package in changed_packages(base, head)}
+    # The empty name stands for the project's own code.
     return ChangedCode(old, new, compared | ({""} if base.variant.revision != head.variant.revision else set()))
 
 
 def compare_variants(plan: Plan, environments: Environments, stop: Stop, progress: Progress) -> Ended:
-    """Compare until all tests are decided, a run fails, or a signal is noted in ``stop``."""
+    """Run both variants in turns until all tests are decided, a run fails, or a signal is noted in ``stop``."""
     settings = Settings()
     variants: dict[str, Variant] = {BASE: plan.base, HEAD: plan.head}
     report: Compared | None = None
@@ -230,15 +257,15 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
         base, head = pairs[0]
         if len(pairs) == 1:
             settings = settings_in(provided[HEAD].top / head.root)
-            unused = why_unused(provided[BASE], provided[HEAD], base.imported | head.imported)
+            unused = why_no_difference(provided[BASE], provided[HEAD], base.imported | head.imported)
             if unused is not None:
                 raise RunFailed(unused)
             changed = changed_code(provided[BASE], base, provided[HEAD], head)
         assert changed is not None, "the first pair has been compared"
         tolerances = {**DEFAULT_TOLERANCES, **settings.tolerances}
-        found = compare_runs(pairs, plan.base.title, plan.head.title, plan.tolerance, tolerances)
-        found = replace(found, packages=changed_packages(provided[BASE], provided[HEAD]))
-        return with_marked_lines(found, changed)
+        compared = compare_runs(pairs, plan.base.title, plan.head.title, plan.tolerance, tolerances)
+        compared = replace(compared, packages=changed_packages(provided[BASE], provided[HEAD]))
+        return with_marked_lines(compared, changed)
 
     try:
         with ExitStack() as stack:
@@ -246,13 +273,13 @@ def compare_variants(plan: Plan, environments: Environments, stop: Stop, progres
                 set_up(plan.checkout, plan.arguments, plan.setup, environments, stop, progress.say)
             )
             provided = stack.enter_context(provisioner.provide(variants))
-            for so_far in reports_in_turns(take, compare, plan.most_pairs):
-                report = so_far
+            for latest in reports_in_turns(take, compare, plan.most_pairs):
+                report = latest
     except (RunFailed, NotInstalled, GitError) as failure:
         return Ended(report, settings.units, NOTHING_COMPARED, str(failure))
     except Stopped as stopped:
         return Ended(report, settings.units, stopped.exit_status, "interrupted")
     finally:
         progress.clear()
-    assert report is not None, "it ended after a pair"
+    assert report is not None, "a pair has run"
     return Ended(report, settings.units, report.exit_status)

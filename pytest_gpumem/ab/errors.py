@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class RunFailed(Exception):
-    """A run has nothing that can be compared; the message says why, and what to do."""
+    """A run has no results to compare. The message says why, and what to do."""

@@ -1,4 +1,4 @@
-"""One run of pytest in a worktree, with the worktree's code, and what it measured."""
+"""A run of pytest in a worktree, with the worktree's code, and its measurements."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 Key = tuple[str, str]
-"""A test: its file and its id in it."""
+"""A test: its file, and its id in this file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The measured tests of one run of a revision. ``root`` is pytest's root directory, from the folder of the checkout."""
+    """The measured tests in a run. ``root`` is pytest's root directory, as a path from the checkout."""
 
     tests: Mapping[Key, TestVerdict]
     root: str
     imported: frozenset[str] = frozenset()
-    """The first names of the modules that its processes had loaded when they ended."""
+    """The top-level modules that the processes had imported at their end."""
     errors: Mapping[str, str] = field(default_factory=dict)
-    """The message of the exception that failed a test, by the test's id."""
+    """Exception messages by the failed test's id."""
 
     @property
     def measured(self) -> int:
@@ -51,22 +51,22 @@ class Run:
         return sum(not verdict.unmeasured and bool(verdict.verdicts) for verdict in self.tests.values())
 
 
-class Taken(NamedTuple):
-    """The lines that the collector wrote of a run, and pytest's exit status."""
+class RunRecord(NamedTuple):
+    """The lines that the collector wrote during a run, and pytest's exit status."""
 
     lines: tuple[str, ...]
     status: int
 
 
 def run_of(lines: Iterable[str], status: int) -> Run:
-    """Return the run that the collector wrote as ``lines``.
+    """Return the run from the collector's lines.
 
     Args:
-        lines: What the collector wrote.
+        lines: The lines that the collector wrote.
         status: pytest's exit status; a negative number is the signal that ended it.
 
     Raises:
-        RunFailed: It ended before its tests had run, or imported code of another revision.
+        RunFailed: The run ended before its tests had run, or imported code from another revision.
     """
     reports, end = _read(lines)
     if end is None or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -80,7 +80,7 @@ def run_of(lines: Iterable[str], status: int) -> Run:
             results.add(cast("pytest.TestReport", report))
     except (KeyError, TypeError, ValueError) as error:
         raise RunFailed(
-            f"its pytest-gpumem is of another version, whose figures this one cannot read: {error!r}"
+            f"it used another version of pytest-gpumem, and this version cannot read its figures: {error!r}"
         ) from None
     verdicts = [result.verdict for result in results.all()]
     tests = {(verdict.file, verdict.test): verdict for verdict in verdicts}
@@ -89,13 +89,13 @@ def run_of(lines: Iterable[str], status: int) -> Run:
 
 
 def _read(lines: Iterable[str]) -> tuple[list[SimpleNamespace], dict[str, Any] | None]:
-    """Return the reports of tests, and the line of the session's end if there is one."""
+    """Return the reports of tests, and the line from the session's end; ``None`` if the session did not end."""
     reports: list[SimpleNamespace] = []
     for text in lines:
         try:
             line = json.loads(text)
         except ValueError:
-            # Cut off when the process was killed.
+            # The process was killed while it wrote this line.
             break
         if "status" in line:
             return reports, line
@@ -132,8 +132,8 @@ def _outside_code(outside_modules: Mapping[str, str]) -> str:
     more = f" and {len(outside_modules) - 3} more" if len(outside_modules) > 3 else ""
     return (
         f"it did not run the code of its revision: it imported {shown}{more}. "
-        "A project that is installed in editable mode is imported from there: install each revision before its runs "
-        "(--setup 'pip install -e .'), uninstall it, or let PYTHONPATH lead to the code by a path relative to the "
+        "An editable installation always imports from its own folder: install each revision before its runs "
+        "(--setup 'pip install -e .'), uninstall the project, or set PYTHONPATH to a path relative to the "
         "folder of the run"
     )
 
@@ -141,57 +141,66 @@ def _outside_code(outside_modules: Mapping[str, str]) -> str:
 ABOUT_BASELINES = ("--gpumem-baseline", "--gpumem-update", "--gpumem-store", "--gpumem-strict")
 _WITH_VALUE = ("--gpumem-update", "--gpumem-store")
 PLUGIN = "gpumem_ab_collector"
-AFTER_SETUP = "--setup ran in worktrees that are gone now: what it installed may have to be installed again"
-"""The last line where ``--setup`` ran in worktrees."""
+AFTER_SETUP = (
+    "--setup ran in worktrees that are removed now: packages that it installed from them may have to be installed again"
+)
+"""A command's last line if ``--setup`` ran in worktrees."""
 MOST_LINES = 25
-"""Number of last lines that are shown of a run that failed."""
+"""The number of log lines to show from a failed run."""
 
 
 def refused(arguments: Sequence[str], checkout: Path) -> str | None:
-    """Return why pytest cannot be run with ``arguments`` here, as a sentence; ``None`` when it can."""
+    """Return why pytest cannot run with ``arguments`` in a worktree, as a sentence; ``None`` if it can."""
     for argument in arguments:
         option, _, value = argument.partition("=")
         if option in ABOUT_BASELINES:
-            return f"{option} is about baselines, and none is read or written here: leave it out"
+            return f"{option} is about baselines, and this command reads and writes none: leave it out"
         path = Path(value or argument)
         if path.is_absolute() and path.resolve().is_relative_to(checkout):
-            return f"{argument} leads into the checkout, where only one of the revisions is: write the path relative to here"
+            return f"{argument} is a path into the checkout, which is only one of the revisions: make the path relative"
     return None
 
 
 def without_baselines(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return pytest's arguments without those about baselines, and the store that they name."""
-    kept: list[str] = []
+    """Return pytest's arguments without options about baselines, and the value after ``--gpumem-store``.
+
+    Example: ``["-x", "--gpumem-store=s3://bucket"]`` becomes ``["-x"]`` and ``"s3://bucket"``.
+    """
+    plain: list[str] = []
     store = None
-    left = iter(arguments)
-    for argument in left:
+    remaining = iter(arguments)
+    for argument in remaining:
         option, sign, value = argument.partition("=")
         if option not in ABOUT_BASELINES:
-            kept.append(argument)
+            plain.append(argument)
         elif option in _WITH_VALUE:
-            value = value if sign else next(left, "")
+            value = value if sign else next(remaining, "")
             store = value if option == "--gpumem-store" else store
-    return kept, store
+    return plain, store
 
 
 def python_path(worktree: Path, checkout: Checkout, current: Sequence[str], inherited: str | None) -> str:
-    """Return ``PYTHONPATH`` for a worktree: its own code first, then the ``inherited`` PYTHONPATH.
+    """Return ``PYTHONPATH`` for a worktree: the worktree's code first, then the inherited entries.
 
-    ``current`` is the path of this interpreter. Its entries in the checkout, such as a ``lib`` that an editable install added,
-    are replaced by those of the worktree.
+    Args:
+        worktree: The worktree.
+        checkout: The checkout.
+        current: This interpreter's ``sys.path``. An entry in the checkout, such as ``lib`` from an editable installation, is
+            replaced by the same folder in the worktree.
+        inherited: This process's ``PYTHONPATH``.
     """
-    here = worktree / checkout.folder
-    own = [here, here / "src", worktree, worktree / "src"]
+    folder = worktree / checkout.folder
+    own = [folder, folder / "src", worktree, worktree / "src"]
     own += [moved for entry in current if (moved := _moved(entry, worktree, checkout)) is not None]
-    others = [
+    outside = [
         entry for entry in (inherited or "").split(os.pathsep) if entry and _moved(entry, worktree, checkout) is None
     ]
     paths = [str(path) for path in own if path.is_dir()]
-    return os.pathsep.join(dict.fromkeys([*paths, *others]))
+    return os.pathsep.join(dict.fromkeys([*paths, *outside]))
 
 
 def _moved(entry: str, worktree: Path, checkout: Checkout) -> Path | None:
-    """Return where a path of the checkout is in the worktree; ``None`` for other paths, and for an environment in it."""
+    """Return the worktree's path for a path in the checkout; ``None`` for paths outside it or in its environment."""
     path = Path(entry).resolve()
     if not Path(entry).is_absolute() or not path.is_relative_to(checkout.top):
         return None
@@ -203,31 +212,41 @@ def _moved(entry: str, worktree: Path, checkout: Checkout) -> Path | None:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs pytest in checkouts, one run after another, each in a process of its own."""
+    """Runs pytest in checkouts, each run in a new process."""
 
     checkout: Checkout
     arguments: Sequence[str]
     setup: str | None
     folder: Path
-    """The folder of the files that runs write."""
+    """The folder for files that the runs write."""
     stop: Stop
     others: Sequence[Path]
-    """Folders in which the repository is checked out, also those that are run."""
+    """All folders with a checkout of the repository, including the worktrees."""
     only: Sequence[str] = ()
-    """The ids of the tests that run, of those that the arguments select; all where there are none."""
+    """The test ids to run, among the tests that the arguments select; empty to run all."""
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    """Numbers of runs, which name their folders; runs in threads of their own share it."""
+    """Numbers for the runs' folders, shared by all threads."""
 
     def take(
         self, variant: ProvisionedVariant, tick: Callable[[], None] = lambda: None, *, explained: bool = False
-    ) -> tuple[Taken, Run]:
-        """Run a variant once, and return what it wrote and what that says. Raises `RunFailed` and `Stopped`.
+    ) -> tuple[RunRecord, Run]:
+        """Run a variant once.
 
-        ``explained`` says whether each step is.
+        Args:
+            variant: The variant.
+            tick: Is called repeatedly during the run.
+            explained: True to explain every step's peak.
+
+        Returns:
+            The collector's lines with pytest's exit status, and the results in them.
+
+        Raises:
+            RunFailed: The run has no results to compare. The message ends with pytest's last lines.
+            Stopped: A signal was noted.
         """
         worktree = variant.top
-        here = worktree / self.checkout.folder
-        if not here.is_dir():
+        current = worktree / self.checkout.folder
+        if not current.is_dir():
             raise RunFailed(f"it has no folder {self.checkout.folder.as_posix()}")
         own = self.folder / f"run-{next(self._numbers)}"
         (own / "plugin").mkdir(parents=True)
@@ -235,37 +254,37 @@ class Runner:
         lines, log = own / "lines.jsonl", own / "log.txt"
         if self.setup is not None:
             status = run(
-                self.setup, folder=here, environment=plain_environment(), output=log, stop=self.stop, tick=tick
+                self.setup, folder=current, environment=plain_environment(), output=log, stop=self.stop, tick=tick
             )
             if status:
                 raise RunFailed(f"--setup ended with exit status {status}{_last_lines(log, worktree)}")
-        # Only now: --setup may have made the folders that it is to look in.
+        # After --setup, because it may have created folders that belong on PYTHONPATH.
         environment = self._environment(worktree, own / "plugin", lines)
-        # Its own folder for what pytest keeps between runs: --last-failed must not make one run differ from the next.
-        kept = ["-o", f"cache_dir={own / 'cache'}", f"--gpumem-store={own / 'store'}"]
-        kept += ["--gpumem-explain=always"] if explained else []
-        command = [str(variant.python), "-m", "pytest", "-p", PLUGIN, *kept, *self.arguments]
-        status = run(command, folder=here, environment=environment, output=log, stop=self.stop, tick=tick)
-        taken = Taken(tuple(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else (), status)
+        # Each run has its own pytest cache, so --last-failed cannot make a run differ from the next.
+        options = ["-o", f"cache_dir={own / 'cache'}", f"--gpumem-store={own / 'store'}"]
+        options += ["--gpumem-explain=always"] if explained else []
+        command = [str(variant.python), "-m", "pytest", "-p", PLUGIN, *options, *self.arguments]
+        status = run(command, folder=current, environment=environment, output=log, stop=self.stop, tick=tick)
+        record = RunRecord(tuple(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else (), status)
         try:
-            return taken, run_of(taken.lines, status)
+            return record, run_of(record.lines, status)
         except RunFailed as failure:
             raise RunFailed(f"{failure}{_last_lines(log, worktree)}") from None
 
     def _environment(self, worktree: Path, plugin: Path, lines: Path) -> dict[str, str]:
         environment = plain_environment()
-        # A job's summary is for the comparison, not for each of its runs.
+        # Only the comparison writes into the job's summary. Its runs do not.
         environment.pop("GITHUB_STEP_SUMMARY", None)
         path = python_path(worktree, self.checkout, sys.path, environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{plugin}"
-        others = [str(one) for one in self.others if one != worktree]
-        told = {"file": str(lines), "home": str(worktree), "others": others, "only": list(self.only)}
-        environment[collector.VARIABLE] = json.dumps(told)
+        others = [str(folder) for folder in self.others if folder != worktree]
+        arguments = {"file": str(lines), "home": str(worktree), "others": others, "only": list(self.only)}
+        environment[collector.VARIABLE] = json.dumps(arguments)
         return environment
 
 
 def _last_lines(log: Path, worktree: Path) -> str:
-    """Return the last lines of a log, with paths in the worktree as relative ones, since it is gone when they are read."""
+    """Return a log's last lines. Paths in the worktree become relative, because the worktree will be removed."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = text.replace(f"{worktree}{os.sep}", "").rstrip().splitlines()
     return "".join(f"\n  {line}" for line in ["", *lines[-MOST_LINES:]]) if lines else ""

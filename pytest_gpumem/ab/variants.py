@@ -1,4 +1,4 @@
-"""Variants to run: a revision, or the checkout as it is, with the packages that are here or a set of requirements."""
+"""Variants to run: a revision or the current checkout, with the installed packages or a set of requirements."""
 
 from __future__ import annotations
 
@@ -30,30 +30,33 @@ if TYPE_CHECKING:
 
 
 AS_IT_IS = "what is here"
-"""The name of the checkout as it is with the packages that are installed."""
+"""The name for the current checkout with the installed packages."""
 _PATH = re.compile(r"(?<![\w:/.~])(?:(?:git\+)?file://)?(/[^\s,;\[\]]+)")
 """An absolute path in a requirement, or in a file's URL."""
-_MOST_TOLD = 8
-"""Packages of a new environment that are told one by one."""
+_MOST_NAMED = 8
+"""The largest number of packages to print by name after an installation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the things to compare. ``revision`` is ``None`` for the checkout as it is, with what is not committed."""
+    """A variant to compare. ``revision`` is ``None`` for the current checkout with its uncommitted changes.
+
+    Example: ``Variant(None, requirement_set(["transformers==4.38.2"]))`` runs the current code with another transformers.
+    """
 
     revision: Revision | None = None
     requirements: RequirementSet | None = None
     requirements_name: str = ""
-    """Name for the requirements in reports; empty to use the set's own."""
+    """Name for the requirements in reports; empty for the set's own name."""
 
     @property
     def short(self) -> str:
-        """A few words that tell it from others of its kind."""
+        """A short name, for example ``1f3c9ab``."""
         return self._named(self.revision.short if self.revision else "")
 
     @property
     def title(self) -> str | Revision:
-        """The name in reports: a revision where it is nothing else."""
+        """The name in reports; the revision itself if the variant has no requirements."""
         return self.revision if self.revision is not None and self.requirements is None else str(self)
 
     def __str__(self) -> str:
@@ -71,37 +74,43 @@ def without_folders(variants: Sequence[Variant]) -> list[Variant]:
     Example: ``/home/ada/old/gpt`` and ``/home/ada/new/gpt`` become ``old/gpt`` and ``new/gpt``. People read reports on other
     machines, and the rest of a path says nothing there.
     """
-    names = [str(one.requirements or "") for one in variants]
+    names = [str(variant.requirements or "") for variant in variants]
     paths = {PurePosixPath(path) for name in names for path in _PATH.findall(name)}
 
-    def short(found: re.Match[str]) -> str:
-        path = PurePosixPath(found.group(1))
+    def short(match: re.Match[str]) -> str:
+        path = PurePosixPath(match.group(1))
         for count in range(1, len(path.parts)):
             tail = path.parts[-count:]
-            if sum(one.parts[-count:] == tail for one in paths) == 1:
+            if sum(other.parts[-count:] == tail for other in paths) == 1:
                 return "/".join(tail)
-        return found.group()
+        return match.group()
 
-    return [replace(one, requirements_name=_PATH.sub(short, name)) for one, name in zip(variants, names, strict=True)]
+    return [
+        replace(variant, requirements_name=_PATH.sub(short, name))
+        for variant, name in zip(variants, names, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class ProvisionedVariant:
-    """A variant that can be run: its checkout, and its interpreter with the packages that are not those of this one."""
+    """A variant that is ready to run.
+
+    ``top`` is its checkout, ``python`` its interpreter, and ``packages`` the releases that were installed for it, by name.
+    """
 
     variant: Variant
     top: Path
     python: Path = field(default_factory=lambda: Path(sys.executable))
     packages: Mapping[str, str] = field(default_factory=dict)
     modules: frozenset[str] = frozenset()
-    """The modules of these packages, by their first names."""
+    """The top-level modules in these packages."""
     site_folders: tuple[Path, ...] = field(default_factory=lambda: tuple(site_folders_here()))
-    """The folders of installed packages that it sees, its own first."""
+    """The folders of installed packages on its path, its own first."""
 
 
 @dataclass(frozen=True)
 class Provisioner:
-    """Provides what variants need to be run: environments of requirements, and worktrees of revisions in ``folder``."""
+    """Provides environments for requirements, and worktrees for revisions in ``folder``."""
 
     checkout: Checkout
     environments: Environments
@@ -109,44 +118,46 @@ class Provisioner:
     stop: Stop
     say: Callable[[str], None]
     emulated: bool = False
-    """True if the runs are on an emulated GPU, so that torch is installed without NVIDIA's libraries."""
+    """True if the runs use an emulated GPU. torch is then installed without NVIDIA's libraries."""
 
-    def environment_of(self, wanted: RequirementSet) -> VirtualEnvironment:
-        """Return the environment of a set of requirements. Raises `NotInstalled` and `Stopped`."""
+    def environment_of(self, requirements: RequirementSet) -> VirtualEnvironment:
+        """Return the environment for a set of requirements. Raises `NotInstalled` and `Stopped`."""
         began = time.monotonic()
-        known = self.environments.find(wanted, emulated=self.emulated)
-        if known is not None:
-            return known
-        self.say(f"installing {wanted} ...")
+        cached = self.environments.find(requirements, emulated=self.emulated)
+        if cached is not None:
+            return cached
+        self.say(f"installing {requirements} ...")
         try:
-            made = self.environments.make(wanted, self.stop, emulated=self.emulated)
+            environment = self.environments.make(requirements, self.stop, emulated=self.emulated)
         except NotInstalled as error:
-            raise NotInstalled(f"{wanted} cannot be installed: {error}") from None
-        packages = [f"{name} {version}" for name, version in made.packages.items()]
-        more = [f"{len(packages) - _MOST_TOLD} more"] if len(packages) > _MOST_TOLD else []
-        told = ", ".join([*packages[:_MOST_TOLD], *more]) or "nothing that is not here"
-        self.say(f"installed {wanted} in {time.monotonic() - began:.0f} s: {told}")
-        return made
+            raise NotInstalled(f"{requirements} cannot be installed: {error}") from None
+        packages = [f"{name} {version}" for name, version in environment.packages.items()]
+        more = [f"{len(packages) - _MOST_NAMED} more"] if len(packages) > _MOST_NAMED else []
+        names = ", ".join([*packages[:_MOST_NAMED], *more]) or "nothing new"
+        self.say(f"installed {requirements} in {time.monotonic() - began:.0f} s: {names}")
+        return environment
 
     @contextmanager
     def provide(self, variants: Mapping[str, Variant]) -> Iterator[dict[str, ProvisionedVariant]]:
-        """Provide variants, with environments made in parallel, for as long as the context lasts.
+        """Provide variants within a context. Environments are made in parallel.
 
         Raises `NotInstalled`, `GitError` and `Stopped`.
         """
-        wanted = {one.requirements for one in variants.values() if one.requirements is not None}
-        with ThreadPoolExecutor(max_workers=max(1, len(wanted))) as threads:
-            making = {threads.submit(self.environment_of, one): one for one in wanted}
-            made = {making[done]: done.result() for done in as_completed(making)}
-        revisions = {name: one.revision for name, one in variants.items() if one.revision is not None}
+        sets = {variant.requirements for variant in variants.values() if variant.requirements is not None}
+        with ThreadPoolExecutor(max_workers=max(1, len(sets))) as threads:
+            futures = {threads.submit(self.environment_of, requirements): requirements for requirements in sets}
+            environments = {futures[future]: future.result() for future in as_completed(futures)}
+        revisions = {name: variant.revision for name, variant in variants.items() if variant.revision is not None}
         with worktrees(self.checkout, revisions, self.folder, self.stop) as (tops, notes):
             for note in notes:
                 self.say(note)
             yield {
                 name: _provisioned(
-                    one, tops.get(name, self.checkout.top), made[one.requirements] if one.requirements else None
+                    variant,
+                    tops.get(name, self.checkout.top),
+                    environments[variant.requirements] if variant.requirements else None,
                 )
-                for name, one in variants.items()
+                for name, variant in variants.items()
             }
 
 
@@ -159,23 +170,31 @@ def _provisioned(variant: Variant, top: Path, environment: VirtualEnvironment | 
 
 
 def differing_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tuple[str, ...]:
-    """Return a clause for each package that is not the same in both: ``"six 1.16.0 and 1.17.0"``."""
+    """Return a clause for each package that differs: ``"six 1.16.0 and 1.17.0"``."""
     names = sorted(base.packages.keys() | head.packages.keys())
     pairs = ((name, base.packages.get(name, "as here"), head.packages.get(name, "as here")) for name in names)
-    return tuple(f"{name} {then} and {now}" for name, then, now in pairs if then != now)
+    return tuple(f"{name} {old} and {new}" for name, old, new in pairs if old != new)
 
 
 def changed_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tuple[ChangedPackage, ...]:
-    """Return the packages that are another release in ``head``, by normalized name; what neither set installed is the same."""
-    sides = [{str(canonicalize_name(name)): release for name, release in one.packages.items()} for one in (base, head)]
+    """Return the packages whose release differs between ``base`` and ``head``, by normalized name.
+
+    Only packages that were installed for a side can differ. Packages from an address are always returned.
+    """
+    sides = [
+        {str(canonicalize_name(name)): release for name, release in provisioned.packages.items()}
+        for provisioned in (base, head)
+    ]
     names = sorted(sides[0].keys() | sides[1].keys())
     beneath = versions(names)
     old, new = (
-        side if one.variant.requirements is not None and one.variant.requirements.python else {**beneath, **side}
-        for one, side in zip((base, head), sides, strict=True)
+        side
+        if provisioned.variant.requirements is not None and provisioned.variant.requirements.python
+        else {**beneath, **side}
+        for provisioned, side in zip((base, head), sides, strict=True)
     )
-    wanted = head.variant.requirements.requirements if head.variant.requirements is not None else ()
-    urls = {str(canonicalize_name(one.name)): one.url for one in wanted}
+    requirements = head.variant.requirements.requirements if head.variant.requirements is not None else ()
+    urls = {str(canonicalize_name(requirement.name)): requirement.url for requirement in requirements}
     return tuple(
         ChangedPackage(name, old.get(name), new.get(name), name in urls, urls.get(name))
         for name in names
@@ -183,12 +202,17 @@ def changed_packages(base: ProvisionedVariant, head: ProvisionedVariant) -> tupl
     )
 
 
-def why_unused(base: ProvisionedVariant, head: ProvisionedVariant, imported: frozenset[str]) -> str | None:
-    """Return why the runs cannot differ, as a sentence: none of the packages that differ was imported; or ``None``.
+def why_no_difference(base: ProvisionedVariant, head: ProvisionedVariant, imported: frozenset[str]) -> str | None:
+    """Return why two runs cannot differ, as a sentence; ``None`` if they can.
 
-    ``imported`` are the first names of the modules that either run had loaded.
+    The runs cannot differ if they have the same code and imported no package that differs.
+
+    Args:
+        base: The base variant.
+        head: The head variant.
+        imported: The top-level modules that base or head imported.
     """
     differ = differing_packages(base, head)
     if base.variant.revision != head.variant.revision or not differ or imported & (base.modules | head.modules):
         return None
-    return f"the tests import nothing that differs ({', '.join(differ)}), so that there is nothing to compare"
+    return f"the tests import nothing that differs ({', '.join(differ)}), so there is nothing to compare"

@@ -1,4 +1,4 @@
-"""The comparison of pairs of runs: times by pairs, bytes and counts by the judge. Pure."""
+"""Comparison of runs in pairs: times by their ratios, bytes and counts by the gate's judge. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,21 @@ def compare_runs(
     tolerance: float,
     tolerances: Mapping[str, Tolerance],
 ) -> Compared:
-    """Compare ``pairs`` of runs (base, head). ``tolerance`` is for times, ``tolerances`` for everything else."""
+    """Compare two variants by their runs.
+
+    For example, three pairs with step times 1.00 and 1.02 s, 1.01 and 1.03 s, and 0.99 and 1.01 s are compared by each pair's
+    ratio. Bytes from the same runs are compared by the closest values on both sides.
+
+    Args:
+        pairs: The runs as (base, head).
+        base: Base's name in reports.
+        head: Head's name in reports.
+        tolerance: The tolerated slowdown, as a ratio.
+        tolerances: The tolerances for bytes and counts, by metric.
+
+    Returns:
+        The report, with the tests that cannot be compared and why.
+    """
     rows: list[ComparedRow] = []
     left_out: list[LeftOut] = []
     for file, test in sorted({key for pair in pairs for run in pair for key in run.tests}):
@@ -40,8 +54,8 @@ def compare_runs(
         errors = [_error(side, f"{file}::{test}") for side in zip(*pairs, strict=True)]
         reason = _why_not(bases, heads, errors)
         if reason is not None:
-            held = any(_figures(one) or (one is not None and one.relations > 0) for one in bases)
-            broke = held and _fails(heads) and not _fails(bases)
+            is_measured = any(_figures(verdict) or (verdict is not None and verdict.relations > 0) for verdict in bases)
+            broke = is_measured and _fails(heads) and not _fails(bases)
             left_out.append(LeftOut(f"{file}::{test}", "broken" if broke else "not compared", reason))
             continue
         runs = [(_figures(base), _figures(head)) for base, head in zip(bases, heads, strict=True)]
@@ -49,31 +63,31 @@ def compare_runs(
         for name in names:
             key = Key(file, test, name)
             title = str(key) if len(names) > 1 else f"{file}::{test}"
-            taken = _Taken(tuple((base.get(name), head.get(name)) for base, head in runs))
-            found = _compare(taken, tolerance, tolerances)
-            if isinstance(found, str):
-                left_out.append(LeftOut(title, "not compared", found))
+            series = _Series(tuple((base.get(name), head.get(name)) for base, head in runs))
+            result = _compare(series, tolerance, tolerances)
+            if isinstance(result, str):
+                left_out.append(LeftOut(title, "not compared", result))
             else:
-                changes, notes = found
-                slug = taken.heads[-1].environment.slug
-                rows.append(ComparedRow(key, slug, title, changes, notes=notes, verdict=taken.explained(tolerances)))
+                changes, notes = result
+                slug = series.heads[-1].environment.slug
+                rows.append(ComparedRow(key, slug, title, changes, notes=notes, verdict=series.explained(tolerances)))
     return Compared(base, head, tuple(rows), tuple(left_out), pairs=len(pairs), tolerance=tolerance)
 
 
 def _figures(verdict: TestVerdict | None) -> dict[str, Measurement]:
-    """Return the measurements of a test in one run, by name."""
+    """Return a test's measurements in a run, by name."""
     if verdict is None or verdict.unmeasured:
         return {}
-    return {one.measurement.name: one.measurement for one in verdict.verdicts}
+    return {part.measurement.name: part.measurement for part in verdict.verdicts}
 
 
 def _error(runs: Sequence[Run], nodeid: str) -> str:
-    """Return the message of the first exception that failed a test in one of these runs; empty where none did."""
+    """Return the first exception message of a failed test in these runs; empty if there is none."""
     return next((run.errors[nodeid] for run in runs if nodeid in run.errors), "")
 
 
 def _fails(verdicts: Sequence[TestVerdict | None]) -> bool:
-    """Return whether the test failed by itself in every run that had it."""
+    """Return whether the test failed by itself in every run that contains it."""
     ran = [verdict for verdict in verdicts if verdict is not None]
     return bool(ran) and all(verdict.failed_by_itself for verdict in ran)
 
@@ -81,9 +95,14 @@ def _fails(verdicts: Sequence[TestVerdict | None]) -> bool:
 def _why_not(
     bases: Sequence[TestVerdict | None], heads: Sequence[TestVerdict | None], errors: Sequence[str]
 ) -> str | None:
-    """Return why a test cannot be compared, as a clause; ``None`` when both sides measured it.
+    """Return why a test cannot be compared, as a clause; ``None`` if both sides measured it.
 
-    ``errors`` are the messages of the exceptions that failed it in base and in head, empty where none did.
+    Example: ``"it asserts relations only, in base and in head"``.
+
+    Args:
+        bases: The verdicts in base's runs; ``None`` for a run without the test.
+        heads: The verdicts in head's runs.
+        errors: The exception messages in base and in head; empty if there is none.
     """
     reasons = {}
     for side, verdicts, other, error in (("base", bases, "head", errors[0]), ("head", heads, "base", errors[1])):
@@ -99,7 +118,7 @@ def _why_not(
 
 
 def with_marked_lines(report: Compared, changed: ChangedCode) -> Compared:
-    """Return a comparison whose explanations say which lines have changed, and name these first."""
+    """Return the comparison with changed lines marked in its explanations and named first."""
     rows = (
         row if row.verdict is None else replace(row, verdict=with_changed_code(row.verdict, changed))
         for row in report.rows
@@ -107,19 +126,19 @@ def with_marked_lines(report: Compared, changed: ChangedCode) -> Compared:
     return replace(report, rows=tuple(rows))
 
 
-_MOST_OF_A_MESSAGE = 400
-"""Characters of an exception's message that are shown."""
+_MOST_CHARACTERS = 400
+"""The largest number of characters to show from an exception's message."""
 
 
 def _in_a_line(message: str) -> str:
-    """Return the lines of an exception's message as one, without those that are empty, and cut where it is long."""
+    """Return an exception's message as a single line without empty lines, shortened to 400 characters."""
     line = "; ".join(line.strip() for line in message.splitlines() if line.strip())
-    return line if len(line) <= _MOST_OF_A_MESSAGE else f"{line[:_MOST_OF_A_MESSAGE]} ..."
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]} ..."
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """One measurement of a test in each pair of runs (base, head); ``None`` where a run did not take it."""
+class _Series:
+    """A measurement in each pair of runs (base, head); ``None`` if a run did not take it."""
 
     runs: tuple[tuple[Measurement | None, Measurement | None], ...]
 
@@ -136,96 +155,99 @@ class _Taken:
         return [(base, head) for base, head in self.runs if base is not None and head is not None]
 
     def explained(self, tolerances: Mapping[str, Tolerance]) -> Verdict | None:
-        """Return the gate's verdict on the first pair, which was explained; ``None`` where a run did not take it."""
+        """Return the gate's verdict on the first pair, which is explained; ``None`` if a run did not take the measurement."""
         base, head = self.runs[0]
         if base is None or head is None:
             return None
         return judged_by(base, "base", head, tolerances)
 
     def values(self, metric: str) -> dict[str, list[float]]:
-        """Return the values of a metric that the runs of each side took."""
+        """Return a metric's values by side."""
         sides = {"base": self.bases, "head": self.heads}
-        return {side: [one.metrics[metric] for one in ran if metric in one.metrics] for side, ran in sides.items()}
+        return {
+            side: [measurement.metrics[metric] for measurement in measurements if metric in measurement.metrics]
+            for side, measurements in sides.items()
+        }
 
 
 def _compare(
-    taken: _Taken, tolerance: float, tolerances: Mapping[str, Tolerance]
+    series: _Series, tolerance: float, tolerances: Mapping[str, Tolerance]
 ) -> tuple[tuple[ComparedChange, ...], tuple[str, ...]] | str:
-    """Return the changes of a measurement and notes on it, or why it cannot be compared, as a clause."""
-    reason = _not_comparable(taken)
+    """Return a measurement's changes with notes, or a clause that says why it cannot be compared."""
+    reason = _not_comparable(series)
     if reason is not None:
         return reason
-    exact = _exact_changes(taken, tolerances)
-    differences = taken.heads[-1].workload.differences(taken.bases[-1].workload)
+    exact = _exact_changes(series, tolerances)
+    differences = series.heads[-1].workload.differences(series.bases[-1].workload)
     if differences:
-        # An increase in bytes is judged with another workload, too; nothing else can be compared.
+        # With another workload, only an increase in bytes is judged. Nothing else can be compared.
         another = f"another workload: {'; '.join(differences)}"
-        return (exact, (another, *_notes(taken))) if exact else f"{another}{_both_peaks(taken)}"
-    speed = _speed(taken, tolerance)
+        return (exact, (another, *_notes(series))) if exact else f"{another}{_both_peaks(series)}"
+    speed = _speed(series, tolerance)
     if speed is not None:
-        return (speed, *exact), tuple(_notes(taken))
-    timed = [one.times is not None for one in (*taken.bases, *taken.heads)]
-    once = f"timed in {'base' if taken.bases[-1].times else 'head'} only"
-    return exact, (*([once] if any(timed) else []), *_notes(taken))
+        return (speed, *exact), tuple(_notes(series))
+    timed = [measurement.times is not None for measurement in (*series.bases, *series.heads)]
+    once = f"timed in {'base' if series.bases[-1].times else 'head'} only"
+    return exact, (*([once] if any(timed) else []), *_notes(series))
 
 
-def _both_peaks(taken: _Taken) -> str:
+def _both_peaks(series: _Series) -> str:
     """Return ``"; peak 22.00 MB in base, 4.00 MB in head"``, or nothing if the peaks are equal."""
-    base, head = closest(*taken.values("peak_allocated").values())
+    base, head = closest(*series.values("peak_allocated").values())
     texts = [f"{shown('peak_allocated', peak, 'si')} in {side}" for side, peak in (("base", base), ("head", head))]
     return "" if base == head else f"; peak {', '.join(texts)}"
 
 
-def _not_comparable(taken: _Taken) -> str | None:
-    if not taken.heads:
+def _not_comparable(series: _Series) -> str | None:
+    if not series.heads:
         return "it is measured in base only"
-    if not taken.bases:
+    if not series.bases:
         return "it is measured in head only"
-    base, head = taken.bases[-1].environment, taken.heads[-1].environment
+    base, head = series.bases[-1].environment, series.heads[-1].environment
     if base.slug != head.slug:
         return f"it was measured on {base.device} in base, on {head.device} in head"
-    return None if taken.pairs else "no pair of neighbouring runs measured it"
+    return None if series.pairs else "no pair of neighbouring runs measured it"
 
 
-def _speed(taken: _Taken, tolerance: float) -> ComparedChange | None:
-    """Return the change of the step time; ``None`` where no pair of runs took times on both sides."""
-    samples = [(base.times.best, head.times.best) for base, head in taken.pairs if base.times and head.times]
+def _speed(series: _Series, tolerance: float) -> ComparedChange | None:
+    """Return the change in step time; ``None`` if no pair has times on both sides."""
+    samples = [(base.times.best, head.times.best) for base, head in series.pairs if base.times and head.times]
     if not samples:
         return None
-    found = compare_pairs(samples, tolerance)
+    speed = compare_pairs(samples, tolerance)
     base, head = typical_seconds(samples)
-    reason = found.reason if found.outcome == "uncertain" else None
-    if found.outcome == "not slower" and found.high > 1 + tolerance:
-        reason = f"a slowdown of up to {format_ratio(found.high - 1).lstrip('+')} would not have been seen"
-    return ComparedChange("step_time", base, head, OUTCOMES[found.outcome], tolerance * base, reason, found.seconds)
+    reason = speed.reason if speed.outcome == "uncertain" else None
+    if speed.outcome == "not slower" and speed.high > 1 + tolerance:
+        reason = f"a slowdown of up to {format_ratio(speed.high - 1).lstrip('+')} would not have been seen"
+    return ComparedChange("step_time", base, head, OUTCOMES[speed.outcome], tolerance * base, reason, speed.seconds)
 
 
-def _exact_changes(taken: _Taken, tolerances: Mapping[str, Tolerance]) -> tuple[ComparedChange, ...]:
-    """Return the changes of bytes and counts that both sides have: of runs of a side that differ, by the closest figures."""
+def _exact_changes(series: _Series, tolerances: Mapping[str, Tolerance]) -> tuple[ComparedChange, ...]:
+    """Return the changes in bytes and counts. If runs on the same side differ, the closest values are compared."""
     metrics = [name for name, metric in METRICS.items() if metric.unit in WHOLE]
-    values = {name: closest(*sides) for name in metrics if all(sides := taken.values(name).values())}
-    # Times are judged by pairs.
+    values = {name: closest(*sides) for name in metrics if all(sides := series.values(name).values())}
+    # Times are left out here, because they are judged by pairs.
     base, head = (
-        replace(side[-1], metrics={name: pair[which] for name, pair in values.items()}, times=None, explanation=None)
-        for which, side in enumerate((taken.bases, taken.heads))
+        replace(side[-1], metrics={name: pair[index] for name, pair in values.items()}, times=None, explanation=None)
+        for index, side in enumerate((series.bases, series.heads))
     )
     changes, _ = changes_of(base, head, tolerances)
     return tuple(change for change in changes if change.allowed is not None)
 
 
-def _notes(taken: _Taken) -> Iterator[str]:
-    """Yield notes on a measurement: what one side lacks, and where runs of one side differ."""
+def _notes(series: _Series) -> Iterator[str]:
+    """Yield notes on a measurement: metrics that only one side has, and runs that differ on the same side."""
     for name, metric in METRICS.items():
-        sides = taken.values(name) if metric.unit in WHOLE else {}
-        have = [side for side, values in sides.items() if values]
-        if len(have) == 1:
-            yield f"{metric.title} in {have[0]} only"
+        sides = series.values(name) if metric.unit in WHOLE else {}
+        measured = [side for side, values in sides.items() if values]
+        if len(measured) == 1:
+            yield f"{metric.title} in {measured[0]} only"
         for side, values in sides.items():
             if len(set(values)) > 1 and metric.repeats:
                 yield f"{metric.title} differs between the runs of {side}: {_spread(name, values)}"
-    for side, ran in (("base", taken.bases), ("head", taken.heads)):
-        if len(ran) < len(taken.runs):
-            yield f"measured in {len(ran)} of {len(taken.runs)} runs of {side}"
+    for side, measurements in (("base", series.bases), ("head", series.heads)):
+        if len(measurements) < len(series.runs):
+            yield f"measured in {len(measurements)} of {len(series.runs)} runs of {side}"
 
 
 def _spread(metric: str, values: Sequence[float]) -> str:
@@ -234,10 +256,13 @@ def _spread(metric: str, values: Sequence[float]) -> str:
 
 
 def closest(base: Sequence[float], head: Sequence[float]) -> tuple[float, float]:
-    """Return the closest figures of two sides; the same one twice where their ranges overlap."""
+    """Return the closest values from two sides, or the same value twice if the ranges overlap.
+
+    Example: ``[10, 12]`` and ``[15, 14]`` give ``(12, 14)``; ``[10, 13]`` and ``[12, 15]`` give ``(12, 12)``.
+    """
     if min(head) > max(base):
         return max(base), min(head)
     if max(head) < min(base):
         return min(base), max(head)
-    both = max(min(base), min(head))
-    return both, both
+    shared = max(min(base), min(head))
+    return shared, shared

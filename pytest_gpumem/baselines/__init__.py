@@ -1,1 +1,1 @@
-"""Baselines: what is accepted, and the store that keeps it."""
+"""The store with accepted baselines."""

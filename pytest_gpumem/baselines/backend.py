@@ -1,4 +1,4 @@
-"""Contract of a backend, the folder or bucket of a store's files."""
+"""Contract for a backend: a folder or bucket with the store's files."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ if TYPE_CHECKING:
 
 SUFFIX = ".toml"
 LARGEST = 2**25
-"""Bytes of the largest file that is read: 34 MB. The baselines of 1,000 tests with compositions have 15 MB."""
+"""The largest file to read, in bytes: 34 MB. 1,000 tests with compositions need 15 MB."""
 
 
 class Backend(Protocol):
-    """Storage of text files by relative path (``"cpu-x86_64/tests/test_gpt.py.toml"``). All raise `BackendError`."""
+    """Storage for text files by relative path.
+
+    Example: ``"cpu-x86_64/tests/test_gpt.py.toml"``. All methods raise `BackendError`.
+    """
 
     folder: Path | None = None
-    """The folder on this machine that the files are in; ``None`` if they are elsewhere."""
+    """The folder with the files on this machine; ``None`` if the files are elsewhere."""
 
     def paths(self) -> list[str]:
-        """Return the paths of all files of baselines, sorted."""
+        """Return the paths to all baseline files, sorted."""
 
     def read(self, path: str) -> str | None:
-        """Return a file's text; ``None`` when there is no such file."""
+        """Return a file's text; ``None`` if the file does not exist."""
 
     def read_many(self, paths: Sequence[str]) -> Mapping[str, str | None]:
-        """Return the texts of files in the order of ``paths``."""
+        """Return several files' texts, in the same order as ``paths``."""
         return {path: self.read(path) for path in paths}
 
     def write(self, path: str, text: str) -> None:
-        """Replace a file's text whole: a reader sees the old text or the new one, also after a crash."""
+        """Replace a file atomically: a reader sees the old text or the new text, even after a crash."""
         raise BackendError(f"{self.shown(path)}: cannot be written")
 
     def remove(self, path: str) -> None:
@@ -42,7 +45,7 @@ class Backend(Protocol):
         raise BackendError(f"{self.shown(path)}: cannot be removed")
 
     def locked(self) -> AbstractContextManager[str | None]:
-        """Hold the writers' lock within the context; yields the reason as a clause, where there can be no lock."""
+        """Hold the writers' lock within a context. If the backend has no lock, the context yields the reason as a clause."""
 
     def shown(self, path: str) -> str:
         """Return the file's location for messages, without credentials."""

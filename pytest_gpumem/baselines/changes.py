@@ -1,4 +1,4 @@
-"""The changes that an update makes in the store, from the verdicts on tests that may be written. It reads the store only."""
+"""The changes that an update makes in the store. This module reads the store and writes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Origin of entries: the date of their run (``2026-11-02``), an abbreviated hash, and why it is accepted."""
+    """The origin of entries: the run's date (``2026-11-02``), the abbreviated commit, and the reason for accepting them."""
 
     recorded: str
     commit: str | None
@@ -29,18 +29,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes that an update makes, and what they follow from."""
+    """The changes that an update makes, with the measurements and stored entries behind them."""
 
     measured: Mapping[Key, tuple[Verdict, Baseline]]
-    """Each measurement's verdict, and the entry that it would be by itself."""
+    """Each measurement's verdict, and its entry without any stored values."""
     stored: Mapping[Key, Baseline | NoBaseline]
-    """Entries of the store, by the same keys."""
+    """The stored entries, by the same keys."""
     entries: Mapping[Key, Baseline]
     """The entries to write."""
     gone: tuple[tuple[str, Key], ...]
-    """The entries to remove, as (slug, key): of measurements that their tests no longer take."""
+    """The entries to remove, as (slug, key), because their tests no longer take these measurements."""
     times_left_out: tuple[str, ...]
-    """Reasons for which times are not stored though the update accepts them: a clause for each measurement."""
+    """A clause for each measurement whose times are accepted but cannot be stored."""
 
     @property
     def any(self) -> bool:
@@ -49,16 +49,16 @@ class Changes:
 
 
 def changes_of(store: Store, mode: UpdateMode, tests: Iterable[TestVerdict], source: Source) -> Changes:
-    """Return what an update changes in the store.
+    """Return the changes that an update makes in the store.
 
     Args:
         store: The store.
-        mode: The words of the update.
-        tests: The verdicts on the tests that may be written, each on one device.
-        source: What the entries say of where they come from.
+        mode: The value for ``--gpumem-update``.
+        tests: The verdicts on the tests whose entries may change, each for a single device.
+        source: The origin to write into the entries.
 
     Raises:
-        StoreError: A file of the store cannot be understood, or a name has no place in it.
+        StoreError: A file in the store is not valid, or a name is not allowed in it.
         BackendError: The store cannot be read.
     """
     measured: dict[Key, tuple[Verdict, Baseline]] = {}
@@ -77,19 +77,19 @@ def changes_of(store: Store, mode: UpdateMode, tests: Iterable[TestVerdict], sou
 
 
 def _no_longer_taken(store: Store, measured: Mapping[Key, tuple[Verdict, Baseline]]) -> Iterable[tuple[str, Key]]:
-    """Return the baselines of tests that were measured, for measurements that these tests no longer take."""
+    """Return stored baselines, as (slug, key), for measurements that the measured tests no longer take."""
     tests = {(entry.environment.slug, key.file, key.test) for key, (_, entry) in measured.items()}
     worlds = {_world(key.name) for key in measured}
     return [
         (slug, key)
         for slug in sorted({slug for slug, _, _ in tests})
         for _, key in store.keys(slug)
-        # Those of jobs of another size stay: this one could not measure them.
+        # Baselines from jobs with more or fewer ranks stay, because this job could not measure them.
         if (slug, key.file, key.test) in tests and key not in measured and _world(key.name) in worlds
     ]
 
 
 def _world(name: str) -> int:
-    """Return how many ranks the job had that took a measurement of this name."""
+    """Return how many ranks a job had, from a measurement's name."""
     rank = rank_in(name)
     return 1 if rank is None else rank.world

@@ -1,9 +1,12 @@
 """A distributed lock of numbered objects, for storage that creates an object only once (S3, Google Cloud Storage).
 
 A process takes the lock by creating the object with the next number; only one can. It holds the lock until it writes into
-the object that it is released, or until others have watched the object unchanged for `LASTS` seconds: then the holder is
+the object that it is released, or until others have watched the object unchanged for `LOCK_SECONDS`: then the holder is
 dead. Time is only measured between two moments of one process, so no two clocks have to agree. The highest number is never
-removed, so that a process that read the numbers long ago, and creates one that is gone, finds a higher one.
+removed. A process that listed the numbers long ago may create a removed number again, but it then finds a higher number.
+
+For example, process A creates object 7 and renews it before a write if 15 s have passed. B sees the object change and waits.
+Then A is killed. B watches the same text for 60 s, creates object 8, and removes object 7.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ from pytest_gpumem.baselines.errors import DistributedLockError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LASTS = 60.0
-"""Seconds after which the holder of an unchanged lock is taken for dead."""
-PATIENCE = 600.0
-"""Seconds to wait for holders that are alive."""
-_RENEWED_AFTER = LASTS / 4
+LOCK_SECONDS = 60.0
+"""Seconds after which an unchanged lock's holder counts as dead."""
+WAIT_SECONDS = 600.0
+"""Seconds to wait for living holders."""
+_RENEWED_AFTER = LOCK_SECONDS / 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
 class LockObjects:
-    """The lock's objects in a folder of a file system of fsspec, by number. Their exceptions are not caught."""
+    """The lock's objects by number, in a folder on an fsspec file system. Exceptions from fsspec are not caught."""
 
     def __init__(self, files: Any, folder: str) -> None:
         self._files = files
@@ -52,10 +55,10 @@ class LockObjects:
         except FileExistsError:
             return False
         except TypeError:
-            # An older release, which cannot create a file only once: seen when it creates this one again.
+            # An older fsspec cannot refuse to overwrite. `acquire` notices it by creating the same object again.
             self.replace(number, text)
         except OSError as error:
-            # S3, for two that create at once; similar servers do not name the condition that failed.
+            # S3 raises this error if two processes create the object at once. Similar servers do not name the condition.
             if "ConditionalRequestConflict" not in str(error) and self.read(number) is None:
                 raise
             return False
@@ -79,7 +82,7 @@ class LockObjects:
 
 
 class DistributedLock:
-    """One holding of the lock: acquire, renew before each write, release."""
+    """A single use of the lock: acquire, renew before each write, release."""
 
     def __init__(
         self,
@@ -97,14 +100,18 @@ class DistributedLock:
         self._renewed = 0.0
 
     def acquire(self) -> bool:
-        """Wait until the lock is held, and return whether it is: storage that creates existing objects again locks nothing.
+        """Wait for the lock.
 
-        Raises `DistributedLockError` when others have held it, one after the other, for `PATIENCE` seconds.
+        Returns:
+            False if the storage creates an existing object again, because such storage cannot lock.
+
+        Raises:
+            DistributedLockError: Other processes have held the lock, one after the other, for `WAIT_SECONDS`.
         """
         self._wait_and_create()
         try:
             if self._objects.create(self._number, self._text()):
-                # It was there already.
+                # The object already existed, so a second creation should have failed.
                 self._objects.remove(self._number)
                 return False
             for number in self._objects.numbers():
@@ -117,56 +124,58 @@ class DistributedLock:
         return True
 
     def renew(self) -> None:
-        """Renew the lock's object if that is due, so that others see that the holder is alive.
+        """Renew the lock's object if 15 s have passed, so other processes see that the holder is alive.
 
         Raises:
-            DistributedLockError: Others may have taken the lock over.
+            DistributedLockError: Other processes may have taken the lock.
         """
-        now = self._clock()
-        if now - self._renewed < _RENEWED_AFTER:
+        started = self._clock()
+        if started - self._renewed < _RENEWED_AFTER:
             return
         self._check_held()
         self._renewals += 1
         self._objects.replace(self._number, self._text())
-        # Processes that saw the renewal in time do not take over; others may have.
-        if self._clock() - self._renewed >= LASTS:
+        # A process that saw the renewal in time does not take the lock, but another process may have taken it.
+        if self._clock() - self._renewed >= LOCK_SECONDS:
             raise DistributedLockError(_lost(self._clock() - self._renewed))
-        self._renewed = now
+        self._renewed = started
 
     def release(self) -> None:
-        """Release the lock. Raises `DistributedLockError` when it has been taken over."""
+        """Release the lock. Raises `DistributedLockError` if another process has taken it."""
         self._check_held()
         self._objects.replace(self._number, self._text(released=True))
 
     def _wait_and_create(self) -> None:
-        started, pause, watched, since = self._clock(), _FIRST_PAUSE, (0, ""), 0.0
+        started, pause, watched, watched_since = self._clock(), _FIRST_PAUSE, (0, ""), 0.0
         while True:
             top = max(self._objects.numbers(), default=0)
-            # The state was read between `before` and the clock's time after it.
-            before = self._clock()
+            # A time before the request, so `read_at - watched_since` never overstates how long the object was unchanged.
+            read_at = self._clock()
             state = self._objects.read(top) if top else None
             free = state is None or _released(state)
             if state is not None and (top, state) != watched:
-                watched, since = (top, state), self._clock()
-            if free or before - since >= LASTS:
+                watched, watched_since = (top, state), self._clock()
+            if free or read_at - watched_since >= LOCK_SECONDS:
                 if self._created(top + 1):
                     return
-            elif before - started > PATIENCE:
-                raise DistributedLockError(f"locked by {_holder(watched[1])} for more than {PATIENCE / 60:g} minutes")
+            elif read_at - started > WAIT_SECONDS:
+                raise DistributedLockError(
+                    f"locked by {_holder(watched[1])} for more than {WAIT_SECONDS / 60:g} minutes"
+                )
             else:
                 self._sleep(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE)
 
     def _created(self, number: int) -> bool:
-        now = self._clock()
+        created_at = self._clock()
         text = self._text()
-        # A request that got no answer is sent again, and then finds its own object.
+        # A request without an answer is sent again, and then finds its own object.
         if not self._objects.create(number, text) and self._objects.read(number) != text:
             return False
         if max(self._objects.numbers(), default=number) > number:
             self._objects.remove(number)
             return False
-        self._number, self._renewed = number, now
+        self._number, self._renewed = number, created_at
         return True
 
     def _check_held(self) -> None:
@@ -197,6 +206,6 @@ def _fields(state: str) -> dict[str, object]:
 
 def _lost(seconds: float) -> str:
     return (
-        f"the lock was lost: a request took {seconds:.0f} s, and after {LASTS:.0f} s others write; "
-        "what they wrote meanwhile may be replaced, so run once more"
+        f"the lock was lost: a request took {seconds:.0f} s, and after {LOCK_SECONDS:.0f} s other jobs may write; "
+        "their entries may have been replaced, so run the update once more"
     )

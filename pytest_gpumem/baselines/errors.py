@@ -1,10 +1,10 @@
-"""Exceptions of the store and its files."""
+"""Exceptions from the store and its files."""
 
 from __future__ import annotations
 
 
 class BackendError(Exception):
-    """The backend cannot be read or written; the message has the file and the reason."""
+    """The backend cannot be read or written. The message names the file and the reason."""
 
 
 class IncompleteChangeError(BackendError):
@@ -12,7 +12,7 @@ class IncompleteChangeError(BackendError):
 
     Args:
         error: The backend's error.
-        written: The number of entries that were written before.
+        written: The number of entries that were written before the failure.
         left: The tests, as (file, test), whose entries were neither written nor removed.
     """
 
@@ -23,12 +23,12 @@ class IncompleteChangeError(BackendError):
 
 
 class DistributedLockError(Exception):
-    """Others hold the lock, or may have written meanwhile; the message is a clause."""
+    """Another process holds the lock, or may have taken it. The message is a clause."""
 
 
 class FormatError(ValueError):
-    """A text that is not a file of the store; the message names the line or key, and what would be right."""
+    """A text is not a valid store file. The message names the line or key, and the expected value."""
 
 
 class StoreError(Exception):
-    """A file of the store is not what it should be; the message names file and key. The file is left as it was."""
+    """A store file is not valid. The message names the file and the key. The file is never overwritten."""

@@ -1,4 +1,4 @@
-"""Files of a store in a folder of this machine, or in a git revision."""
+"""A store's files in a folder on this machine, or in a git commit."""
 
 from __future__ import annotations
 
@@ -25,23 +25,21 @@ _LOCK = ".lock"
 _IGNORE = ".gitignore"
 _ITSELF = f"/{_IGNORE}"
 _IGNORED = (f"/{_LOCK}", _ITSELF, f".*{DRAFT}")
-"""The lines of a store's .gitignore."""
+"""The lines in a store's .gitignore."""
 _LINK = "120000 "
-"""The mode of a symbolic link in git."""
+"""Prefix in git's line for a symbolic link: its mode."""
 
 
 class Folder(Backend):
     """A store in a folder.
 
-    Files are replaced whole, under the system's lock. ``.lock`` is the file of the lock. ``.gitignore`` ignores itself, the
-    lock and drafts.
+    Files are replaced atomically, under the system's lock on ``.lock``. ``.gitignore`` ignores itself, the lock and drafts.
 
-    One process writes at the end of the session, and merges entry by entry with the entries that others wrote meanwhile. A
-    draft that a killed writer left (``.test_gpt.py.toml.x1y2z3.draft``) is not committed, and the next writer removes it.
+    A single process writes at the session's end. It merges its entries with entries that other sessions wrote meanwhile. A
+    killed writer leaves a draft (``.test_gpt.py.toml.x1y2z3.draft``). Git ignores the draft, and the next writer removes it.
 
-    The folder itself may be a symbolic link, for example to a disk that several machines share. A link in the folder is an
-    error that names it, also if it appears while a file is written, because a stranger's branch could lead out of the store
-    by a link.
+    The folder itself may be a symbolic link, for example to a shared disk. A link inside the folder is an error that names the
+    link, even if it appears during a write, because a stranger's branch could use it to write outside the store.
     """
 
     def __init__(self, root: Path) -> None:
@@ -64,7 +62,7 @@ class Folder(Backend):
 
     def write(self, path: str, text: str) -> None:
         try:
-            # A test's name that was written in another way could not be found again.
+            # Strict, because a test name with replaced characters could not be found again.
             write_whole(self.root / path, text, root=self.root, errors="strict")
         except (OSError, UnicodeEncodeError) as error:
             raise BackendError(f"{self.shown(path)}: cannot be written: {error}") from error
@@ -78,7 +76,7 @@ class Folder(Backend):
                 with open_folder(self.root, folders[: depth - 1]) as folder:
                     folder.remove_folder(folders[depth - 1])
         except OSError as error:
-            # A folder that has other files stays.
+            # A folder with other files stays.
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise BackendError(f"{self.shown(path)}: cannot be removed: {error}") from error
 
@@ -89,9 +87,9 @@ class Folder(Backend):
         lock = FileLock(self.root / _LOCK)
         try:
             with open_folder(self.root, make=True) as folder:
-                # filelock follows none, either, and says it in other words.
+                # filelock also refuses a link, but this message is clearer.
                 folder.refuse_link(_LOCK)
-            # The lock stays where it is: a lock file that is deleted can be held by two at once.
+            # The lock file is never deleted, because two processes could then hold the lock at once.
             lock.acquire()
         except OSError as error:
             raise BackendError(f"{self.root}: cannot be written: {error}") from error
@@ -102,15 +100,15 @@ class Folder(Backend):
             lock.release()
 
     def _tidy(self) -> None:
-        """Write the store's ``.gitignore``, and remove drafts of writers that were killed.
+        """Write the store's ``.gitignore``, and remove drafts from killed writers.
 
-        Called by the holder of the lock, so that no draft is of a writer that is alive.
+        The caller holds the lock, so every draft belongs to a killed writer.
         """
         try:
             lines = [_ITSELF]
             with suppress(FileNotFoundError), self._folder_of(_IGNORE) as (folder, name):
                 lines = folder.read_text(name, LARGEST).splitlines()
-            # Only a .gitignore of ours ignores itself; another one is the user's.
+            # Only our .gitignore ignores itself. Any other .gitignore belongs to the user.
             if _ITSELF in lines and not set(_IGNORED) <= set(lines):
                 write_whole(self.root / _IGNORE, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_IGNORED])))
             for path in self._files():
@@ -121,14 +119,14 @@ class Folder(Backend):
             raise BackendError(f"{self.root}: cannot be tidied up: {error}") from error
 
     def _files(self) -> Iterator[str]:
-        """Yield the paths of files. Raises ``OSError`` for a link to a folder, because baselines behind it would be missed."""
-        for here, folders, names in os.walk(self.root):
-            below = Path(here).relative_to(self.root)
-            # Another session may have removed the folder by now.
+        """Yield all file paths. Raises ``OSError`` for a link to a folder, whose baselines would be missed."""
+        for current, folders, names in os.walk(self.root):
+            below = Path(current).relative_to(self.root)
+            # Another session may have just removed the folder.
             with suppress(FileNotFoundError), open_folder(self.root, below.parts) as folder:
                 for name in folders:
                     folder.refuse_link(name)
-            # A folder in the place of a file is told when it is read.
+            # A folder with a file's name is reported when it is read.
             files = [*names, *(name for name in folders if name.endswith(SUFFIX))]
             yield from ((below / name).as_posix() for name in files)
 
@@ -143,16 +141,16 @@ class Folder(Backend):
 
 
 class GitBackend(Backend):
-    """The files below ``folder``, a path from ``top``, in a commit; read only. Raises `BackendError`."""
+    """A store's files in a commit, read only. Raises `BackendError`."""
 
     def __init__(self, top: Path, commit: str, folder: str, name: str) -> None:
-        """List the files.
+        """Read the files.
 
         Args:
-            top: The folder of the checkout.
-            commit: The name of the commit.
-            folder: The path of the store from ``top``.
-            name: The words for the commit in messages.
+            top: The checkout's folder.
+            commit: The commit's hash or name.
+            folder: The path from the checkout to the store.
+            name: The commit's name in messages.
         """
         self._name = name
         self._folder = folder
@@ -179,7 +177,7 @@ class GitBackend(Backend):
         if path not in self._files:
             return None
         try:
-            # As a file is read: a checkout may have turned the ends of lines.
+            # A commit may contain Windows line ends, which reading a file would also convert.
             return self._files[path].decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise BackendError(f"{self.shown(path)}: cannot be read: {error}") from None

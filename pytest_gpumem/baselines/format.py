@@ -1,11 +1,11 @@
-"""A file of the store: TOML text to entries and back. Pure; every mistake in a text names its key.
+"""The file format: TOML text to entries and back. Pure. Every error names its key.
 
-A file has the baselines of one test file on one device. It is sorted, and the same entries have the same text. The table of a
-measurement is ``tests.<node id without the file>.<name of the measurement>``, without pytest-xdist's ``@group``. Bytes and
-counts are integers. Times are seconds with four digits. A file has at most 34 MB, and a key at most 16 parts with dots in
-between.
+A file contains a test file's baselines on a single device. It is sorted, so equal entries have equal text. A measurement's
+table is ``tests.<node id without the file>.<name of the measurement>``, without pytest-xdist's ``@group``. Bytes and
+counts are integers. Times are seconds with four digits. A file has at most 34 MB, and a key at most 16 parts with dots between
+them.
 
-A step that used several GPUs has a further table for each of them, with the device in the name and in ``step``::
+A step on several GPUs has an additional table for each GPU, with the device in the table's name and in ``step``::
 
     [tests."TestTrain::test_step[amp-bf16]"."train_step on cuda:1"]
     environment = "torch-2.11.0-5d2c9f"
@@ -13,12 +13,12 @@ A step that used several GPUs has a further table for each of them, with the dev
     step = "on cuda:1"
     peak_allocated = 4060000000
 
-No moved line rewrites an entry. Compositions and the parts of counts are compared only if a test is explained, and they change
-together with bytes and counts. A count of 0 has no parts.
+An entry is not rewritten if only lines of code move. Compositions and the parts of counts are only compared if a test is
+explained, and they change together with bytes and counts. A count of 0 has no parts.
 
-A file that cannot be read is a usage error that names the file and the key, and is never overwritten: no regular file (a
-FIFO), a truncated file, another ``format``, an unknown key, a wrong type, a number with more than 64 bits, deep nesting,
-merge-conflict marks, or a ``slug`` that is not the name of its folder.
+An invalid file is a usage error that names the file and the key. It is never overwritten. A file is invalid if it is not a
+regular file (for example a FIFO), is truncated, has another ``format``, an unknown key, a wrong type, a number with more than
+64 bits, deep nesting or merge-conflict marks, or if its ``slug`` differs from its folder's name.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from pytest_gpumem.values.operator_counts import MADE_OF_OPERATORS, MOST_PLACES,
 FORMAT = 1
 
 Entries = Mapping[tuple[str, str], Baseline]
-"""The entries of one file: (test, name of the measurement) -> entry."""
+"""A file's entries: (test, measurement name) -> entry."""
 
 _WORKLOAD: dict[str, type] = {"step": str, "config": str, "parameters": int, "batch": str}
 _OPTIONAL = ("commit", "reason", "named_device")
 _GRAPH = ("no_grad", "no_backward")
 _COMPOSITION_PEAK = "composition_peak"
-"""The peak of the step that a composition is of, where that is not the one with the highest peak."""
+"""The key for the peak that belongs to the composition, if another step has the highest peak."""
 _COMPOSITION = ("composition", _COMPOSITION_PEAK, "phase", "other_phases", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
 _BYTES = ("workspaces", "unused_before")
@@ -60,58 +60,64 @@ _PACKAGES = "packages"
 _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
 _ON = "on "
 _ON_ONE_GPU = re.compile(rf"{_ON}\w+:\d+")
-"""The step of a table that has the bytes of one GPU; no version of this package has a step called so."""
+"""The ``step`` in a table for a single GPU, for example ``on cuda:1``. No real step has this name."""
 FILE_KEYS = {
-    "format": f"The number of the format: {FORMAT}.",
-    "environments": "The tables of environments, by name. They come last, so a truncated file is recognized.",
-    "tests": "The tables of measurements, by test and by name.",
+    "format": f"The format number: {FORMAT}.",
+    "environments": "The environments' tables, by name. They come last, so a truncated file is recognized.",
+    "tests": "The measurements' tables, by test and by name.",
 }
-"""The keys of a file, and their meaning."""
+"""The top-level keys in a file, and their meaning."""
 ENTRY_KEYS = {
-    "environment": "The name of a table of the same file.",
-    "recorded": "The date of the recording, in UTC.",
+    "environment": "The name of an environment in the same file.",
+    "recorded": "The recording's date, in UTC.",
     "commit": "The abbreviated hash of the commit that was checked out while recording: the commit before the change, "
-    "if change and baseline are committed together. Absent outside of git.",
-    "reason": "The reason why the entry was accepted (`--gpumem-reason`). It belongs to the last change of bytes, "
-    "counts, workload or speed: a further change without a reason removes it, and one more run of times keeps"
-    " it. It may be edited by hand.",
-    "named_device": "The device that the test's marker names. Absent if the session's device measured it. Sessions on"
-    " other devices know by it that the test would be measured on this one.",
+    "if change and baseline are committed together. Absent without git.",
+    "reason": "The reason for accepting the entry (`--gpumem-reason`). It belongs to the last change of bytes, "
+    "counts, workload or speed. A further change without a reason removes it. Another run of times keeps it. "
+    "It may be edited by hand.",
+    "named_device": "The device that the test's marker names. Absent if the session's device measured the test. It tells "
+    "sessions on other devices that the test is measured on this device.",
     "workspaces": "`Measurement.workspaces`. Only on CUDA, and absent in entries from older versions.",
     "unused_before": "`Measurement.unused_before`. Only on CUDA, and absent in entries from older versions.",
     _STEP_PEAKS: "The peaks of the steps in order, in bytes, if steps differ. `peak_allocated` is the highest.",
-    "step_times": "The median seconds of a step in the last accepted runs, the latest last. `step_time` is their "
+    "step_times": "The median seconds of a step in each of the last accepted runs, the latest last. `step_time` is their "
     "median. They are compared if `machine` is equal, and absent if other work disturbed the runs too much.",
     "step_cycles": "The same in cycles of the clock.",
-    "composition": "The largest rows at the peak, as `Composition.kept` keeps them, one text for each row: `category | "
+    "composition": "The largest rows at the peak, as `Composition.kept` selects them, with a text for each row: `category | "
     "module | operator | line | library's line | count x dtype[shape] | bytes`. Unknown parts are empty, and "
-    "`block` stands for memory that was not seen as a tensor. Absent if nothing was recorded.",
+    "`block` means memory that was not seen as a tensor. Absent if nothing was recorded.",
     _COMPOSITION_PEAK: "The peak in bytes of the step with this composition, if steps differ and the step with the "
-    "highest peak did not come again while steps were recorded.",
+    "highest peak did not come again during the recording.",
     "phase": "The phase of the peak.",
-    "other_phases": "The rows of other phases whose peaks are half of the peak or more, with the phase before each "
-    "row: `forward | activation | ...`. The peak may move there.",
-    "recomputed": 'The modules that ran once more in backward: `"4 x blocks.*"`.',
-    "no_grad": "The modules and functions whose calls ran with grad mode off, if they differ from the module around "
-    'them: `"1 of 1 x teacher"`. The first line is `(all)`, for all together.',
+    "other_phases": "The rows of other phases with at least half of the peak, with the phase before each "
+    "row: `forward | activation | ...`. The peak may move to such a phase.",
+    "recomputed": 'The modules that ran again in backward: `"4 x blocks.*"`.',
+    "no_grad": "The modules and functions that ran with grad mode off, if they differ from the module around "
+    'them: `"1 of 1 x teacher"`. The first line is `(all)`, for all calls together.',
     "no_backward": 'The modules and functions whose calls backward did not reach, in the same form: `"4 of 11 x '
     'step()"`.',
     **{
-        key: f"The parts of `{metric}`, which add up to it, one text for each place: `module | line | library's line | "
-        f"4 addmm, 8 mm`. The {MOST_PLACES} places with the largest numbers are kept. The others have their operators alone, "
-        "and a failure shows them at `(other lines)`."
+        key: f"The parts of `{metric}`, which add up to it, with a text for each place: `module | line | library's line | "
+        f"4 addmm, 8 mm`. The {MOST_PLACES} places with the largest numbers are stored. The other places have only their "
+        "operators, and a failure shows them at `(other lines)`."
         for key, metric in _AT.items()
     },
 }
-"""The keys of a measurement's table beside the metrics and the fields of `Workload`, and their meaning."""
-_BEYOND = 2**63
+"""The keys in a measurement's table, and their meaning, without metrics and `Workload` fields."""
+_INTEGER_LIMIT = 2**63
 _CONFLICT_MARKS = ("<<<<<<<", ">>>>>>>", "|||||||")
 
 
 def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Baseline]:
-    """Return the entries in the text of the baselines of a test file; ``slug`` is the folder that it lies in, if it is known.
+    """Return the entries in a file's text.
 
-    Raises `FormatError`.
+    Args:
+        text: The text.
+        file: The test file, for the keys.
+        slug: The file's folder in the store; ``None`` if it is unknown.
+
+    Raises:
+        FormatError: The text is not valid.
     """
     try:
         return _parse(text, file, slug)
@@ -120,7 +126,7 @@ def parse(text: str, file: str, slug: str | None = None) -> dict[Key, Baseline]:
     except RecursionError:
         raise FormatError("is nested too deeply; restore it from version control") from None
     except (ValueError, OverflowError) as error:
-        # Python reads no decimal number of more than 4,300 digits, and writes none.
+        # Python does not convert a decimal number with more than 4,300 digits.
         raise FormatError(f"has a number that is too large ({error}); restore it from version control") from None
 
 
@@ -138,7 +144,7 @@ def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
     if version != FORMAT or isinstance(version, bool):
         raise FormatError(f"format is {version!r}, this version of pytest-gpumem reads format {FORMAT}")
     if not text.endswith("\n"):
-        raise FormatError("the last line is not whole: the file is truncated; restore it from version control")
+        raise FormatError("the last line has no end: the file is truncated; restore it from version control")
     environments = {
         name: _environment(table, f"environments.{name}", slug)
         for name, table in _table(document.pop("environments", {}), "environments").items()
@@ -157,31 +163,31 @@ def _parse(text: str, file: str, slug: str | None) -> dict[Key, Baseline]:
 
 
 def _with_devices(entries: Mapping[Key, Baseline]) -> dict[Key, Baseline]:
-    """Return the entries with those of single GPUs as parts of the ones that they belong to."""
-    whole = {key: entry for key, entry in entries.items() if not _ON_ONE_GPU.fullmatch(entry.workload.step)}
+    """Merge the tables for single GPUs into the entries for their steps."""
+    merged = {key: entry for key, entry in entries.items() if not _ON_ONE_GPU.fullmatch(entry.workload.step)}
     for key, entry in entries.items():
-        if key in whole:
+        if key in merged:
             continue
         device = entry.workload.step.removeprefix(_ON)
         name = key.name.removesuffix(f" {_ON}{device}")
-        of = replace(key, name=name)
-        if name == key.name or of not in whole:
+        step_key = replace(key, name=name)
+        if name == key.name or step_key not in merged:
             raise FormatError(
-                f"tests.{key.test}.{key.name}.step is {entry.workload.step!r}: it is a part of an entry that is not there; "
+                f"tests.{key.test}.{key.name}.step is {entry.workload.step!r}, but the table of the whole step is missing; "
                 "restore the file from version control"
             )
-        here = {metric: int(value) for metric, value in entry.metrics.items()}
+        metrics = {metric: int(value) for metric, value in entry.metrics.items()}
         peaks = {device: entry.step_peaks} if entry.step_peaks else {}
-        whole[of] = replace(
-            whole[of],
-            by_device={**whole[of].by_device, device: here},
-            step_peaks_by_device={**whole[of].step_peaks_by_device, **peaks},
+        merged[step_key] = replace(
+            merged[step_key],
+            by_device={**merged[step_key].by_device, device: metrics},
+            step_peaks_by_device={**merged[step_key].step_peaks_by_device, **peaks},
         )
-    return whole
+    return merged
 
 
 def render(entries: Mapping[Key, Baseline]) -> str:
-    """Return the text of a file with these entries: sorted, the same for the same entries."""
+    """Return the file text for these entries. It is sorted, and equal for equal entries."""
     import tomli_w
 
     environments: dict[str, dict[str, Any]] = {}
@@ -209,15 +215,15 @@ def render(entries: Mapping[Key, Baseline]) -> str:
         }
         of_test = tests.setdefault(key.test, {})
         of_test[key.name] = {k: value for k, value in table.items() if value is not None}
-        for device, here in entry.by_device.items():
+        for device, device_metrics in entry.by_device.items():
             of_test[f"{key.name} {_ON}{device}"] = {
                 "environment": name,
                 "recorded": entry.recorded,
                 "step": f"{_ON}{device}",
-                **{metric: here[metric] for metric in METRICS if metric in here},
+                **{metric: device_metrics[metric] for metric in METRICS if metric in device_metrics},
                 **_step_peaks_table(entry.step_peaks_by_device.get(device, ())),
             }
-    # The environments come last: entries without the one that they name tell that the end of the file is missing.
+    # The environments come last. If an entry names a missing environment, the file is truncated.
     document = {"format": FORMAT, "tests": tests, "environments": dict(sorted(environments.items()))}
     return tomli_w.dumps(document)
 
@@ -237,10 +243,10 @@ def _environment(table: object, where: str, expected: str | None) -> Environment
     device = _value(values, "device", str, where)
     slug = _value(values, "slug", str, where)
     if expected is not None and slug != expected:
-        # Its figures would be compared with those of another device.
+        # The figures would be compared with another device.
         raise FormatError(
-            f"{where}.slug is {slug!r}, and the file lies in the folder of {expected!r}; restore the file from version "
-            "control, or move it to where it belongs"
+            f"{where}.slug is {slug!r}, but the file is in the folder {expected!r}; restore the file from version control, "
+            f"or move it into the folder {slug!r}"
         )
     packages = _table(values.pop(_PACKAGES, {}), f"{where}.{_PACKAGES}")
     return Environment(
@@ -255,7 +261,7 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
     values = dict(_table(table, where))
     name = _value(values, "environment", str, where)
     if name not in environments:
-        raise FormatError(f"{where}.environment is {name!r}, which [environments] does not have")
+        raise FormatError(f"{where}.environment is {name!r}, which is missing in [environments]")
     recorded = _value(values, "recorded", str, where)
     optional = {key: _value(values, key, str, where) for key in _OPTIONAL if key in values}
     workload = Workload(
@@ -273,12 +279,12 @@ def _entry(table: object, where: str, environments: Mapping[str, Environment]) -
     metrics: dict[str, float] = {}
     for key, value in values.items():
         if key not in METRICS:
-            known = [*METRICS, *_WORKLOAD, *ENTRY_KEYS]
-            raise FormatError(f"{where}.{key}: unknown key; {nearest(key, known)}")
+            valid_keys = [*METRICS, *_WORKLOAD, *ENTRY_KEYS]
+            raise FormatError(f"{where}.{key}: unknown key; {nearest(key, valid_keys)}")
         kinds: tuple[type, ...] = (int,) if METRICS[key].unit in WHOLE else (int, float)
         metrics[key] = _typed(value, kinds, f"{where}.{key}")
         if metrics[key] < 0:
-            raise FormatError(f"{where}.{key} is {value!r}; no {METRICS[key].title} is negative")
+            raise FormatError(f"{where}.{key} is {value!r}; {METRICS[key].title} cannot be negative")
         if not math.isfinite(metrics[key]):
             raise FormatError(f"{where}.{key} is {value!r}, expected a finite number")
     if "peak_allocated" not in metrics:
@@ -305,15 +311,15 @@ def _step_peaks_table(peaks: tuple[int, ...]) -> dict[str, list[int]]:
     return {_STEP_PEAKS: list(peaks)} if peaks else {}
 
 
-def _step_peaks(given: object, highest: int, where: str) -> tuple[int, ...]:
-    if given is None:
+def _step_peaks(value: object, highest: int, where: str) -> tuple[int, ...]:
+    if value is None:
         return ()
-    if not isinstance(given, list) or not given:
-        raise FormatError(f"{where} is {given!r}, expected an array of whole numbers")
-    peaks = tuple(_typed(peak, (int,), where) for peak in given)
+    if not isinstance(value, list) or not value:
+        raise FormatError(f"{where} is {value!r}, expected an array of whole numbers")
+    peaks = tuple(_typed(peak, (int,), where) for peak in value)
     if min(peaks) < 0 or max(peaks) != highest:
         raise FormatError(
-            f"{where} are between {min(peaks)} and {max(peaks)} bytes, and the highest of them, peak_allocated, is {highest}; "
+            f"{where} are between {min(peaks)} and {max(peaks)} bytes, but peak_allocated, the highest of them, is {highest}; "
             f"remove {_STEP_PEAKS}, or restore the file from version control"
         )
     return peaks
@@ -325,14 +331,14 @@ def _runs_table(runs: Runs | None) -> dict[str, list[float]]:
     return {name: list(values) for name, values in zip(_RUNS, (runs.seconds, runs.cycles), strict=True) if values}
 
 
-def _runs(given: Mapping[str, object], where: str) -> Runs | None:
-    if not given:
+def _runs(table: Mapping[str, object], where: str) -> Runs | None:
+    if not table:
         return None
-    if "step_times" not in given:
+    if "step_times" not in table:
         raise FormatError(f"{where}.step_cycles is there without step_times")
-    read = {name: _positive_numbers(value, f"{where}.{name}") for name, value in given.items()}
+    numbers = {name: _positive_numbers(value, f"{where}.{name}") for name, value in table.items()}
     try:
-        return Runs(read["step_times"], read.get("step_cycles", ()))
+        return Runs(numbers["step_times"], numbers.get("step_cycles", ()))
     except ValueError as error:
         raise FormatError(f"{where}.step_cycles: {error}") from None
 
@@ -350,14 +356,14 @@ def _composition_table(entry: Baseline) -> dict[str, Any]:
     composition = entry.composition
     if composition is None:
         return {}
-    of_highest = composition.total == entry.metrics["peak_allocated"]
-    table: dict[str, Any] = {} if of_highest else {_COMPOSITION_PEAK: composition.total}
+    is_highest = composition.total == entry.metrics["peak_allocated"]
+    table: dict[str, Any] = {} if is_highest else {_COMPOSITION_PEAK: composition.total}
     table["composition"] = [row.text() for row in composition.rows]
     if composition.phase:
         table["phase"] = composition.phase
     if entry.other_phases:
         table["other_phases"] = [
-            f"{phase} | {row.text()}" for phase, one in sorted(entry.other_phases.items()) for row in one.rows
+            f"{phase} | {row.text()}" for phase, live in sorted(entry.other_phases.items()) for row in live.rows
         ]
     if composition.recomputed:
         table["recomputed"] = [f"{calls} x {path}" for path, calls in composition.recomputed.items()]
@@ -368,39 +374,39 @@ def _composition_table(entry: Baseline) -> dict[str, Any]:
     return table
 
 
-def _composition(given: Mapping[str, object], total: int, where: str) -> Composition | None:
-    if "composition" not in given:
-        for key in given:
+def _composition(table: Mapping[str, object], total: int, where: str) -> Composition | None:
+    if "composition" not in table:
+        for key in table:
             raise FormatError(f"{where}.{key} is there without a composition")
         return None
-    of = _COMPOSITION_PEAK if _COMPOSITION_PEAK in given else "peak_allocated"
-    total = _typed(given.get(_COMPOSITION_PEAK, total), (int,), f"{where}.{_COMPOSITION_PEAK}")
+    peak_key = _COMPOSITION_PEAK if _COMPOSITION_PEAK in table else "peak_allocated"
+    total = _typed(table.get(_COMPOSITION_PEAK, total), (int,), f"{where}.{_COMPOSITION_PEAK}")
     calls: dict[str, int] = {}
-    for text in _strings(given.get("recomputed", []), f"{where}.recomputed"):
+    for text in _strings(table.get("recomputed", []), f"{where}.recomputed"):
         count, times, path = text.partition(" x ")
         if not times or not count.isdecimal():
-            raise FormatError(f"{where}.recomputed: {text!r} is no count of calls, like '4 x blocks.*'")
+            raise FormatError(f"{where}.recomputed: {text!r} is not a count of calls, like '4 x blocks.*'")
         calls[path] = int(count)
     try:
         composition = Composition(
             total,
-            tuple(row_from_text(text) for text in _strings(given["composition"], f"{where}.composition")),
+            tuple(row_from_text(text) for text in _strings(table["composition"], f"{where}.composition")),
             calls,
-            no_grad=_calls(given.get("no_grad", []), f"{where}.no_grad"),
-            no_backward=_calls(given.get("no_backward", []), f"{where}.no_backward"),
-            phase=_typed(given.get("phase", ""), (str,), f"{where}.phase"),
+            no_grad=_calls(table.get("no_grad", []), f"{where}.no_grad"),
+            no_backward=_calls(table.get("no_backward", []), f"{where}.no_backward"),
+            phase=_typed(table.get("phase", ""), (str,), f"{where}.phase"),
         )
     except CompositionError as error:
         raise FormatError(f"{where}.composition: {error}") from None
     if composition.rest < 0:
         raise FormatError(
-            f"{where}.composition: its rows hold {total - composition.rest} bytes, more than {of} ({total})"
+            f"{where}.composition: its rows hold {total - composition.rest} bytes, more than {peak_key} ({total})"
         )
     return composition
 
 
 def _phases(texts: object, peak: Composition | None, where: str) -> dict[str, Composition]:
-    """Return what was live at the peaks of other phases: their rows add up to it."""
+    """Return the compositions at other phases' peaks. Each total is the sum of the rows."""
     rows: dict[str, list[Row]] = {}
     for text in _strings(texts, where):
         phase, _, row = text.partition(" | ")
@@ -409,8 +415,8 @@ def _phases(texts: object, peak: Composition | None, where: str) -> dict[str, Co
         except CompositionError as error:
             raise FormatError(f"{where}: {phase} | {error}") from None
     return {
-        phase: replace(peak, total=sum(row.nbytes for row in some), rows=tuple(some), phase=phase)
-        for phase, some in rows.items()
+        phase: replace(peak, total=sum(row.nbytes for row in phase_rows), rows=tuple(phase_rows), phase=phase)
+        for phase, phase_rows in rows.items()
         if peak is not None
     }
 
@@ -425,7 +431,7 @@ def _tallies(texts: object, count: float | None, where: str) -> tuple[Tally, ...
         raise FormatError(f"{where} is there without {metric}")
     if total(tallies) != count:
         raise FormatError(
-            f"{where} adds up to {total(tallies)}, and {metric} is {count}; remove the one that is wrong, or restore the file"
+            f"{where} adds up to {total(tallies)}, but {metric} is {count}; remove the wrong key, or restore the file"
         )
     return tallies
 
@@ -458,6 +464,6 @@ def _value(values: dict[str, Any], key: str, kind: type, where: str) -> Any:
 def _typed(value: Any, kinds: tuple[type, ...], where: str) -> Any:
     if not isinstance(value, kinds) or isinstance(value, bool):
         raise FormatError(f"{where} is {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
-    if isinstance(value, int) and not -_BEYOND <= value < _BEYOND:
-        raise FormatError(f"{where} has more than 64 bits, which no whole number of TOML has")
+    if isinstance(value, int) and not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
+        raise FormatError(f"{where} has more than 64 bits, the limit of TOML's whole numbers")
     return value

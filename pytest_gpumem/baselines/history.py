@@ -1,4 +1,4 @@
-"""History of a baseline in git, through renames of the store's file."""
+"""A baseline's history in git, followed through file renames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.gate.baseline import Baseline, Key
 
 _HEADER, _FIELD = "\x1e", "\x1f"
-# Overrides the user's git configuration; paths are literal, as they may contain glob characters.
+# These options override the user's git configuration. Paths are literal, because they may contain glob characters.
 _LOG = (
     *("--literal-pathspecs", "-c", "log.showRoot=true", "log", "--date-order", "--date=short", "--no-color"),
     *("--no-show-signature", "--no-relative", "--raw", "--no-abbrev", "-z"),
@@ -25,9 +25,9 @@ _LOG = (
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit: its full name, the day on which it was written (``2026-11-02``), by whom, and its message's first line.
+    """A commit: its full hash, the author's date (``2026-11-02``) and name, and its message's first line.
 
-    ``cut_off`` says that its parents are not in a shallow clone, so that the file may be older than it.
+    ``cut_off`` is true if a shallow clone lacks its parents. The file may then be older than the commit.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """The change of a file by a commit, as names of blobs: one ``before`` for each parent; ``None`` where there is no file."""
+    """A commit's change to a file, as blob names. ``before`` has a name for each parent; ``None`` means no file."""
 
     commit: Commit
     before: tuple[str | None, ...]
@@ -48,14 +48,14 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A text that was not a file of the store, so that the baseline in it is unknown."""
+    """A text that is not a valid store file, so its baseline is unknown."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A change of one baseline. ``commit`` is ``None`` for what has not been committed yet; a state is for no baseline."""
+    """A change to a baseline. ``commit`` is ``None`` for an uncommitted change; ``before`` or ``after`` for no baseline."""
 
     commit: Commit | None
     before: Baseline | Unreadable | None
@@ -63,10 +63,17 @@ class Event:
 
 
 def file_changes(top: Path, path: str) -> list[FileChange]:
-    """Return the changes of the file at ``path`` of the checkout at ``top`` up to its HEAD, the latest last. Raises `GitError`.
+    """Return the changes to a file up to HEAD, the latest last.
 
-    Renamed files are followed, and a merge changes what differs from all its parents. Not by ``git log --follow``, which
-    follows copies, too: files of the store are so much alike that a new one is often taken for a copy of another.
+    Renames are followed. ``git log --follow`` is not used, because it also follows copies: files in a store are similar, so git
+    often takes a new file for a copy of another. A merge is a change if the file differs from all parents.
+
+    Args:
+        top: The checkout's folder.
+        path: The file's path from there.
+
+    Raises:
+        GitError: git failed.
     """
     cut_off = _cut_off(top)
     followed: list[FileChange] = []
@@ -80,7 +87,7 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
             if source is None:
                 followed.append(change)
                 continue
-            # Older changes at this path are another file's.
+            # Older changes at this path belong to another file.
             path, blob = source
             followed.append(FileChange(change.commit, (blob,), change.after))
             start = f"{change.commit.name}^"
@@ -89,15 +96,15 @@ def file_changes(top: Path, path: str) -> list[FileChange]:
 
 
 def _renamed_from(top: Path, change: FileChange, path: str) -> tuple[str, str] | None:
-    """Return the path and the blob of the file that a change renamed to ``path``, if it did."""
+    """Return the old path and blob, if a change renamed a file to ``path``; otherwise ``None``."""
     if change.before != (None,) or change.after is None or change.commit.cut_off:
         return None
-    # The root of the history has renamed nothing: without --root nothing is listed for it.
+    # Without --root, git lists nothing for the first commit, which cannot have renamed a file.
     words = git(top, "diff-tree", "-r", "-M", "-z", "--raw", "--diff-filter=R", "--no-commit-id", change.commit.name)
     listed = iter(words.split("\0"))
     for word in listed:
         if word.startswith(":"):
-            # ":100644 100644 <before> <after> R094", the old path and the new one.
+            # ":100644 100644 <before> <after> R094", then the old path and the new path.
             source, target = next(listed), next(listed)
             if target == path:
                 return source, word.split()[2]
@@ -105,41 +112,41 @@ def _renamed_from(top: Path, change: FileChange, path: str) -> tuple[str, str] |
 
 
 def paths_ever(top: Path, folder: str) -> set[str]:
-    """Return all files that were ever in ``folder`` of the checkout, from ``top``. Raises `GitError`."""
+    """Return the paths to all files that were ever in a folder. Raises `GitError`."""
     listed = git(top, *_LOG, "-m", "--no-renames", "--format=", "--name-only", "--", folder)
     return {path for path in listed.split("\0") if path.strip()}
 
 
 def texts_of(top: Path, changes: Sequence[FileChange]) -> dict[str, bytes]:
-    """Return the contents of all blobs that ``changes`` name. Raises `GitError`."""
+    """Return the contents for all blobs in ``changes``, by blob name. Raises `GitError`."""
     return contents(top, (blob for change in changes for blob in (*change.before, change.after) if blob is not None))
 
 
 def events_of(changes: Sequence[FileChange], texts: Mapping[str, bytes], key: Key) -> list[Event]:
-    """Return the changes of the baseline with this key among those of its file, in their order. Pure.
+    """Return the changes to a baseline among the changes to its file, in the same order. Pure.
 
-    The file may have had another name: test and measurement have to be equal.
+    Only the key's test and measurement are compared, because the file may have had another name.
     """
     states: dict[str | None, Baseline | Unreadable | None] = {None: None}
     states |= {blob: state_in(text, key) for blob, text in texts.items()}
     events = []
     for change in changes:
         before, after = [states[blob] for blob in change.before] or [None], states[change.after]
-        if all(one != after for one in before):
+        if all(state != after for state in before):
             events.append(Event(change.commit, before[0], after))
     return events
 
 
 def state_in(text: bytes, key: Key) -> Baseline | Unreadable | None:
-    """Return the baseline with this key in the text of its file, if there is one. Pure."""
+    """Return a baseline from its file's text; ``None`` if the file lacks it. Pure."""
     file = _entries(text)
     return file if isinstance(file, Unreadable) else file.get((key.test, key.name))
 
 
 def names_in(texts: Mapping[str, bytes], test: str) -> set[str]:
-    """Return the names of the measurements of ``test`` that any of these texts has a baseline of."""
+    """Return the test's measurements, by name, that have a baseline in any text."""
     files = (_entries(text) for text in texts.values())
-    return {name for file in files if not isinstance(file, Unreadable) for one, name in file if one == test}
+    return {name for file in files if not isinstance(file, Unreadable) for owner, name in file if owner == test}
 
 
 def _entries(text: bytes) -> dict[tuple[str, str], Baseline] | Unreadable:
@@ -161,16 +168,16 @@ def _changes(words: Sequence[str], cut_off: frozenset[str]) -> Iterator[FileChan
             commit = Commit(name, date, author, words[number], name in cut_off)
             number += 1
         elif word.startswith(":") and commit is not None:
-            # ":100644 100644 <before> <after> R094", with one colon, mode and blob more for each further parent.
+            # ":100644 100644 <before> <after> R094". Each further parent adds a colon, a mode and a blob.
             parents = len(word) - len(word.lstrip(":"))
             blobs = word.split()[parents + 1 : -1]
             *before, after = (None if not blob.strip("0") else blob for blob in blobs)
             yield FileChange(commit, tuple(before), after)
-            # The path follows, which begins with the store's folder.
+            # The next word is the path, which begins with the store's folder and matches no branch above.
 
 
 def _cut_off(top: Path) -> frozenset[str]:
-    """Return the commits whose parents a shallow clone does not have."""
+    """Return the commits whose parents are missing in a shallow clone."""
     if not is_shallow(top):
         return frozenset()
     file = Path(git(top, "rev-parse", "--git-path", "shallow").rstrip("\n"))

@@ -1,4 +1,4 @@
-"""The backend of a store, by its location."""
+"""The backend for a store's location."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ if TYPE_CHECKING:
 
 
 _BUCKETS = frozenset({"file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""Schemes with a folder or a bucket behind them, whose host the environment or the library decides on."""
-# One letter before "://" is a drive of Windows. "simplecache::s3://" is a URL within another.
+"""Schemes for folders and buckets. The URL does not contain their host: the environment or the library chooses it."""
+# A single letter before "://" is a Windows drive. "simplecache::s3://" is a URL inside another URL.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:-]+)*://")
 
 
 def backend_of(location: str, base: Path) -> Backend:
-    """Return the backend for ``location``: a URL if it has a scheme, else a folder relative to ``base``. ``~`` is expanded.
+    """Return the backend for a location.
 
-    Raises `BackendError` for a location that cannot be one.
+    Example: ``s3://bucket/baselines`` is a URL, and ``gpumem-baselines`` a folder relative to ``base``. ``~`` is expanded.
+
+    Args:
+        location: A URL or a path.
+        base: The folder for relative paths.
+
+    Raises:
+        BackendError: The location is not valid, or is a file.
     """
     if not is_url(location):
         try:
@@ -34,9 +41,7 @@ def backend_of(location: str, base: Path) -> Backend:
     if scheme in ("file", "local"):
         if before:
             # fsspec would follow links in the folder.
-            raise BackendError(
-                f"{location}: a folder of this machine needs no {before[0]}; name it as {scheme}://{rest}"
-            )
+            raise BackendError(f"{location}: a folder on this machine needs no {before[0]}; write {scheme}://{rest}")
         return _folder(_path_in(location, rest))
     from pytest_gpumem.baselines.url_backend import Url
 
@@ -44,23 +49,23 @@ def backend_of(location: str, base: Path) -> Backend:
 
 
 def _folder(root: Path) -> Folder:
-    there = next((path for path in (root, *root.parents) if path.exists()), root)
-    if there.exists() and not there.is_dir():
-        kind = "a file" if there.is_file() else "neither a file nor a folder"
-        raise BackendError(f"the store {root}: {there} is {kind}, expected a folder")
+    nearest = next((path for path in (root, *root.parents) if path.exists()), root)
+    if nearest.exists() and not nearest.is_dir():
+        kind = "a file" if nearest.is_file() else "neither a file nor a folder"
+        raise BackendError(f"the store {root}: {nearest} is {kind}, expected a folder")
     return Folder(root)
 
 
 def is_url(location: str) -> bool:
-    """Return whether a location is a URL and not a path: ``s3://bucket`` is, ``C://store`` is not."""
+    """Return whether a location is a URL. ``s3://bucket`` is a URL; ``C://store`` is a path."""
     return _URL.match(location) is not None
 
 
 def names_a_host(location: str) -> bool:
-    r"""Return whether a location chooses where requests are sent: ``https://host/x`` does, ``s3://bucket`` and paths do not.
+    r"""Return whether a location chooses the host for requests.
 
-    A URL within another, such as ``simplecache::s3://bucket``, does as well: the outer one can write files. So does a share of
-    Windows, ``\\host\share``.
+    ``https://host/x`` and the Windows share ``\\host\share`` do. ``s3://bucket`` and paths do not. A nested URL such as
+    ``simplecache::s3://bucket`` also counts, because the outer part can write files.
     """
     if is_url(location):
         return location.partition("://")[0].lower() not in _BUCKETS
@@ -74,7 +79,7 @@ def _path_in(location: str, rest: str) -> Path:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise BackendError(
-            f"{location}: a folder's URL is whole and has three slashes, like file:///srv/gpumem-baselines"
+            f"{location}: a folder's URL needs an absolute path with three slashes, like file:///srv/gpumem-baselines"
         )
-    # No part of a path ends it here, as a query or a fragment would from Python 3.14 on.
+    # `?` and `#` belong to the path. From Python 3.14 on, url2pathname would read them as a query and a fragment.
     return Path(url2pathname(f"{slash}{path}".replace("?", "%3F").replace("#", "%23")))

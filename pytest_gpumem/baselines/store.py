@@ -1,4 +1,4 @@
-"""The store: baselines by device, test file and test. Read anywhere, written by one process at the end of a session."""
+"""The store: baselines by device, test file and test. Any process reads it. A single process writes it at the session's end."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ if TYPE_CHECKING:
 
 _UP = "__up__"
 _SLUG = re.compile(r"[^/\\:\x00-\x1f]+")
-_TAKEN = frozenset({".", "..", ".lock", ".gitignore"})
+_RESERVED_NAMES = frozenset({".", "..", ".lock", ".gitignore"})
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class Store:
-    """The baselines in a storage backend. Each file is read once, when first needed.
+    """The baselines in a storage backend. Each file is read when it is first needed.
 
     A baseline's file is ``<device's slug>/<path of the test file from the root directory>.toml``, for example
-    ``cpu-x86_64/tests/test_gpt.py.toml``. A slug is the name of one folder. In the path of a test file each leading ``..`` is
-    stored as a folder ``__up__``, so no path leads out of the store. Any other name from a device, a hook or a listing is
-    refused.
+    ``cpu-x86_64/tests/test_gpt.py.toml``. A slug is a folder name. A leading ``..`` in a test file's path becomes a folder
+    ``__up__``, so no path leads outside the store. Any other name from a device, a hook or a listing is refused.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._paths: list[str] | None = None
-        self._read: dict[str, _Read] = {}
+        self._files: dict[str, _StoredFile] = {}
 
     @property
     def folder(self) -> Path | None:
-        """The folder on this machine that it is in; ``None`` for a bucket or a commit."""
+        """The store's folder on this machine; ``None`` for a bucket or a commit."""
         return self._backend.folder
 
     def check(self) -> None:
-        """Read every file. Raises `StoreError` for the first that cannot be understood."""
+        """Read every file. Raises `StoreError` for the first invalid file."""
         self._read_files(self._known_paths())
 
     def find(self, key: Key, slug: str) -> Baseline | NoBaseline:
-        """Return the baseline of ``key`` on the device called ``slug``, or which other devices have one."""
+        """Return the baseline for a device, or a `NoBaseline` that names other devices with a baseline."""
         entry = self._entries(path_of(slug, key.file)).get(key)
         if entry is not None:
             return entry
@@ -58,17 +57,22 @@ class Store:
         return NoBaseline(tuple(sorted(set(other_devices))))
 
     def names(self, slug: str, file: str, test: str) -> list[str]:
-        """Return the names of the measurements of a test that have a baseline on the device called ``slug``, sorted."""
+        """Return a test's measurements with a baseline for a device, by name and sorted."""
         return sorted(key.name for key in self._entries(path_of(slug, file)) if key.test == test)
 
     def keys(self, slug: str | None = None, files: Collection[str] | None = None) -> list[tuple[str, Key]]:
-        """Return every baseline as (slug, key), sorted: of one device when ``slug`` is given, of test files with ``files``."""
+        """Return the sorted baselines as (slug, key).
+
+        Args:
+            slug: A device; ``None`` for all devices.
+            files: Test files; ``None`` for all files.
+        """
         paths = [
             path
             for path in self._known_paths()
             if slug in (None, _slug(path)) and (files is None or _file(path) in files)
         ]
-        unread = [path for path in paths if path not in self._read]
+        unread = [path for path in paths if path not in self._files]
         if unread:
             self._read_files(unread)
         return sorted((_slug(path), key) for path in paths for key in self._entries(path))
@@ -77,19 +81,26 @@ class Store:
         """Return the test files that have baselines on any device. Reads no file."""
         return set(map(_file, self._known_paths()))
 
-    def change(self, entries: Mapping[Key, Baseline], gone: Iterable[tuple[str, Key]] = ()) -> str | None:
-        """Write ``entries``, each to the file of its environment's device, and remove ``gone``, given as (slug, key).
+    def change(self, entries: Mapping[Key, Baseline], removals: Iterable[tuple[str, Key]] = ()) -> str | None:
+        """Write and remove entries. Entries that other processes wrote meanwhile are kept. Empty files are deleted.
 
-        Merged, entry by entry, with what others wrote meanwhile. A file without entries goes. Returns, as a clause, why
-        others could not be kept from writing at the same time, if that is so. Raises `StoreError` or `BackendError`; a file
-        that cannot be understood is left as it was. Raises `IncompleteChangeError` if files before the failed one were
-        written.
+        Args:
+            entries: The entries to write. Each goes to its device's file.
+            removals: The entries to remove, as (slug, key).
+
+        Returns:
+            A clause, if the backend has no lock and other processes could write at the same time; otherwise ``None``.
+
+        Raises:
+            StoreError: A file is not valid. It is not changed.
+            BackendError: The store cannot be read or locked.
+            IncompleteChangeError: A file could not be written. Earlier files may have been written.
         """
         written: dict[str, dict[Key, Baseline]] = {}
         removed: dict[str, set[Key]] = {}
         for key, entry in entries.items():
             written.setdefault(path_of(entry.environment.slug, key.file), {})[key] = entry
-        for slug, key in gone:
+        for slug, key in removals:
             removed.setdefault(path_of(slug, key.file), set()).add(key)
         paths = sorted(written.keys() | removed.keys())
         self._paths = None
@@ -99,22 +110,24 @@ class Store:
                 try:
                     self._change_file(path, written.get(path, {}), removed.get(path, ()))
                 except BackendError as error:
-                    left = paths[position:]
-                    keys = [key for path in left for key in (*written.get(path, ()), *removed.get(path, ()))]
-                    done = sum(len(written.get(path, ())) for path in paths[:position])
-                    raise IncompleteChangeError(error, done, frozenset((key.file, key.test) for key in keys)) from error
+                    unwritten = paths[position:]
+                    keys = [key for path in unwritten for key in (*written.get(path, ()), *removed.get(path, ()))]
+                    count = sum(len(written.get(path, ())) for path in paths[:position])
+                    raise IncompleteChangeError(
+                        error, count, frozenset((key.file, key.test) for key in keys)
+                    ) from error
         return unlocked
 
-    def _change_file(self, path: str, entries: Mapping[Key, Baseline], gone: Collection[Key]) -> None:
-        stored = self._read[path].entries
-        merged = {**{key: entry for key, entry in stored.items() if key not in gone}, **entries}
+    def _change_file(self, path: str, entries: Mapping[Key, Baseline], removed: Collection[Key]) -> None:
+        stored = self._files[path].entries
+        merged = {**{key: entry for key, entry in stored.items() if key not in removed}, **entries}
         if merged:
             text = render(merged)
             self._backend.write(path, text)
-            self._read[path] = _Read(text, merged)
+            self._files[path] = _StoredFile(text, merged)
         elif stored:
             self._backend.remove(path)
-            del self._read[path]
+            del self._files[path]
 
     def _known_paths(self) -> list[str]:
         if self._paths is None:
@@ -124,50 +137,55 @@ class Store:
         return self._paths
 
     def _check_listed(self, path: str) -> None:
-        """Raise `StoreError` for a file in a listing at a path that no baseline would be written to."""
+        """Raise `StoreError` for a listed file at a path to which no baseline would be written."""
         with suppress(StoreError):
             if path_of(_slug(path), _file(path)) == path:
                 return
-        raise StoreError(f"{self._backend.shown(path)}: no baselines can lie there; remove the file from the store")
+        raise StoreError(
+            f"{self._backend.shown(path)}: this path cannot contain baselines; remove the file from the store"
+        )
 
     def _entries(self, path: str) -> Mapping[Key, Baseline]:
-        if path not in self._read:
+        if path not in self._files:
             self._read_files([path])
-        return self._read[path].entries
+        return self._files[path].entries
 
     def _read_files(self, paths: Sequence[str]) -> None:
-        """Read files as they are now, and parse those whose text has changed."""
+        """Read files again, and parse the files whose text has changed."""
         for path, text in self._backend.read_many(paths).items():
-            if path not in self._read or self._read[path].text != text:
+            if path not in self._files or self._files[path].text != text:
                 try:
                     entries = {} if text is None else parse(text, _file(path), _slug(path))
                 except FormatError as error:
                     raise StoreError(f"{self._backend.shown(path)}: {error}") from None
-                self._read[path] = _Read(text, entries)
+                self._files[path] = _StoredFile(text, entries)
 
 
-class _Read(NamedTuple):
-    """A file's text, ``None`` when there is no such file, and the entries in it."""
+class _StoredFile(NamedTuple):
+    """A file's text, or ``None`` if it does not exist, and its entries."""
 
     text: str | None
     entries: Mapping[Key, Baseline]
 
 
 def path_of(slug: str, file: str) -> str:
-    """Return the path in a store of the baselines of a test file: ``"cpu-x86_64/tests/test_gpt.py.toml"``.
+    """Return the path for a test file's baselines in a store.
 
-    Raises `StoreError` for names that would lead out of it.
+    Example: ``path_of("cpu-x86_64", "tests/test_gpt.py")`` is ``"cpu-x86_64/tests/test_gpt.py.toml"``.
+
+    Raises:
+        StoreError: A name would lead outside the store.
     """
-    if _SLUG.fullmatch(slug) is None or slug in _TAKEN:
+    if _SLUG.fullmatch(slug) is None or slug in _RESERVED_NAMES:
         raise StoreError(f"the slug of a device is {slug!r}, expected the name of a folder, like 'nvidia-h100'")
     return f"{slug}/{_inside(file)}"
 
 
 def _inside(file: str) -> str:
-    """Return the path in a device's folder of the baselines of a test file. Raises `StoreError`."""
-    # A test file outside of the root directory has a path that climbs out of it, and the store must not.
+    """Return the path for a test file's baselines in a device's folder. Raises `StoreError`."""
+    # A test file outside the root directory has a path that begins with "..". It must not lead outside the store.
     parts = [_UP if part == ".." else part for part in file.split("/")]
-    # Stores are shared between systems, so what leads out of a folder on Windows is refused everywhere.
+    # Stores are shared between systems, so a path that leaves its folder on Windows is refused everywhere.
     if any(part in ("", ".") or "\0" in part or ".." in part.split("\\") for part in parts) or _DRIVE.match(file):
         raise StoreError(f"the test file {file!r} has no place in the store, expected a path from the root directory")
     return "/".join(parts) + SUFFIX
@@ -178,6 +196,6 @@ def _slug(path: str) -> str:
 
 
 def _file(path: str) -> str:
-    """Return the test file whose baselines lie at ``path``: the inverse of `path_of`."""
+    """Return the test file for a path in the store, as the inverse to `path_of`."""
     inside = path.partition("/")[2].removesuffix(SUFFIX)
     return "/".join(".." if part == _UP else part for part in inside.split("/"))

@@ -1,4 +1,4 @@
-"""The baselines whose tests are gone, as far as a collection shows that."""
+"""Baselines whose tests are gone, according to a collection."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class UnusedBaselines:
-    """Baselines in a store whose tests are gone. The store is read when a device is first asked for."""
+    """Baselines in a store whose tests are gone. The store is read at the first query for a device."""
 
     store: Store
     tests: Collection[tuple[str, str]]
-    """The tests that were collected, measured or not, as (file, test)."""
+    """All collected tests, measured or not, as (file, test)."""
     whole_files: Collection[str]
-    """The test files that were collected whole."""
+    """The completely collected test files."""
     exists: Callable[[str], bool]
-    """Returns whether there is a test file."""
+    """Returns whether a test file exists."""
     _by_slug: dict[str, list[tuple[Key, Baseline]]] = field(default_factory=dict, init=False)
 
     def on(self, slug: str) -> list[tuple[Key, Baseline]]:
-        """Return those of the device called ``slug``. Raises `StoreError` and `BackendError`."""
+        """Return a device's unused baselines. Raises `StoreError` and `BackendError`."""
         if slug not in self._by_slug:
             files = {file for file in self.store.files() if file in self.whole_files or not self.exists(file)}
-            gone = unused(
+            unused_keys = unused(
                 self.store.keys(slug, files), measured=self.tests, whole_files=self.whole_files, exists=self.exists
             )
-            entries = ((key, self.store.find(key, slug)) for _, key in gone)
+            entries = ((key, self.store.find(key, slug)) for _, key in unused_keys)
             self._by_slug[slug] = [(key, entry) for key, entry in entries if isinstance(entry, Baseline)]
         return self._by_slug[slug]

@@ -1,4 +1,11 @@
-"""Selection of the measurements that a session writes into the store. Pure."""
+"""The entries that a session writes into the store, by the ``--gpumem-update`` mode. Pure.
+
+For example, a baseline has ``peak_allocated = 100000000`` and ``syncs = 3``, and a run measures 90 MB and 5 syncs. Then
+
+- ``new`` writes nothing, because no figure is missing.
+- ``improved`` writes 90 MB, and leaves 3 syncs. The test still fails, because 5 syncs are too many.
+- ``all`` writes 90 MB and 5 syncs.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +34,24 @@ ACCEPTS: dict[UpdateMode | None, frozenset[Outcome]] = {
         {Outcome.NEW, Outcome.FOREIGN, Outcome.STALE, Outcome.MISSING, Outcome.REGRESSED, Outcome.UNCERTAIN}
     ),
 }
-"""The outcomes that an update accepts, by writing what was measured or removing what its test no longer measures."""
+"""The outcomes that an update accepts. It writes the measured figures, and removes measurements that a test no longer takes."""
 
 
 def entries_to_write(
     mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> dict[Key, Baseline]:
-    """Return the entries of ``measured`` (of tests that passed) that ``mode`` accepts and that would change the store.
+    """Return the entries that an update changes in the store.
 
-    ``new`` adds what is missing, also to a stored entry, whose other figures stay; ``improved`` lowers, metric by metric,
-    what got better and leaves the rest; ``all`` accepts everything. Times go along with one another. The reason is that of
-    the last change that was accepted, and goes when another is accepted without one; one more run of times is none.
+    ``new`` adds missing entries, and missing metrics in stored entries. ``improved`` lowers the metrics that improved, and
+    leaves the others. ``all`` accepts everything. An entry's times are always written together.
+
+    An entry's reason belongs to its last accepted change. A further change without a reason removes it. Another run of times
+    does not count as a change.
+
+    Args:
+        mode: The value for ``--gpumem-update``.
+        measured: Verdicts and new entries for passed tests.
+        stored: The stored entries, by the same keys.
     """
     entries: dict[Key, Baseline] = {}
     for key, (verdict, entry) in measured.items():
@@ -52,7 +66,7 @@ def entries_to_write(
         elif mode == "all":
             merged = _accepted(earlier, entry, verdict)
             another_run = merged.runs != earlier.runs or not _same_machine(merged, earlier)
-            changed = not entry.takes_the_same(earlier) or _has_another_speed(verdict)
+            changed = not entry.takes_the_same(earlier) or _has_changed_speed(verdict)
             if (entry.runs is not None and another_run) or not entry.says_the_same(earlier):
                 entries[key] = merged if changed else replace(merged, reason=earlier.reason)
         elif mode == "improved":
@@ -63,23 +77,26 @@ def entries_to_write(
 
 
 def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline | None:
-    """Return ``earlier`` with improved metrics lowered; ``None`` if none is, or no environment fits all of its figures."""
+    """Return ``earlier`` with improved metrics lowered.
+
+    The result is ``None`` if no metric improved, or if neither environment fits all new figures.
+    """
     better = {metric.metric: metric.value for metric in verdict.metrics if metric.outcome is Outcome.IMPROVED}
-    kept = {name: value for name, value in earlier.metrics.items() if name not in better}
-    here, there = entry.environment.details, earlier.environment.details
-    decisive = {detail for name in kept for detail in METRICS[name].decided_by}
-    if not better or any(here.get(detail) != there.get(detail) for detail in decisive):
+    unchanged = {name: value for name, value in earlier.metrics.items() if name not in better}
+    details, earlier_details = entry.environment.details, earlier.environment.details
+    decisive = {detail for name in unchanged for detail in METRICS[name].decided_by}
+    if not better or any(details.get(detail) != earlier_details.get(detail) for detail in decisive):
         return None
-    # A composition belongs to its peak, as workspaces and the peaks of all steps do.
+    # A composition, workspaces and step peaks belong to the peak.
     of_peak = entry if "peak_allocated" in better else earlier
     of_times = entry if "step_time" in better else earlier
-    if _fit(kept, entry, earlier) and (of_times.runs is None or _same_machine(of_times, entry)):
+    if _fit(unchanged, entry, earlier) and (of_times.runs is None or _same_machine(of_times, entry)):
         environment = entry.environment
     elif _fit(better, earlier, entry) and of_peak.workspaces == earlier.workspaces:
         environment = earlier.environment
     else:
         return None
-    # A metric whose absence has a meaning stays absent.
+    # A metric stays absent if its absence has a meaning.
     taken = {
         name: value
         for name, value in entry.metrics.items()
@@ -88,13 +105,13 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
     lowered = replace(
         entry,
         environment=environment,
-        metrics={**taken, **kept},
+        metrics={**taken, **unchanged},
         composition=of_peak.composition,
         other_phases=of_peak.other_phases,
         workspaces=of_peak.workspaces,
-        # It says how far the reserved bytes may vary by chance.
+        # It limits by how much the reserved bytes may vary between identical runs.
         unused_before=(entry if "peak_reserved" in better else earlier).unused_before,
-        by_operator=_made_of(kept, earlier.by_operator) | _made_of(better, entry.by_operator),
+        by_operator=_tallies_of(unchanged, earlier.by_operator) | _tallies_of(better, entry.by_operator),
         by_device=_lowered_by_device(earlier, entry, better),
         step_peaks=of_peak.step_peaks,
         step_peaks_by_device=of_peak.step_peaks_by_device,
@@ -102,27 +119,27 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
     return _with_times_of(of_times, lowered)
 
 
-def _fit(names: Iterable[str], there: Baseline, source: Baseline) -> bool:
-    """Return whether the environment of ``there`` may stand for these figures of ``source``.
+def _fit(names: Iterable[str], target: Baseline, source: Baseline) -> bool:
+    """Return whether the figures called ``names`` in ``source`` fit the environment in ``target``.
 
-    Either nothing that moves a figure differs between the two environments, or the figure is the same in both. For example,
-    a peak that AVX-512 raised and a peak from AVX2 do not fit one environment.
+    A figure fits if it is equal in both entries, or if all details that influence it are equal in both environments. For
+    example, a peak from AVX-512 does not fit an environment with AVX2.
     """
-    details, others = there.environment.details, source.environment.details
+    details, source_details = target.environment.details, source.environment.details
     return all(
-        there.metrics.get(name) == source.metrics.get(name)
-        or all(details.get(detail) == others.get(detail) for detail in METRICS[name].details)
+        target.metrics.get(name) == source.metrics.get(name)
+        or all(details.get(detail) == source_details.get(detail) for detail in METRICS[name].details)
         for name in names
     )
 
 
 def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, float]) -> dict[str, dict[str, int]]:
-    """Return the bytes of each GPU: those of ``entry`` of the metrics that are ``better``, and else those of ``earlier``."""
+    """Return each GPU's bytes, from ``entry`` for ``better`` metrics and from ``earlier`` for others."""
     return {
-        device: here
+        device: nbytes
         for device in sorted({*earlier.by_device, *entry.by_device})
         if (
-            here := {name: n for name, n in earlier.by_device.get(device, {}).items() if name not in better}
+            nbytes := {name: n for name, n in earlier.by_device.get(device, {}).items() if name not in better}
             | {name: n for name, n in entry.by_device.get(device, {}).items() if name in better}
         )
     }
@@ -131,7 +148,7 @@ def _lowered_by_device(earlier: Baseline, entry: Baseline, better: Mapping[str, 
 def times_left_out(
     mode: UpdateMode, measured: Mapping[Key, tuple[Verdict, Baseline]], stored: Mapping[Key, Baseline | NoBaseline]
 ) -> list[str]:
-    """Return, as a clause for each measurement, why its times are not stored though ``mode`` accepts them."""
+    """Return a clause for each measurement whose times ``mode`` accepts, but which cannot be stored."""
     return [
         reason
         for key, (verdict, entry) in measured.items()
@@ -141,26 +158,30 @@ def times_left_out(
 
 
 def _refusal(verdict: Verdict, entry: Baseline, stored: Baseline | NoBaseline) -> str | None:
-    """Return why later runs cannot be compared with this one, or it does not fit those in the store, as a clause."""
+    """Return why a run's times cannot be stored, as a clause; ``None`` if they can.
+
+    Times are refused if they are invalid, or if they do not fit the stored runs.
+    """
     times = verdict.measurement.times
     if times is None:
         return None
     if entry.runs is None:
         return times.best.invalid
-    if isinstance(stored, NoBaseline) or not _goes_on(entry, stored) or stored.runs is None:
+    if isinstance(stored, NoBaseline) or not _has_comparable_times(entry, stored) or stored.runs is None:
         return None
-    # Outliers stay: without them runs would seem to vary less than they do.
+    # Outliers are stored, because without them runs would seem to vary less.
     slower = slower_machine(entry.runs, stored.runs.pace, SLOWER_RUN)
-    if slower is None and stored.runs.cycles and not entry.runs.cycles and not _has_another_speed(verdict):
+    if slower is None and stored.runs.cycles and not entry.runs.cycles and not _has_changed_speed(verdict):
         return "the clock that steps run by could not be read"
     return slower
 
 
 def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
-    """Return ``entry``, completed from ``earlier`` by what this session did not take, if that is of the same work.
+    """Return ``entry``, completed from ``earlier`` if both have the same workload.
 
-    That is the composition of the same peak (``--gpumem-explain=never``), and times: those of ``earlier`` where this run
-    took none (``--no-gpumem-time``) or is refused, and otherwise this run as the latest of its runs.
+    If the session took no composition (``--gpumem-explain=never``) and the peak is equal, the stored composition is kept. If
+    the session took no times (``--no-gpumem-time``) or they are refused, the stored times are kept. Otherwise this run is
+    added to the stored runs.
     """
     if entry.workload != earlier.workload:
         return entry
@@ -168,26 +189,26 @@ def _accepted(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
         entry = replace(entry, composition=earlier.composition, other_phases=earlier.other_phases)
     entry = replace(entry, by_operator={**entry.by_operator, **_better_placed(entry, earlier)})
     if earlier.runs is None:
-        # Times that are not compared are those of the latest run, disturbed or not.
+        # Without comparable runs, the latest run's times are stored, even if it was disturbed.
         return entry if "step_time" in entry.metrics else _with_times_of(earlier, entry)
-    if "step_time" in entry.metrics and not _goes_on(entry, earlier):
+    if "step_time" in entry.metrics and not _has_comparable_times(entry, earlier):
         return entry
     if entry.runs is None or _refusal(verdict, entry, earlier) is not None:
         return _with_times_of(earlier, entry)
-    if _has_another_speed(verdict):
+    if _has_changed_speed(verdict):
         return entry
     return with_runs(earlier.runs.and_then(entry.runs), entry)
 
 
-def _made_of(
+def _tallies_of(
     metrics: Mapping[str, float], by_operator: Mapping[str, tuple[Tally, ...]]
 ) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies by operator of these metrics."""
+    """Return the tallies for these metrics."""
     return {name: tallies for name, tallies in by_operator.items() if name in metrics}
 
 
 def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally, ...]]:
-    """Return the tallies of ``earlier`` where ``entry`` has the same operators and does not know their lines."""
+    """Return the tallies from ``earlier`` whose operators are equal in ``entry``, but have no lines there."""
     return {
         name: earlier.by_operator[name]
         for name, tallies in entry.by_operator.items()
@@ -198,7 +219,7 @@ def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally,
 
 
 def _with_times_of(source: Baseline, entry: Baseline) -> Baseline:
-    """Return ``entry`` with all runs and times of ``source``, or with none where that is of another machine."""
+    """Return ``entry`` with all runs and times from ``source``, or without times if the machines differ."""
     metrics = {name: value for name, value in entry.metrics.items() if not _is_time(name)}
     if not _same_machine(source, entry):
         return replace(entry, metrics=metrics, runs=None)
@@ -210,13 +231,13 @@ def _is_time(metric: str) -> bool:
     return METRICS[metric].unit not in WHOLE
 
 
-def _has_another_speed(verdict: Verdict) -> bool:
+def _has_changed_speed(verdict: Verdict) -> bool:
     speed = verdict.of("step_time")
     return speed is not None and speed.outcome in (Outcome.REGRESSED, Outcome.IMPROVED)
 
 
-def _goes_on(entry: Baseline, earlier: Baseline) -> bool:
-    """Return whether the times of ``entry`` are of the same work and machine as those of ``earlier``."""
+def _has_comparable_times(entry: Baseline, earlier: Baseline) -> bool:
+    """Return whether both entries have the same workload and machine, so their times can be compared."""
     return entry.workload == earlier.workload and _same_machine(entry, earlier)
 
 
@@ -225,7 +246,7 @@ def _same_machine(entry: Baseline, earlier: Baseline) -> bool:
 
 
 def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
-    """Return whether the times of ``entry`` are missing in the store, and may be written."""
+    """Return whether the store lacks times for an entry and may receive them."""
     if isinstance(stored, NoBaseline):
         return True
     may_be_added = time_may_be_added(entry.environment, stored.environment)
@@ -233,19 +254,19 @@ def _lacks_times(stored: Baseline | NoBaseline, entry: Baseline) -> bool:
 
 
 def _with_added(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline:
-    """Return ``earlier`` with the metrics that it lacks and its environment would give as well, and with times."""
-    here, there = entry.environment.details, earlier.environment.details
+    """Return ``earlier`` with missing metrics and times from ``entry``, if they fit the environment in ``earlier``."""
     missing = [METRICS[metric.metric] for metric in verdict.metrics if metric.outcome is Outcome.NEW]
     metrics = {
         metric.name: entry.metrics[metric.name]
         for metric in missing
         if may_be_added(metric, entry.environment, earlier.environment)
     }
-    by_operator = {**earlier.by_operator, **_made_of(metrics, entry.by_operator)}
-    named = earlier.named_device or entry.named_device
-    added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator, named_device=named)
+    by_operator = {**earlier.by_operator, **_tallies_of(metrics, entry.by_operator)}
+    named_device = earlier.named_device or entry.named_device
+    added = replace(earlier, metrics={**earlier.metrics, **metrics}, by_operator=by_operator, named_device=named_device)
     if entry.runs is None or not _lacks_times(earlier, entry):
         return added
-    # Entries of older versions lack the machine; that of the added times is known.
-    environment = replace(earlier.environment, details={**there, MACHINE: here[MACHINE]})
+    # Entries from older versions lack the machine. The added times provide it.
+    details = {**earlier.environment.details, MACHINE: entry.environment.details[MACHINE]}
+    environment = replace(earlier.environment, details=details)
     return _with_times_of(entry, replace(added, environment=environment))

@@ -1,4 +1,4 @@
-"""The store behind a URL (``s3://bucket/baselines``, ``https://...``), through fsspec, and messages on its errors."""
+"""A store behind a URL (``s3://bucket/baselines``, ``https://...``), through fsspec, with messages for its errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-"""The extra of this package that installs what opens a kind of URL."""
+"""The pytest-gpumem extra that installs the library for a URL scheme."""
 _HIDDEN = "***"
-_NO_CREDENTIALS = frozenset(
+_CREDENTIAL_ERRORS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError"}
 )
 _CREDENTIALS = {
@@ -32,24 +32,27 @@ _PERMISSIONS = {
 
 
 def scheme_of(url: str) -> str:
-    """Return the scheme: ``"s3"`` of ``"s3://bucket/baselines"`` and of ``"simplecache::s3://bucket/baselines"``."""
+    """Return the scheme: ``"s3"`` for ``"s3://bucket/baselines"`` and for ``"simplecache::s3://bucket/baselines"``."""
     return url.partition("://")[0].rpartition("::")[2].lower()
 
 
 def without_credentials(url: str) -> str:
-    """Return the URL with ``***`` for a user's name and password, and for a query, which may have signatures and tokens."""
+    """Return the URL with ``***`` instead of a user name, a password and a query, which may contain tokens.
+
+    Example: ``https://ada:secret@host/x?token=1`` becomes ``https://***@host/x?***``.
+    """
     for secret in _userinfo_and_query(url):
         url = url.replace(secret, _HIDDEN)
     return url
 
 
 def has_credentials(url: str) -> bool:
-    """Return whether the URL contains a user's name or a password."""
+    """Return whether the URL contains a user name or a password."""
     return "@" in _authority(url)
 
 
 def reason_of(error: Exception, url: str) -> str:
-    """Return why an operation on ``url`` failed, in one line, with the remedy where that is known."""
+    """Return why an operation on a URL failed, in a single line without secrets, with a remedy if it is known."""
     kind = EXTRAS.get(scheme_of(url))
     text = " ".join(str(error).split())
     for secret in _userinfo_and_query(url):
@@ -61,13 +64,13 @@ def reason_of(error: Exception, url: str) -> str:
     if isinstance(error, NotImplementedError):
         return "it can only be read"
     if isinstance(error, PermissionError) or text.startswith("Forbidden") or "Anonymous caller" in text:
-        return f"access denied: {text}" + (f"; needed are {_PERMISSIONS[kind]}" if kind is not None else "")
+        return f"access denied: {text}" + (f"; required permissions: {_PERMISSIONS[kind]}" if kind is not None else "")
     reason = f"{type(error).__name__}: {text}"
     if kind is not None and isinstance(error, ImportError):
         reason = f"another package is needed: pip install 'pytest-gpumem[{kind}]'"
     elif kind is not None and isinstance(error, FileNotFoundError):
         reason = f"there is no such bucket: {text}"
-    elif kind is not None and type(error).__name__ in _NO_CREDENTIALS:
+    elif kind is not None and type(error).__name__ in _CREDENTIAL_ERRORS:
         reason = f"there are no credentials: {_CREDENTIALS[kind]} ({text})"
     return reason
 
@@ -77,22 +80,22 @@ def _authority(url: str) -> str:
 
 
 def _userinfo_and_query(url: str) -> list[str]:
-    """Return the secret parts of a URL."""
-    # In the names of objects a question mark is a character like others.
-    query = url.partition("?")[2] if scheme_of(url) in _ONLY_READ else ""
+    """Return a URL's secret parts."""
+    # A question mark is a normal character in an object's name.
+    query = url.partition("?")[2] if scheme_of(url) in _READ_ONLY_SCHEMES else ""
     return [secret for secret in (_authority(url).rpartition("@")[0], query) if secret]
 
 
 _LOCK = ".lock"
-_ONLY_READ = frozenset({"http", "https"})
-# To make a folder there would be to make the bucket.
-_WITHOUT_FOLDERS = frozenset({*EXTRAS, "az", "abfs", "abfss", "memory"})
-# fsspec's memory file system creates files in two steps, which is not safe for threads.
-_ONE_THREAD = threading.Lock()
+_READ_ONLY_SCHEMES = frozenset({"http", "https"})
+# Making a folder there would make the bucket.
+_SCHEMES_WITHOUT_FOLDERS = frozenset({*EXTRAS, "az", "abfs", "abfss", "memory"})
+# fsspec's memory file system creates a file in two steps and is not thread-safe.
+_THREAD_LOCK = threading.Lock()
 
 
 class Url(Backend):
-    """A storage backend for a folder behind a URL. HTTP can only be read."""
+    """A storage backend for a folder behind a URL. HTTP is read only."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -101,8 +104,7 @@ class Url(Backend):
         self.url = url if url.endswith("://") else url.rstrip("/")
         if self._scheme in EXTRAS and has_credentials(url):
             raise BackendError(
-                f"{without_credentials(url)}: credentials do not belong into this URL, where they are shown and not used; "
-                "set them in the environment"
+                f"{without_credentials(url)}: credentials in this URL are shown but not used; set them in the environment"
             )
         with self._as_backend_errors("cannot be opened"):
             self._files, root = fsspec.core.url_to_fs(self.url)
@@ -111,7 +113,7 @@ class Url(Backend):
 
     def paths(self) -> list[str]:
         with self._as_backend_errors("cannot be read"):
-            # Listings are kept for as long as the process lives, and others write.
+            # fsspec caches listings until the process ends, but other processes write.
             self._files.invalidate_cache()
             names = self._files.find(self._root) if self._scheme in EXTRAS else list(self._walk())
         return sorted(self._inside(name) for name in names if name.endswith(SUFFIX))
@@ -121,7 +123,7 @@ class Url(Backend):
 
     def read_many(self, paths: Sequence[str]) -> dict[str, str | None]:
         with self._as_backend_errors("cannot be read"):
-            # Not cat(), which takes brackets and stars for patterns.
+            # Not cat(), because it expands brackets and stars as patterns.
             contents = self._files.cat_ranges([self._outside(path) for path in paths], None, None, on_error="return")
         return {path: self._text(path, content) for path, content in zip(paths, contents, strict=True)}
 
@@ -129,7 +131,7 @@ class Url(Backend):
         self._check_writable(path)
         with self._as_backend_errors("cannot be written", path):
             content = text.encode("utf-8")
-            if self._scheme not in _WITHOUT_FOLDERS:
+            if self._scheme not in _SCHEMES_WITHOUT_FOLDERS:
                 self._files.makedirs(self._outside(path).rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(self._outside(path), content)
 
@@ -143,13 +145,13 @@ class Url(Backend):
         self._check_writable()
         folder = f"{self._root}/{_LOCK}"
         lock = DistributedLock(LockObjects(self._files, folder)) if _creates_once(self._files) else None
-        with _ONE_THREAD:
+        with _THREAD_LOCK:
             with self._as_backend_errors("cannot be locked"):
-                if lock is not None and self._scheme not in _WITHOUT_FOLDERS:
+                if lock is not None and self._scheme not in _SCHEMES_WITHOUT_FOLDERS:
                     self._files.makedirs(folder, exist_ok=True)
                 held = lock is not None and lock.acquire()
             if lock is None or not held:
-                yield f"nothing keeps others from writing into {self._named()} meanwhile: let one job write it"
+                yield f"{self._named()} has no lock, so other jobs can write at the same time: let a single job write it"
                 return
             self._lock = lock
             try:
@@ -170,19 +172,19 @@ class Url(Backend):
         try:
             self._files.ls(self._root or "/", detail=False)
         except FileNotFoundError:
-            if self._scheme in _ONLY_READ:
+            if self._scheme in _READ_ONLY_SCHEMES:
                 raise
             return
         for _, _, files in self._files.walk(self._root, detail=True, on_error="raise"):
             yield from (info["name"] for info in files.values())
 
     def _outside(self, path: str) -> str:
-        """Return a path in the form of fsspec."""
-        return f"{self._root}/{quote(path) if self._scheme in _ONLY_READ else path}"
+        """Return a store path as a path for fsspec."""
+        return f"{self._root}/{quote(path) if self._scheme in _READ_ONLY_SCHEMES else path}"
 
     def _inside(self, name: str) -> str:
         path = name.removeprefix(self._root).lstrip("/")
-        return unquote(path) if self._scheme in _ONLY_READ else path
+        return unquote(path) if self._scheme in _READ_ONLY_SCHEMES else path
 
     def _text(self, path: str, content: object) -> str | None:
         if isinstance(content, FileNotFoundError):
@@ -190,12 +192,12 @@ class Url(Backend):
         with self._as_backend_errors("cannot be read", path):
             if isinstance(content, Exception):
                 raise content
-            assert isinstance(content, bytes), "fsspec gives what is in a file, or an error"
+            assert isinstance(content, bytes), "fsspec returns bytes or an error"
             return content.decode("utf-8")
 
     def _check_writable(self, path: str = "") -> None:
-        if self._scheme in _ONLY_READ:
-            raise BackendError(f"{self._named(path)}: cannot be written: what HTTP serves can only be read")
+        if self._scheme in _READ_ONLY_SCHEMES:
+            raise BackendError(f"{self._named(path)}: cannot be written: HTTP is read only")
         if self._lock is not None:
             with self._as_backend_errors("cannot be written", path):
                 self._lock.renew()
@@ -204,18 +206,18 @@ class Url(Backend):
         return self.shown(path) if path else without_credentials(self.url)
 
     @contextmanager
-    def _as_backend_errors(self, what: str, path: str = "") -> Iterator[None]:
-        """Turn any exception into a `BackendError`, not chained: its text may hold credentials."""
+    def _as_backend_errors(self, failure: str, path: str = "") -> Iterator[None]:
+        """Turn any exception into a `BackendError` without a cause, because the original text may contain credentials."""
         try:
             yield
         except BackendError:
             raise
         except Exception as error:  # noqa: BLE001
-            raise BackendError(f"{self._named(path)}: {what}: {reason_of(error, self.url)}") from None
+            raise BackendError(f"{self._named(path)}: {failure}: {reason_of(error, self.url)}") from None
 
 
 def _creates_once(files: Any) -> bool:
-    """Return whether a file system can create a file atomically; fsspec's default checks first, and then writes."""
+    """Return whether a file system creates files atomically. fsspec's default first checks, and then writes."""
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 

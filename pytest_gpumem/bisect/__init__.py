@@ -1,1 +1,1 @@
-"""The first of several variants in a row that is worse than the one before it."""
+"""Bisection: find the first commit or release in a row that is worse than its predecessor."""

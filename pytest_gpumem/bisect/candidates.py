@@ -1,4 +1,4 @@
-"""Rows of variants to search in: the commits between two revisions, releases of a package, and packages that differ."""
+"""Rows of candidates for a search: commits between two revisions, a package's releases, or packages that differ."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ if TYPE_CHECKING:
 
 _FIELDS = ("%m", "%H", "%P", "%as", "%an", "%s")
 AT = "@ "
-"""The beginning of a release that lies at an address: ``"@ git+https://..."``."""
+"""Prefix of a release with an address instead of a version: ``"@ git+https://..."``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One of a row. ``name`` is short, ``told`` says more of it: the commit's subject, author and day."""
+    """A variant in a row, with a short name and a description.
+
+    Example: the commit ``1f3c9ab04`` with the description ``Add a cache (Ada, 2026-11-02)``.
+    """
 
     variant: Variant
     name: str
-    told: str = ""
+    description: str = ""
     parents: int = 1
-    """The number of a commit's parents: several of a merge."""
-    after: tuple[str, ...] | None = None
-    """The commits that it comes from, of a search in branches; ``None`` where it comes from the one before it in its row."""
+    """A commit's number of parents. A merge has two or more."""
+    parent_commits: tuple[str, ...] | None = None
+    """The parent commits in a search with branches; ``None`` if the previous candidate in the row is the only parent."""
     package: str = ""
-    """The package that it is a release of."""
+    """The package name, if the candidate is a release."""
     backwards: bool = False
-    """True if its row leads back in time, from a good one to an earlier bad one: something between mended it."""
+    """True if the row leads back in time, from a good end to an earlier bad end. The search finds the mending change."""
 
     @property
     def title(self) -> str:
-        """The name with all that is known of it: ``transformers 4.38.2``."""
-        return " ".join(filter(None, [self.package, self.name, self.told]))
+        """The package, name and description: ``transformers 4.38.2``."""
+        return " ".join(filter(None, [self.package, self.name, self.description]))
 
 
 def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: bool = True) -> list[Candidate]:
@@ -52,13 +55,14 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
 
     Args:
         checkout: The checkout.
-        good: The first one.
-        bad: The last one. It may be the earlier one: a commit that mended something is found as well.
-        first_parent: Whether a merge stands for all that it brought. Without it the commits of merged branches are there, too,
-            and each says what it comes from.
+        good: The first commit in the row.
+        bad: The last commit in the row. If ``good`` comes from it, the row leads back in time, and a search finds
+            the commit that mended the test.
+        first_parent: True to skip commits from merged branches, so a merge stands for its branch. Otherwise the row
+            has these commits, and each candidate names its parents.
 
     Raises:
-        GitError: Neither is an ancestor of the other, or both are the same commit.
+        GitError: Both are the same commit, or no path leads from one commit to the other.
     """
     if good.commit == bad.commit:
         raise GitError(f"{good} and {bad} are the same commit")
@@ -66,39 +70,48 @@ def commits(checkout: Checkout, good: Revision, bad: Revision, *, first_parent: 
         return _history(checkout.top, good, bad, first_parent=first_parent)
     if _is_ancestor(checkout.top, bad, good):
         row = _history(checkout.top, bad, good, first_parent=first_parent)
-        return [replace(one, backwards=True) for one in reversed(row)]
+        return [replace(candidate, backwards=True) for candidate in reversed(row)]
     raise GitError(
-        f"{good} is no ancestor of {bad}: name a commit that {bad.name} comes from, say {_common(checkout.top, good, bad)}"
+        f"{good} is not an ancestor of {bad}: name an ancestor of {bad.name}, for example {_common(checkout.top, good, bad)}"
     )
 
 
 def _history(top: Path, first: Revision, last: Revision, *, first_parent: bool) -> list[Candidate]:
-    """Return the commits from one to a later one, both included, the oldest first.
+    """Return the commits from ``first`` to ``last``, both included, the oldest first.
 
-    With branches the commits that they left before the first one stand behind it, as its parents: it has all of them.
+    With branches, a commit before ``first`` from which a branch starts comes second, as a parent of ``first``, which
+    contains its code. If ``first`` is good, the search can then exclude that commit.
     """
     (start,) = _log(top, "--max-count=1", first.commit)
     listed = ["--first-parent"] if first_parent else ["--topo-order", "--boundary"]
-    others = [
-        one for one in _log(top, "--reverse", *listed, f"{first.commit}..{last.commit}") if one.hash != start.hash
+    later_commits = [
+        commit
+        for commit in _log(top, "--reverse", *listed, f"{first.commit}..{last.commit}")
+        if commit.hash != start.hash
     ]
-    left = [one for one in others if one.is_boundary]
-    inner = [one for one in others if not one.is_boundary]
+    branch_points = [commit for commit in later_commits if commit.is_boundary]
+    inner = [commit for commit in later_commits if not commit.is_boundary]
 
-    def candidate(one: _Commit, after: tuple[str, ...]) -> Candidate:
-        named = {first.commit: first, last.commit: last}.get(one.hash, Revision(one.hash, one.hash))
-        told = f"{one.subject} ({one.author}, {one.day})"
-        return Candidate(Variant(named), one.hash[:9], told, len(one.parents), after=None if first_parent else after)
+    def candidate(commit: _Commit, parents: tuple[str, ...]) -> Candidate:
+        revision = {first.commit: first, last.commit: last}.get(commit.hash, Revision(commit.hash, commit.hash))
+        description = f"{commit.subject} ({commit.author}, {commit.day})"
+        return Candidate(
+            Variant(revision),
+            commit.hash[:9],
+            description,
+            len(commit.parents),
+            parent_commits=None if first_parent else parents,
+        )
 
     return [
-        candidate(start, tuple(one.hash for one in left)),
-        *(candidate(one, ()) for one in left),
-        *(candidate(one, one.parents) for one in inner),
+        candidate(start, tuple(commit.hash for commit in branch_points)),
+        *(candidate(commit, ()) for commit in branch_points),
+        *(candidate(commit, commit.parents) for commit in inner),
     ]
 
 
 class _Commit(NamedTuple):
-    """A commit as git lists it. One at the boundary is listed since another that is comes from it."""
+    """A commit from ``git log``. With ``is_boundary``, it is outside the range, and a listed commit is its child."""
 
     is_boundary: bool
     hash: str
@@ -108,12 +121,12 @@ class _Commit(NamedTuple):
     subject: str
 
 
-def _log(top: Path, *which: str) -> list[_Commit]:
+def _log(top: Path, *arguments: str) -> list[_Commit]:
     """Return the commits that ``git log`` lists. Raises `GitError`."""
-    # No text of a commit has the character 0, and some have any other that ends a line.
+    # A commit's text never contains the character 0, but may contain any other line end.
     form = f"--format=tformat:{'%x00'.join(_FIELDS)}"
-    texts = git(top, "-c", "log.showSignature=false", "log", "-z", form, *which).split("\0")[:-1]
-    rows = (texts[at : at + len(_FIELDS)] for at in range(0, len(texts), len(_FIELDS)))
+    texts = git(top, "-c", "log.showSignature=false", "log", "-z", form, *arguments).split("\0")[:-1]
+    rows = (texts[start : start + len(_FIELDS)] for start in range(0, len(texts), len(_FIELDS)))
     return [
         _Commit(mark == "-", commit, tuple(parents.split()), day, author, subject)
         for mark, commit, parents, day, author, subject in rows
@@ -121,12 +134,18 @@ def _log(top: Path, *which: str) -> list[_Commit]:
 
 
 def graph_of(row: Sequence[Candidate]) -> Graph:
-    """Return how the candidates of a row come from one another."""
-    if any(one.after is None for one in row):
+    """Return each candidate's parents in a row, by position."""
+    if any(candidate.parent_commits is None for candidate in row):
         return Graph.line(len(row))
-    places = {one.variant.revision.commit: at for at, one in enumerate(row) if one.variant.revision is not None}
-    parents = [tuple(places[name] for name in one.after or () if name in places) for one in row]
-    return Graph(parents, backwards=any(one.backwards for one in row))
+    positions = {
+        candidate.variant.revision.commit: position
+        for position, candidate in enumerate(row)
+        if candidate.variant.revision is not None
+    }
+    parents = [
+        tuple(positions[name] for name in candidate.parent_commits or () if name in positions) for candidate in row
+    ]
+    return Graph(parents, backwards=any(candidate.backwards for candidate in row))
 
 
 def _is_ancestor(top: Path, earlier: Revision, later: Revision) -> bool:
@@ -141,21 +160,25 @@ def _common(top: Path, good: Revision, bad: Revision) -> str:
     try:
         return git(top, "merge-base", good.commit, bad.commit).strip()[:9]
     except GitError:
-        return "one of its own history"
+        return "a commit from its own history"
 
 
 def releases(
     package: str, listed: Sequence[str], good: str, bad: str, beside: Mapping[str, str] | None = None
 ) -> list[Candidate]:
-    """Return the releases of ``package`` among those ``listed`` from ``good`` to ``bad``, both included.
+    """Return a package's releases from ``good`` to ``bad``, both included.
 
-    What lies at an address, as ``"@ git+https://..."``, comes after all that are no pre-releases. ``beside`` are releases that
-    other packages have in all of them.
+    Args:
+        package: The package's name.
+        listed: All releases on the index.
+        good: The first release.
+        bad: The last release, or an address such as ``"@ git+https://..."``, which comes after all final releases.
+        beside: Releases for other packages, by name, which every candidate also pins.
     """
     if bad.startswith(AT):
-        found = [*between(listed, good, max([good, *listed], key=_final_version)), bad]
+        chosen = [*between(listed, good, max([good, *listed], key=_final_version)), bad]
     else:
-        found = between(listed, good, bad)
+        chosen = between(listed, good, bad)
     backwards = not bad.startswith(AT) and Version(good) > Version(bad)
     return [
         Candidate(
@@ -164,26 +187,29 @@ def releases(
             package=package,
             backwards=backwards,
         )
-        for release in found
+        for release in chosen
     ]
 
 
 def packages(good: Mapping[str, str], bad: Mapping[str, str]) -> tuple[list[str], list[Candidate]]:
-    """Return the packages that differ, sorted, and a row in which one after another gets the release that it has in ``bad``.
+    """Return the names of differing packages, sorted, and a row in which each candidate changes another package.
 
-    What only one of both has is not changed, and neither is what is `one_release`.
+    Packages on a single side, and two builds from the same release, are left out.
+
+    Example: with ``{"numpy": "1.26.4", "torch": "2.5.0"}`` and ``{"numpy": "2.0.1", "torch": "2.6.0"}``, the row pins numpy
+    1.26.4 and torch 2.5.0, then numpy 2.0.1 and torch 2.5.0, then numpy 2.0.1 and torch 2.6.0.
     """
     differ = sorted(name for name in good.keys() & bad.keys() if not is_same(good[name], bad[name]))
     row = []
     for number in range(len(differ) + 1):
         pins = {**{name: good[name] for name in differ}, **{name: bad[name] for name in differ[:number]}}
-        changed = _words(differ[number - 1], bad[differ[number - 1]]) if number else "all as they were"
+        changed = _title(differ[number - 1], bad[differ[number - 1]]) if number else "all as they were"
         row.append(Candidate(Variant(None, _pinned(pins, changed)), changed))
     return differ, row
 
 
 def one_release(good: Mapping[str, str], bad: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each package of which both have another build of one release, which no index tells apart."""
+    """Return a sentence for each package with two builds from one release, which an index cannot distinguish."""
     same = sorted(
         name for name in good.keys() & bad.keys() if good[name] != bad[name] and is_same(good[name], bad[name])
     )
@@ -191,19 +217,19 @@ def one_release(good: Mapping[str, str], bad: Mapping[str, str]) -> list[str]:
 
 
 def _pinned(pins: Mapping[str, str], name: str) -> RequirementSet:
-    return RequirementSet(tuple(_line(one, pins[one]) for one in sorted(pins)), name=name)
+    return RequirementSet(tuple(_line(package, pins[package]) for package in sorted(pins)), name=name)
 
 
 def _line(package: str, release: str) -> str:
     return f"{package} {release}" if release.startswith(AT) else f"{package}=={public(release)}"
 
 
-def _words(package: str, release: str) -> str:
+def _title(package: str, release: str) -> str:
     return f"{package} {release.removeprefix(AT)}"
 
 
 def _final_version(release: str) -> Version:
-    """Return a release for comparison, in which one that is not final comes before all that are."""
+    """Return a sort key for a release. Every pre-release comes before every final release."""
     try:
         version = Version(release)
     except InvalidVersion:
@@ -211,10 +237,10 @@ def _final_version(release: str) -> Version:
     return Version("0.dev0") if version.is_prerelease else version
 
 
-def pins_of(wanted: RequirementSet) -> dict[str, str]:
+def pins_of(lock_file: RequirementSet) -> dict[str, str]:
     """Return the releases that a lock file pins, by normalized name."""
     return {
-        str(canonicalize_name(one.name)): next(iter(one.specifier)).version
-        for one in wanted.requirements
-        if len(one.specifier) == 1 and next(iter(one.specifier)).operator in ("==", "===")
+        str(canonicalize_name(requirement.name)): next(iter(requirement.specifier)).version
+        for requirement in lock_file.requirements
+        if len(requirement.specifier) == 1 and next(iter(requirement.specifier)).operator in ("==", "===")
     }

@@ -1,4 +1,4 @@
-"""Runs of a bisection on the disk, so that the next start goes on where it was ended."""
+"""A bisection's runs on disk, so an interrupted search can continue at the next start."""
 
 from __future__ import annotations
 
@@ -18,43 +18,48 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pytest_gpumem.ab.runs import Taken
+    from pytest_gpumem.ab.runs import RunRecord
 
 
 def journals_folder() -> Path:
-    """Return the folder of the user's cache that journals are kept in."""
+    """Return the folder for journals in the user's cache."""
     return cache_root() / "bisections"
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The runs of one bisection in its folder, by the candidate's name."""
+    """A bisection's runs in a folder, with a file for each candidate."""
 
     folder: Path
 
     @classmethod
-    def of(cls, told: Sequence[Any]) -> Journal:
-        """Return the journal of the bisection that is all that is ``told`` of it, and of the packages that are installed."""
-        text = json.dumps([packages_here(), *told])
+    def of(cls, identity: Sequence[Any]) -> Journal:
+        """Return a bisection's journal.
+
+        Args:
+            identity: Values that identify the bisection, such as the pytest arguments and the candidates' names. The
+                installed packages are added, so a search starts anew after an installation.
+        """
+        text = json.dumps([packages_here(), *identity])
         return cls(journals_folder() / hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def runs(self) -> dict[str, Run]:
-        """Return what was run; a file that was not written whole is as if it were not there."""
-        found = {}
+        """Return the stored runs by candidate's name. Incomplete files are ignored."""
+        runs = {}
         for path in sorted(self.folder.glob("*.json")):
             try:
                 plain = json.loads(path.read_text(encoding="utf-8"))
-                found[plain["name"]] = run_of(plain["lines"], plain["status"])
+                runs[plain["name"]] = run_of(plain["lines"], plain["status"])
             except (OSError, ValueError, KeyError, TypeError, RunFailed):
                 continue
-        return found
+        return runs
 
-    def add(self, name: str, taken: Taken) -> None:
-        """Keep the run of a candidate."""
+    def add(self, name: str, record: RunRecord) -> None:
+        """Store the run for the candidate called ``name``."""
         file = hashlib.sha256(name.encode()).hexdigest()[:16]
-        text = json.dumps({"name": name, "status": taken.status, "lines": taken.lines})
+        text = json.dumps({"name": name, "status": record.status, "lines": record.lines})
         write_whole(self.folder / f"{file}.json", text)
 
     def remove(self) -> None:
-        """Forget all of it."""
+        """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)

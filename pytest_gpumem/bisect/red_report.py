@@ -1,4 +1,4 @@
-"""The first test that regressed in a red report, and the packages that differ from those that it was good with. Pure."""
+"""The first regressed test in a red report, and the packages that differ from its good side. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Red:
-    """A measurement that regressed. ``then`` and ``now`` are releases of packages, by name, where they differ.
+    """A measurement that regressed.
 
-    ``gated`` says that the good end is a baseline, and not a set of requirements, so that commits may have done it, too.
+    ``then`` and ``now`` are the releases on the good and on the bad side, for packages that differ, by name. ``gated`` is
+    true if the good side is a baseline. A commit may then be the cause. It is false if the good side is a set of requirements.
     """
 
     key: Key
@@ -34,8 +35,8 @@ class Red:
     then: Mapping[str, str] = field(default_factory=dict)
     now: Mapping[str, str] = field(default_factory=dict)
     gated: bool = False
-    others: int = 0
-    """The number of other tests that regressed."""
+    other_tests: int = 0
+    """The number of other regressed tests."""
 
     @property
     def nodeid(self) -> str:
@@ -43,20 +44,26 @@ class Red:
 
     @property
     def metric(self) -> str | None:
-        """The metric to judge by; ``None`` for the first that is worse, where it is not a time alone."""
+        """The metric to judge by: ``step_time`` if nothing else regressed; ``None`` to let the search choose."""
         return None if {*self.metrics} & {*JUDGED} - {TIMED} else TIMED
 
     @property
     def notes(self) -> list[str]:
-        """Return what is to be known of the search, as clauses."""
-        others = f"; {counted(self.others, 'other test')} regressed, too" if self.others else ""
-        return [f"searched with {self.nodeid}, the first test that regressed{others}"]
+        """Clauses about the search: which test it runs, and how many others regressed."""
+        other_tests = f"; {counted(self.other_tests, 'other test')} also regressed" if self.other_tests else ""
+        return [f"searched with {self.nodeid}, the first test that regressed{other_tests}"]
 
 
 def red_of(text: str, name: str) -> Red:
-    """Return the first test that regressed in the JSON report of a session or of ``gpumem ab``; ``name`` is the file's.
+    """Return the first regressed test in a report. A test with a regressed byte or count metric goes before a time.
 
-    Raises `ReportError`, and `NothingFound` where none regressed.
+    Args:
+        text: The JSON report from a session or from ``gpumem ab``.
+        name: The file's name for messages.
+
+    Raises:
+        ReportError: The text is not a report.
+        NothingFound: No test regressed.
     """
     try:
         plain = json.loads(text)
@@ -64,57 +71,69 @@ def red_of(text: str, name: str) -> Red:
         plain = None
     of_ab = isinstance(plain, dict) and "not_compared" in plain
     try:
-        found = list(_in_comparison(plain)) if of_ab else list(_in_session(text, name))
+        regressed = list(_in_comparison(plain)) if of_ab else list(_in_session(text, name))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ReportError(f"{name}: it is no report of this version of gpumem ab: {error!r}") from None
-    if not found:
-        raise NothingFound(f"no test in {name} regressed, so that there is nothing to search for{_why(plain)}")
-    # Bytes and counts repeat: one run of each candidate tells them apart.
-    first = next((one for one in found if one.metric is None), found[0])
-    others = len({one.nodeid for one in found} - {first.nodeid})
-    return Red(first.key, first.slug, first.metrics, first.then, first.now, first.gated, others)
+        raise ReportError(f"{name}: it is not a report from this version of gpumem ab: {error!r}") from None
+    if not regressed:
+        raise NothingFound(f"no test in {name} regressed, so there is nothing to search for{_why(plain)}")
+    # Bytes and counts repeat, so a single run for each candidate is enough.
+    first = next((red for red in regressed if red.metric is None), regressed[0])
+    other_tests = len({red.nodeid for red in regressed} - {first.nodeid})
+    return Red(first.key, first.slug, first.metrics, first.then, first.now, first.gated, other_tests)
 
 
 def _why(plain: Any) -> str:
-    """Return why a report is red all the same, as a clause after a semicolon; nothing where it does not say."""
+    """Return why a report without regressions is red, as a clause after a semicolon; empty if it gives no reason."""
     if not isinstance(plain, dict):
         return ""
-    broken = [one for one in plain.get("not_compared", ()) if isinstance(one, dict) and one.get("broken")]
-    told = [plain["why"].splitlines()[0]] if plain.get("why") else [f"{one['test']}: {one['reason']}" for one in broken]
-    return f"; {told[0]}" if told else ""
+    broken = [test for test in plain.get("not_compared", ()) if isinstance(test, dict) and test.get("broken")]
+    reasons = (
+        [plain["why"].splitlines()[0]] if plain.get("why") else [f"{test['test']}: {test['reason']}" for test in broken]
+    )
+    return f"; {reasons[0]}" if reasons else ""
 
 
 def _in_comparison(plain: dict[str, Any]) -> Iterator[Red]:
-    packages = [one for one in plain.get("packages", ()) if one["base"] is not None and one["head"] is not None]
-    # What else came along is a part of what was asked for: by itself it may not even be installable.
-    asked = [one for one in packages if one["requested"]] or packages
-    then = {one["name"]: one["base"] for one in asked}
-    now = {one["name"]: f"{AT}{one['url']}" if one["url"] else one["head"] for one in asked}
-    for one in plain["tests"]:
-        if one["outcome"] == Outcome.REGRESSED.value:
-            metrics = tuple(each["metric"] for each in one["metrics"] if each["outcome"] == Outcome.REGRESSED.value)
-            yield Red(Key(one["file"], one["test"], one["name"]), "", metrics, then, now)
+    """Yield the regressed measurements in a report from ``gpumem ab``."""
+    packages = [
+        package for package in plain.get("packages", ()) if package["base"] is not None and package["head"] is not None
+    ]
+    # Dependencies that changed with a requested package are left out: they may not be installable by themselves.
+    requested = [package for package in packages if package["requested"]] or packages
+    good = {package["name"]: package["base"] for package in requested}
+    bad = {package["name"]: f"{AT}{package['url']}" if package["url"] else package["head"] for package in requested}
+    for test in plain["tests"]:
+        if test["outcome"] == Outcome.REGRESSED.value:
+            metrics = tuple(
+                change["metric"] for change in test["metrics"] if change["outcome"] == Outcome.REGRESSED.value
+            )
+            yield Red(Key(test["file"], test["test"], test["name"]), "", metrics, good, bad)
 
 
 def _in_session(text: str, name: str) -> Iterator[Red]:
+    """Yield the regressed measurements in a session's report."""
     for result in from_json(text, name).results:
-        for one in result.verdict.verdicts:
-            metrics = tuple(_regressed(one))
+        for verdict in result.verdict.verdicts:
+            metrics = tuple(_regressed(verdict))
             if metrics:
-                measurement = one.measurement
+                measurement = verdict.measurement
                 key = Key(result.verdict.file, result.verdict.test, measurement.name)
-                yield Red(key, measurement.environment.slug, metrics, *_releases(one), gated=True)
+                yield Red(key, measurement.environment.slug, metrics, *_releases(verdict), gated=True)
 
 
 def _regressed(verdict: Verdict) -> Iterable[str]:
-    return (one.metric for one in verdict.metrics if one.outcome is Outcome.REGRESSED and one.allowed is not None)
+    return (
+        metric.metric
+        for metric in verdict.metrics
+        if metric.outcome is Outcome.REGRESSED and metric.allowed is not None
+    )
 
 
 def _releases(verdict: Verdict) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the releases of the baseline's packages and of now, of those that differ."""
+    """Return the packages that differ, with their releases in the baseline and in the session."""
     if verdict.origin is None:
         return {}, {}
     torch = {} if verdict.origin.torch == UNKNOWN_RELEASE else {"torch": verdict.origin.torch}
-    then, now = {**verdict.origin.packages, **torch}, verdict.measurement.environment.releases
-    differ = sorted(name for name in then.keys() & now.keys() if then[name] != now[name])
-    return {name: then[name] for name in differ}, {name: now[name] for name in differ}
+    old, new = {**verdict.origin.packages, **torch}, verdict.measurement.environment.releases
+    differ = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    return {name: old[name] for name in differ}, {name: new[name] for name in differ}

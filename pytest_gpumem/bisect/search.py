@@ -1,6 +1,10 @@
-"""Search for the first bad one among variants that come from one another, of which some cannot be judged. Pure.
+"""Search for the first bad variant in a row or a graph of commits, although some variants cannot be judged. Pure.
 
-What comes from a bad one is taken to be bad, and what a good one comes from to be good, as `git bisect` does.
+Like `git bisect`, the search assumes that descendants of a bad variant are bad, and ancestors of a good variant are
+good.
+
+For example, a row has 64 commits at positions 0 to 63, 0 is good, 63 is bad, and 40 caused the change. The search judges 31
+(good), 47 (bad), 39 (good), 43, 41 and 40 (bad). The result is ``Bounds(good=39, bad=40)`` after six runs.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ _OPPOSITE: dict[Answer, Answer] = {"good": "bad", "bad": "good", "skipped": "ski
 
 @dataclass(frozen=True)
 class Graph:
-    """The parents of each one that is searched, by places from 0. The first and the last are the ends.
+    """The parents of each variant, by positions from 0. The first and the last position are the ends.
 
-    ``backwards`` says that the last, which is bad, is the ancestor: the first good one is searched for, which mended it.
+    ``backwards`` means that the bad end is the ancestor. The search then finds the first good variant, which mended the test.
+
+    Example:
+        ``Graph(((), (0,), (0,), (1, 2)))`` has two branches, 1 and 2, which both come from 0 and are merged by 3.
     """
 
     parents: Sequence[Sequence[int]]
@@ -28,32 +35,38 @@ class Graph:
 
     @classmethod
     def line(cls, count: int) -> Graph:
-        """Return a row of ``count``, each of which comes from the one before it."""
-        return cls([(), *((at,) for at in range(count - 1))])
+        """Return a row of ``count`` variants, each with the previous variant as its parent."""
+        return cls([(), *((position,) for position in range(count - 1))])
 
     @cached_property
     def ancestors(self) -> list[int]:
-        """Each one and all that it comes from, as a number in which their bits are set."""
-        found: dict[int, int] = {}
+        """A bit set for each position, with bits for the position and all its ancestors.
+
+        Example: ``Graph.line(4).ancestors`` is ``[0b0001, 0b0011, 0b0111, 0b1111]``.
+        """
+        bits: dict[int, int] = {}
         for start in range(len(self.parents)):
             path = [start]
             while path:
-                open_ones = [one for one in self.parents[path[-1]] if one not in found]
-                if open_ones:
-                    path.append(open_ones[0])
+                open_parents = [parent for parent in self.parents[path[-1]] if parent not in bits]
+                if open_parents:
+                    path.append(open_parents[0])
                     continue
-                at = path.pop()
-                found[at] = 1 << at
-                for parent in self.parents[at]:
-                    found[at] |= found[parent]
-        return [found[at] for at in range(len(self.parents))]
+                position = path.pop()
+                bits[position] = 1 << position
+                for parent in self.parents[position]:
+                    bits[position] |= bits[parent]
+        return [bits[position] for position in range(len(self.parents))]
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The ends of what is left, and those between, of which each may be the first bad one, as well as ``bad``.
+    """The last good variant, the first bad variant, and the skipped variants between them.
 
-    Of a search backwards it is the good one that comes from the bad one.
+    ``bad`` made the change, or a variant in ``between``. In a backwards search, ``good`` is the first good variant, and
+    ``bad`` the last bad variant.
+
+    Example: in a row, 3 is good, 4 cannot be run, and 5 is bad: ``Bounds(good=3, bad=5, between=(4,))``.
     """
 
     good: int
@@ -62,80 +75,104 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
-    """The steps that may have made the change: ``changed``, which has it, and ``suspects`` with it, as bits.
+class _Remaining:
+    """The variants that may have made the change.
 
-    ``before`` is the parent of the earliest suspect on the way of first parents; ``None`` where the graph has none.
+    ``changed`` has the change for certain. ``suspects`` is a bit set, with ``changed`` in it. ``parent`` is the nearest
+    first-parent ancestor outside the suspects, or ``None`` if the graph ends before.
     """
 
     changed: int
     suspects: int
-    before: int | None
+    parent: int | None
 
 
-def bounds(graph: Graph, known: Mapping[int, Answer]) -> Bounds:
-    """Return what is left of a graph by what is ``known``, in which both ends are."""
-    answers = _in_time(graph, known)
-    left = _left(graph, answers)
-    between = tuple(at for at in _places(left.suspects) if at != left.changed)
-    beneath = [at for at, one in answers.items() if one == "good" and _has(graph.ancestors[left.changed], at)]
-    nearest = max(beneath, key=lambda at: (graph.ancestors[at].bit_count(), at), default=_start(graph))
-    before = left.before if left.before is not None and answers.get(left.before) == "good" else nearest
-    return Bounds(left.changed, before, between) if graph.backwards else Bounds(before, left.changed, between)
+def bounds(graph: Graph, answers: Mapping[int, Answer]) -> Bounds:
+    """Return the remaining range. ``answers`` are the judged positions, with both ends among them."""
+    in_time = _in_time(graph, answers)
+    remaining = _remaining(graph, in_time)
+    between = tuple(position for position in _positions(remaining.suspects) if position != remaining.changed)
+    good_ancestors = [
+        position
+        for position, answer in in_time.items()
+        if answer == "good" and _contains(graph.ancestors[remaining.changed], position)
+    ]
+    nearest = max(
+        good_ancestors,
+        key=lambda position: (graph.ancestors[position].bit_count(), position),
+        default=_start(graph),
+    )
+    parent = remaining.parent
+    unchanged = parent if parent is not None and in_time.get(parent) == "good" else nearest
+    return (
+        Bounds(remaining.changed, unchanged, between)
+        if graph.backwards
+        else Bounds(unchanged, remaining.changed, between)
+    )
 
 
-def next_ones(graph: Graph, known: Mapping[int, Answer], jobs: int = 1) -> tuple[int, ...]:
-    """Return which to judge next, at most ``jobs`` at a time; none where the first bad one is known as well as it can be.
+def next_positions(graph: Graph, answers: Mapping[int, Answer], jobs: int = 1) -> tuple[int, ...]:
+    """Return the positions to judge next, at most ``jobs``; an empty tuple if more answers cannot narrow the range.
 
-    They divide what is left evenly. In place of one that was skipped it is the nearest to it. The last one may be a parent that
-    is good by what comes from it: with it the first bad one is compared.
+    The positions divide the suspects evenly. A position beside a skipped variant takes its place. When no suspect is left to
+    judge, the result can be a parent that only counts as good because a descendant is good: the first bad variant is compared
+    with it, so it has to run.
+
+    Example: in a row with 9 variants, 0 is good and 8 is bad. The next position is ``(4,)``, or with three jobs ``(2, 4, 6)``.
     """
-    answers = _in_time(graph, known)
-    left = _left(graph, answers)
+    in_time = _in_time(graph, answers)
+    remaining = _remaining(graph, in_time)
     weights = {
-        at: (graph.ancestors[at] & left.suspects).bit_count() for at in _places(left.suspects) if at not in answers
+        position: (graph.ancestors[position] & remaining.suspects).bit_count()
+        for position in _positions(remaining.suspects)
+        if position not in in_time
     }
-    wanted: list[int] = []
+    chosen: list[int] = []
     for part in range(1, jobs + 1):
-        middle = left.suspects.bit_count() * part / (jobs + 1)
-        by_distance = {at: (abs(weight - middle), at) for at, weight in weights.items() if at not in wanted}
-        if by_distance:
-            wanted.append(min(by_distance, key=by_distance.__getitem__))
-    if not wanted and left.before is not None and left.before not in answers:
-        return (left.before,)
-    return tuple(sorted(wanted))
+        middle = remaining.suspects.bit_count() * part / (jobs + 1)
+        distances = {
+            position: (abs(weight - middle), position) for position, weight in weights.items() if position not in chosen
+        }
+        if distances:
+            chosen.append(min(distances, key=distances.__getitem__))
+    if not chosen and remaining.parent is not None and remaining.parent not in in_time:
+        return (remaining.parent,)
+    return tuple(sorted(chosen))
 
 
-def _in_time(graph: Graph, known: Mapping[int, Answer]) -> dict[int, Answer]:
-    """Return the answers such that a good one has not changed yet, and a bad one has."""
-    return {at: _OPPOSITE[one] if graph.backwards else one for at, one in known.items()}
+def _in_time(graph: Graph, answers: Mapping[int, Answer]) -> dict[int, Answer]:
+    """Return the answers in historical order: "good" before the change, "bad" with the change."""
+    return {position: _OPPOSITE[answer] if graph.backwards else answer for position, answer in answers.items()}
 
 
 def _start(graph: Graph) -> int:
-    """Return the end that has not changed yet."""
+    """Return the end before the change."""
     return len(graph.parents) - 1 if graph.backwards else 0
 
 
-def _left(graph: Graph, answers: Mapping[int, Answer]) -> _Left:
+def _remaining(graph: Graph, in_time: Mapping[int, Answer]) -> _Remaining:
     ancestors = graph.ancestors
-    changed = min((at for at, one in answers.items() if one == "bad"), key=lambda at: (ancestors[at].bit_count(), at))
+    changed = min(
+        (position for position, answer in in_time.items() if answer == "bad"),
+        key=lambda position: (ancestors[position].bit_count(), position),
+    )
     suspects = ancestors[changed]
-    for at, one in answers.items():
-        # One that is good although it comes from a bad one has something that makes up for it.
-        if one == "good" and not _has(ancestors[at], changed):
-            suspects &= ~ancestors[at]
-    before: int | None = changed
-    while before is not None and _has(suspects, before):
-        before = next(iter(graph.parents[before]), None)
-    return _Left(changed, suspects, before)
+    for position, answer in in_time.items():
+        # A good descendant of a bad variant compensates for the change, so it clears no ancestor.
+        if answer == "good" and not _contains(ancestors[position], changed):
+            suspects &= ~ancestors[position]
+    parent: int | None = changed
+    while parent is not None and _contains(suspects, parent):
+        parent = next(iter(graph.parents[parent]), None)
+    return _Remaining(changed, suspects, parent)
 
 
-def _has(places: int, at: int) -> bool:
-    return bool(places >> at & 1)
+def _contains(bits: int, position: int) -> bool:
+    return bool(bits >> position & 1)
 
 
-def _places(bits: int) -> Iterator[int]:
-    """Yield the places whose bits are set."""
+def _positions(bits: int) -> Iterator[int]:
+    """Yield the positions with a set bit."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1

@@ -1,4 +1,4 @@
-"""The state of a checkout that is run as it is, by which runs of it before a change are told from those after it."""
+"""A working tree's fingerprint, which tells whether stored runs still belong to its code."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 _SUFFIXES = (".py", ".toml", ".ini", ".cfg")
 _INSTALLED = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
 _MOST_FOLDERS = 20_000
-"""Folders that are looked into: as many, with a file in each, took 1.1 s on a busy server."""
+"""The largest number of folders to read. 20,000 folders with a file in each took 1.1 s on a busy server."""
 
 
 def state_of(checkout: Checkout) -> str:
-    """Return a text that is another one after the checkout's code or settings have changed.
+    """Return a text that changes whenever the checkout's code or settings change.
 
-    Of a repository it is the commit and the changes to it. Without git it is the names, sizes and times of the files of code
-    and settings below the folder, and where there are too many folders to look into, another text each time.
+    In a git repository, the text contains the HEAD commit, the uncommitted changes, and the new files' names and times.
+    Without git, it contains the names, sizes and times for all files with code or settings. If there are more than 20,000
+    folders, the text is different in each call.
     """
     try:
         untracked = git(checkout.top, "ls-files", "-z", "--others", "--exclude-standard").split("\0")
@@ -37,28 +38,28 @@ def state_of(checkout: Checkout) -> str:
 
 
 def _folders(top: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the folders below one, without hidden ones and environments, and the names of the files in each."""
-    for folder, within, files in os.walk(top):
-        within[:] = [
-            one
-            for one in within
-            if not one.startswith(".")
-            and one not in _INSTALLED
-            and not Path(folder, one, "pyvenv.cfg").exists()
-            and not Path(folder, one, "conda-meta").exists()
+    """Yield ``top`` and the folders below it, each with its file names. Hidden folders and environments are skipped."""
+    for folder, subfolders, files in os.walk(top):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".")
+            and name not in _INSTALLED
+            and not Path(folder, name, "pyvenv.cfg").exists()
+            and not Path(folder, name, "conda-meta").exists()
         ]
         yield folder, files
 
 
 def _files(folders: list[tuple[str, list[str]]]) -> Iterator[tuple[str, int, int]]:
-    """Yield name, size and time of each file of code or settings."""
+    """Yield path, size and modification time for each file with code or settings."""
     for folder, names in folders:
         for name in names:
             if name.endswith(_SUFFIXES):
                 path = Path(folder, name)
                 try:
-                    found = path.stat()
+                    status = path.stat()
                 except OSError:
-                    # A link that leads nowhere.
+                    # A dangling link.
                     continue
-                yield str(path), found.st_size, found.st_mtime_ns
+                yield str(path), status.st_size, status.st_mtime_ns

@@ -1,1 +1,1 @@
-"""Two versions of the code: the changed lines, and verdicts that name them first."""
+"""Changed lines between two versions of the code, and verdicts that name these lines first."""

@@ -1,7 +1,10 @@
-"""Lifetimes of the values that a function's names have. Pure.
+"""Lifetimes of the values in a function's local names and attributes. Pure.
 
-A value ends at ``del hidden``, at ``hidden = None``, or if the name is bound again. Without such a statement it may still end
-as early: ``return down(hidden)`` frees it when ``hidden = down(hidden)`` does.
+A value ends at ``del hidden``, at ``hidden = None``, or if the name is bound again. Without these statements, a value can still
+end early: ``return down(hidden)`` frees ``hidden`` at the same moment as ``hidden = down(hidden)``.
+
+For example, the old version of a function is ``hidden = up(x); out = down(hidden); del hidden; return head(out)``. If the new
+version lacks ``del hidden``, `longer_lived_than` returns ``{"hidden": "del hidden"}``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _Leaving = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 class _Step(NamedTuple):
-    """A block around a statement: its compound statement and name. ``is_left`` is true if it ends in ``return`` or the like."""
+    """A block around a statement: its compound statement and name. ``is_left`` is true if it ends in ``return`` or similar."""
 
     parent: ast.stmt
     block: str
@@ -30,39 +33,43 @@ class _Step(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A statement of a function, and the blocks around it, the outermost first."""
+    """A statement in a function, with the blocks around it, the outermost first."""
 
     node: ast.stmt
     steps: tuple[_Step, ...]
     bound: tuple[str, ...]
 
     def can_reach(self, later: _Placed) -> bool:
-        """Return whether a run of the function can come from this statement to one below it."""
+        """Return whether a call of the function can run this statement and then ``later``."""
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(self.steps, later.steps, strict=False))))
-        mine, theirs = self.steps[shared:], later.steps[shared:]
-        if mine and theirs and mine[0].parent is theirs[0].parent and _are_alternatives(mine[0], theirs[0]):
+        own, later_steps = self.steps[shared:], later.steps[shared:]
+        if own and later_steps and own[0].parent is later_steps[0].parent and _are_alternatives(own[0], later_steps[0]):
             return False
-        return not any(step.is_left for step in mine)
+        return not any(step.is_left for step in own)
 
     def loops(self) -> set[ast.stmt]:
+        """Return the loops around this statement."""
         return {step.parent for step in self.steps if isinstance(step.parent, _Loop)}
 
 
 class Values:
-    """The values of names and attributes in a function. Nested functions have values of their own."""
+    """The values of names and attributes in a function, without nested functions."""
 
     def __init__(self, function: Function) -> None:
-        self._statements = sorted(_placed(function.body, ()), key=lambda one: one.node.lineno)
+        self._statements = sorted(_placed(function.body, ()), key=lambda statement: statement.node.lineno)
 
     def longer_lived_than(self, old: Values, is_changed: Callable[[ast.stmt], bool]) -> dict[str, str]:
-        """Return the names whose first value lives longer than in an old version, with the statement that ended it there.
+        """Return the names whose first value lives longer than in the old version.
 
         Args:
             old: The old version.
-            is_changed: Returns whether the old version lacks a statement of this one.
+            is_changed: Returns whether a statement of this version is missing in the old version.
+
+        Returns:
+            The statement that ended the value in the old version, by name: ``{"hidden": "del hidden"}``.
         """
-        found = {}
-        for name in {name for one in self._statements for name in one.bound}:
+        endings = {}
+        for name in {name for statement in self._statements for name in statement.bound}:
             end = old._end(name)
             if end is None or self._end(name) is not None or not old._is_followed(name, end):
                 continue
@@ -74,27 +81,38 @@ class Values:
                     self._is_followed(name, used) or _depth(used.node, name) > old._depth_until(name, end)
                 )
             if longer:
-                found[name] = ast.unparse(end.node).partition("\n")[0] if name in end.bound else f"del {name}"
-        return found
+                endings[name] = ast.unparse(end.node).partition("\n")[0] if name in end.bound else f"del {name}"
+        return endings
 
     def _first(self, name: str) -> _Placed | None:
-        return next((one for one in self._statements if name in one.bound and not _is_none(one.node)), None)
+        """Return the first statement that binds a name to a value other than None."""
+        return next(
+            (statement for statement in self._statements if name in statement.bound and not _is_none(statement.node)),
+            None,
+        )
 
     def _end(self, name: str) -> _Placed | None:
-        """Return the first statement that ends the first value of a name."""
+        """Return the first statement that ends the first value of a name; ``None`` if there is none."""
         first = self._first(name)
         if first is None:
             return None
         later = self._statements[self._statements.index(first) + 1 :]
-        return next((one for one in later if name in {*one.bound, *_deleted(one.node)} and first.can_reach(one)), None)
+        return next(
+            (
+                statement
+                for statement in later
+                if name in {*statement.bound, *_deleted(statement.node)} and first.can_reach(statement)
+            ),
+            None,
+        )
 
     def _last_use(self, name: str, until: _Placed | None) -> _Placed | None:
-        """Return the last statement that reads or binds a name, in the whole function or up to a statement."""
+        """Return the last statement that reads or binds a name, in the whole function or until a statement."""
         last = None
-        for one in self._statements:
-            if _depth(one.node, name) >= 0 or name in one.bound:
-                last = one
-            if one is until:
+        for statement in self._statements:
+            if _depth(statement.node, name) >= 0 or name in statement.bound:
+                last = statement
+            if statement is until:
                 break
         return last
 
@@ -102,36 +120,39 @@ class Values:
         last = self._last_use(name, end)
         return -1 if last is None else _depth(last.node, name)
 
-    def _is_followed(self, name: str, at: _Placed) -> bool:
-        """Return whether work follows a statement, so that memory differs if the name's value is still there."""
+    def _is_followed(self, name: str, statement: _Placed) -> bool:
+        """Return whether a statement is followed by work, during which a living value of the name costs memory."""
         if "." in name or "[" in name:
             return True
         first = self._first(name)
-        if first is not None and first.loops() & at.loops():
+        if first is not None and first.loops() & statement.loops():
             return True
-        end = at.node.end_lineno or at.node.lineno
-        return any(one.node.lineno > end and at.can_reach(one) and _works(one.node) for one in self._statements)
+        end = statement.node.end_lineno or statement.node.lineno
+        return any(
+            later.node.lineno > end and statement.can_reach(later) and _works(later.node) for later in self._statements
+        )
 
     def _calls(self, name: str, is_changed: Callable[[ast.stmt], bool]) -> bool:
-        """Return whether a changed statement calls a method of an object, which may end the value of an attribute."""
+        """Return whether a changed statement calls a method of an object. The method may end the value of an attribute."""
         return any(
-            is_changed(one.node)
-            and any(isinstance(part, ast.Call) and _root(part.func) == name for part in _parts(one.node))
-            for one in self._statements
+            is_changed(statement.node)
+            and any(isinstance(part, ast.Call) and _root(part.func) == name for part in _parts(statement.node))
+            for statement in self._statements
         )
 
 
 def bound(node: ast.AST) -> list[str]:
-    """Return the names and attributes that a statement binds: ``self.cache`` and ``hidden`` for ``self.cache, hidden = ...``.
+    """Return the names and attributes that a statement binds.
 
-    ``hidden += 1`` changes a tensor in place, and binds none.
+    Example: ``self.cache, hidden = ...`` binds ``self.cache`` and ``hidden``. ``hidden += 1`` binds nothing, because it changes
+    the tensor in place.
     """
     if isinstance(node, ast.AugAssign):
         return []
     targets: list[ast.AST | None] = (
         list(node.targets) if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     )
-    targets += [one for one in _parts(node) if isinstance(one, ast.NamedExpr)] if isinstance(node, ast.stmt) else []
+    targets += [part for part in _parts(node) if isinstance(part, ast.NamedExpr)] if isinstance(node, ast.stmt) else []
     return [
         ast.unparse(part)
         for target in filter(None, targets)
@@ -154,19 +175,20 @@ def _blocks(node: ast.stmt) -> Iterator[tuple[str, list[ast.stmt]]]:
         if inner:
             yield field, inner
     for field in ("handlers", "cases"):
-        for number, one in enumerate(getattr(node, field, [])):
-            yield f"{field} {number}", one.body
+        for number, clause in enumerate(getattr(node, field, [])):
+            yield f"{field} {number}", clause.body
 
 
-def _are_alternatives(one: _Step, other: _Step) -> bool:
-    kinds = {one.block.partition(" ")[0], other.block.partition(" ")[0]}
-    if isinstance(one.parent, _Loop) or "finalbody" in kinds:
+def _are_alternatives(step: _Step, other: _Step) -> bool:
+    """Return whether two blocks in a compound statement exclude each other, like ``if`` and ``else``."""
+    kinds = {step.block.partition(" ")[0], other.block.partition(" ")[0]}
+    if isinstance(step.parent, _Loop) or "finalbody" in kinds:
         return False
-    return one.block != other.block and not (isinstance(one.parent, ast.Try) and kinds == {"body", "orelse"})
+    return step.block != other.block and not (isinstance(step.parent, ast.Try) and kinds == {"body", "orelse"})
 
 
 def _parts(node: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the expressions in a statement, but not the statements in its blocks. A nested function is yielded whole."""
+    """Yield the nodes of a statement without the statements in its blocks. A nested function yields all its nodes."""
     for child in ast.iter_child_nodes(node):
         if isinstance(node, _Scope) or not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
             yield from ast.walk(child)
@@ -177,7 +199,7 @@ def _works(node: ast.stmt) -> bool:
 
 
 def _depth(node: ast.AST, name: str) -> int:
-    """Return how many expressions that work are around the reading of a name; -1 if a statement does not read it."""
+    """Return how many working expressions enclose the use of a name: 2 in ``f(g(name))``; -1 if the name is not read."""
     if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
         return 0
     children = (

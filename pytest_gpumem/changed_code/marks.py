@@ -35,7 +35,7 @@ _MOST_COMPARED = 300
 
 
 class Place(Protocol):
-    """A row, or an operator site."""
+    """A row or a tally: a line in the user's code, a line in a library, and the call chains to it."""
 
     @property
     def site(self) -> str: ...
@@ -52,10 +52,7 @@ class ChangedCode:
     old: Source
     new: Source
     packages: AbstractSet[str] = frozenset()
-    """Normalized names of the packages whose releases differ.
-
-    The empty name stands for the project's own code.
-    """
+    """Normalized names of the packages whose releases differ. The empty name means the project's own code."""
     _files: dict[str, TwoVersions | None] = field(default_factory=dict)
 
     def with_packages(self, names: Iterable[str]) -> ChangedCode:
@@ -63,7 +60,7 @@ class ChangedCode:
         return replace(self, packages=frozenset(canonicalize_name(name) for name in names))
 
     def mark(self, place: Place) -> str:
-        """Return the clause for a place whose code, or a caller's code, has changed; empty if none has.
+        """Return the clause for a place with a changed line in its code or a caller's code; empty if nothing has changed.
 
         Example: ``changed line``, or ``changed line: `del hidden` is gone``.
         """
@@ -74,7 +71,7 @@ class ChangedCode:
         return f"{CHANGED_LINE}: `{removed.pop()}` is gone" if len(removed) == 1 and all(removed) else CHANGED_LINE
 
     def is_own(self, place: Place) -> bool:
-        """Return whether the user's line or the library's line itself has changed."""
+        """Return whether the place's own line has changed, in the user's code or in the library."""
         return any(line in self._changed(line) for line in (place.library, place.site) if line)
 
     def lines(self, place: Place) -> tuple[str, ...]:
@@ -96,7 +93,7 @@ class ChangedCode:
         return {line: None} if canonicalize_name(package_of(line)) in self.packages else {}
 
     def _changed(self, line: str) -> dict[str, ChangedLine]:
-        """Return the changed line that decides what a line does, which may be the line itself; empty if nothing has changed."""
+        """Return the changed line that affects a line, possibly the line itself; empty if nothing has changed."""
         file, number = file_and_line(line)
         if file not in self._files:
             self._files[file] = self._versions(line)
@@ -118,13 +115,13 @@ class ChangedCode:
         listed = {*self.new.neighbours(line)}
         removed = [file for file in self.old.neighbours(line) if file not in listed and not self.new.lines(file)]
         removed.sort(key=lambda file: PurePosixPath(file_and_line(file)[0]).name != name)
-        mine = _texts(new)
+        new_texts = _texts(new)
         best: Sequence[str] = []
         share = _MOVED_SHARE
         for candidate in removed[:_MOST_COMPARED]:
             lines = self.old.lines(candidate) or []
-            theirs = _texts(lines)
-            common = (mine & theirs).total() / max(mine.total(), theirs.total(), 1)
+            old_texts = _texts(lines)
+            common = (new_texts & old_texts).total() / max(new_texts.total(), old_texts.total(), 1)
             if common >= share and (common > share or not best):
                 best, share = lines, common
         return best
@@ -134,10 +131,10 @@ def _texts(lines: Sequence[str]) -> Counter[str]:
     return Counter(text for line in lines if (text := line.strip()))
 
 
-def _first_on_chains(place: Place, found: Callable[[str], dict[str, _T]]) -> dict[str, _T]:
-    """Return the first line that is ``found`` on each call chain, starting from the place itself."""
+def _first_on_chains(place: Place, lookup: Callable[[str], dict[str, _T]]) -> dict[str, _T]:
+    """Return the first line with a result from ``lookup`` on each call chain, starting from the place itself."""
     chains = chains_of(place.site, place.library, place.callers)
-    firsts = (next(filter(None, map(found, chain)), {}) for chain in chains)
+    firsts = (next(filter(None, map(lookup, chain)), {}) for chain in chains)
     return {line: value for first in firsts for line, value in first.items()}
 
 
@@ -154,7 +151,7 @@ def with_changed_code(verdict: Verdict, changed: ChangedCode) -> Verdict:
 
 
 def without_callers(verdict: Verdict) -> Verdict:
-    """Return a verdict without callers. They are needed only until the changed lines are named."""
+    """Return a verdict without callers, which are only needed until the changed lines are named."""
     measurement, difference = verdict.measurement, verdict.difference
     explanation = measurement.explanation
     counted = (tally.place for tallies in measurement.by_operator.values() for tally in tallies)

@@ -1,4 +1,4 @@
-"""Source code for the lines that rows name: from folders on this machine, or from a commit."""
+"""Source code for the lines in rows, from folders on this machine or from a commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".py"
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
-_NOT_THE_PROJECTS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 _MOST_FILES = 20_000
 _PLAIN = "100"
 """First digits in the mode of a plain file; links and submodules have others."""
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 def _decoded(data: bytes) -> list[str] | None:
-    """Return the lines of a source file as Python counts them; ``None`` if they cannot be decoded."""
+    """Return a source file's lines as Python counts them; ``None`` if they cannot be decoded."""
     try:
         return decode_source(data).split("\n")
     except (SyntaxError, UnicodeDecodeError, LookupError):
@@ -74,8 +74,8 @@ class Folders:
             inside = _is_inside(file) and path.is_file() and path.resolve().is_relative_to(self.root.resolve())
             return path if inside else None
         within = file.partition(": ")[2]
-        tried = (folder / top / within for folder in self.packages for top in (package, ""))
-        return next((path for path in tried if path.is_file()), None) if _is_inside(within) else None
+        paths = (folder / top / within for folder in self.packages for top in (package, ""))
+        return next((path for path in paths if path.is_file()), None) if _is_inside(within) else None
 
     def neighbours(self, line: str) -> Iterator[str]:
         package = package_of(line)
@@ -94,20 +94,20 @@ class Folders:
 def _python_files(folder: Path) -> Iterator[str]:
     """Yield the relative paths of Python files in a folder. Hidden folders and virtual environments are skipped."""
     number = 0
-    for here, folders, files in os.walk(folder):
+    for current, folders, files in os.walk(folder):
         folders[:] = sorted(
             name
             for name in folders
             if not name.startswith(".")
-            and name not in _NOT_THE_PROJECTS
-            and not (Path(here) / name / "pyvenv.cfg").exists()
+            and name not in _SKIPPED_FOLDERS
+            and not (Path(current) / name / "pyvenv.cfg").exists()
         )
         for name in sorted(files):
             if name.endswith(_SUFFIX):
                 number += 1
                 if number > _MOST_FILES:
                     return
-                yield (Path(here) / name).relative_to(folder).as_posix()
+                yield (Path(current) / name).relative_to(folder).as_posix()
 
 
 class NothingKnown:
@@ -122,7 +122,7 @@ class NothingKnown:
 
 
 class Blob(NamedTuple):
-    """A file in a commit: its mode, ``100644`` for a plain one, and the name of its contents."""
+    """A file in a commit: its mode, for example ``100644`` for a plain file, and the name of its contents."""
 
     mode: str
     name: str
@@ -130,7 +130,7 @@ class Blob(NamedTuple):
 
 @dataclass(frozen=True)
 class Commit:
-    """The project's code in a commit. It has no installed packages, and no repositories inside this one.
+    """The project's code in a commit, without installed packages and without nested repositories.
 
     The methods raise `GitError` if the clone lacks the contents of a file.
     """
@@ -138,7 +138,7 @@ class Commit:
     top: Path
     """The checkout's folder."""
     prefix: PurePosixPath
-    """Path from the checkout to pytest's root directory."""
+    """The path from the checkout to pytest's root directory."""
     files: Mapping[str, Blob]
     """The commit's files by path from the checkout."""
 
@@ -159,9 +159,9 @@ class Commit:
             raise GitError(f"{commit!r} is not a commit hash")
         listed = git(top, "ls-tree", "-r", "-z", "--full-tree", f"{commit}^{{commit}}")
         files = {}
-        for entry in filter(None, listed.split("\0")):
+        for line in filter(None, listed.split("\0")):
             # "100644 blob <name>\t<path>"
-            words, _, path = entry.partition("\t")
+            words, _, path = line.partition("\t")
             mode, _, name = words.split()
             files[path] = Blob(mode, name)
         return cls(top, PurePosixPath(root.resolve().relative_to(top.resolve()).as_posix()), files)
@@ -173,11 +173,11 @@ class Commit:
         path = self.prefix / file
         blob = self.files.get(str(path))
         if blob is None:
-            return None if self._is_of_another(path) else []
+            return None if self._is_in_nested_repository(path) else []
         return _decoded(contents(self.top, [blob.name])[blob.name]) if blob.mode.startswith(_PLAIN) else None
 
-    def _is_of_another(self, path: PurePosixPath) -> bool:
-        """Return whether a file belongs to a submodule, or to another repository inside this one."""
+    def _is_in_nested_repository(self, path: PurePosixPath) -> bool:
+        """Return whether a file belongs to a submodule or to another repository in the checkout."""
         return any(
             str(folder) in self.files or (self.top / folder / ".git").exists() for folder in path.parents if folder.name
         )

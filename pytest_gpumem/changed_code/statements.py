@@ -1,4 +1,13 @@
-"""A file in two versions, and its changed statements. Pure."""
+"""Changed statements between two versions of a file. Pure.
+
+A line can count as changed although its text is the same. For example, a function loses ``del hidden``::
+
+    hidden = self.up(x)        # line 2: changed, because ``del hidden`` is gone and the tensor lives longer
+    out = self.down(hidden)    # line 3: not changed
+    return self.head(out)      # line 4: not changed
+
+``TwoVersions(old, new).changed_at(2)`` is then ``ChangedLine(number=2, removed="del hidden")``.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +25,13 @@ if TYPE_CHECKING:
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _With = (ast.With, ast.AsyncWith)
 _Blocks = (*_With, ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try)
-"""Statements that can take the place of a ``with`` while the lines in it stay as they are."""
+"""Statements that can replace a ``with`` without a change of the lines in its body."""
 _TESTS_OWN = "pytest."
-"""Beginning of a decorator that selects tests, and does not change the code in them."""
+"""Prefix of decorators that select tests and do not change the code in them."""
 
 
 class _Statement(NamedTuple):
-    """First and last line of a statement, and what it binds: ``outputs``, ``self.cache``."""
+    """First and last line of a statement, and the names that it binds: ``outputs``, ``self.cache``."""
 
     first: int
     last: int
@@ -30,7 +39,7 @@ class _Statement(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Lines that run under a changed ``with`` or changed decorators: the line to name, and the first and last line inside."""
+    """Lines inside a changed ``with`` or under changed decorators: the line to name, and the first and last line."""
 
     changed: ChangedLine
     begin: int
@@ -38,7 +47,7 @@ class _Block(NamedTuple):
 
 
 class ChangedLine(NamedTuple):
-    """A line of the new file, and the statement or decorator of the old one that it lacks: ``del hidden``."""
+    """A line of the new file, and the removed statement or decorator from the old file: ``del hidden``."""
 
     number: int
     removed: str = ""
@@ -52,28 +61,37 @@ class TwoVersions:
     new: Sequence[str]
 
     @cached_property
-    def kept(self) -> dict[int, int]:
-        """Numbers of the new file's lines, from 1, that the old file has too, with their numbers there."""
+    def common_lines(self) -> dict[int, int]:
+        """Line numbers in the new file that also exist in the old file, with their old numbers. They count from 1.
+
+        Example: if the old file's line 2 was removed, ``{1: 1, 2: 3, 3: 4}``.
+        """
         old, new = self.old, self.new
-        # Most files differ in a few lines. Matching only these is quick, also in a file with 10,000 lines.
+        # Most files differ in a few lines. Matching only these lines is quick even in a file with 10,000 lines.
         shortest = min(len(old), len(new))
-        begin = next((at for at in range(shortest) if old[at] != new[at]), shortest)
+        begin = next((index for index in range(shortest) if old[index] != new[index]), shortest)
         rest = shortest - begin
-        end = next((at for at in range(rest) if old[-1 - at] != new[-1 - at]), rest)
+        end = next((index for index in range(rest) if old[-1 - index] != new[-1 - index]), rest)
         matcher = SequenceMatcher(None, old[begin : len(old) - end], new[begin : len(new) - end], autojunk=False)
         between = (
-            (begin + b + at, begin + a + at) for a, b, size in matcher.get_matching_blocks() for at in range(size)
+            (begin + b + offset, begin + a + offset)
+            for a, b, size in matcher.get_matching_blocks()
+            for offset in range(size)
         )
-        after = ((len(new) - at, len(old) - at) for at in range(end, 0, -1))
-        return {here + 1: there + 1 for here, there in (*((at, at) for at in range(begin)), *between, *after)}
+        after = ((len(new) - offset, len(old) - offset) for offset in range(end, 0, -1))
+        before = ((index, index) for index in range(begin))
+        return {new_index + 1: old_index + 1 for new_index, old_index in (*before, *between, *after)}
 
     def changed_at(self, number: int) -> ChangedLine | None:
-        """Return the changed line that decides what a line of the new file does; ``None`` if nothing has changed.
+        """Return the changed line that affects a line of the new file; ``None`` if nothing has changed.
 
-        A changed statement is the line itself, and so is a statement whose result lives longer: the old function deleted the
-        result before it did other work, and the new one does not. Otherwise a changed ``with`` around the line counts, another
-        block in its place, or a changed decorator on its function. Example: ``@torch.no_grad()`` decides which tensors the
-        function keeps.
+        The first match counts:
+
+        1. The line's statement has changed: the line itself.
+        2. The statement's result lives longer, because the old function deleted it before other work: the line itself.
+        3. A ``with`` around the line has changed, or another block has replaced it: the first line of the new block.
+        4. A decorator on the line's function has changed: the function's first line. For example, ``@torch.no_grad()`` decides
+           whether the function's calls save tensors.
         """
         statements = [statement for statement in self._statements if statement.first <= number <= statement.last]
         innermost = max(statements, default=_Statement(number, number))
@@ -94,7 +112,7 @@ class TwoVersions:
         return None if named is None else named.changed
 
     def _differs(self, first: int, last: int) -> bool:
-        return any(line not in self.kept for line in range(first, last + 1))
+        return any(line not in self.common_lines for line in range(first, last + 1))
 
     @cached_property
     def _nodes(self) -> list[ast.stmt]:
@@ -102,7 +120,7 @@ class TwoVersions:
 
     @cached_property
     def _statements(self) -> list[_Statement]:
-        """All statements. A compound statement ends before its body."""
+        """All statements. A compound statement ends at the line before its body."""
         statements = []
         for node in self._nodes:
             body: list[ast.stmt] = getattr(node, "body", [])
@@ -112,9 +130,9 @@ class TwoVersions:
 
     @cached_property
     def _longer_lived(self) -> dict[str, dict[str, str]]:
-        """Names whose first value now lives longer, by the function's qualified name.
+        """Names whose first value lives longer in the new version, by the function's qualified name.
 
-        Each has the statement of the old version that ended the value: ``{"Net.forward": {"hidden": "del hidden"}}``.
+        The values are the old statements that ended them: ``{"Net.forward": {"hidden": "del hidden"}}``.
         """
         old = {name: Values(node) for name, node in _functions(_parsed(self.old)) if name in self._functions}
         return {
@@ -138,25 +156,25 @@ class TwoVersions:
             and (isinstance(node, _With) or self._was_in_with(node.body))
             and self._differs(node.lineno, _first(node.body[0]) - 1)
         ]
-        before = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
+        old_decorators = {name: _decorators(node) for name, node in _functions(_parsed(self.old))}
         # A removed decorator leaves no line, so the function's first line stands for it.
         for name, node in self._functions.items():
             decorators = _decorators(node)
-            earlier = before.get(name, decorators)
+            earlier = old_decorators.get(name, decorators)
             if earlier != decorators:
                 removed = next((f"@{text}" for text in earlier if text not in decorators), "")
                 blocks.append(_Block(ChangedLine(_first(node), removed), node.lineno, node.end_lineno or node.lineno))
         return blocks
 
     def _was_in_with(self, body: Sequence[ast.stmt]) -> bool:
-        """Return whether a statement of a block is one that stood in a ``with`` of the old file."""
-        return not self._old_in_with.isdisjoint(self.kept.get(_first(one)) for one in body)
+        """Return whether a statement in a block was in a ``with`` in the old file."""
+        return not self._old_in_with.isdisjoint(self.common_lines.get(_first(statement)) for statement in body)
 
     @cached_property
     def _old_in_with(self) -> frozenset[int]:
-        """First lines of the statements that are the old file's bodies of ``with``."""
+        """First lines of the statements in the old file's ``with`` bodies."""
         nodes = ast.walk(_parsed(self.old))
-        return frozenset(_first(one) for node in nodes if isinstance(node, _With) for one in node.body)
+        return frozenset(_first(statement) for node in nodes if isinstance(node, _With) for statement in node.body)
 
 
 def _parsed(lines: Sequence[str]) -> ast.Module:

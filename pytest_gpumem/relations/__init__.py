@@ -1,1 +1,1 @@
-"""Relations between steps: they hold on every machine, and need no baseline."""
+"""Relations between steps, which are true on every machine and need no baseline."""

@@ -1,4 +1,4 @@
-"""State of a training step by formula and as measured."""
+"""A training step's state (parameters, gradients, optimizer), by formula and as measured."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement import Measurement
     from pytest_gpumem.relations.state import Share, StateBytes
 
-OFF = 0.02
-"""Largest ratio by which a state may be off its formula without a finding."""
+MOST_DIFFERENCE = 0.02
+"""The largest relative difference between a state and its formula without a finding."""
 _COPY = 0.1
-"""Largest distance to whole copies, as a ratio, at which bytes are called copies."""
+"""The largest distance from a multiple of the formula, as a ratio, at which bytes count as copies."""
 _KINDS = ("parameters", "gradients", "gradient_buckets", "optimizer_state", "master_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The state of a training step by formula and as measured. ``print()`` shows its table."""
+    """A training step's state by formula and as measured. ``print()`` shows its table."""
 
     measurement: Measurement
-    """The measurement of the step."""
+    """The step's measurement."""
     state: StateBytes
-    """Both sides of each state, the formula and the measurement."""
+    """Each state by formula and as measured."""
     findings: tuple[str, ...]
-    """Sentences: each state that is more than 2 % off its formula, and memory that something else holds at rest."""
+    """A sentence for each state that differs from its formula by more than 2 %, and for memory at rest with no known owner."""
 
     @property
     def parameters(self) -> int:
-        """Bytes by formula: elements x bytes of the precision's dtype. Under sharding they are the elements of this rank,
-        with rows rounded up for ``fully_shard``. 0 with ``offload=params``.
+        """Bytes by formula: elements x bytes per element in the precision's dtype.
+
+        With sharding, only this rank's elements count, with rows rounded up for ``fully_shard``. 0 with ``offload=params``.
+
+        Example: 858,880 parameters in float32 take 3,435,520 bytes.
         """
         return _formula(self.state.parameters)
 
@@ -44,13 +47,15 @@ class Estimate:
 
     @property
     def gradient_buckets(self) -> int:
-        """Bytes by formula: those of the gradients under ``ddp`` and ``zero1``, otherwise 0."""
+        """Bytes by formula: equal to the gradients under ``ddp`` and ``zero1``, otherwise 0."""
         return _formula(self.state.gradient_buckets)
 
     @property
     def optimizer_state(self) -> int:
-        """Bytes by formula: two averages for Adam and AdamW, one with momentum for SGD, a row and a column for each matrix for
-        Adafactor, a byte per value and scales for torchao's 8-bit Adam. For other optimizers, as measured.
+        """Bytes by formula, or as measured for an optimizer without a formula.
+
+        Adam and AdamW keep two averages for each parameter, SGD keeps one with momentum, Adafactor keeps a row and a column for
+        each matrix, and torchao's 8-bit Adam keeps a byte for each value with scales.
         """
         return _formula(self.state.optimizer_state)
 
@@ -61,18 +66,18 @@ class Estimate:
 
     @property
     def activations(self) -> int:
-        """Bytes as measured: the tensors that forward adds at its peak, saved tensors and temporaries."""
+        """Bytes as measured: saved and temporary tensors at forward's peak."""
         return self.state.activations
 
     def table(self, units: UnitSystem = "si") -> list[str]:
-        """Return the table's lines: a row for each state, by formula and as measured, then the findings.
+        """Return the table's lines, with a row for each state, and the findings.
 
         Args:
             units: ``"si"`` for kB, MB and GB, ``"iec"`` for KiB, MiB and GiB.
         """
         state = self.state
         shares = {name.replace("_", " "): getattr(state, name) for name in _KINDS}
-        # Only DDP has them.
+        # Only DDP has gradient buckets.
         rows = [
             _row(title, share, units)
             for title, share in shares.items()
@@ -90,32 +95,35 @@ class Estimate:
 
 
 def findings_of(state: StateBytes) -> tuple[str, ...]:
-    """Return the parts that are more than `OFF` off their formula, or have none, each as a sentence."""
-    found = []
+    """Return a sentence for each state that differs from its formula by more than 2 %, and for other memory at rest.
+
+    Example: ``"optimizer state: 13.74 MB held, 6.87 MB by formula (+100.0 %): two copies of the optimizer state are alive"``.
+    """
+    sentences = []
     for name in _KINDS:
         share: Share = getattr(state, name)
-        if share.formula is None or abs(share.measured - share.formula) <= OFF * share.formula:
+        if share.formula is None or abs(share.measured - share.formula) <= MOST_DIFFERENCE * share.formula:
             continue
         title = name.replace("_", " ")
         by = f" ({format_ratio(share.measured / share.formula - 1)})" if share.formula else ""
-        found.append(
+        sentences.append(
             f"{title}: {format_bytes(share.measured)} held, {format_bytes(share.formula)} by formula{by}"
             + _copies(title, share.measured, share.formula)
         )
-    whole = max(_formula(share) for share in (state.optimizer_state, state.parameters))
-    if state.other > OFF * whole and state.other > 0:
+    largest = max(_formula(share) for share in (state.optimizer_state, state.parameters))
+    if state.other > MOST_DIFFERENCE * largest and state.other > 0:
         extra = ""
         for name in ("optimizer_state", "parameters", "gradients"):
             formula = _formula(getattr(state, name))
             extra = extra or _copies(name.replace("_", " "), formula + state.other, formula)
-        found.append(
+        sentences.append(
             f"{format_bytes(state.other)} at rest belong to neither the model, the optimizer nor the batch{extra}"
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def _copies(title: str, measured: int, formula: int) -> str:
-    """Return ``": two copies of the optimizer state are alive"`` where the bytes are near a multiple of the formula's."""
+    """Return a clause such as ``": two copies of the optimizer state are alive"`` if the bytes are near a multiple."""
     if not formula:
         return ""
     copies = round(measured / formula)

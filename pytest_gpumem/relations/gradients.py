@@ -1,4 +1,4 @@
-"""Comparison of the gradients under two step configs, as saving memory must not change them."""
+"""Comparison between the gradients under two step configs, because a config that saves memory must not change them."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ DEFAULT_TOLERANCES: Mapping[str, float] = {
     "amp-bf16": 1e-1,
     "bf16": 1e-1,
 }
-"""``rtol`` by precision, of the root mean square of a parameter's gradient.
+"""``rtol`` by precision, relative to the root mean square of a parameter's gradient.
 
-Some tens of the precision's unit roundoff (6e-8, 5e-4 of TF32 and float16, 4e-3 of bfloat16; for float32 some thousands,
-since kernels sum in different orders), as errors add up over the layers. A gradient that is wrong is off by about its size.
+Errors add up over the layers, so each tolerance is some tens of the precision's unit roundoff: 5e-4 for TF32 and float16, 4e-3
+for bfloat16. For float32 (6e-8) it is some thousands, because kernels sum in different orders. A wrong gradient's error
+is about as large as the gradient.
 """
 SEED = 0
 _MOST_TRIES = 5
-"""Scales from 65536 down to 1, by 16: gradients that overflow at a large scale are no error."""
+"""The number of loss scales to try: 65536, 4096, 256, 16 and 1. An overflow at a large scale is not an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradients of one step, by parameter, on the host; ``None`` where there is none."""
+    """A step's gradients on the host, by parameter name; ``None`` for a parameter without a gradient."""
 
     config: str
     by_name: Mapping[str, torch.Tensor | None]
     precisions: tuple[str, ...] = ("fp32",)
-    """Words of the precision in which they were computed."""
+    """The words for the precision that computed them."""
 
 
 def assert_same_gradients(
@@ -69,13 +70,13 @@ def assert_same_gradients(
     atol: float | None = None,
     loss: Loss | None = None,
 ) -> None:
-    """Run a step under each config and compare. See ``Gpumem.assert_same_gradients``."""
+    """Run a step under each config, and compare the gradients. See ``Gpumem.assert_same_gradients``."""
     if given_model(model_factory) is not None:
         raise TypeError("assert_same_gradients builds the model twice: pass a class or function, not a model")
     for config in configs:
         config.only_for("train_step")
         if config.sharding is not None:
-            raise ConfigError(f"step config '{config}': a rank alone has gradients of its own; leave shard= out")
+            raise ConfigError(f"step config '{config}': each rank has its own gradients; leave shard= out")
         can_run(device, config)
     no_values = device.lacks("values")
     if no_values is not None:
@@ -92,35 +93,46 @@ def assert_same_gradients(
 
 
 def difference(
-    mine: Gradients, theirs: Gradients, rtol: float, atol: float | None = None, hint: str = ""
+    first: Gradients, second: Gradients, rtol: float, atol: float | None = None, hint: str = ""
 ) -> str | None:
-    """Return the difference of two steps' gradients as a message; ``None`` when they are the same.
+    """Return the difference between two steps' gradients as a message; ``None`` if they are equal within the tolerance.
 
-    The root mean square of the error may be ``atol`` + ``rtol`` times that of the gradient: single entries may be far off where
-    rounding decides on which side of a ReLU's corner a value falls. Without ``atol`` it is one hundredth of ``rtol`` times the
-    largest gradient's: one that is 0 but for rounding (the bias of an attention's keys) has no size of its own.
-    ``hint`` ends the message where values differ.
+    For each parameter, the root mean square of the error may be at most ``atol`` + ``rtol`` x the root mean square of the
+    second gradient. Single entries are not compared, because rounding can move a value across a ReLU's corner.
+
+    Example: with ``rtol=1e-4`` and a largest gradient of 0.02, the default ``atol`` is 0.01 x 1e-4 x 0.02 = 2e-8. A gradient
+    of size 0.01 may then have an error of 2e-8 + 1e-6.
+
+    Args:
+        first: The first gradients.
+        second: The second gradients.
+        rtol: The relative tolerance.
+        atol: The absolute tolerance. By default, 0.01 x ``rtol`` x the largest gradient, because a gradient that is 0 except
+            for rounding (the bias of an attention's keys) has no meaningful size.
+        hint: Text after the message if values differ.
     """
-    names = list(theirs.by_name)
-    if mine.by_name.keys() != theirs.by_name.keys():
-        odd = sorted(mine.by_name.keys() ^ theirs.by_name.keys())
-        return f"the models have different parameters: {odd[0]} is only in one of them; build the same model each time"
+    names = list(second.by_name)
+    if first.by_name.keys() != second.by_name.keys():
+        unshared = sorted(first.by_name.keys() ^ second.by_name.keys())
+        return (
+            f"the models have different parameters: {unshared[0]} is only in one model; build the same model each time"
+        )
     missing = [
-        (name, one, other)
+        (name, without, other)
         for name in names
-        for one, other in ((mine, theirs), (theirs, mine))
-        if one.by_name[name] is None and other.by_name[name] is not None
+        for without, other in ((first, second), (second, first))
+        if without.by_name[name] is None and other.by_name[name] is not None
     ]
     if missing:
-        name, one, other = missing[0]
+        name, without, other = missing[0]
         return (
-            f"gradients differ: {name} has no gradient under {one.config}, and has one under {other.config}: something "
-            f"between it and the loss is detached ({len(missing)} of {counted(len(names), 'parameter')})"
+            f"gradients differ: {name} has a gradient under {other.config}, but none under {without.config}: a tensor "
+            f"between the parameter and the loss is detached ({len(missing)} of {counted(len(names), 'parameter')})"
         )
     pairs = [
         (name, a, b)
         for name in names
-        if (a := mine.by_name[name]) is not None and (b := theirs.by_name[name]) is not None
+        if (a := first.by_name[name]) is not None and (b := second.by_name[name]) is not None
     ]
     if not pairs:
         return "nothing to compare: no parameter has a gradient"
@@ -135,37 +147,40 @@ def difference(
     differ = agreeing(len(wrong), "differs", "differ")
     return (
         f"gradients differ: {name}: {error} (rtol {rtol:g}, atol {atol:.3g}); "
-        f"{mine.config} against {theirs.config}, {len(wrong)} of {counted(len(names), 'parameter')} {differ}{hint}"
+        f"{first.config} against {second.config}, {len(wrong)} of {counted(len(names), 'parameter')} {differ}{hint}"
     )
 
 
-def _hint(one: StepConfig, other: StepConfig) -> str:
-    """Return why a model's gradients may differ between two configs that are right, as the end of a message."""
-    if one.compile != other.compile or "none" not in (one.compile, other.compile):
-        return "; compiled code draws random numbers of its own: compare with dropout switched off"
-    if one.accumulate != other.accumulate:
-        return "; each micro-batch draws its own dropout, and a mean over unequal numbers of tokens is not that of its parts"
-    if one.precision != other.precision:
+def _hint(config: StepConfig, other: StepConfig) -> str:
+    """Return why gradients can differ although both configs are right, as text after a message; empty if unknown."""
+    if config.compile != other.compile or "none" not in (config.compile, other.compile):
+        return "; compiled code draws its own random numbers: compare with dropout switched off"
+    if config.accumulate != other.accumulate:
         return (
-            "; rounding moves values across a ReLU's corner, which changes gradients by far more than itself: give rtol, or "
-            "compare within one precision"
+            "; each micro-batch draws its own dropout, and the mean over micro-batches with unequal numbers of tokens differs "
+            "from the mean over the batch"
+        )
+    if config.precision != other.precision:
+        return (
+            "; rounding moves values across a ReLU's corner, and gradients then change by much more than the rounding: pass "
+            "rtol, or compare within the same precision"
         )
     return ""
 
 
-def _error(mine: torch.Tensor, theirs: torch.Tensor, rtol: float, atol: float) -> str | None:
-    """Return the difference of two gradients of a parameter as a clause; ``None`` when they are equal."""
-    if mine.shape != theirs.shape:
-        return f"shape {list(mine.shape)} against {list(theirs.shape)}"
-    if not mine.numel():
+def _error(first: torch.Tensor, second: torch.Tensor, rtol: float, atol: float) -> str | None:
+    """Return the difference between two gradients as a clause; ``None`` if they are equal within the tolerance."""
+    if first.shape != second.shape:
+        return f"shape {list(first.shape)} against {list(second.shape)}"
+    if not first.numel():
         return None
-    error, allowed = _size(mine - theirs), atol + rtol * _size(theirs)
-    # Not `error > allowed`: NaN compares false.
+    error, allowed = _size(first - second), atol + rtol * _size(second)
+    # Not `error > allowed`, because NaN compares false.
     if error <= allowed:
         return None
-    at = int((mine - theirs).abs().nan_to_num(nan=float("inf")).argmax())
-    values = f"{mine.flatten()[at].item():.6g} against {theirs.flatten()[at].item():.6g}"
-    return f"error {error:.3g}, allowed {allowed:.3g}; entry {at} is {values}"
+    index = int((first - second).abs().nan_to_num(nan=float("inf")).argmax())
+    values = f"{first.flatten()[index].item():.6g} against {second.flatten()[index].item():.6g}"
+    return f"error {error:.3g}, allowed {allowed:.3g}; entry {index} is {values}"
 
 
 def _gradients(
@@ -176,21 +191,21 @@ def _gradients(
     loss: Loss | None,
     weights: dict[str, Any],
 ) -> Gradients:
-    """Return the gradients of one forward and backward. ``weights`` are the first model's; empty before it is built."""
+    """Run forward and backward, and return the gradients. ``weights`` is filled by the first call and loaded by the second."""
     import torch
 
     torch_device = device.torch_device
-    found: dict[str, torch.Tensor | None] = {}
+    gradients: dict[str, torch.Tensor | None] = {}
 
     def keep() -> None:
-        found.update(_unscaled(model, training.scale() or 1.0))
+        gradients.update(_unscaled(model, training.scale() or 1.0))
 
     runs = BlockRuns()
     cast = CastTo(config.precision)
     with ExitStack() as stack:
-        # Random numbers of the test must not depend on this comparison.
+        # The comparison must not change the test's random numbers.
         stack.enter_context(random_numbers_given_back(device))
-        # Buffers that are not in the state are the same in both models if they are drawn the same.
+        # The same seed makes buffers equal that are not in the state dict.
         torch.manual_seed(SEED)
         model = build_model(model_factory, torch_device)
         initialise(model, batch, StepConfig(), device, training=True)
@@ -213,16 +228,16 @@ def _gradients(
         for _ in range(_MOST_TRIES):
             torch.manual_seed(SEED)
             run_phases(training.phases())
-            if training.scaler is None or _not_finite(found) is None:
+            if training.scaler is None or _not_finite(gradients) is None:
                 break
             training.scaler.update(training.scaler.get_scale() / 16)
     runs.check(model, config)
     if config.compile == "none":
         cast.check()
-    if (name := _not_finite(found)) is not None:
+    if (name := _not_finite(gradients)) is not None:
         raise MeasuringError(f"the gradient of {name} is not finite under {config}")
     precision = config.precision or precision_of(model)
-    return Gradients(str(config), found, tuple(precision.split("+")))
+    return Gradients(str(config), gradients, tuple(precision.split("+")))
 
 
 def _size(gradient: torch.Tensor) -> float:
@@ -231,7 +246,7 @@ def _size(gradient: torch.Tensor) -> float:
 
 
 def _on_the_host(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a dense copy, in at least single precision."""
+    """Return a dense copy on the host, in single precision or higher."""
     dense = gradient.detach().to_dense().cpu()
     return dense.float() if dense.element_size() < 4 else dense
 
@@ -245,9 +260,14 @@ def _unscaled(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor | 
 
 
 def _not_finite(gradients: Mapping[str, torch.Tensor | None]) -> str | None:
-    """Return the first parameter whose gradient is not finite."""
+    """Return the first parameter whose gradient is not finite, by name; ``None`` if all are finite."""
     import torch
 
     return next(
-        (name for name, one in gradients.items() if one is not None and not bool(torch.isfinite(one).all())), None
+        (
+            name
+            for name, gradient in gradients.items()
+            if gradient is not None and not bool(torch.isfinite(gradient).all())
+        ),
+        None,
     )

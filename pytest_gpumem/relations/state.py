@@ -1,4 +1,4 @@
-"""The bytes that a training step keeps or makes for each parameter: by formula, and as they are."""
+"""Bytes for parameters, gradients and optimizer state in a training step, by formula and as measured."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 COUNT = 4
-"""Bytes of the float32 that counts an optimizer's steps, one for each parameter."""
+"""Bytes for the float32 step count that an optimizer keeps for each parameter."""
 LEAST_IN_8_BITS = 4096
-"""Smaller tensors keep full-precision state, in torchao as in bitsandbytes."""
+"""Tensors with fewer elements keep full-precision state, in both torchao and bitsandbytes."""
 BLOCK_IN_8_BITS = 256
-"""Values that share a scale (torchao's ``block_size``)."""
+"""How many values share a scale (torchao's ``block_size``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The bytes of one state."""
+    """The bytes for a state, for example for the gradients."""
 
     formula: int | None
     """Bytes by formula; ``None`` if there is no formula."""
@@ -42,32 +42,32 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """The states of a training step, in bytes."""
+    """A training step's states, in bytes."""
 
     parameters: Share
     """Parameters."""
     gradients: Share
-    """Gradients, which live from backward to ``zero_grad``."""
+    """Gradients, which exist from backward until ``zero_grad``."""
     optimizer_state: Share
-    """State of the optimizer."""
+    """Optimizer state."""
     master_weights: Share
-    """Full-precision copies of half-precision parameters in an optimizer. torch's optimizers keep none."""
+    """Full-precision copies of half-precision parameters in an optimizer. torch's optimizers have no copies."""
     buffers: int
-    """Buffers of the model."""
+    """The model's buffers."""
     batch: int
     """The batch."""
     other: int
-    """Memory that something else holds at rest."""
+    """Memory at rest without a known owner."""
     activations: int
-    """Memory that forward adds at its peak: saved tensors and temporaries."""
+    """Saved and temporary tensors at forward's peak."""
     peak: int
-    """The peak of the step."""
+    """The step's peak."""
     gradient_buckets: Share = Share(0, 0)
-    """Copies of gradients that ``DistributedDataParallel`` keeps to send them."""
+    """Gradient copies that ``DistributedDataParallel`` keeps for sending."""
 
 
 def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
-    """Run one more step and return what model, optimizer and batch hold when all gradients are there."""
+    """Run another step, and return the bytes for model, optimizer and batch when all gradients exist."""
     training = prepared.training
     model = training.model
     optimizer = None if training.optimizer is None else local_optimizer(training.optimizer)
@@ -80,30 +80,32 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
         blocks = blocks_of(reachable_tensors(roots), device)
         return {address: size for address, size in blocks.items() if address not in but}
 
-    def look() -> None:
+    def read_bytes() -> None:
         weights = blocks_of((part for parameter in parameters for part in parts_of(parameter)), device)
         gradients = _gradient_blocks(parameters, device)
-        # What says how a parameter is sharded is on the host.
+        # A device mesh, which describes the sharding, has tensors on the host.
         meshes = blocks_of(
             reachable_tensors(getattr(parameter, "device_mesh", None) for parameter in parameters), device
         )
-        known = {**weights, **gradients, **meshes}
-        masters: dict[int, int] = {}
+        blocks_so_far = {**weights, **gradients, **meshes}
+        master_weights: dict[int, int] = {}
         state: dict[int, int] = {}
         if optimizer is not None:
-            state = held([optimizer.state, [_without_parameters(group) for group in optimizer.param_groups]], known)
-            masters = held(_masters(optimizer, trained), known)
-            state = {address: size for address, size in state.items() if address not in masters}
-        known |= state | masters
-        buffers = held(model.buffers(), known)
-        known |= buffers
-        batch = held([training.batch], known)
-        buckets = held((training.buckets or {}).values(), known | batch)
+            state = held(
+                [optimizer.state, [_without_parameters(group) for group in optimizer.param_groups]], blocks_so_far
+            )
+            master_weights = held(_masters(optimizer, trained), blocks_so_far)
+            state = {address: size for address, size in state.items() if address not in master_weights}
+        blocks_so_far |= state | master_weights
+        buffers = held(model.buffers(), blocks_so_far)
+        blocks_so_far |= buffers
+        batch = held([training.batch], blocks_so_far)
+        buckets = held((training.buckets or {}).values(), blocks_so_far | batch)
         kinds = {
             "parameters": weights,
             "gradients": gradients,
             "optimizer_state": state,
-            "master_weights": masters,
+            "master_weights": master_weights,
             "buffers": buffers,
             "batch": batch,
             "buckets": buckets,
@@ -111,27 +113,27 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
         }
         bytes_of.update({name: sum(blocks.values()) for name, blocks in kinds.items()})
 
-    training.before_optimizer = look
+    training.before_optimizer = read_bytes
     run_phases(training.phases())
     training.before_optimizer = None
-    # Those that zero_grad only fills with zeros, and those of parameters that the optimizer does not hold.
-    kept = sum(_gradient_blocks(parameters, device).values())
-    at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + kept
+    # Gradients remain after the step if zero_grad fills them with zeros, or if the optimizer lacks their parameters.
+    remaining = sum(_gradient_blocks(parameters, device).values())
+    at_rest = sum(bytes_of.values()) - bytes_of["gradients"] + remaining
     metrics = figures.memory.memory_metrics()
-    # From the second micro-batch on, forward runs beside the gradients of those before.
-    beside = bytes_of["gradients"] - kept if training.config.accumulate > 1 else 0
+    # From the second micro-batch on, earlier gradients exist during forward.
+    during_forward = bytes_of["gradients"] - remaining if training.config.accumulate > 1 else 0
     word = training.config.precision
     other = figures.memory.own - figures.memory.workspaces_before - at_rest
     buckets = 0
     if training.buckets is not None:
         buckets = _bytes_in(trained, word, device)
         if not bytes_of["buckets"]:
-            # DDP shows them to nobody where other ranks are there: bytes at rest without another owner.
+            # With other ranks, DDP does not expose its buckets. They are among the bytes at rest without an owner.
             bytes_of["buckets"] = max(0, min(buckets, other))
             other -= bytes_of["buckets"]
     has_state = "params" not in training.config.offloaded
     state_formula = state_bytes(optimizer, trained) if optimizer is not None and has_state else 0
-    # Where forward and backward alternate, their peak is one.
+    # If forward and backward alternate, they have a common peak.
     forward = metrics.get("peak_forward", metrics["peak_backward"])
     return StateBytes(
         parameters=Share(_bytes_in(parameters, word, device), bytes_of["parameters"]),
@@ -142,46 +144,47 @@ def state_of(prepared: PreparedTrainStep, figures: StepFigures) -> StateBytes:
         batch=bytes_of["batch"],
         gradient_buckets=Share(buckets, bytes_of["buckets"]),
         other=other,
-        activations=max(0, forward - figures.memory.own - beside),
+        activations=max(0, forward - figures.memory.own - during_forward),
         peak=metrics["peak_allocated"],
     )
 
 
 def _bytes_in(parameters: list[torch.nn.Parameter], word: str | None, device: torch.device) -> int:
-    """Return elements on the device times the bytes of an element in the precision, by default in the parameter's dtype."""
+    """Return elements on the device x bytes per element in the precision, by default in the parameter's dtype."""
     import torch
 
     precision = precision_named(word)
-    wanted = None if precision is None else getattr(torch, precision.weights).itemsize
+    itemsize = None if precision is None else getattr(torch, precision.weights).itemsize
     return sum(
         shard_elements(parameter, padded=True)
-        * (wanted if wanted and parameter.is_floating_point() else parameter.element_size())
+        * (itemsize if itemsize and parameter.is_floating_point() else parameter.element_size())
         for parameter in parameters
         if is_on(parameter.device, device)
     )
 
 
 def shard_elements(parameter: torch.Tensor, *, padded: bool = False) -> int:
-    """Return the number of a parameter's elements that this rank holds, all where it is not sharded.
+    """Count a parameter's elements on this rank, or all elements if it is not sharded.
 
-    Along a sharded dimension of n each of N ranks has ceil(n / N), the last ones less or nothing (``torch.chunk``).
+    A dimension with n rows is split like ``torch.chunk``: each of N ranks has ceil(n / N) rows, and the last ranks have fewer
+    or none. For example, 10 rows on 4 ranks are split into 3, 3, 3 and 1.
 
     Args:
         parameter: A tensor, or a DTensor.
-        padded: Whether every rank counts as many as the first: ``fully_shard`` keeps parameters and gradients so, as its
-            collectives want equal parts, and optimizer state as it is.
+        padded: True to count as many rows on every rank as on the first. ``fully_shard`` pads parameters and gradients,
+            because its collectives need equal parts, but does not pad optimizer state.
     """
     mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)
     if mesh is None or placements is None:
         return parameter.numel()
     sizes = list(parameter.shape)
-    # The parts of tensors are split first, and fully_shard splits what is left: the mesh has them last.
+    # In reverse, because tensor parallelism splits first, and its mesh dimension comes last; fully_shard splits the rest.
     for number in reversed(range(len(placements))):
         dim = getattr(placements[number], "dim", None)
         if dim is not None:
             part = math.ceil(sizes[dim] / mesh.size(number))
-            here = sizes[dim] - part * mesh.get_local_rank(number)
-            sizes[dim] = part if padded else max(0, min(part, here))
+            rows = sizes[dim] - part * mesh.get_local_rank(number)
+            sizes[dim] = part if padded else max(0, min(part, rows))
     return math.prod(sizes)
 
 
@@ -195,7 +198,7 @@ def _without_parameters(group: dict[str, object]) -> dict[str, object]:
 
 
 def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Return the float32 tensors in the optimizer's state that it calls masters of half-precision parameters."""
+    """Return the tensors that the optimizer's state calls "master" for half-precision parameters."""
     import torch
 
     return [
@@ -208,31 +211,38 @@ def _masters(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> int | None:
-    """Return the bytes of an optimizer's state for ``parameters``, by formula; ``None`` for an optimizer without one.
+    """Return an optimizer's state in bytes by formula; ``None`` for an optimizer without a formula.
 
-    Adam and AdamW (Kingma and Ba 2014): two averages in the parameter's dtype, three with ``amsgrad``, and a count. SGD: one
-    with momentum. Adafactor (Shazeer and Stern 2018): a row and a column for each matrix. torchao's 8-bit Adam (Dettmers
-    2021): two averages of a byte a value, a float32 scale for each block of 256, and a table of 256 float32. A count on
-    the host, where torch leaves it unless fused or capturable, is not counted for a model on another device.
+    - Adam and AdamW (Kingma and Ba 2014): two averages in the parameter's dtype, three with ``amsgrad``, and a step count.
+    - SGD: a momentum buffer, if momentum is used.
+    - Adafactor (Shazeer and Stern 2018): a row and a column for each matrix.
+    - torchao's 8-bit Adam (Dettmers 2021): two averages with a byte for each value, a float32 scale for each block of
+      256 values, and a table of 256 float32.
+
+    torch keeps the step count on the host unless the optimizer is fused or capturable. It is then not counted for a model on
+    another device.
+
+    Example: fused AdamW keeps 2 x 4 x 1,000,000 + 4 = 8,000,004 bytes for a parameter with a million float32.
     """
     total = 0
-    known = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in parameters:
-        group = known.get(id(parameter))
+        group = groups.get(id(parameter))
         if group is None:
             continue
-        one = _state_of(type(optimizer).__name__, type(optimizer).__module__, parameter, group)
-        if one is None:
+        nbytes = _state_of(type(optimizer).__name__, type(optimizer).__module__, parameter, group)
+        if nbytes is None:
             return None
-        total += one
+        total += nbytes
     return total
 
 
 def _state_of(name: str, module: str, parameter: torch.nn.Parameter, group: dict[str, Any]) -> int | None:
+    """Return the state's bytes for a single parameter; ``None`` for an optimizer without a formula."""
     elements = shard_elements(parameter)
     nbytes = elements * parameter.element_size()
-    counted = group.get("fused") or group.get("capturable") or is_host(parameter.device)
-    count = COUNT if counted else 0
+    is_counted = group.get("fused") or group.get("capturable") or is_host(parameter.device)
+    count = COUNT if is_counted else 0
     by_torch = module.startswith("torch.optim")
     if by_torch and name == "SGD":
         return nbytes if group["momentum"] else 0

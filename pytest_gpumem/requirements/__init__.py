@@ -1,1 +1,1 @@
-"""Sets of requirements, and virtual environments that hold them."""
+"""Sets of requirements, and virtual environments with these packages."""

@@ -1,4 +1,7 @@
-"""Virtual environments that hold a set of requirements, kept in the user's cache by what they hold."""
+"""Virtual environments for sets of requirements, in the user's cache.
+
+The folder name is a hash over the set and the packages below it, so the same set is installed once.
+"""
 
 from __future__ import annotations
 
@@ -30,74 +33,80 @@ if TYPE_CHECKING:
     from pytest_gpumem.processes import Stop
     from pytest_gpumem.requirements.requirement_set import RequirementSet
 
-_DONE = "environment.json"
+_RECORD = "environment.json"
 _LAYER = "gpumem-layer.pth"
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualEnvironment:
-    """An environment in the cache: its folder, the set that it was made for, and the releases installed in it, by name."""
+    """An environment in the cache: its folder, its requirement set's name, and its own releases by package."""
 
     folder: Path
     name: str
     packages: Mapping[str, str]
     made: float
-    """When, in seconds since 1970."""
+    """Creation time, in seconds since 1970."""
     modules: frozenset[str] = frozenset()
-    """The modules of these packages, by their first names: ``{"transformers", "tokenizers"}``."""
+    """The top-level modules in these packages: ``{"transformers", "tokenizers"}``."""
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """The interpreter's path."""
         return interpreter(self.folder)
 
     @property
     def site_folders(self) -> tuple[Path, ...]:
-        """The folders of installed packages that it sees, its own first."""
+        """The package folders on its path, its own first."""
         own = [*self.folder.glob("lib*/python*/site-packages"), *self.folder.glob("Lib/site-packages")]
-        is_layer = any((one / _LAYER).exists() for one in own)
+        is_layer = any((folder / _LAYER).exists() for folder in own)
         return (*own, *(site_folders_here() if is_layer else ()))
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
+    """Return the bytes in a folder's files."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink() and path.is_file())
 
 
 def interpreter(folder: Path) -> Path:
-    """Return the interpreter of a virtual environment."""
+    """Return a virtual environment's interpreter."""
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def cache_folder() -> Path:
-    """Return the folder of the user's cache that environments are kept in."""
+    """Return the folder for environments in the user's cache."""
     return cache_root() / "environments"
 
 
 @dataclass(frozen=True)
 class Environments:
-    """The environments in one folder."""
+    """The environments in a folder."""
 
     folder: Path
     environment: Mapping[str, str]
-    """The variables that installers run with."""
+    """The environment variables for installers."""
 
     def kept(self) -> list[VirtualEnvironment]:
-        """Return the environments that are there, the latest first."""
-        found = (_read(path.parent) for path in self.folder.glob(f"*/{_DONE}"))
-        return sorted((one for one in found if one is not None), key=lambda one: -one.made)
+        """Return the finished environments, the latest first."""
+        environments = (_read(path.parent) for path in self.folder.glob(f"*/{_RECORD}"))
+        return sorted(
+            (environment for environment in environments if environment is not None),
+            key=lambda environment: -environment.made,
+        )
 
     def unfinished(self) -> list[Path]:
-        """Return the folders of environments that are being made, or that something broke off."""
-        finished = {one.folder for one in self.kept()}
+        """Return environment folders whose installation is in progress or was interrupted."""
+        finished = {environment.folder for environment in self.kept()}
         return [path for path in sorted(self.folder.glob("*")) if path.is_dir() and path not in finished]
 
-    def find(self, wanted: RequirementSet, *, emulated: bool = False) -> VirtualEnvironment | None:
-        """Return the environment that holds ``wanted``, if there is one that will hold nothing else tomorrow.
+    def find(self, requirements: RequirementSet, *, emulated: bool = False) -> VirtualEnvironment | None:
+        """Return the cached environment for a set with exact releases; ``None`` if there is none.
 
-        Raises `NotInstalled` for one that others could have changed.
+        Sets with other requirements are never cached. For example, ``transformers>=4.38`` may install another release tomorrow.
+
+        Raises:
+            NotInstalled: Other users could have changed the environment.
         """
-        environment = _read(self.folder / _key(wanted, emulated=emulated)) if wanted.is_exact else None
+        environment = _read(self.folder / _key(requirements, emulated=emulated)) if requirements.is_exact else None
         if environment is not None:
             try:
                 check_own(environment.folder)
@@ -107,95 +116,110 @@ class Environments:
 
     def make(
         self,
-        wanted: RequirementSet,
+        requirements: RequirementSet,
         stop: Stop,
         *,
         emulated: bool = False,
         tick: Callable[[], None] = lambda: None,
     ) -> VirtualEnvironment:
-        """Return an environment that holds ``wanted``: one that is there, or a new one.
+        """Return an environment with the requirements: the cached environment, or a new one.
 
-        A set that is not of exact releases is installed anew each time, as another release may have come, into an environment
-        that stays until the next one of this set, and while this process runs. Nothing is left of an environment that cannot be
-        made. Raises `NotInstalled` and `Stopped`.
+        A set without exact releases is always installed anew, because a new release may exist. Its environment is kept while
+        this process runs, and removed when the same set is installed again. If an installation fails, its folder is
+        removed.
+
+        Args:
+            requirements: The set.
+            stop: Ends the installation on a signal.
+            emulated: True to install torch for an emulated GPU, without NVIDIA's libraries.
+            tick: Is called repeatedly during the installation.
+
+        Raises:
+            NotInstalled: A package cannot be installed, or the cache cannot be used.
+            Stopped: A signal was noted.
         """
         try:
-            return self._made(wanted, stop, tick, emulated=emulated)
+            return self._make(requirements, stop, tick, emulated=emulated)
         except CacheRefused as error:
             raise NotInstalled(str(error)) from None
         except OSError as error:
             raise NotInstalled(f"{self.folder} cannot be written: {error.strerror}") from None
 
-    def _made(
-        self, wanted: RequirementSet, stop: Stop, tick: Callable[[], None], *, emulated: bool
+    def _make(
+        self, requirements: RequirementSet, stop: Stop, tick: Callable[[], None], *, emulated: bool
     ) -> VirtualEnvironment:
         make_own(self.folder)
-        folder = self.folder / _key(wanted, emulated=emulated)
-        if not wanted.is_exact:
+        folder = self.folder / _key(requirements, emulated=emulated)
+        if not requirements.is_exact:
             _remove_unused(folder)
             folder = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}")
         lock = _locked(folder, stop)
         try:
-            found = self.find(wanted, emulated=emulated)
-            if found is not None:
-                return found
+            cached = self.find(requirements, emulated=emulated)
+            if cached is not None:
+                return cached
             shutil.rmtree(folder, ignore_errors=True)
             try:
-                self._fill(folder, wanted, stop, tick, emulated=emulated)
+                self._fill(folder, requirements, stop, tick, emulated=emulated)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            made = _read(folder)
-            assert made is not None, "it has been written"
-            return made
+            environment = _read(folder)
+            assert environment is not None, "the record has been written"
+            return environment
         finally:
-            if wanted.is_exact:
+            if requirements.is_exact:
                 lock.release()
             else:
                 _in_use.append(lock)
 
     def _fill(
-        self, folder: Path, wanted: RequirementSet, stop: Stop, tick: Callable[[], None], *, emulated: bool
+        self, folder: Path, requirements: RequirementSet, stop: Stop, tick: Callable[[], None], *, emulated: bool
     ) -> None:
-        layered = wanted.python is None
-        creating = [wanted.python or sys.executable, "-m", "venv", "--without-pip", str(folder)]
+        layered = requirements.python is None
+        creating = [requirements.python or sys.executable, "-m", "venv", "--without-pip", str(folder)]
         folder.mkdir(mode=0o700)
         log = folder.with_suffix(".log")
         try:
             if run(creating, folder=self.folder, environment=self.environment, output=log, stop=stop, tick=tick):
-                raise NotInstalled(f"{creating[0]} makes no virtual environment: {_last_line(log)}")
+                raise NotInstalled(f"{creating[0]} could not make a virtual environment: {_last_line(log)}")
         except OSError as error:
             raise NotInstalled(f"{creating[0]} cannot be run: {error.strerror}") from None
         finally:
             log.unlink(missing_ok=True)
         python = interpreter(folder)
         if not python.exists():
-            raise NotInstalled(f"{creating[0]} is no Python: it made no virtual environment")
+            raise NotInstalled(f"{creating[0]} is not a Python interpreter: it made no virtual environment")
         own = _site_folder(python)
         if layered:
             (own / _LAYER).write_text(_layer(), encoding="utf-8")
         installer = Installer(python, folder, self.environment, stop, tick)
-        installer.install(wanted, layered=layered, emulated=emulated)
+        installer.install(requirements, layered=layered, emulated=emulated)
         if not layered:
             installer.install_plugin()
         modules = sorted(by_module(str(own)))
-        record = {"name": str(wanted), "packages": dict(_installed_in(own)), "modules": modules, "made": time.time()}
-        (folder / _DONE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        record = {
+            "name": str(requirements),
+            "packages": dict(_installed_in(own)),
+            "modules": modules,
+            "made": time.time(),
+        }
+        (folder / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 _in_use: list[FileLock] = []
-"""Locks of the environments that this process alone uses; the system releases them when it ends, however it does."""
+"""Locks on environments that only this process uses. The system releases them when the process ends, even after a crash."""
 
 
 def _lock(folder: Path) -> FileLock:
     from filelock import FileLock
 
-    # Environments are made in threads, which end before the process does.
+    # Not bound to the thread, because a thread that makes an environment ends before the process.
     return FileLock(folder.with_suffix(".lock"), thread_local=False)
 
 
 def _locked(folder: Path, stop: Stop) -> FileLock:
-    """Return the lock of an environment, for which another process may have to end first. Raises `Stopped`."""
+    """Wait until no other process uses an environment, and return its lock. Raises `Stopped`."""
     from filelock import Timeout
 
     lock = _lock(folder)
@@ -207,70 +231,70 @@ def _locked(folder: Path, stop: Stop) -> FileLock:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove the environments of a set of no exact releases that no process uses any more."""
+    """Remove the environments of a set without exact releases, unless a process uses them."""
     from filelock import Timeout
 
-    for one in folder.parent.glob(f"{folder.name}-*"):
-        if one.is_dir():
-            with suppress(Timeout), _lock(one).acquire(timeout=0) as lock:
-                shutil.rmtree(one, ignore_errors=True)
+    for environment in folder.parent.glob(f"{folder.name}-*"):
+        if environment.is_dir():
+            with suppress(Timeout), _lock(environment).acquire(timeout=0) as lock:
+                shutil.rmtree(environment, ignore_errors=True)
                 Path(lock.lock_file).unlink()
 
 
-def _key(wanted: RequirementSet, *, emulated: bool) -> str:
-    """Return the name of the folder of an environment, by what it holds and what it lies on."""
+def _key(requirements: RequirementSet, *, emulated: bool) -> str:
+    """Return an environment's folder name: a hash over its requirements and the packages below it."""
     beneath = packages_here()
-    # Above another Python this plugin is all that comes from here.
-    plugin = [one for one in beneath if one.startswith("pytest_gpumem==")]
-    known = [
-        [wanted.python, *plugin] if wanted.python else [sys.executable, sys.version, *beneath],
-        *wanted.lines,
+    # With another Python, only this plugin comes from the current environment.
+    plugin = [package for package in beneath if package.startswith("pytest_gpumem==")]
+    identity = [
+        [requirements.python, *plugin] if requirements.python else [sys.executable, sys.version, *beneath],
+        *requirements.lines,
         "with",
-        *wanted.constraints,
+        *requirements.constraints,
         emulated,
     ]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 def packages_here() -> list[str]:
-    """Return the packages of this environment with their releases: ``["torch==2.13.0", ...]``."""
+    """Return the installed packages in this environment: ``["torch==2.13.0", ...]``."""
     return sorted(f"{name}=={version}" for folder in site_folders_here() for name, version in _installed_in(folder))
 
 
 def site_folders_here() -> list[Path]:
-    """Return the folders of installed packages of this interpreter that exist."""
+    """Return this interpreter's existing package folders."""
     own = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     return [folder for folder in map(Path, own) if folder.is_dir()]
 
 
 def _layer() -> str:
-    """Return the file by which an environment sees the packages of this one beneath its own, with their ``.pth`` files."""
+    """Return the ``.pth`` file that adds the current environment's packages to a new environment, below its own."""
     return "".join(f"import site; site.addsitedir({str(folder)!r})\n" for folder in site_folders_here())
 
 
 def _site_folder(python: Path) -> Path:
-    """Return the folder of installed packages of a virtual environment."""
-    asked = [str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    return Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
+    """Return a virtual environment's package folder."""
+    command = [str(python), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
 
 
 def _installed_in(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and release of each package that is installed in a folder, by the names of its metadata."""
+    """Yield name and release for each package in a folder, as its metadata folder spells them."""
     for info in sorted(folder.glob("*.dist-info")):
         name, _, version = info.name.removesuffix(".dist-info").rpartition("-")
         yield name, version
 
 
 def _read(folder: Path) -> VirtualEnvironment | None:
-    """Return a finished environment; ``None`` where there is none, or its record cannot be read."""
+    """Return a finished environment; ``None`` if it does not exist or its record cannot be read."""
     try:
-        record = json.loads((folder / _DONE).read_text(encoding="utf-8"))
-        found = VirtualEnvironment(
+        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        environment = VirtualEnvironment(
             folder, record["name"], record["packages"], record["made"], frozenset(record["modules"])
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if found.python.exists() else None
+    return environment if environment.python.exists() else None
 
 
 def _last_line(log: Path) -> str:

@@ -1,11 +1,11 @@
-"""Exceptions of requirements and of environments that hold them."""
+"""Exceptions from reading and installing requirements."""
 
 from __future__ import annotations
 
 
 class RequirementError(ValueError):
-    """A requirement cannot be read; the message says what would be right."""
+    """A requirement cannot be read. The message shows a valid requirement."""
 
 
 class NotInstalled(Exception):
-    """An environment could not be made; the message has the installer's reason."""
+    """An environment could not be made. The message quotes the installer's reason."""

@@ -1,4 +1,4 @@
-"""Installed packages by the files of their code: the name and version that a distribution is installed under."""
+"""Installed packages by file: the name and version for the distribution that contains a source file."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
 _FOLDERS = ("site-packages", "dist-packages")
-_DECIDE_MEMORY = ("nvidia-cublas", "nvidia-cudnn", "nvidia-cusparselt", "nvidia-nccl", "triton")
-"""Prefixes of the packages that torch requires whose release decides how much memory an operator takes."""
+_MEMORY_PACKAGES = ("nvidia-cublas", "nvidia-cudnn", "nvidia-cusparselt", "nvidia-nccl", "triton")
+"""Name prefixes for torch's dependencies whose release decides how much memory operators need."""
 
 
 class Package(NamedTuple):
-    """A distribution as it is installed."""
+    """An installed distribution."""
 
     name: str
     version: str
 
 
 class InstalledFile(NamedTuple):
-    """A file of an installed package: the folder that packages are installed in, and the parts of its path from there."""
+    """A file in an installed package: the folder with all packages, and the file's path parts in this folder.
+
+    Example: ``InstalledFile("/venv/lib/python3.11/site-packages", ("transformers", "models", "llama", "modeling_llama.py"))``.
+    """
 
     folder: str
     parts: tuple[str, ...]
 
     @property
     def package(self) -> Package | None:
-        """The package that has this file; ``None`` for a folder that nobody installed."""
+        """The package with this file; ``None`` if the file belongs to no installed package."""
         return _package(self.folder, self.parts)
 
     @property
     def shown(self) -> str:
-        """``transformers 4.38.2: models/llama/modeling_llama.py``, without the package where none is known."""
+        """``transformers 4.38.2: models/llama/modeling_llama.py``, or only the path if the package is unknown."""
         package = self.package
         if package is None:
             return "/".join(self.parts)
@@ -45,7 +48,7 @@ class InstalledFile(NamedTuple):
 
 
 def installed_file(path: PurePath) -> InstalledFile | None:
-    """Return where a file is among installed packages; ``None`` for one that is in none of their folders."""
+    """Return a path as a file in an installed package; ``None`` for a path outside ``site-packages``."""
     parts = path.parts
     for folder in _FOLDERS:
         if folder in parts:
@@ -55,82 +58,83 @@ def installed_file(path: PurePath) -> InstalledFile | None:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those of these packages that are installed, by name."""
-    found = ((name, next(iter(importlib.metadata.distributions(name=name)), None)) for name in names)
-    return {name: distribution.version for name, distribution in found if distribution is not None}
+    """Return package versions by name, without packages that are not installed."""
+    pairs = ((name, next(iter(importlib.metadata.distributions(name=name)), None)) for name in names)
+    return {name: distribution.version for name, distribution in pairs if distribution is not None}
 
 
 @cache
 def needed_by_torch() -> tuple[str, ...]:
-    """Return the packages that torch requires and whose release decides memory: cuDNN, cuBLAS, NCCL, Triton."""
+    """Return torch's dependencies whose release decides memory: cuBLAS, cuDNN, cuSPARSELt, NCCL, Triton."""
     try:
         requirements = importlib.metadata.requires("torch") or []
     except importlib.metadata.PackageNotFoundError:
         return ()
     names = {requirement.partition(";")[0].partition("=")[0].strip("<>!~ []()") for requirement in requirements}
-    return tuple(sorted(name for name in names if name.startswith(_DECIDE_MEMORY)))
+    return tuple(sorted(name for name in names if name.startswith(_MEMORY_PACKAGES)))
 
 
 @cache
 def _package(folder: str, parts: tuple[str, ...]) -> Package | None:
-    """Return the package that has a file in a folder of installed packages, by the parts of its path there."""
+    """Return the package with a file, given the folder with all packages and the path parts in this folder."""
     top = parts[0].removesuffix(".py")
-    # Most are called as their module is, and their own list of files is one text: all lists are read only for the others.
+    # Most packages are named like their module, so only their own file list is read. Otherwise all lists are read.
     for distribution in importlib.metadata.distributions(name=top, path=[folder]):
         record = _record_of(folder, top)
         if not record or f"\n{'/'.join(parts)}," in record:
             return Package(top, distribution.version)
     sharing = _distributions(folder).get(top, ())
     if len(sharing) < 2:
-        return next((_named(one) for one in sharing), None)
+        return next((_named(distribution) for distribution in sharing), None)
     return _longest_prefix(_by_path(folder, top), parts)
 
 
 @cache
 def _record_of(folder: str, name: str) -> str:
-    """Return the list of files of a distribution, a line for each after an empty one; empty where it has none."""
-    texts = (one.read_text("RECORD") for one in importlib.metadata.distributions(name=name, path=[folder]))
+    """Return a distribution's file list with a line for each file, after an empty line; empty if it has no list."""
+    distributions = importlib.metadata.distributions(name=name, path=[folder])
+    texts = (distribution.read_text("RECORD") for distribution in distributions)
     text = next(texts, None)
     return "\n" + text.replace("\r\n", "\n") if text else ""
 
 
 @cache
 def by_module(folder: str) -> Mapping[str, Package]:
-    """Return the packages in a folder by their modules, of which some are called otherwise than the package.
+    """Return the packages in a folder by top-level module name.
 
-    Of several that share a first name, as parts of a namespace do, it is one.
+    Example: ``sklearn`` belongs to ``scikit-learn``. If several packages share a namespace, the first is returned.
     """
     return {module: _named(sharing[0]) for module, sharing in _distributions(folder).items()}
 
 
 @cache
 def _distributions(folder: str) -> Mapping[str, Sequence[Distribution]]:
-    """Return the distributions in a folder by the first names of their modules."""
-    found: dict[str, list[Distribution]] = {}
+    """Return the distributions in a folder by top-level module name."""
+    by_name: dict[str, list[Distribution]] = {}
     for distribution in importlib.metadata.distributions(path=[folder]):
         listed = (distribution.read_text("top_level.txt") or "").split()
         files = (file.parts[0] for file in distribution.files or () if file.suffix == ".py")
         for module in {*listed, *(part.removesuffix(".py") for part in files)}:
-            found.setdefault(module, []).append(distribution)
-    return found
+            by_name.setdefault(module, []).append(distribution)
+    return by_name
 
 
 @cache
 def _by_path(folder: str, top: str) -> Mapping[tuple[str, ...], Package]:
-    """Return the distributions that share a first name by the files that they list, and by the folders of these files."""
-    found: dict[tuple[str, ...], Package] = {}
+    """Return the distributions with a common top-level name, by the paths to their files and folders."""
+    packages: dict[tuple[str, ...], Package] = {}
     for distribution in _distributions(folder)[top]:
         package = _named(distribution)
         for file in distribution.files or ():
             if file.parts[0].removesuffix(".py") == top:
                 for end in range(1, len(file.parts) + 1):
-                    found.setdefault(file.parts[:end], package)
-    return found
+                    packages.setdefault(file.parts[:end], package)
+    return packages
 
 
 def _longest_prefix(by_path: Mapping[tuple[str, ...], Package], parts: tuple[str, ...]) -> Package | None:
     prefixes = (parts[:end] for end in range(len(parts), 0, -1))
-    return next((by_path[one] for one in prefixes if one in by_path), None)
+    return next((by_path[prefix] for prefix in prefixes if prefix in by_path), None)
 
 
 def _named(distribution: Distribution) -> Package:

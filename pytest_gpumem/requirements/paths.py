@@ -1,7 +1,7 @@
-"""Paths in requirements, which pip takes from the current folder, as paths that are the same from any.
+"""Absolute paths for the relative paths in requirements, so pip can run in another folder.
 
-Where a file of requirements names a folder of wheels, pip looks for it beside that file first (``--find-links`` in
-https://pip.pypa.io/en/stable/reference/requirements-file-format/).
+pip resolves relative paths from the current folder. A folder with wheels (``--find-links``) is searched beside the requirements
+file first (https://pip.pypa.io/en/stable/reference/requirements-file-format/).
 """
 
 from __future__ import annotations
@@ -21,36 +21,40 @@ _FIND_LINKS = ("-f", "--find-links")
 _EDITABLE = ("-e", "--editable")
 
 
-class NoSuchPath(ValueError):
-    """A requirement is a path that nothing lies at; the message is the path."""
+class PathNotFound(ValueError):
+    """A requirement is a path that does not exist. The message is the path."""
 
 
 def is_path(line: str) -> bool:
-    """Return whether a line, as `named_path` gives it, is a path of a package whose name is not known before it is built."""
+    """Return whether a line from `named_path` is a path, because the package's name is unknown before it is built."""
     return Path(line).is_absolute()
 
 
 def named_path(line: str) -> str:
-    """Return a requirement that is a path as one with a name and an address; any other as it is.
+    """Return a path in a requirement as a name with an address. Other requirements are returned unchanged.
 
-    ``./models-1.0-py3-none-any.whl`` becomes ``models @ file:///...``. A folder of a project has no name that is known, and
-    becomes an absolute path. Raises `NoSuchPath`, and ``InvalidRequirement`` where a wheel is called like none.
+    Example: ``./models-1.0-py3-none-any.whl`` becomes ``models @ file:///home/ada/models-1.0-py3-none-any.whl``. A project
+    folder's package name is unknown, so ``./models`` becomes ``/home/ada/models``.
+
+    Raises:
+        PathNotFound: The path does not exist.
+        InvalidRequirement: A file name ends in ``.whl``, but is not a valid wheel name.
     """
     bare, sign, options = line.partition(" --")
-    given, semicolon, marker = bare.partition(";")
-    found = _WITH_EXTRAS.fullmatch(given.strip())
-    if found is None or not _is_local(found.group(1)):
+    target, semicolon, marker = bare.partition(";")
+    match = _WITH_EXTRAS.fullmatch(target.strip())
+    if match is None or not _is_local(match.group(1)):
         return line
-    path, extras = Path(found.group(1)).absolute(), found.group(2) or ""
+    path, extras = Path(match.group(1)).absolute(), match.group(2) or ""
     if not path.exists():
-        raise NoSuchPath(path)
+        raise PathNotFound(path)
     name = _name_of(path)
-    where = f"{name}{extras} @ {path.as_uri()}" if name else f"{_normal(path)}{extras}"
-    return f"{where}{f' ; {marker.strip()}' if semicolon else ''}{sign}{options}"
+    address = f"{name}{extras} @ {path.as_uri()}" if name else f"{_normal(path)}{extras}"
+    return f"{address}{f' ; {marker.strip()}' if semicolon else ''}{sign}{options}"
 
 
 def _is_local(text: str) -> bool:
-    """Return whether pip takes a requirement without marker and extras for a path."""
+    """Return whether pip reads a requirement without marker and extras as a path."""
     if "://" in text:
         return False
     if text.endswith(_ARCHIVES) and Path(text).is_file():
@@ -63,7 +67,7 @@ def _is_local(text: str) -> bool:
 
 
 def _name_of(path: Path) -> str | None:
-    """Return the name of the package in a wheel or a source distribution; ``None`` where the file's name does not tell it."""
+    """Return the package name from a wheel's or source distribution's file name; ``None`` if it contains no name."""
     try:
         if path.suffix == ".whl":
             return parse_wheel_filename(path.name)[0]
@@ -75,33 +79,38 @@ def _name_of(path: Path) -> str | None:
 
 
 def option_from(line: str, folder: Path) -> str:
-    """Return a line of options of a file in ``folder`` with each local path in it as an absolute one."""
+    """Return an option line from a requirements file in ``folder`` with absolute paths.
+
+    Example: ``--find-links wheels`` becomes ``--find-links /home/ada/project/wheels``.
+    """
     try:
         words = shlex.split(line)
     except ValueError:
-        # A quote is missing: pip tells it.
+        # A quote is missing. pip reports it.
         return line
-    made: list[str] = []
+    resolved: list[str] = []
     option = ""
     for word in words:
         name, equals, value = word.partition("=")
         short = word[:2] if word[:2] in ("-f", "-e") and len(word) > 2 and not equals else ""
         if short:
-            made += [short, _moved(short, word[2:], folder)]
+            resolved += [short, _absolute(short, word[2:], folder)]
         elif equals and name in (*_FIND_LINKS, *_EDITABLE):
-            made += [name, _moved(name, value, folder)]
+            resolved += [name, _absolute(name, value, folder)]
         else:
-            made.append(_moved(option, word, folder))
+            resolved.append(_absolute(option, word, folder))
         option = word
-    # uv reads no quotes: only where nothing else tells where a word ends.
-    return " ".join(shlex.quote(word) if _SPLITS.search(word) else word for word in made) if made != words else line
+    # uv does not understand quotes, so only words that need them are quoted.
+    if resolved == words:
+        return line
+    return " ".join(shlex.quote(word) if _SPLITS.search(word) else word for word in resolved)
 
 
-def _moved(option: str, value: str, folder: Path) -> str:
-    """Return the value of an option as an absolute path where it is a local one that exists."""
+def _absolute(option: str, value: str, folder: Path) -> str:
+    """Return an option's value as an absolute path if it is an existing local path; otherwise unchanged."""
     if option in _FIND_LINKS:
-        found = next((one for one in (folder / value, Path(value)) if one.exists()), None)
-        return value if found is None else str(_normal(found))
+        existing = next((path for path in (folder / value, Path(value)) if path.exists()), None)
+        return value if existing is None else str(_normal(existing))
     parts = _WITH_EXTRAS.fullmatch(value)
     if option in _EDITABLE and parts is not None and Path(parts.group(1)).is_dir():
         return f"{_normal(Path(parts.group(1)))}{parts.group(2) or ''}"

@@ -1,4 +1,4 @@
-"""The command line of pip for an interpreter, also for one that has no pip, as in environments that uv makes."""
+"""pip's command line for an interpreter, even if pip is not installed for it, as in uv's environments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if importlib.util.find_spec("pip") is None:
     folders = [sysconfig.get_config_var("WHEEL_PKG_DIR"), pathlib.Path(ensurepip.__file__).parent / "_bundled"]
     print(*[wheel for folder in folders if folder for wheel in pathlib.Path(folder).glob("pip-*.whl")][:1])
 """
-"""Prints the path of the wheel that Python brings along (``ensurepip``), if pip is not installed."""
+"""Prints the path to pip's wheel in Python's ``ensurepip``, if pip is not installed."""
 
 
 def pip_command(python: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return the first words of a command line: pip as ``python`` has it, or else the one that Python brings along."""
-    asked = [str(python), "-c", _FIND_WHEEL]
-    answer = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+    """Return the beginning of a pip command line for ``python``: its installed pip, or the wheel in ``ensurepip``."""
+    command = [str(python), "-c", _FIND_WHEEL]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     wheel = answer.stdout.strip()
     pip = [f"{wheel}/pip"] if wheel else ["-m", "pip"]
     return [str(python), *pip, "--disable-pip-version-check", "--no-input"]

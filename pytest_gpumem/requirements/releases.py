@@ -1,4 +1,4 @@
-"""The releases of a package that an index has, as pip finds them."""
+"""A package's releases on an index, from ``pip index versions``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ _LISTED = re.compile(r"^Available versions: (.+)$", re.MULTILINE)
 
 
 def releases_of(package: str, environment: Mapping[str, str], stop: Stop) -> list[str]:
-    """Return all releases of a package for this Python, the oldest first.
+    """Return a package's releases for this Python, the oldest first.
 
-    Raises `NotInstalled` where pip finds none, and `Stopped`.
+    Raises:
+        NotInstalled: pip finds no release.
+        Stopped: A signal was noted.
     """
     command = [*pip_command(Path(sys.executable), environment), "index", "versions", "--pre", package]
     with tempfile.TemporaryDirectory() as folder:
@@ -35,37 +37,38 @@ def releases_of(package: str, environment: Mapping[str, str], stop: Stop) -> lis
         answer = log.read_text(encoding="utf-8", errors="replace")
     listed = _LISTED.search(answer)
     if status or listed is None:
-        raise NotInstalled(f"no releases of {package} were found: {reason_in(answer) or 'pip told none'}")
-    return sorted((one.strip() for one in listed.group(1).split(",")), key=_version)
+        raise NotInstalled(f"no releases of {package} were found: {reason_in(answer) or 'pip gave no reason'}")
+    return sorted((release.strip() for release in listed.group(1).split(",")), key=_version)
 
 
 def between(releases: Iterable[str], good: str, bad: str) -> list[str]:
-    """Return the releases from ``good`` to ``bad``, both included, without pre-releases other than these, in their order.
+    """Return the releases from ``good`` to ``bad``, both included. Other pre-releases are left out.
 
-    ``bad`` may be the earlier one: a release that mended something is found as well.
+    Example: ``between(["1.0", "1.1rc1", "1.1", "1.2"], "1.2", "1.0")`` returns ``["1.2", "1.1", "1.0"]``. If ``bad`` is the
+    earlier release, as here, a search finds the release that mended a test.
     """
     ends = {Version(good), Version(bad)}
     low, high = min(ends), max(ends)
-    found = {
+    versions = {
         version
-        for one in releases
-        if (version := _version(one)) in ends or (low <= version <= high and not version.is_prerelease)
+        for release in releases
+        if (version := _version(release)) in ends or (low <= version <= high and not version.is_prerelease)
     }
-    ordered = [str(version) for version in sorted(found | ends)]
+    ordered = [str(version) for version in sorted(versions | ends)]
     return ordered if Version(good) == low else ordered[::-1]
 
 
 def public(release: str) -> str:
-    """Return a release without its local part, which is on no index: ``2.13.0`` of ``2.13.0+cpu``."""
+    """Return a release without its local part, which is on no index: ``2.13.0`` for ``2.13.0+cpu``."""
     return release.partition("+")[0]
 
 
-def is_same(one: str, other: str) -> bool:
-    """Return whether two are one release on an index: ``2.13.0+cpu`` and ``2.13``."""
+def is_same(release: str, other: str) -> bool:
+    """Return whether two releases are the same release on an index, for example ``2.13.0+cpu`` and ``2.13``."""
     try:
-        return Version(public(one)) == Version(public(other))
+        return Version(public(release)) == Version(public(other))
     except InvalidVersion:
-        return one == other
+        return release == other
 
 
 def _version(text: str) -> Version:

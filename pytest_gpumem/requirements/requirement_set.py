@@ -1,4 +1,4 @@
-"""A set of requirements as a command line gives it: requirements, files of them, constraints and a Python."""
+"""A set of requirements from a command line: requirements, requirements files, constraints and an interpreter."""
 
 from __future__ import annotations
 
@@ -11,86 +11,97 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from pytest_gpumem.requirements.errors import RequirementError
-from pytest_gpumem.requirements.paths import NoSuchPath, is_path, named_path, option_from
+from pytest_gpumem.requirements.paths import PathNotFound, is_path, named_path, option_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _FILE = re.compile(r"(?:-r|--requirement)(?:\s+|=)?(.+)")
 _CONSTRAINTS = re.compile(r"(?:-c|--constraint)(?:\s+|=)?(.+)")
-_ELSEWHERE = ("-e", "--editable", "-c", "--constraint")
-"""Options whose value is read when it is installed."""
+_PATH_OPTIONS = ("-e", "--editable", "-c", "--constraint")
+"""Options whose value pip reads during the installation."""
 _COMMENT = re.compile(r"(^|\s)#.*$")
 _CONTINUED = re.compile(r"\\\r?\n")
 
 
 @dataclass(frozen=True, slots=True)
 class RequirementSet:
-    """Packages that an environment is to hold beside what is installed here.
+    """Packages to install above the current environment.
 
-    ``lines`` are requirements, and options of pip that a file has among them; ``constraints`` are the lines of files of
-    constraints, and ``python`` the interpreter, ``None`` for this one.
+    ``lines`` are requirements, with pip's options from requirements files. ``constraints`` are lines from constraints files.
+    ``python`` is the interpreter; ``None`` for the current one.
+
+    Example: ``requirement_set(["transformers==4.38.2"])`` has the single line ``transformers==4.38.2`` and is exact.
+    ``transformers>=4.38`` is not exact.
     """
 
     lines: tuple[str, ...] = ()
     constraints: tuple[str, ...] = ()
     python: str | None = None
     name: str = ""
-    """The set as it was given: ``transformers==4.37.2``, ``-r old.txt``."""
+    """The set as the user wrote it: ``transformers==4.37.2``, ``-r old.txt``."""
 
     def __str__(self) -> str:
         return " on ".join(filter(None, [self.name, self.python]))
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
-        """The requirements among its lines."""
+        """The lines that are requirements, parsed."""
         return tuple(Requirement(_bare(line)) for line in self.lines if not line.startswith("-") and not is_path(line))
 
     @property
     def names(self) -> frozenset[str]:
-        """The normalized names of the packages that it requires."""
-        return frozenset(canonicalize_name(one.name) for one in self.requirements)
+        """The required packages by normalized name."""
+        return frozenset(canonicalize_name(requirement.name) for requirement in self.requirements)
 
     @property
     def is_exact(self) -> bool:
-        """True if each requirement is of one release, so that the same packages are installed next year.
+        """True if each requirement names a single release, so next year's installation has the same packages.
 
-        What lies at an address or a path may be another thing by then.
+        A set with an address or a path is never exact, because the code there may change.
         """
-        elsewhere = any(line.startswith(_ELSEWHERE) or is_path(line) for line in self.lines)
-        return not elsewhere and all(
-            len(one.specifier) == 1
-            and next(iter(one.specifier)).operator in ("==", "===")
-            and not next(iter(one.specifier)).version.endswith("*")
-            for one in self.requirements
+        has_path = any(line.startswith(_PATH_OPTIONS) or is_path(line) for line in self.lines)
+        return not has_path and all(
+            len(requirement.specifier) == 1
+            and next(iter(requirement.specifier)).operator in ("==", "===")
+            and not next(iter(requirement.specifier)).version.endswith("*")
+            for requirement in self.requirements
         )
 
 
 class _Line(NamedTuple):
-    """A line of a file, and whether it is of a file of constraints."""
+    """A requirement or an option, and whether it comes from a constraints file."""
 
     text: str
     limits: bool = False
 
 
 def requirement_set(
-    given: Iterable[str], constraints: Iterable[Path] = (), python: str | None = None
+    texts: Iterable[str], constraints: Iterable[Path] = (), python: str | None = None
 ) -> RequirementSet:
-    """Return the set that is ``given``: requirements, or ``-r`` and the path of a file of them.
+    """Return a set from a command line's words.
 
-    Files of constraints that these files name are read as those of ``constraints``. Raises `RequirementError`.
+    Example: ``requirement_set(["-r old.txt"])`` reads ``old.txt``, and the files that it names with ``-r`` and ``-c``.
+
+    Args:
+        texts: Requirements, or ``-r`` with the path to a requirements file.
+        constraints: Constraints files.
+        python: The interpreter; ``None`` for the current one.
+
+    Raises:
+        RequirementError: A text is not valid, or a file cannot be read.
     """
-    given = tuple(given)
-    found = [line for text in given for line in _lines_of(text)]
-    found += [line for path in constraints for line in _lines_in(path, (), limits=True)]
-    lines, limits = (tuple(line.text for line in found if line.limits is which) for which in (False, True))
-    return RequirementSet(lines, limits, python, ", ".join(given))
+    texts = tuple(texts)
+    read = [line for text in texts for line in _lines_of(text)]
+    read += [line for path in constraints for line in _lines_in(path, (), limits=True)]
+    lines, limits = (tuple(line.text for line in read if line.limits is is_limit) for is_limit in (False, True))
+    return RequirementSet(lines, limits, python, ", ".join(texts))
 
 
 def _lines_of(text: str) -> Iterator[_Line]:
-    found = _FILE.fullmatch(text.strip())
-    if found:
-        yield from _lines_in(Path(found.group(1).strip()), ())
+    file = _FILE.fullmatch(text.strip())
+    if file:
+        yield from _lines_in(Path(file.group(1).strip()), ())
     elif text.strip().startswith("-"):
         raise RequirementError(
             f"{text!r} is neither a requirement, like 'transformers==4.38.2', nor a file, like '-r old.txt'"
@@ -100,7 +111,7 @@ def _lines_of(text: str) -> Iterator[_Line]:
 
 
 def _lines_in(path: Path, within: tuple[Path, ...], *, limits: bool = False) -> Iterator[_Line]:
-    """Yield the lines of a file of requirements or constraints, and of those that it names."""
+    """Yield the lines in a requirements or constraints file, and in the files that it names."""
     if path in within:
         raise RequirementError(f"{path} names itself")
     try:
@@ -121,19 +132,21 @@ def _lines_in(path: Path, within: tuple[Path, ...], *, limits: bool = False) -> 
             yield _Line(_checked(bare, f" in {path}"), limits)
 
 
-def _checked(line: str, where: str = "") -> str:
+def _checked(line: str, place: str = "") -> str:
     try:
         line = named_path(line)
         if not is_path(line):
             Requirement(_bare(line))
     except InvalidRequirement as error:
         reason = str(error).splitlines()[0]
-        raise RequirementError(f"{line!r}{where} is no requirement, like 'transformers==4.38.2': {reason}") from None
-    except NoSuchPath as error:
-        raise RequirementError(f"{line!r}{where} leads nowhere: there is no {error}") from None
+        raise RequirementError(
+            f"{line!r}{place} is not a valid requirement, like 'transformers==4.38.2': {reason}"
+        ) from None
+    except PathNotFound as error:
+        raise RequirementError(f"{line!r}{place} is a path, but {error} does not exist") from None
     return line
 
 
 def _bare(line: str) -> str:
-    """Return a line without options of its own, such as hashes."""
+    """Return a requirement without its own options, such as ``--hash``."""
     return line.partition(" --")[0].strip()

@@ -56,10 +56,13 @@ def test_an_environment_within_the_checkout_is_not_looked_for_in_the_worktree(pl
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("--gpumem-update=new", "--gpumem-update is about baselines, and none is read or written here: leave it out"),
+        (
+            "--gpumem-update=new",
+            "--gpumem-update is about baselines, and this command reads and writes none: leave it out",
+        ),
         ("--gpumem-baseline", "--gpumem-baseline is about baselines"),
-        ("{top}/tests", "/tests leads into the checkout"),
-        ("--rootdir={top}", "write the path relative to here"),
+        ("{top}/tests", "/tests is a path into the checkout"),
+        ("--rootdir={top}", "make the path relative"),
     ],
 )
 def test_arguments_that_would_defeat_the_comparison_are_refused(places, argument, said):

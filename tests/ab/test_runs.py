@@ -95,5 +95,5 @@ def test_figures_of_another_version_that_cannot_be_read_are_told_as_such():
         "why": "",
         "verdict": '{"file": "test_it.py"}',
     }
-    with pytest.raises(RunFailed, match="its pytest-gpumem is of another version"):
+    with pytest.raises(RunFailed, match="it used another version of pytest-gpumem"):
         run_of([json.dumps(told), end()], 0)

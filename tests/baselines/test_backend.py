@@ -145,7 +145,7 @@ def test_the_lock_of_every_place_is_given_back_after_an_error(backend):
 def test_a_folder_behind_another_file_system_is_refused(url):
     """fsspec would follow links in it."""
     with pytest.raises(
-        BackendError, match=r"a folder of this machine needs no (simplecache|dir); name it as (file|local):///srv"
+        BackendError, match=r"a folder on this machine needs no (simplecache|dir); write (file|local):///srv"
     ):
         backend_of(url, Path())
 

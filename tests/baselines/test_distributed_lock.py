@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.baselines.distributed_lock import LASTS, PATIENCE, DistributedLock, _holder, _released
+from pytest_gpumem.baselines.distributed_lock import LOCK_SECONDS, WAIT_SECONDS, DistributedLock, _holder, _released
 from pytest_gpumem.baselines.errors import DistributedLockError
 
 
@@ -92,8 +92,8 @@ def test_a_dead_holder_is_followed_after_its_time_and_not_before(shelf):
     followed = []
     shelf.before["create"] = [lambda: followed.append(shelf.now)]
     assert shelf.lease().acquire()
-    assert followed[0] >= 1000 + LASTS
-    assert followed[0] < 1000 + LASTS + 2
+    assert followed[0] >= 1000 + LOCK_SECONDS
+    assert followed[0] < 1000 + LOCK_SECONDS + 2
 
 
 def test_a_holder_that_died_long_ago_is_watched_as_long(shelf):
@@ -101,14 +101,14 @@ def test_a_holder_that_died_long_ago_is_watched_as_long(shelf):
     shelf.lease().acquire()
     shelf.now = 10_000
     shelf.lease().acquire()
-    assert shelf.now >= 10_000 + LASTS
+    assert shelf.now >= 10_000 + LOCK_SECONDS
 
 
 def test_an_object_that_nobody_understands_is_followed_like_a_dead_holder(shelf):
     for text in ("", "[]", "released", '{"released": "yes"}'):
         shelf.objects, shelf.now = {7: text}, 0
         assert shelf.lease().acquire()
-        assert shelf.now >= LASTS
+        assert shelf.now >= LOCK_SECONDS
         assert list(shelf.objects) == [8]
 
 
@@ -117,7 +117,7 @@ def test_a_holder_that_renews_is_not_followed_and_is_named_in_the_end(shelf):
     holder.acquire()
     with pytest.raises(DistributedLockError, match=r"^locked by .*, process \d+ for more than 10 minutes$"):
         shelf.lease(*[holder.renew] * 10_000).acquire()
-    assert shelf.now > 1000 + PATIENCE
+    assert shelf.now > 1000 + WAIT_SECONDS
     holder.release()
     assert shelf.lease().acquire()
 
@@ -128,10 +128,10 @@ def test_a_renewal_is_written_only_when_it_is_due(shelf):
     before = dict(shelf.objects)
     lease.renew()
     assert shelf.objects == before
-    shelf.now += LASTS / 2
+    shelf.now += LOCK_SECONDS / 2
     lease.renew()
     assert shelf.objects != before
-    shelf.now += LASTS / 2
+    shelf.now += LOCK_SECONDS / 2
     lease.renew()
     lease.release()
 
@@ -141,7 +141,7 @@ def test_a_holder_that_was_followed_is_told_at_its_next_write_and_at_the_end(she
     lease.acquire()
     shelf.lease().acquire()
     for action in (lease.renew, lease.release):
-        with pytest.raises(DistributedLockError, match=r"the lock was lost: .* run once more"):
+        with pytest.raises(DistributedLockError, match=r"the lock was lost: .* run the update once more"):
             action()
     assert list(shelf.objects) == [2]
 
@@ -158,7 +158,7 @@ def test_a_holder_that_was_followed_by_one_that_has_finished_is_told_as_well(she
 def test_a_renewal_that_comes_too_late_is_none(shelf):
     lease = shelf.lease()
     lease.acquire()
-    shelf.now += LASTS - 1
+    shelf.now += LOCK_SECONDS - 1
     shelf.takes = 1
     with pytest.raises(DistributedLockError, match="a request took"):
         lease.renew()
@@ -172,7 +172,7 @@ def test_a_holder_that_renews_during_a_long_look_is_not_followed():
             text = super().read(number)
             self.looks += 1
             if self.looks == 2:
-                self.now += LASTS - 1
+                self.now += LOCK_SECONDS - 1
                 holder.renew()
                 self.now += 1
             return text

@@ -259,7 +259,7 @@ def test_a_measurement_named_like_a_part_of_another_stays_separate():
 def test_the_bytes_of_a_gpu_without_the_entry_that_they_belong_to_are_told():
     text = render({Key(FILE, "test_split", "call"): SPLIT})
     first = text.index("[tests.test_split.call]")
-    with pytest.raises(FormatError, match=r"tests\.test_split\.call on cuda:0\.step is 'on cuda:0': .* is not there"):
+    with pytest.raises(FormatError, match=r"tests\.test_split\.call on cuda:0\.step is 'on cuda:0', .* is missing"):
         parse(text[:first] + text[text.index('[tests.test_split."call on cuda:0') :], FILE)
 
 
@@ -292,7 +292,7 @@ def test_a_composition_of_another_step_has_its_own_peak():
         ("[]", r"step_peaks is \[\], expected an array of whole numbers"),
         ("7", "step_peaks is 7, expected an array of whole numbers"),
         ("[1.5]", "step_peaks is 1.5, expected int"),
-        ("[1, 2]", "between 1 and 2 bytes, and the highest of them, peak_allocated, is 640"),
+        ("[1, 2]", "between 1 and 2 bytes, but peak_allocated, the highest of them, is 640"),
         ("[-1, 640]", "between -1 and 640 bytes"),
     ],
 )
@@ -400,7 +400,7 @@ def test_an_entry_of_an_older_version_does_not_say_what_its_counts_are_made_of()
         (
             "operators = 15",
             "operators = 16",
-            "operators_at adds up to 15, and operators is 16; remove the one that is wrong",
+            "operators_at adds up to 15, but operators is 16; remove the wrong key",
         ),
         (
             "4 addmm, 8 mm",
@@ -439,7 +439,7 @@ STEP = "tests.TestTrain::test_step[amp-bf16].train_step"
         (
             f'environment = "{NAME}"',
             'environment = "torch-2"',
-            f"{STEP}.environment is 'torch-2', which [environments] does not have",
+            f"{STEP}.environment is 'torch-2', which is missing in [environments]",
         ),
         ('recorded = "2026-11-02"\n', "", f"{STEP} has no recorded"),
         ('commit = "abc1234"', "commit = 1234567", f"{STEP}.commit is 1234567, expected str"),
@@ -449,7 +449,7 @@ STEP = "tests.TestTrain::test_step[amp-bf16].train_step"
         (
             "peak_allocated = 8120000000",
             "peak_allocated = -1",
-            f"{STEP}.peak_allocated is -1; no peak allocated is negative",
+            f"{STEP}.peak_allocated is -1; peak allocated cannot be negative",
         ),
         ("step_time = 0.01231", 'step_time = "12 ms"', f"{STEP}.step_time is '12 ms', expected int or float"),
         (
@@ -673,7 +673,7 @@ ROW = '"parameter | wte |  |  |  | 1 x block | 498"'
         (COMPOSITION, 'composition = "x"\n', "composition is 'x', expected an array of strings"),
         (COMPOSITION, "", "recomputed is there without a composition"),
         (RECOMPUTED, "recomputed = true\n", "recomputed is True, expected an array of strings"),
-        ('"4 x blocks.*"', '"blocks.*"', "recomputed: 'blocks.*' is no count of calls, like '4 x blocks.*'"),
+        ('"4 x blocks.*"', '"blocks.*"', "recomputed: 'blocks.*' is not a count of calls, like '4 x blocks.*'"),
         (COMPOSITION + RECOMPUTED, "", "no_grad is there without a composition"),
         (GRAPH, "no_grad = 5\n", "no_grad is 5, expected an array of strings"),
         (

@@ -68,7 +68,7 @@ def test_what_was_stored_is_listed_by_the_same_session_that_had_looked_before(ro
     store.change({key(): entry(5, H100)})
     assert store.keys() == [(H100.slug, key())]
     assert store.find(key(), CPU.slug) == NoBaseline(("NVIDIA H100 80GB HBM3",))
-    store.change({}, gone=[(H100.slug, key())])
+    store.change({}, removals=[(H100.slug, key())])
     assert store.keys() == []
     assert store.find(key(), CPU.slug) == NoBaseline()
 
@@ -147,7 +147,7 @@ def test_an_empty_change_writes_nothing(root):
 def test_entries_that_are_gone_are_taken_out(root):
     Store(Folder(root)).change({key("test_a"): entry(5), key("test_b"): entry(6)})
     store = Store(Folder(root))
-    store.change({}, gone=[(CPU.slug, key("test_a"))])
+    store.change({}, removals=[(CPU.slug, key("test_a"))])
     assert store.find(key("test_a"), CPU.slug) == NoBaseline()
     assert store.find(key("test_b"), CPU.slug) == entry(6)
 
@@ -155,13 +155,13 @@ def test_entries_that_are_gone_are_taken_out(root):
 def test_an_entry_that_is_gone_for_one_device_stays_for_others(root):
     Store(Folder(root)).change({key(): entry(5)})
     Store(Folder(root)).change({key(): entry(6, H100)})
-    Store(Folder(root)).change({}, gone=[(CPU.slug, key())])
+    Store(Folder(root)).change({}, removals=[(CPU.slug, key())])
     assert Store(Folder(root)).keys() == [(H100.slug, key())]
 
 
 def test_the_file_goes_with_its_last_entry(root):
     Store(Folder(root)).change({key(): entry(5)})
-    Store(Folder(root)).change({}, gone=[(CPU.slug, key())])
+    Store(Folder(root)).change({}, removals=[(CPU.slug, key())])
     assert toml_files(root) == {}
     assert not (root / "cpu-x86_64").exists()
 
@@ -169,7 +169,7 @@ def test_the_file_goes_with_its_last_entry(root):
 def test_taking_out_what_is_not_there_changes_nothing(root):
     Store(Folder(root)).change({key(): entry(5)})
     before = toml_files(root)
-    Store(Folder(root)).change({}, gone=[(CPU.slug, key("test_b")), (H100.slug, key())])
+    Store(Folder(root)).change({}, removals=[(CPU.slug, key("test_b")), (H100.slug, key())])
     assert toml_files(root) == before
 
 
@@ -191,7 +191,7 @@ def test_sessions_that_write_at_the_same_time_lose_nothing(root):
 def test_a_store_behind_a_url_works_alike():
     url = f"memory://{uuid.uuid4().hex}"
     Store(Url(url)).change({key("test_a"): entry(5), key("test_b"): entry(6, H100)})
-    Store(Url(url)).change({key("test_a"): entry(7)}, gone=[(H100.slug, key("test_b"))])
+    Store(Url(url)).change({key("test_a"): entry(7)}, removals=[(H100.slug, key("test_b"))])
     store = Store(Url(url))
     store.check()
     assert store.keys() == [(CPU.slug, key("test_a"))]
@@ -241,7 +241,7 @@ def test_a_device_whose_slug_is_no_name_of_a_folder_is_refused(slug):
     [
         lambda store, where: store.find(key(), where.slug),
         lambda store, where: store.change({key(): entry(5, where)}),
-        lambda store, where: store.change({}, gone=[(where.slug, key())]),
+        lambda store, where: store.change({}, removals=[(where.slug, key())]),
     ],
     ids=["finding", "changing", "taking out"],
 )
@@ -265,7 +265,7 @@ def test_nothing_is_looked_for_or_written_for_such_a_test_file(root, store_of):
     for action in (
         lambda store: store.find(outside, CPU.slug),
         lambda store: store.change({outside: entry(5)}),
-        lambda store: store.change({}, gone=[(CPU.slug, outside)]),
+        lambda store: store.change({}, removals=[(CPU.slug, outside)]),
     ):
         with pytest.raises(StoreError, match="test file"):
             action(Store(store_of(root)))
@@ -300,7 +300,7 @@ def test_a_listing_that_leads_out_of_the_store_is_refused_before_anything_is_rea
             return dict.fromkeys(paths)
 
     for action in (Store.check, Store.keys, lambda store: store.find(key(), H100.slug)):
-        with pytest.raises(StoreError, match="no baselines can lie there"):
+        with pytest.raises(StoreError, match="this path cannot contain baselines"):
             action(Store(Lying(root)))
 
 
@@ -340,7 +340,7 @@ ACTIONS = {
     "finding on another device": lambda store: store.find(key(), H100.slug),
     "listing": lambda store: store.keys(),
     "changing": lambda store: store.change({key("test_b"): entry(6)}),
-    "taking out": lambda store: store.change({}, gone=[(CPU.slug, key())]),
+    "taking out": lambda store: store.change({}, removals=[(CPU.slug, key())]),
 }
 
 

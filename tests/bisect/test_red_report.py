@@ -35,7 +35,7 @@ FINE = a_test("test_c", change("peak_allocated", "ok"), outcome="ok")
 def test_a_test_with_more_bytes_or_counts_comes_before_a_slower_test():
     red = red_of(comparison(FINE, SLOWER, GROWN), "a.json")
     assert (red.nodeid, red.metrics, red.metric) == ("test_it.py::test_b", ("step_time", "peak_allocated"), None)
-    assert red.notes == ["searched with test_it.py::test_b, the first test that regressed; 1 other test regressed, too"]
+    assert red.notes == ["searched with test_it.py::test_b, the first test that regressed; 1 other test also regressed"]
     alone = red_of(comparison(SLOWER), "a.json")
     assert (alone.metric, alone.notes) == (
         "step_time",
@@ -57,7 +57,7 @@ def test_requested_packages_are_searched_and_their_dependencies_follow():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (comparison(FINE), "no test in a.json regressed, so that there is nothing to search for"),
+        (comparison(FINE), "no test in a.json regressed, so there is nothing to search for"),
         (
             comparison(not_compared=[{"test": "test_c", "reason": "it failed, in head", "broken": True}]),
             "nothing to search for; test_c: it failed, in head",

@@ -39,7 +39,7 @@ def test_the_change_is_named_with_what_it_added():
 def test_a_merge_comes_with_the_arguments_that_look_into_it():
     merge = replace(FOUND, bad=replace(BAD, parents=2))
     assert notes(merge) == [
-        "5a6b7c8 is a merge; to look at what it brought: --all --good 5a6b7c8^ --bad 5a6b7c8",
+        "5a6b7c8 is a merge; to search its branch: --all --good 5a6b7c8^ --bad 5a6b7c8",
     ]
     assert notes(replace(merge, skipped=(BETWEEN,))) == [], "it is not known to be the merge"
 
@@ -52,16 +52,16 @@ def test_a_merge_that_mended_it_is_looked_into_the_other_way_round():
         step=compared(10e6, 12e6),
     )
     assert result(mended).startswith("1f2e3d4 mended it: peak allocated 12.00 MB to 10.00 MB (-16.7 %), after 5a6b7c8")
-    assert notes(mended) == ["1f2e3d4 is a merge; to look at what it brought: --all --good 1f2e3d4 --bad 1f2e3d4^"]
+    assert notes(mended) == ["1f2e3d4 is a merge; to search its branch: --all --good 1f2e3d4 --bad 1f2e3d4^"]
 
 
 @pytest.mark.parametrize(("part", "told"), [(0.5e6, True), (1.0e6, False), (2.0e6, False)])
 def test_a_change_that_is_less_than_half_of_it_says_how_to_find_the_rest(part, told):
     some = replace(FOUND, step=compared(10e6, 10e6 + part))
-    expected = ["it is +500.00 kB of +2.00 MB: for the rest go on with --good 5a6b7c8"] if told else []
+    expected = ["this is +500.00 kB of +2.00 MB; to find the rest, continue with --good 5a6b7c8"] if told else []
     assert notes(some) == expected
 
 
 def test_those_that_could_not_be_judged_are_named_with_it():
     assert culprit(replace(FOUND, skipped=(BETWEEN,))) == "one of 9d8e7f6, 5a6b7c8"
-    assert result(replace(FOUND, skipped=(BETWEEN,))).endswith("; those between could not be judged")
+    assert result(replace(FOUND, skipped=(BETWEEN,))).endswith("; the candidates between could not be judged")

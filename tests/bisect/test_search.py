@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.bisect.search import Bounds, Graph, bounds, next_ones
+from pytest_gpumem.bisect.search import Bounds, Graph, bounds, next_positions
 
 
 def searched(count, first_bad, skipped=frozenset(), jobs=1):
     """Search a row, and return its bounds, the number of rounds of runs, and all that is known."""
     graph = Graph.line(count)
-    known = {0: "good", count - 1: "bad"}
+    answers = {0: "good", count - 1: "bad"}
     rounds = 0
-    while wanted := next_ones(graph, known, jobs):
-        assert len(wanted) <= jobs
+    while positions := next_positions(graph, answers, jobs):
+        assert len(positions) <= jobs
         rounds += 1
-        for at in wanted:
-            assert at not in known, "nothing is run twice"
-            known[at] = "skipped" if at in skipped else "bad" if at >= first_bad else "good"
-    return bounds(graph, known), rounds, known
+        for position in positions:
+            assert position not in answers, "nothing is run twice"
+            answers[position] = "skipped" if position in skipped else "bad" if position >= first_bad else "good"
+    return bounds(graph, answers), rounds, answers
 
 
 @given(st.integers(2, 300).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count - 1))))
@@ -39,14 +39,14 @@ def test_of_64_commits_eight_are_run_with_both_ends():
 
 @given(st.integers(1, 62), st.sets(st.integers(1, 62), max_size=20))
 def test_what_is_skipped_does_not_hide_the_first_bad_one_but_where_it_lies_beside(first_bad, skipped):
-    found, _, known = searched(64, first_bad, skipped)
+    found, _, answers = searched(64, first_bad, skipped)
     assert found.good < first_bad <= found.bad
     assert found.between == tuple(range(found.good + 1, found.bad))
-    assert all(known[at] == "skipped" for at in found.between)
+    assert all(answers[position] == "skipped" for position in found.between)
 
 
 def test_a_row_with_nothing_between_needs_no_run():
-    assert next_ones(Graph.line(2), {0: "good", 1: "bad"}) == ()
+    assert next_positions(Graph.line(2), {0: "good", 1: "bad"}) == ()
 
 
 @given(st.integers(1, 62), st.integers(2, 8))
@@ -63,25 +63,25 @@ MERGED = Graph(((), (0,), (0,), (2,), (3,), (4,), (5,), (6,), (1, 7), (8,)))
 def searched_in(graph, culprit, skipped=frozenset(), jobs=1):
     """Search a graph in which `culprit` and all that comes from it is bad; return its bounds and all that is known."""
     count = len(graph.parents)
-    has_it = [bool(graph.ancestors[at] >> culprit & 1) for at in range(count)]
-    known = {0: "good", count - 1: "bad"}
+    has_it = [bool(graph.ancestors[position] >> culprit & 1) for position in range(count)]
+    answers = {0: "good", count - 1: "bad"}
     if graph.backwards:
-        has_it = [not one for one in has_it]
-    while wanted := next_ones(graph, known, jobs):
-        assert len(wanted) <= jobs
-        for at in wanted:
-            assert at not in known, "nothing is run twice"
-            known[at] = "skipped" if at in skipped else "bad" if has_it[at] else "good"
-    return bounds(graph, known), known
+        has_it = [not flag for flag in has_it]
+    while positions := next_positions(graph, answers, jobs):
+        assert len(positions) <= jobs
+        for position in positions:
+            assert position not in answers, "nothing is run twice"
+            answers[position] = "skipped" if position in skipped else "bad" if has_it[position] else "good"
+    return bounds(graph, answers), answers
 
 
 @pytest.mark.parametrize("culprit", range(1, 10))
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_a_branch_that_left_before_the_culprit_does_not_hide_it(culprit, jobs):
-    found, known = searched_in(MERGED, culprit, jobs=jobs)
+    found, answers = searched_in(MERGED, culprit, jobs=jobs)
     assert (found.bad, found.between) == (culprit, ())
     assert found.good == MERGED.parents[culprit][0]
-    assert known[found.good] == "good", "it was run"
+    assert answers[found.good] == "good", "it was run"
 
 
 def test_a_merge_that_did_it_is_compared_with_its_first_parent():
@@ -99,25 +99,25 @@ def test_a_culprit_beside_what_cannot_be_run_is_one_of_those_that_remain():
 def test_a_parent_that_only_seemed_good_is_run_and_searched_before():
     """2 and 3 come from 1. 3 has something that makes up for it, so that 2 is taken for the culprit at first."""
     graph = Graph(((), (0,), (1,), (1,), (2, 3)))
-    known = {0: "good", 4: "bad", 3: "good", 2: "bad"}
-    assert next_ones(graph, known) == (1,)
-    known[1] = "bad"
-    assert next_ones(graph, known) == ()
-    assert bounds(graph, known) == Bounds(0, 1)
+    answers = {0: "good", 4: "bad", 3: "good", 2: "bad"}
+    assert next_positions(graph, answers) == (1,)
+    answers[1] = "bad"
+    assert next_positions(graph, answers) == ()
+    assert bounds(graph, answers) == Bounds(0, 1)
 
 
 def test_one_that_makes_up_for_it_clears_nothing_that_the_bad_one_comes_from():
     """4 comes from 2, which is bad, and is good: whether 1 is bad, too, is not known by it."""
     graph = Graph(((), (0,), (1,), (2,), (2,), (3, 4)))
-    assert next_ones(graph, {0: "good", 5: "bad", 4: "good", 3: "bad", 2: "bad"}) == (1,)
+    assert next_positions(graph, {0: "good", 5: "bad", 4: "good", 3: "bad", 2: "bad"}) == (1,)
 
 
 @st.composite
 def graphs(draw):
     count = draw(st.integers(2, 24))
     parents = [()]
-    for at in range(1, count):
-        some = draw(st.sets(st.integers(0, at - 1), min_size=1, max_size=2))
+    for position in range(1, count):
+        some = draw(st.sets(st.integers(0, position - 1), min_size=1, max_size=2))
         parents.append(tuple(draw(st.permutations(sorted(some)))))
     return Graph(tuple(parents))
 
@@ -125,12 +125,14 @@ def graphs(draw):
 @given(graphs(), st.data())
 def test_in_any_graph_the_culprit_is_found_or_beside_what_cannot_be_run(graph, data):
     last = len(graph.parents) - 1
-    culprit = data.draw(st.sampled_from([at for at in range(1, last + 1) if graph.ancestors[last] >> at & 1]))
+    culprit = data.draw(
+        st.sampled_from([position for position in range(1, last + 1) if graph.ancestors[last] >> position & 1])
+    )
     skipped = data.draw(st.sets(st.integers(1, max(1, last - 1)), max_size=6)) - {last}
-    found, known = searched_in(graph, culprit, skipped, jobs=data.draw(st.integers(1, 4)))
+    found, answers = searched_in(graph, culprit, skipped, jobs=data.draw(st.integers(1, 4)))
     assert culprit in {found.bad, *found.between}
-    assert all(known[at] == "skipped" for at in found.between)
-    assert known[found.good] == "good"
+    assert all(answers[position] == "skipped" for position in found.between)
+    assert answers[found.good] == "good"
     if not skipped:
         assert (found.bad, found.between) == (culprit, ())
         assert found.good == graph.parents[culprit][0]
@@ -140,8 +142,10 @@ def test_in_any_graph_the_culprit_is_found_or_beside_what_cannot_be_run(graph, d
 def test_what_mended_it_is_found_the_same_way(graph, data):
     """The row leads back in time: its first is the latest."""
     last = len(graph.parents) - 1
-    turned = [tuple(last - one for one in graph.parents[last - at]) for at in range(last + 1)]
+    turned = [tuple(last - flag for flag in graph.parents[last - position]) for position in range(last + 1)]
     backwards = Graph(turned, backwards=True)
-    mended = data.draw(st.sampled_from([at for at in range(last) if backwards.ancestors[0] >> at & 1]))
+    mended = data.draw(
+        st.sampled_from([position for position in range(last) if backwards.ancestors[0] >> position & 1])
+    )
     found, _ = searched_in(backwards, mended)
     assert (found.good, found.bad, found.between) == (mended, turned[mended][0], ())

@@ -287,7 +287,7 @@ class Net:
 )
 def test_a_line_whose_result_lives_longer_has_changed(old, new, expected):
     file = TwoVersions(LIVES.split("\n"), LIVES.replace(old, new).split("\n"))
-    unchanged = [number for number in range(1, len(file.new)) if number in file.kept]
+    unchanged = [number for number in range(1, len(file.new)) if number in file.common_lines]
     found = {number: at.removed for number in unchanged if (at := file.changed_at(number)) is not None}
     assert found == {number: text for number, text in expected.items() if text}
 
@@ -357,7 +357,7 @@ def body(lines):
 @pytest.mark.parametrize("name", REFACTORED)
 def test_a_refactoring_that_keeps_no_value_longer_marks_no_line(name):
     file = TwoVersions(*map(body, REFACTORED[name]))
-    assert [number for number in file.kept if file.changed_at(number)] == []
+    assert [number for number in file.common_lines if file.changed_at(number)] == []
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_a_refactoring_that_keeps_no_value_longer_marks_no_line(name):
 )
 def test_a_value_that_is_still_there_while_others_are_made_lives_longer(old, new, removed):
     file = TwoVersions(body(old), body(new))
-    assert [found.removed for number in file.kept if (found := file.changed_at(number))] == [removed]
+    assert [found.removed for number in file.common_lines if (found := file.changed_at(number))] == [removed]
 
 
 def numbers_of(file, number):

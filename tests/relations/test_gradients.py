@@ -84,8 +84,8 @@ def test_shapes_that_differ_are_told():
 
 def test_a_missing_gradient_is_told_with_the_config_that_lacks_it():
     message = (
-        "gradients differ: first has no gradient under ops, and has one under fp32: something "
-        "between it and the loss is detached (2 of 3 parameters)"
+        "gradients differ: first has a gradient under fp32, but none under ops: a tensor "
+        "between the parameter and the loss is detached (2 of 3 parameters)"
     )
     theirs = gradients("fp32", first=[1.0], second=[1.0], third=[1.0])
     mine = gradients("ops", first=None, second=None, third=[1.0])
@@ -94,7 +94,7 @@ def test_a_missing_gradient_is_told_with_the_config_that_lacks_it():
 
 
 def test_models_of_different_parameters_are_told():
-    message = "the models have different parameters: extra is only in one of them; build the same model each time"
+    message = "the models have different parameters: extra is only in one model; build the same model each time"
     one, other = gradients(weight=[1.0]), gradients(weight=[1.0], extra=[1.0])
     assert told(one, other) == told(other, one) == message
 
@@ -165,8 +165,8 @@ def test_a_model_that_detaches_under_one_config_names_the_first_parameter():
             return self.head(hidden).square().mean()
 
     message = (
-        "gradients differ: h.0.0.weight has no gradient under amp-bf16, and has one under fp32: something "
-        "between it and the loss is detached (4 of 10 parameters)"
+        "gradients differ: h.0.0.weight has a gradient under fp32, but none under amp-bf16: a tensor "
+        "between the parameter and the loss is detached (4 of 10 parameters)"
     )
     with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
         compare(Detaching, "amp-bf16", "fp32")
@@ -191,7 +191,8 @@ def test_a_block_that_is_not_the_same_when_it_runs_again_is_told():
 
 def test_micro_batches_draw_their_own_dropout_which_is_hinted_at():
     hint = (
-        "; each micro-batch draws its own dropout, and a mean over unequal numbers of tokens is not that of its parts"
+        "; each micro-batch draws its own dropout, and the mean over micro-batches with unequal numbers of tokens differs from "
+        "the mean over the batch"
     )
     with pytest.raises(AssertionError, match=f"{re.escape(hint)}$"):
         compare(Model, "accumulate=4", "fp32")
@@ -233,7 +234,7 @@ def test_a_gradient_that_is_not_finite_is_no_relation(precision, factor):
 
 
 def test_compiled_dropout_is_hinted_at():
-    hint = "; compiled code draws random numbers of its own: compare with dropout switched off"
+    hint = "; compiled code draws its own random numbers: compare with dropout switched off"
     with pytest.raises(AssertionError, match=f"{re.escape(hint)}$"):
         compare(Model, "compile=eager,amp-bf16", "fp32", rtol=0, atol=0)
 

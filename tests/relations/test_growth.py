@@ -263,7 +263,7 @@ def test_the_kinds_that_hold_most_are_said_first_and_the_rest_is_counted():
         "  kept: 1 x float32[40], 160 B\n"
         "  kept: 1 x float32[30], 120 B\n"
         "  kept: tensors of 2 more kinds\n"
-        "  kept: 236 B more: in tensors that replace smaller ones, or saved in graphs of gradients"
+        "  kept: 236 B more: in tensors that replace smaller tensors, or saved for backward"
     )
 
 

@@ -125,14 +125,17 @@ def test_only_releases_that_are_named_exactly_are_the_same_next_year(given, is_e
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("transformers=4.38", "'transformers=4.38' is no requirement, like 'transformers==4.38.2'"),
+        ("transformers=4.38", "'transformers=4.38' is not a valid requirement, like 'transformers==4.38.2'"),
         ("--pre", "'--pre' is neither a requirement, like 'transformers==4.38.2', nor a file, like '-r old.txt'"),
         ("-r nowhere.txt", "nowhere.txt cannot be read: No such file or directory"),
-        ("-r wrong.txt", "'torch=2' in wrong.txt is no requirement"),
+        ("-r wrong.txt", "'torch=2' in wrong.txt is not a valid requirement"),
         ("-r itself.txt", "itself.txt names itself"),
         ("-r limited.txt", "gone.txt cannot be read: No such file or directory"),
-        ("./gone.whl", "'./gone.whl' leads nowhere: there is no "),
-        ("./models.whl", "'./models.whl' is no requirement, like 'transformers==4.38.2': Invalid wheel filename"),
+        ("./gone.whl", "'./gone.whl' is a path, but "),
+        (
+            "./models.whl",
+            "'./models.whl' is not a valid requirement, like 'transformers==4.38.2': Invalid wheel filename",
+        ),
     ],
 )
 def test_what_is_no_requirement_is_told_with_its_place(given, said, tmp_path, monkeypatch):

@@ -575,7 +575,7 @@ def test_a_sharding_that_lacks_micro_batches_blocks_or_the_number_of_ranks_says_
 
 
 def test_gradients_of_a_rank_alone_are_not_compared(device):
-    with pytest.raises(ConfigError, match=r"a rank alone has gradients of its own; leave shard= out"):
+    with pytest.raises(ConfigError, match=r"each rank has its own gradients; leave shard= out"):
         assert_same_gradients(
             device, Net, torch.ones(SAMPLES, WIDTH), (StepConfig.parse("shard=ddp,world=2"), StepConfig())
         )
