@@ -1,1 +1,1 @@
-"""Advice: which step config makes a model fit, tried in the order in which people should."""
+"""Find the step config that makes a model fit: cheap settings are tried before expensive ones."""
