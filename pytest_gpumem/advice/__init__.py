@@ -1,1 +1,1 @@
-"""Find the step config that makes a model fit: cheap settings are tried before expensive ones."""
+"""Find a step config with which a model fits: cheap settings are tried first."""

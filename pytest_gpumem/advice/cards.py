@@ -1,10 +1,10 @@
-"""Try step configs on emulated GPUs. Each trial runs in a fork of a process that has loaded torch and the model's library.
+"""Try step configs on emulated GPUs. Each trial is a fork, so torch and the model's library are loaded only once.
 
 A step first runs on a GPU with unlimited memory (8.8 TB), where PyTorch's allocator reserves as much as on any large enough
 GPU. If the card has less memory than the allocator reserves, but enough for the tensors, the step runs again with the card's
 own memory: then the allocator frees its cache, so the step may fit. So a config runs out of memory at most once.
 
-For example, a step that reserves 45 GB for 38 GB of tensors runs twice on a card with 40 GB, and once on a card with 24 GB.
+For example, a step with 38 GB of tensors and 45 GB reserved runs twice on a card with 40 GB, and once on a card with 24 GB.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def begin(gpu: Gpu) -> None:
     install(gpu.device)
     import torch
 
-    # A fork has none of this process's threads, so it must not wait for them.
+    # A fork has no threads from this process, so it must not wait for them.
     torch.set_num_threads(1)
 
 
@@ -64,14 +64,14 @@ def capacity_of(gpu: Gpu) -> int:
 
 
 def with_capacity(gpu: Gpu, nbytes: int) -> Gpu:
-    """Return the GPU with ``nbytes`` of memory beside a CUDA context, but with no more memory than it has."""
+    """Return the GPU with its memory reduced to ``nbytes`` beside a CUDA context."""
     return replace(gpu, total_bytes=min(gpu.total_bytes, nbytes + CONTEXT_BYTES))
 
 
 def subject_in_forks(
     name: str, gpus: Sequence[Gpu], make: Callable[[torch.device, bool], AdviceSubject], task: Task
 ) -> AdviceSubject:
-    """Return a subject that ``make`` builds anew in each measuring process, because a project's function may do anything.
+    """Return a subject for a project's function, which may do anything. So each measuring process calls ``make`` anew.
 
     A separate process inspects the subject first, on the first card for which torch has kernels.
 
@@ -201,7 +201,7 @@ def _in_fork(gpu: Gpu, work: Callable[[], Any]) -> Any:
 
 
 _SECONDS = 10.0
-"""Seconds to wait for the end of a process that has sent its result."""
+"""Seconds to wait for a process's end after its result."""
 
 
 def _ending(code: int | None) -> str:
@@ -213,7 +213,7 @@ def _ending(code: int | None) -> str:
 
 
 def _send(sending: Connection, gpu: Gpu, work: Callable[[], Any]) -> None:
-    """Run ``work`` with the GPU, and send its result, or the class and message of its error."""
+    """Run ``work`` with the GPU, and send its result, or its error's class and message."""
     # Only the parent handles Ctrl-C. This process ends with the parent, even if the parent is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()

@@ -1,11 +1,11 @@
-"""Compute the peak of a long generation on an emulated GPU from a few tokens and torch's own allocator.
+"""Compute a long generation's peak on an emulated GPU from a few tokens and torch's own allocator.
 
 An emulated GPU needs about a second for each token in a model with 32 layers. The allocations for all tokens follow from a few
 tokens (`token_pattern`), and torch's caching allocator replays a token's allocations in 10 ms. The replay includes
-fragmentation: longer blocks rarely fit into the gaps of shorter blocks, and no formula predicts this loss.
+fragmentation: longer blocks rarely fit into the gaps between shorter blocks, and no formula predicts this loss.
 
-For example, `foretold_peak` runs 41 instead of 1,000 tokens after a prompt of 100 tokens: the first 28 tokens, and 13 tokens
-after a prompt of 1,087. Then it replays the allocations for all 1,000 tokens, in about 10 s for each replay.
+For example, `foretold_peak` runs 41 instead of 1,000 tokens after a prompt with 100 tokens: the first 28 tokens, and 13 tokens
+after a prompt with 1,087. Then it replays the allocations for all 1,000 tokens, in about 10 s for each replay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.step_config.config import StepConfig
 
 Place = tuple[int, int]
-"""The number of a step, and the index of an allocation in this step."""
+"""A step's number, and an allocation's index in this step."""
 LAST_TOKENS = FIRST + PERIODS[-1] + 2
 """Tokens in the second recording, so the last steps include a whole period."""
 LEAST_TOKENS = 2 * (FIRST_TOKENS + LAST_TOKENS)
@@ -66,12 +66,12 @@ class _NotForetold(Exception):
 
 
 def foretold_peak(device: Device, model: torch.nn.Module, prompt: Any, tokens: int, config: StepConfig) -> Peak | None:
-    """Return the peak of a repeated generation, or ``None`` if all tokens have to run.
+    """Return a repeated generation's peak, or ``None`` if all tokens have to run.
 
     Args:
         device: An emulated GPU.
         model: A model whose ``generate`` takes ``max_new_tokens``.
-        prompt: The arguments of ``generate``: tensors with an equal shape ``(samples, tokens)``.
+        prompt: The arguments for ``generate``: tensors with an equal shape ``(samples, tokens)``.
         tokens: The number of tokens to generate.
         config: The step config.
     """
@@ -116,7 +116,7 @@ def _recorded(device: Device, model: torch.nn.Module, prompt: Any, tokens: int, 
     """Generate a few tokens, and return the allocations and frees.
 
     Raises:
-        _NotForetold: The number of forward passes differs from the number of tokens, an older block was freed, or memory ran
+        _NotForetold: The counts of forward passes and tokens differ, an older block was freed, or memory ran
             out with the longer prompt.
     """
     index = device.torch_device.index or 0
@@ -171,7 +171,7 @@ def _replayed(device: Device, steps: Sequence[Step], *, runs: int) -> tuple[Peak
     """Replay steps in the allocator until it reserves no more.
 
     Returns:
-        The peak, and the places of the blocks that stay allocated. These are cuBLAS workspaces, which serve the next run.
+        The peak, and the places of blocks that stay allocated. These are cuBLAS workspaces, which serve the next run.
 
     Raises:
         _NotForetold: A token's blocks are never freed, or each of ``runs`` replays reserves more.
@@ -190,7 +190,7 @@ def _replayed(device: Device, steps: Sequence[Step], *, runs: int) -> tuple[Peak
 
 @contextmanager
 def _replay(device: Device) -> Iterator[_Replay]:
-    """Yield a replay that begins without cuBLAS workspaces, and free its blocks at the end."""
+    """Yield a replay without cuBLAS workspaces, and free its blocks at the end."""
     clear_cublas_workspaces()
     replay = _Replay(device.torch_device)
     try:
@@ -210,7 +210,7 @@ class _Replay:
 
     @property
     def kept(self) -> frozenset[Place]:
-        """The blocks that are live."""
+        """The live blocks."""
         return frozenset(self._blocks)
 
     def run(self, steps: Sequence[Step]) -> None:

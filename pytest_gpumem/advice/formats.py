@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.advice.search_order import Tried
 
 FORMAT = 1
-"""The version of the JSON format."""
+"""The JSON format's version."""
 _MOST_ROWS = 30
-"""The most rows in a table of a peak on the page."""
+"""The most rows in a composition table on the page."""
 
 
 def to_json(advice: Advice, status: int) -> str:
-    """Return the advice as JSON, in bytes and seconds. ``status`` is the exit status of the command."""
+    """Return the advice as JSON, in bytes and seconds. ``status`` is the command's exit status."""
     plain_values = {
         "format": FORMAT,
         "exit_status": status,
@@ -119,7 +119,7 @@ def markdown(advice: Advice) -> str:
 
 
 def html(advice: Advice) -> str:
-    """Return the advice as a page, with a chart of the memory over the step for each recommended config.
+    """Return the advice as a page, with a memory chart for each recommended config.
 
     Raises:
         ImportError: plotly or jinja2 is not installed (extra ``report``).

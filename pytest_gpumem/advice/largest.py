@@ -1,6 +1,6 @@
 """Search for the largest batch, or the longest sequence, that fits. The result is exact. Pure functions.
 
-The caller runs the step at each size that `next_size` returns. For example, let a step take 2 GB and 40 MB for each sample, and
+The caller runs the step at each size from `next_size`. For example, let a step take 2 GB and 40 MB for each sample, and
 let 10 GB be the limit. Sizes 1 and 2 fit. The line through them meets the limit at 200, but 128 is next, because a size is at
 most 64 times the largest size that fits. Then 200 fits, and 272 and 201 do not: six runs.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Sought = Literal["samples", "tokens"]
-"""The dimension of a batch that the search varies."""
+"""The batch dimension to search."""
 OPTIONS: dict[Sought, str] = {"samples": "--largest-batch", "tokens": "--longest-sequence"}
 """The option that searches along each dimension."""
 MOST = 10**9 - 1
@@ -23,13 +23,13 @@ MOST = 10**9 - 1
 
 @dataclass(frozen=True, slots=True)
 class SizeTrial:
-    """A trial of a size in samples or tokens. ``peak`` is in bytes, or ``None`` if unknown."""
+    """A trial with a size in samples or tokens. ``peak`` is in bytes, or ``None`` if unknown."""
 
     size: int
     fits: bool
     peak: int | None = None
     why_not: str = ""
-    """A clause that says why the size cannot run, if the reason is not memory."""
+    """The reason why the size cannot run, as a clause, unless memory ran out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Largest:
     size: int
     peak: int | None = None
     why_not_more: str = ""
-    """A clause that says why the next size cannot run. Empty if the next size runs out of memory."""
+    """The reason why the next size cannot run, as a clause. Empty if memory runs out."""
     is_known: bool = True
     """False if the search was interrupted. Then larger sizes may fit."""
 
@@ -56,7 +56,7 @@ def next_size(
         trials: The trials so far, in order.
         limit: The bytes that a step may take.
         start: The first size to try.
-        unit: The number of which sizes are multiples.
+        unit: All sizes are multiples of this number.
         elsewhere: Trials on another device, on which a step takes nearly the same memory.
     """
     if not trials:
@@ -84,7 +84,7 @@ def largest_of(trials: Sequence[SizeTrial], *, finished: bool = True) -> Largest
 
 
 def _bounds(trials: Sequence[SizeTrial]) -> tuple[int, SizeTrial | None]:
-    """Return the largest size that fits, and the trial of the smallest size beyond, if any."""
+    """Return the largest size that fits, and the trial with the smallest size beyond, if any."""
     low = max((trial.size for trial in trials if trial.fits), default=0)
     beyond = [trial for trial in trials if trial.size > low]
     return low, min(beyond, key=lambda trial: trial.size, default=None)

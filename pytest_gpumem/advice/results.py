@@ -27,9 +27,9 @@ class DeviceTrials:
     tried: tuple[Tried, ...]
     chosen: Tried | None
     lacking: str | None = None
-    """A clause that says why peaks may be too low."""
+    """A clause that says why peaks may be too low, if they may."""
     largest: Mapping[StepConfig, Largest] = field(default_factory=dict)
-    """The largest batch, or the longest sequence, for each config that was searched."""
+    """The largest batch, or the longest sequence, for each searched config."""
     finished: bool = True
     """False after Ctrl-C."""
     warnings: tuple[str, ...] = ()
@@ -44,14 +44,14 @@ class DeviceTrials:
 
 @dataclass(frozen=True, slots=True)
 class Recommended:
-    """A recommended config, with its code and the composition of its peak on the first device that recommends the config."""
+    """A recommended config, with its code and its peak's composition on the first device with this recommendation."""
 
     config: StepConfig
     device: str
     code: tuple[str, ...]
     explanation: Explanation | None = None
     why_not: str = ""
-    """A clause that says why there is no explanation. Empty if the explanation was not asked for."""
+    """A clause that says why there is no explanation. Empty if no explanation was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class Advice:
     task: Task
     """The model's task in a step."""
     emulated: bool
-    """True if the devices are emulated. Then reserved bytes are compared with the memory of each card."""
+    """True if the devices are emulated. Then reserved bytes are compared with each card's memory."""
     devices: tuple[DeviceTrials, ...]
     recommended: tuple[Recommended, ...] = ()
     finished: bool = True
     """False after Ctrl-C."""
     notes: tuple[str, ...] = ()
     sought: Sought | None = None
-    """The dimension of the batch that was searched, if any."""
+    """The searched batch dimension, if any."""
     sharding: StepConfig | None = None
-    """A config with nothing but the sharding that an option added to each config."""
+    """A config with nothing but the sharding that an option adds to each config."""
     attention: str = ""
     """The attention implementation, like ``"sdpa"``; empty if transformers did not choose it."""
 
@@ -83,7 +83,7 @@ class Advice:
 
     @property
     def title(self) -> str:
-        """The model, its batch, and the measured rank of a sharded model. May be empty."""
+        """The model, its batch, and a sharded model's measured rank. May be empty."""
         rank = "" if self.sharding is None else rank_title(self.sharding)
         return "; ".join(filter(None, (self.subject, rank)))
 
@@ -101,16 +101,16 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class CategoryShare:
-    """The bytes of a category, and their modules, the largest first."""
+    """A category's bytes, and their modules, the largest first."""
 
     category: str
     nbytes: int
     modules: tuple[tuple[str, int], ...]
-    """Paths of modules with layers folded, and bytes: ``("h.*.mlp", 9437184)``. Blocks without a module have an empty path."""
+    """Module paths with layers folded, and bytes: ``("h.*.mlp", 9437184)``. Blocks without a module have an empty path."""
 
 
 def shares_of(composition: Composition) -> tuple[CategoryShare, ...]:
-    """Return the categories of a composition with their modules, the largest first."""
+    """Return a composition's categories with their modules, the largest first."""
     categories: dict[str, dict[str, int]] = {}
     for row in composition.rows:
         modules = categories.setdefault(row.category, {})
@@ -126,6 +126,6 @@ def _largest_first(modules: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def configs_in_order(devices: Sequence[DeviceTrials]) -> list[StepConfig]:
-    """Return every config that any device tried, the recommended configs first."""
+    """Return the configs from all devices, the recommended configs first."""
     chosen = [device.chosen.config for device in devices if device.chosen is not None]
     return list(dict.fromkeys([*chosen, *(trial.config for device in devices for trial in device.tried)]))

@@ -1,6 +1,6 @@
 """Decide the order in which configs are tried until a model fits: the cheapest changes come first. Pure functions.
 
-A config that saves memory becomes the base of all later configs. For example, a training step of Llama 3 8B with a batch of
+A config that saves memory becomes the base of all later configs. For example, a training step with Llama 3 8B and a batch of
 1x4096 tokens reserves this much on an H100, whose limit is 84.48 GB::
 
     fp32                          232.29 GB
@@ -38,18 +38,18 @@ _SEARCHED = sorted((kind for kind in KINDS.values() if kind.search_order), key=l
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A trial of a config: ``peak`` in bytes and ``time`` in seconds, or a clause ``why_not``."""
+    """A config's trial: ``peak`` in bytes and ``time`` in seconds, or a clause ``why_not``."""
 
     config: StepConfig
     peak: int | None = None
     time: float | None = None
     why_not: str = ""
     allocated: int | None = None
-    """Bytes of tensors at the peak. ``peak`` is larger if it counts the bytes that the allocator reserved."""
+    """Bytes in tensors at the peak. ``peak`` is larger if it counts bytes reserved by the allocator."""
     slow: str = ""
     """A clause if the device emulates the precision. Such a config is recommended only if no other config fits."""
     doubt: str = ""
-    """A clause if a value that the device does not compute decided a branch. With another value the peak may be higher."""
+    """A clause if an uncomputed value decided a branch. With another value the peak may be higher."""
     warnings: tuple[str, ...] = ()
     """Warnings while the config ran: ``"transformers: ... is falling back to its reference PyTorch implementation ..."``."""
 
@@ -106,7 +106,7 @@ def candidates(samples: int | None, *, fully: bool = False) -> tuple[tuple[str, 
 
 
 def shares(samples: int | None) -> tuple[int, ...]:
-    """Return the possible numbers of micro-batches: ``(2, 4)`` for 12 samples."""
+    """Return the possible micro-batch counts: ``(2, 4)`` for 12 samples."""
     return tuple(number for number in (2, 4, 8, 16) if samples is not None and samples % number == 0)
 
 
@@ -119,14 +119,14 @@ def next_config(
 ) -> StepConfig | None:
     """Return the next config to try, or ``None`` when all candidates have been tried.
 
-    Each candidate keeps the values that saved memory before. A value that ran out of memory like its base is kept, because it
-    may have come close.
+    Each candidate keeps the values that saved memory before. If both a value and its base ran out of memory, the value is kept,
+    because it may have come close.
 
     Args:
         trials: The trials so far.
         samples: The samples in the batch, or ``None`` if unknown.
         blocks: The pattern for the model's blocks.
-        start: The first config. All candidates keep its sharding. A candidate that excludes this sharding is skipped.
+        start: The first config. All candidates keep its sharding. Candidates are skipped if they exclude it.
     """
     trials_by_config = {trial.config: trial for trial in trials}
     if start not in trials_by_config:
@@ -142,7 +142,7 @@ def next_config(
             if _saves_memory(trials_by_config[config], base) and not trials_by_config[config].slow:
                 base = trials_by_config[config]
                 if axis == "precision":
-                    # The first precision that works is kept. Other axes keep the best value.
+                    # The first working precision is kept. Other axes keep the best value.
                     break
     return None
 
@@ -180,7 +180,7 @@ def every_config(
     Args:
         samples: The samples in the batch, or ``None`` if unknown.
         blocks: The pattern for the model's blocks.
-        sharding: A config with the sharding for every combination. Combinations that exclude this sharding are skipped.
+        sharding: A config with the sharding for every combination. Combinations are skipped if they exclude it.
     """
     configs = combinations(
         {
@@ -198,7 +198,7 @@ def recommended(trials: Sequence[Tried], limit: int | None) -> Tried | None:
     """Return the trial to recommend, or ``None`` if no config fits or none was measured.
 
     The fastest config that fits wins. Without times, the first config that fits wins. Without a limit, the best saving per
-    time wins. A config that is slow on the device is recommended only if no other config fits.
+    time wins. Configs that are slow on the device are recommended only if no other config fits.
     """
     measured = [trial for trial in trials if trial.peak is not None]
     return _best([trial for trial in measured if not trial.slow], limit) or _best(measured, limit)
@@ -237,11 +237,11 @@ class Search:
     task: Task
     """The model's task in a step."""
     sought: Sought | None = None
-    """The dimension of the batch to maximize, if any."""
+    """The batch dimension to maximize, if any."""
     sharding: StepConfig | None = None
     """A config with nothing but the sharding for every config. ``configs`` contain this sharding already."""
     refused: tuple[Tried, ...] = ()
-    """Trials for named configs that exclude the sharding. They are never run."""
+    """Failed trials for named configs that exclude the sharding. They are never run."""
 
     def over(self, trials: Sequence[Tried], limit: int | None, samples: int | None) -> Iterator[StepConfig]:
         """Yield the configs to try. The caller appends each result to ``trials`` before it asks for the next config."""
@@ -276,8 +276,8 @@ class Search:
     def sought_for(self, trials: Sequence[Tried], limit: int) -> list[StepConfig]:
         """Return the configs for which to search the largest batch: all named configs, or else the recommended config.
 
-        If no config fits, the config with the smallest peak is used. A config that cannot run for another reason than memory
-        is left out.
+        If no config fits, the config with the smallest peak is used. Configs that fail for
+        another reason than memory are left out.
         """
         able = [trial for trial in trials if trial.peak is not None or trial.why_not == OUT_OF_MEMORY]
         if self.configs or self.refused:

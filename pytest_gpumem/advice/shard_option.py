@@ -58,12 +58,12 @@ def sharding_of(text: str) -> StepConfig:
 def named_configs(
     texts: Sequence[str], sharding: StepConfig | None, blocks: str | None = None
 ) -> tuple[tuple[StepConfig, ...], tuple[Tried, ...]]:
-    """Return the distinct configs in texts with a sharding added, and trials for the configs that exclude the sharding.
+    """Return the distinct configs in texts with a sharding added, and failed trials for configs that exclude it.
 
     Args:
-        texts: The texts of step configs.
+        texts: Step configs as texts.
         sharding: A config with nothing but a sharding, or ``None``.
-        blocks: The pattern for the model's blocks. Configs that need a pattern and name none get this pattern.
+        blocks: The pattern for the model's blocks. Configs without a pattern get this pattern if they need one.
 
     Raises:
         ConfigError: A text is not a config, or names a sharding beside ``sharding``.
@@ -91,7 +91,7 @@ def named_configs(
 
 
 def rank_title(sharding: StepConfig) -> str:
-    """Return the measured rank and the kind of sharding, such as ``"rank 0 of 8, FSDP"``."""
+    """Return the measured rank and the sharding, such as ``"rank 0 of 8, FSDP"``."""
     assert sharding.sharding is not None, "the config names a sharding"
     layout = sharding.sharding.over(sharding.world, sharding.rank)
     kinds = re.sub(r"ZERO(\d)", r"ZeRO-\1", sharding.shard.upper())

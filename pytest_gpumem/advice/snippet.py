@@ -1,4 +1,4 @@
-"""Write a step config as a code snippet that people can paste into their training loop."""
+"""Write a step config as a code snippet to paste into a training loop."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from pytest_gpumem.step_config.shard_kinds import Sharding
 
     BlockContainer = str | tuple[str, ...]
-    """The path of a list of blocks, or the paths of single blocks."""
+    """The path to a list of blocks, or the paths to single blocks."""
 
 
 def code_snippet(
     config: StepConfig, device_type: str, containers: Sequence[BlockContainer], lora: Lora | None = None
 ) -> list[str]:
-    """Return lines of Python: the set-up and the training step.
+    """Return Python lines: the set-up and the training step.
 
     The lines use ``model``, ``batches`` (the micro-batches, or a list with the only batch) and ``loss_of(model, batch)``.
 
     Args:
         config: A config for which `is_shown` is true.
         device_type: ``"cuda"`` or ``"cpu"``.
-        containers: The paths of the model's blocks.
+        containers: The paths to the model's blocks.
         lora: The adapters to add to the model, if any.
 
     Example:
-        The step of ``amp-bf16`` is ::
+        The step with ``amp-bf16`` is ::
 
             for batch in batches:
                 with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -82,7 +82,7 @@ def code_of(config: StepConfig, device_type: str, containers: Sequence[BlockCont
 
 
 def inference_snippet(config: StepConfig, device_type: str, new_tokens: int | None = None) -> list[str]:
-    """Return lines of Python that run an inference step, or generate ``new_tokens`` tokens.
+    """Return Python lines for an inference step, or for a generation with ``new_tokens`` tokens.
 
     The lines use ``model`` and ``batch``. The config comes from `search_order.INFERENCE`.
     """
@@ -143,7 +143,7 @@ def _set_up(config: StepConfig, device_type: str, containers: Sequence[BlockCont
 def _shard_lines(
     config: StepConfig, sharding: Sharding, device_type: str, containers: Sequence[BlockContainer]
 ) -> tuple[list[str], list[str]]:
-    """Return imports and lines that shard the model among ranks."""
+    """Return imports and lines to shard the model among ranks."""
     layout = sharding.over(config.world, config.rank)
     imports = ["import torch.distributed"]
     lines = [f"torch.distributed.init_process_group()  # torchrun starts {layout.world} of these, with a device each"]

@@ -1,4 +1,4 @@
-"""Write the texts of `gpumem advise`: the table of configs, the recommendations, and their peaks. Pure functions."""
+"""Write the texts for `gpumem advise`: the table of configs, the recommendations, and their peaks. Pure functions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _table(advice: Advice) -> list[str]:
 
 
 def slow(device: DeviceTrials) -> list[str]:
-    """Return a line with the reason for each config that is slow on a device."""
+    """Return a line with the reason for each slow config on a device."""
     return [f"{trial.config}: {trial.slow}" for trial in device.tried if trial.slow]
 
 
@@ -98,7 +98,7 @@ def card_table(cards: Sequence[DeviceTrials]) -> list[str]:
 
 
 def table_cells(advice: Advice) -> tuple[list[str], list[list[str]]]:
-    """Return the column titles and the rows of the table, for formats with their own layout."""
+    """Return the table's column titles and rows, for formats with their own layout."""
     if advice.emulated:
         return card_cells(advice.devices)
     header, rows = matrix_cells(matrix_rows(advice.devices[0]), "si")
@@ -106,7 +106,7 @@ def table_cells(advice: Advice) -> tuple[list[str], list[list[str]]]:
 
 
 def card_cells(cards: Sequence[DeviceTrials]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and rows of `card_table`."""
+    """Return the titles and rows for `card_table`."""
     configs = configs_in_order(cards)
     titles = [f"{card.name} ({format_bytes(card.limit or 0)})" for card in cards]
     rows = [[_cell(card, config) for card in cards] for config in configs]
@@ -171,7 +171,7 @@ def _device_lines(device: DeviceTrials, *, finished: bool) -> list[str]:
 
 
 def _largest_lines(device: DeviceTrials, size_axis: Sought | None) -> list[str]:
-    """Return a line with the largest batch, or the longest sequence, for each config that was searched."""
+    """Return a line with the largest batch, or the longest sequence, for each searched config."""
     return [
         f"{device.name}: {config}: {_largest_text(largest, size_axis or 'samples', config.accumulate)}"
         for config, largest in device.largest.items()
@@ -220,7 +220,7 @@ def _smallest_text(smallest: Tried | None) -> str:
 
 
 def composition_lines(recommended: Recommended) -> list[str]:
-    """Return the composition of a config's peak as a table by category and module."""
+    """Return a config's peak as a table by category and module."""
     if recommended.explanation is None:
         return [recommended.why_not] if recommended.why_not else []
     return [
@@ -230,7 +230,7 @@ def composition_lines(recommended: Recommended) -> list[str]:
 
 
 def composition_title(recommended: Recommended) -> str:
-    """Return the title above the composition of a config's peak."""
+    """Return the title above a composition."""
     assert recommended.explanation is not None, "the caller checks for an explanation"
     peak = recommended.explanation.peak
     during = f" in {peak.phase}" if peak.phase else ""
@@ -238,7 +238,7 @@ def composition_title(recommended: Recommended) -> str:
 
 
 def parts_of(recommended: Recommended, indent: str = "  ") -> list[tuple[str, str, str]]:
-    """Return rows for each category, followed by its largest modules: name, bytes, and share of the peak."""
+    """Return rows for each category, followed by its largest modules: name, bytes, and share."""
     assert recommended.explanation is not None, "the caller checks for an explanation"
     peak = recommended.explanation.peak
     return [

@@ -69,20 +69,20 @@ class SubjectError(ValueError):
 
 @dataclass(frozen=True)
 class AdviceSubject:
-    """The subject of the trials: a function that builds the model, the batch, and a loss if the model has none."""
+    """The subject of the trials: a function to build the model, the batch, and a loss unless the model has its own."""
 
     build: Callable[[torch.dtype], torch.nn.Module]
-    """Returns a model. The argument is the wanted dtype of the weights, which the function may ignore."""
+    """Returns a model. The argument is the wanted dtype for the weights, which the function may ignore."""
     batch: Any
     loss: Loss | None
     containers: tuple[BlockContainer, ...]
-    """The paths of the repeated blocks. Empty if there are no such blocks."""
+    """The paths to the repeated blocks. May be empty."""
     task: Task = TRAINING
     """The model's task in the step."""
     title: str = ""
     """The model's name and its batch, for people. Empty if a function made them."""
     size: BatchSize | None = None
-    """The size of the batch, if the size can be changed."""
+    """The batch size, if it can be changed."""
     sized: Callable[[BatchSize], AdviceSubject] | None = None
     """Returns the subject with another batch size. Raises `ModelError` if the model does not accept this size."""
     has_length: bool = True
@@ -96,7 +96,7 @@ class AdviceSubject:
     make: Callable[[torch.device, bool], AdviceSubject] | None = None
     """Builds the subject in the measuring process, if the subject cannot be inherited by a fork.
 
-    The arguments are the device, and whether the model that was made with the batch is returned by the first call of ``build``.
+    The arguments are the device, and whether the first ``build`` returns the model that was made with the batch.
     """
 
     def number(self, axis: Sought) -> int | None:
@@ -141,8 +141,8 @@ def subject_of(
         device: The device for the batch.
         blocks: The pattern for the model's blocks.
         task: The model's task in the measured step.
-        keeps_model: Whether the first measured model is the model that was made with the batch, as in a program that calls
-            the function once.
+        keeps_model: Whether the model that was made with the batch is measured first. A program, which calls the function
+            once, works this way.
 
     Raises:
         SubjectError: The function returns something else, or the pattern matches no blocks.
@@ -208,7 +208,7 @@ def subject_by_name(model: NamedModel, blocks: str | None = None) -> AdviceSubje
 
 
 def _facts(model: torch.nn.Module, blocks: str | None) -> str:
-    """Return a model's size and the dtype of its checkpoint: ``"8.03 B parameters, 32 layers, published in bfloat16"``."""
+    """Return a model's size and its checkpoint's dtype: ``"8.03 B parameters, 32 layers, published in bfloat16"``."""
     try:
         layers = sum(map(len, repeated_blocks(model, blocks)))
     except ConfigError:
@@ -228,7 +228,7 @@ def _titled(title: str, facts: str) -> str:
 
 
 def try_config(device: Device, subject: AdviceSubject, config: StepConfig) -> Tried:
-    """Measure the step with ``config``, and return the figures or the reason of the failure, with the run's warnings.
+    """Measure the step with ``config``, and return the figures or the reason for a failure, with the run's warnings.
 
     A failure is a result unless the config is the first (`is_start`), because the earlier measurements are worth more than a
     traceback.
@@ -295,10 +295,10 @@ _SECONDS = 0.5
 
 
 def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *, over_time: bool) -> Explanation | str:
-    """Run a measured config once more with a recording, and return the composition of its peak.
+    """Run a measured config once more with a recording, and explain its peak.
 
     Args:
-        device: The device of the trial.
+        device: The trial's device.
         subject: The model and its batch.
         config: The config.
         over_time: Whether the explanation includes the memory over the step.
@@ -319,7 +319,7 @@ def explain_config(device: Device, subject: AdviceSubject, config: StepConfig, *
 
 def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict[str, float]:
     context = MeasuringContext(device, TimeBudget(_SECONDS) if device.tells_time else None)
-    # A model that is sharded in place is built without memory, so an existing model cannot be used.
+    # A model sharded in place is built without memory, so an existing model cannot be used.
     keeps_model = config.sharding is None or not config.sharding.in_place
     with _prepared(context, subject, config, keeps_model=keeps_model) as (prepared, peak):
         program_peaks = _program_peaks(prepared, peak, subject.task.new_tokens, config)
@@ -332,7 +332,7 @@ def _metrics(device: Device, subject: AdviceSubject, config: StepConfig) -> dict
 def _prepared(
     context: MeasuringContext, subject: AdviceSubject, config: StepConfig, *, keeps_model: bool
 ) -> Iterator[tuple[PreparedStep, Callable[[], Peak] | None]]:
-    """Yield the step with a config, and a function that returns the peak since the model was built, if the device has one."""
+    """Yield the step with a config, and a function for the peak since the model was built, if the device reports peaks."""
     device, dtype = context.device, dtype_of_weights(config.precision)
 
     def build() -> torch.nn.Module:
@@ -371,7 +371,7 @@ def _program_peaks(
     """Return the peaks of a program that repeats the step until the allocator reserves no more. Empty without ``peak``.
 
     A measurement differs from a program, because it runs the step in several ways and empties the allocator's cache. On an
-    emulated GPU, the peak of a long generation is computed by `foretold_peak`.
+    emulated GPU, `foretold_peak` computes a long generation's peak.
     """
     if peak is None:
         return {}

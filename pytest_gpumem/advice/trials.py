@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.step_config.config import StepConfig
 
     TryOne = Callable[[AdviceSubject, StepConfig], tuple[Tried, str | None]]
-    """Tries a config, and returns the trial and a clause that says why its peak may be too low, if known."""
+    """Tries a config, and returns the trial and a clause that says why its peak may be too low, or ``None``."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Trials:
             self._say_figure(trial.peak, trial.why_not)
 
     def _find_largest(self, axis: Sought, limit: int) -> None:
-        """Find the largest batch, or the longest sequence, for each config that the search names."""
+        """Find the largest batch, or the longest sequence, for each config from `Search.sought_for`."""
         start = self.subject.number(axis)
         if start is None:
             model = self.subject.title.partition(",")[0]

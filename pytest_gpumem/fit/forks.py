@@ -1,7 +1,7 @@
 """Run a program on several emulated GPUs: first in its own process, and then in forks if these behave alike.
 
-Imports, above all of torch, take most of a run's time. The first run reports what the program imports. Then a server process
-imports the same modules, and each further run is a fork of the server: the program starts from its beginning, on another GPU.
+Imports, above all torch, take most of a run's time. The first run reports what the program imports. Then a server process
+imports the same modules, and each further run is a fork of the server: the program starts anew, on another GPU.
 
 For example, let a program import for 8 s and run for 2 s. Five GPUs take 50 s with a process each. With forks they take 10 s
 for the first run, 8 s for the server's imports, 2 s to repeat the first run in a fork, and 2 s for each other GPU: 28 s.
@@ -66,24 +66,24 @@ def forks_pay(before_cuda: float, total: float, other_gpus: int, jobs: int = 1) 
     """Return whether forks are faster, although they need the imports once more and repeat the first run.
 
     Args:
-        before_cuda: The seconds before the first run used CUDA. Most of this time is imports.
-        total: The seconds of the whole first run.
+        before_cuda: The seconds before the first run used CUDA, mostly for imports.
+        total: The seconds for the whole first run.
         other_gpus: The number of GPUs after the first.
         jobs: The number of GPUs that run at a time.
 
     Example:
-        With 8 of 10 seconds before CUDA and 4 other GPUs, forks cost 18 s and save 32 s. With 2 GPUs they save only 16 s.
+        With 8 s before CUDA, 10 s in all and 4 other GPUs, forks cost 18 s and save 32 s. With 2 GPUs they save only 16 s.
     """
     return before_cuda + total < math.ceil(other_gpus / jobs) * before_cuda
 
 
 class ProgramRuns:
-    """Runs of a program on GPUs: a first run, and then several at a time from different threads.
+    """A program's runs on GPUs: a first run, and then several at a time from different threads.
 
     Args:
         command: The program and its arguments.
-        environment: The program's environment, without the variables of the emulated GPU.
-        steps: The number of optimizer steps after which the program is ended, or ``None`` to run to its end.
+        environment: The program's environment, without variables for the emulated GPU.
+        steps: The number of optimizer steps after which the program ends, or ``None`` to run to its end.
         jobs: The most runs at a time.
         stop: The signal that ends all runs.
     """
@@ -107,7 +107,7 @@ class ProgramRuns:
         """Run the program to its end.
 
         Args:
-            gpu: The GPU, or several GPUs of a kind.
+            gpu: The GPU, or several equal GPUs.
             more: Further variables, which make the allocator's segments expandable.
 
         Raises:
@@ -167,12 +167,12 @@ def _outcome(run: ProgramRun, gpu: Gpu) -> object:
 
 
 class ForkServer:
-    """A process that has imported the program's modules, and whose forks run the program. It lives until `close`.
+    """A process with the program's imports. Its forks run the program. It lives until `close`.
 
     Args:
-        gpu: The GPU that packages see when they are imported.
+        gpu: The GPU that packages see during their imports.
         program: The program.
-        environment: The program's environment, without the variables of the emulated GPU.
+        environment: The program's environment, without variables for the emulated GPU.
         jobs: The most runs at a time.
         stop: The signal that ends all runs.
 
@@ -225,9 +225,9 @@ class ForkServer:
         """Run the program in a fork, or return ``None`` if the server has ended.
 
         Args:
-            gpu: The GPU, or several GPUs of a kind.
+            gpu: The GPU, or several equal GPUs.
             more: Further environment variables.
-            steps: The number of optimizer steps after which the program is ended, or ``None``.
+            steps: The number of optimizer steps after which the program ends, or ``None``.
 
         Raises:
             Stopped: The signal ended the run.
@@ -236,7 +236,7 @@ class ForkServer:
         if not self._alive:
             return None
         with run_folder() as folder:
-            # The output of a run begins with the output of the imports.
+            # A run's output begins with the imports' output.
             for source, target in (
                 (self._import_output.output, folder.output),
                 (self._import_output.errors, folder.errors),
@@ -267,7 +267,7 @@ class ForkServer:
         return status
 
     def _send(self, connection: Connection, request: Program | Fork) -> None:
-        with suppress(BrokenPipeError):  # `_received` notices the end of the server
+        with suppress(BrokenPipeError):  # `_received` notices the server's end
             connection.send(request)
 
     def _received(self, connection: Connection, *, stoppable: bool) -> Any:

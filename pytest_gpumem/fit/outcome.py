@@ -1,4 +1,4 @@
-"""Decide the outcome of a program's run on an emulated GPU: whether the program fits, and its memory usage. Pure functions.
+"""Decide a program's outcome on an emulated GPU: whether the program fits, and its memory usage. Pure functions.
 
 For example, let two processes use an A100 40GB (42.30 GB) at the same time, reserve 25.00 GB and 16.50 GB, and exit with
 status 0. Each emulated process has a GPU to itself, so neither runs out of memory. But their 41.50 GB and two CUDA contexts of
@@ -29,13 +29,13 @@ _MOST_LINES = 20
 
 
 class FitOutcome(Enum):
-    """The outcome of a run. The value is a phrase for people and for programs."""
+    """A run's outcome. The value is a phrase for people and for programs."""
 
     FITS = "fits"
     WENT_ON = "ran out of memory and went on"
     OUT_OF_MEMORY = "out of memory"
     TOO_MUCH_TOGETHER = "out of memory together"
-    """Each process has room on its own, but the processes that used a device at the same time have not."""
+    """Each process has room on its own, but not with the other processes on the device."""
     CANNOT_RUN = "cannot run on it"
     """The GPU lacks a capability that the program needs, or the installed torch has no kernels for this GPU."""
     FAILED = "failed by itself"
@@ -48,35 +48,35 @@ NOT_ENOUGH = (FitOutcome.WENT_ON, FitOutcome.OUT_OF_MEMORY, FitOutcome.TOO_MUCH_
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """The end of a program, and the memory usage of its processes."""
+    """A program's end, and its processes' memory usage."""
 
     status: int
     """The exit status, or a negative signal number if a signal killed the program: -9 for SIGKILL."""
     output: str
-    """The end of the standard error, or of the output if the standard error is empty."""
+    """The last 64 KiB from the standard error, or from the output if the standard error is empty."""
     processes: tuple[ProcessUsage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The outcome of a run on a GPU. Bytes belong to the device with the highest peak."""
+    """A run's outcome on a GPU. Bytes belong to the device with the highest peak."""
 
     outcome: FitOutcome
     status: int
     allocated: int = 0
     reserved: int = 0
     devices: int = 0
-    """The number of devices that the program used."""
+    """The number of used devices."""
     together: int = 1
-    """The most processes that used a device at the same time. Their peaks are added up."""
+    """The most processes on a device at the same time. Their peaks are added up."""
     retries: int = 0
     """Allocations that succeeded only after the allocator had freed its cache, which is slow. 0 if memory ran out."""
     times_out_of_memory: int = 0
     ran_out: RanOut | None = None
     message: str = ""
-    """PyTorch's message in an out-of-memory error that the program did not catch."""
+    """PyTorch's message in an uncaught out-of-memory error."""
     last_lines: tuple[str, ...] = ()
-    """The end of the output, if the program failed with another error."""
+    """The last lines of the output, if the program failed with another error."""
     expandable: bool = False
     """True if the allocator's segments were expandable."""
     unknown: str | None = None
@@ -109,13 +109,13 @@ class Fit:
 
 
 def found(run: ProgramRun, gpu: Gpu, context_bytes: int) -> Found:
-    """Return the outcome of a run.
+    """Return a run's outcome.
 
     Args:
-        run: The end of the program and the usage of its processes.
-        gpu: The GPU, or several GPUs of a kind.
-        context_bytes: The bytes for the CUDA context of each process. The emulated GPU has subtracted the context of a single
-            process. Contexts count here only if several processes share a device, because each emulated process has a GPU to
+        run: The program's end and its processes' usage.
+        gpu: The GPU, or several equal GPUs.
+        context_bytes: The bytes for each process's CUDA context. The emulated GPU has subtracted a single process's
+            context. Contexts count here only if several processes share a device, because each emulated process has a GPU to
             itself.
     """
     numbers = sorted({device.device for process in run.processes for device in process.devices})
@@ -165,7 +165,7 @@ def found(run: ProgramRun, gpu: Gpu, context_bytes: int) -> Found:
 
 
 def _why_not(run: ProgramRun, gpu: Gpu) -> str | None:
-    """Return a clause that says why a failed program cannot run on a GPU, or ``None`` if the program failed by itself."""
+    """Return the reason why a failed program cannot run on a GPU, or ``None`` if the program failed by itself."""
     no_kernels = next((process.no_kernels for process in run.processes if process.no_kernels), None)
     if no_kernels and _NO_KERNEL_IMAGE in run.output:
         return f"{no_kernels}, as on a real one; a build for another CUDA may have them"
@@ -173,10 +173,10 @@ def _why_not(run: ProgramRun, gpu: Gpu) -> str | None:
 
 
 def _on_device(processes: Sequence[ProcessUsage], number: int) -> tuple[DeviceUsage, int]:
-    """Return the largest sum of peaks over processes that used a device at the same time, and the number of processes."""
+    """Return the largest sum of concurrent processes' peaks on a device, and the number of processes."""
     users = [(process, device) for process in processes for device in process.devices if device.device == number]
     sums = []
-    # The sum of concurrent processes grows only when a process starts, so only starts are examined.
+    # The sum grows only when a process starts, so only starts are examined.
     for start, _ in users:
         concurrent = [
             device

@@ -1,4 +1,4 @@
-"""Run a program on an emulated GPU, and collect the memory usage of its processes."""
+"""Run a program on an emulated GPU, and collect its processes' memory usage."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def run_on(
     """Run ``command`` to its end on an emulated GPU.
 
     Args:
-        gpu: The GPU, or several GPUs of a kind.
+        gpu: The GPU, or several equal GPUs.
         command: The program and its arguments.
-        environment: The program's environment, without the variables of the emulated GPU.
+        environment: The program's environment, without variables for the emulated GPU.
         stop: The signal that ends the program.
-        steps: The number of optimizer steps after which the program is ended, or ``None`` to run to its end.
+        steps: The number of optimizer steps after which the program ends, or ``None`` to run to its end.
 
     Raises:
         OSError: The program cannot be started.
@@ -75,7 +75,7 @@ def emulating(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A folder for a run, with the program's output and the usage that each process writes."""
+    """A folder for a run, with the program's output and a usage file from each process."""
 
     path: Path
 
@@ -88,17 +88,17 @@ class RunFolder:
         return self.path / "errors"
 
     def variables(self, steps: int | None) -> dict[str, str]:
-        """Return the variables that make processes write their usage into the folder, and end after ``steps`` steps."""
+        """Return the variables that make processes write their usage into the folder and end after ``steps`` steps."""
         return {USAGE: str(self.path), **({} if steps is None else {STEPS: str(steps)})}
 
     def run(self, status: int) -> ProgramRun:
-        """Read the result of a program that ended with exit status ``status``."""
+        """Read a program's result after it has ended with exit status ``status``."""
         return ProgramRun(status, _tail(self.errors) or _tail(self.output), read_usages(self.path))
 
 
 @contextmanager
 def run_folder() -> Iterator[RunFolder]:
-    """Create a folder for a run, and remove it at the end of the context."""
+    """Create a folder for a run, and remove it when the context ends."""
     with tempfile.TemporaryDirectory(prefix="gpumem-fit-", ignore_cleanup_errors=True) as name:
         yield RunFolder(Path(name))
 

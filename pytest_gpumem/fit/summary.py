@@ -1,4 +1,4 @@
-"""Write the texts of `gpumem fit`: a line for each run, a table, and the GPUs that the program fits into. Pure functions."""
+"""Write the texts for `gpumem fit`: a line for each run, a table, and a conclusion. Pure functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def name_of(gpu: Gpu) -> str:
 
 
 def progress(result: Found, cwd: str) -> str:
-    """Return a phrase with the outcome of a run, such as ``"fits, 15.25 GB reserved"``."""
+    """Return a phrase with a run's outcome, such as ``"fits, 15.25 GB reserved"``."""
     if result.outcome is FitOutcome.FITS:
         return f"fits, {_needed(result)}"
     if result.outcome is FitOutcome.TOO_MUCH_TOGETHER:
@@ -74,7 +74,7 @@ def table(fits: Sequence[Fit], context_bytes: int) -> Table:
 
 
 def details(fits: Sequence[Fit], cwd: str) -> list[str]:
-    """Return lines with the place and message of out-of-memory errors, other failures, and notes.
+    """Return lines with out-of-memory errors and their places, other failures, and notes.
 
     Args:
         fits: The outcomes by GPU.
@@ -119,7 +119,7 @@ def conclusion(fits: Sequence[Fit]) -> str:
 
 
 def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
-    """Return the outcomes as JSON, in the order of the GPUs. Memory is in bytes."""
+    """Return the outcomes as JSON, ordered by GPU. Memory is in bytes."""
     plain = {
         "format": 1,
         "emulated": True,
@@ -154,11 +154,11 @@ def _by_memory(fits: Sequence[Fit]) -> list[Fit]:
 
 
 _MOST_NAMED = 6
-"""The most GPUs that a sentence names. The table names all GPUs."""
+"""The most GPU names in a sentence. The table names all GPUs."""
 
 
 def _names(fits: Sequence[Fit], gpu_count: int) -> str:
-    """Return the names of up to 6 GPUs, or else their number, such as ``"22 of 24 GPUs"``."""
+    """Return up to 6 names, or else their number, such as ``"22 of 24 GPUs"``."""
     if len(fits) <= _MOST_NAMED:
         return ", ".join(name_of(fit.gpu) for fit in _by_memory(fits))
     return f"all {gpu_count} GPUs" if len(fits) == gpu_count else f"{len(fits)} of {gpu_count} GPUs"
@@ -221,7 +221,7 @@ def _graphs_fill_it(result: Found) -> bool:
 
 
 def _notes(fit: Fit) -> tuple[str, ...]:
-    """Return the notes about a GPU in a fixed order. A note that does not apply is empty."""
+    """Return the notes about a GPU in a fixed order. Notes that do not apply are empty."""
     result = fit.plain
     killed = agreeing(result.killed, "a process that used CUDA was", f"{result.killed} processes that used CUDA were")
     expandable = ""

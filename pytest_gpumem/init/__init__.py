@@ -1,1 +1,1 @@
-"""Set a project up for the first time: find the tests that run models, and propose the files that gate them."""
+"""Set a project up for the first time: find the model tests, and propose files to gate them."""

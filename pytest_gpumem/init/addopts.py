@@ -1,6 +1,6 @@
-"""Files that pytest does not collect because of ``addopts`` in its settings.
+"""Read ``addopts`` from pytest's settings, and find the files excluded from collection.
 
-The functions are pure. They load no plugin that ``addopts`` names.
+The functions are pure. They load no plugin named in ``addopts``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SECTIONS = ("pytest", "tool:pytest")
 
 
 def addopts_of(name: str, text: str) -> Sequence[str]:
-    """Return the words of ``addopts`` in a settings file, or an empty list if the file has none.
+    """Return the words in ``addopts`` from a settings file, or an empty list if the file has none.
 
     Args:
-        name: The name of the file, which decides the format: TOML or INI.
-        text: The content of the file.
+        name: The file's name, which decides the format: TOML or INI.
+        text: The file's content.
 
     Example:
         For ``addopts = "-q --ignore=tests/slow"`` the words are ``["-q", "--ignore=tests/slow"]``.
@@ -66,7 +66,7 @@ def ignored_by(words: Sequence[str], folder: str) -> list[str]:
     """Return the patterns of ``--ignore`` and ``--ignore-glob`` as paths from the root directory.
 
     Args:
-        words: Options of pytest.
+        words: Pytest options.
         folder: The folder in which pytest starts, as a path from the root directory. The patterns are relative to this folder.
 
     Example:

@@ -29,9 +29,9 @@ class Names:
     folders: Sequence[str] = ()
     """Patterns for the files and folders to search (``testpaths``), from the root directory. Empty means everywhere."""
     not_entered: Sequence[str] = ()
-    """Patterns for names of folders to skip (``norecursedirs``)."""
+    """Patterns for folder names to skip (``norecursedirs``)."""
     ignored: Sequence[str] = ()
-    """Patterns for files and folders that are not collected, from the root directory."""
+    """Patterns for files and folders to ignore, from the root directory."""
 
     def has_file(self, path: str) -> bool:
         """Return whether pytest collects tests from the file at ``path``."""
@@ -47,7 +47,7 @@ class Names:
 
     @staticmethod
     def matches(name: str, patterns: Sequence[str]) -> bool:
-        """Return whether a name starts with any of the patterns, or matches any of them."""
+        """Return whether a name matches any pattern, or starts with any."""
         return any(name.startswith(pattern) or fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
@@ -68,7 +68,7 @@ class FoundTest:
 
     @property
     def file(self) -> str:
-        """The path of the test file."""
+        """The test file's path."""
         return self.nodeid.partition("::")[0]
 
 
@@ -80,11 +80,11 @@ class FoundTests:
     on_gpu: bool = False
     """True if a test has the marker or the fixture, or if a file with model tests or its conftest.py mentions a GPU."""
     perhaps_ignored: tuple[str, ...] = ()
-    """Files with model tests that a conftest.py ignores under a condition."""
+    """Files with model tests, ignored by a conftest.py under a condition."""
 
 
 def find_tests(sources: Sources, names: Names) -> FoundTests:
-    """Return the tests in a project, in the order of files and lines."""
+    """Return the tests in a project, ordered by file and line."""
     runs = Runs(sources, Models(sources))
     tests: list[FoundTest] = []
     for path in sorted(sources.files):
@@ -103,7 +103,7 @@ def is_ignored(path: str, sources: Sources, *, under_condition: bool = False) ->
 
     Args:
         path: The file.
-        sources: The files of the project.
+        sources: The project's files.
         under_condition: Whether statements inside ``if`` and ``try`` count. Conditions are never evaluated.
 
     Example:
@@ -125,7 +125,7 @@ def _equal(paths: Sequence[str], path: str) -> list[str]:
 
 
 def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the strings that statements assign or add to the list ``name``."""
+    """Yield the strings in assignments and additions to the list ``name``."""
     for statement in body:
         targets: Sequence[ast.expr] = ()
         if isinstance(statement, ast.Assign):
@@ -146,7 +146,7 @@ def _texts_in(name: str, body: Sequence[ast.stmt]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """The markers, fixtures and set-up that a module or class adds to each of its tests."""
+    """The markers, fixtures and set-up that a module or class adds to its tests."""
 
     sources: Sources
     names: Names
@@ -180,7 +180,7 @@ class _Around:
 
     @property
     def implicit_fixtures(self) -> list[str]:
-        """The names of fixtures that apply to each test without a parameter: autouse fixtures and ``usefixtures``."""
+        """The names of fixtures that apply without a parameter: autouse fixtures and ``usefixtures``."""
         fixtures = self.scope.fixtures.items()
         automatic = [name for name, (fixture, _) in fixtures if any(map(_is_autouse, fixture.decorator_list))]
         return [*automatic, *_fixtures_in_use([mark for mark, _ in self.marks])]
@@ -210,7 +210,7 @@ def _tests_in_body(
     around: _Around,
     function_set_up: Sequence[tuple[Function, SourceFile]] = (),
 ) -> Iterator[FoundTest]:
-    """Yield the tests in the body of a file or class.
+    """Yield the tests in a file or class.
 
     Each statement is paired with its file, because a base class may come from another file.
     """
@@ -285,7 +285,7 @@ def _is_collected(definition: ast.ClassDef, file: SourceFile, around: _Around) -
 
 
 def _is_test_case(definition: ast.ClassDef, file: SourceFile, sources: Sources) -> bool:
-    """Return whether a class or a base class in the project inherits from a name that ends with ``TestCase``."""
+    """Return whether a class inherits from ``*TestCase``, directly or through base classes in the project."""
     return any(
         (base_file.dotted(base) or "").endswith("TestCase")
         for base_class, base_file in sources.lineage(definition, file)
@@ -294,7 +294,7 @@ def _is_test_case(definition: ast.ClassDef, file: SourceFile, sources: Sources) 
 
 
 def _fixtures_in_use(marks: Iterable[ast.expr]) -> Iterator[str]:
-    """Yield the names of the fixtures in ``usefixtures`` markers."""
+    """Yield the fixture names in ``usefixtures`` markers."""
     for mark in marks:
         if isinstance(mark, ast.List | ast.Tuple):
             yield from _fixtures_in_use(mark.elts)
@@ -303,7 +303,7 @@ def _fixtures_in_use(marks: Iterable[ast.expr]) -> Iterator[str]:
 
 
 def _fixtures(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Function]]:
-    """Yield the fixtures among statements, each with the parameter name that tests use."""
+    """Yield the fixtures among statements, each with its parameter name."""
     for statement in body:
         decorators = statement.decorator_list if isinstance(statement, Function) else []
         for decorator in decorators:
@@ -336,7 +336,7 @@ def _is_fixture(function: Function) -> bool:
 def _all_fixtures(
     fixture_names: Sequence[str], fixtures: Mapping[str, tuple[Function, SourceFile]]
 ) -> Iterator[list[ast.expr]]:
-    """Yield the decorators of each named fixture, and of every fixture that it needs."""
+    """Yield the decorators of each named fixture and of all fixtures below."""
     seen: set[str] = set()
     waiting = list(fixture_names)
     while waiting:

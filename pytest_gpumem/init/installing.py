@@ -1,4 +1,4 @@
-"""Select the project's requirements that the gate installs: files, extras and lines for pip. Pure functions."""
+"""Select the project's requirements for the gate: files, extras and lines for pip. Pure functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUIREMENTS_FILES = (
 )
 """Common names of requirements files."""
 _BOUND_TO_TORCH = ("torch", "torchvision", "torchaudio")
-"""Packages that require an exact version of torch in each release."""
+"""Packages whose releases each require an exact torch version."""
 # fmt: off
 _NO_PACKAGES = frozenset((
     "ci", "bin", "debian", "doc", "docs", "documentation", "manpages", "news", "newsfragments", "changelog", "test",
@@ -36,10 +36,10 @@ _NO_PACKAGES = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The files that decide how a project is installed."""
+    """The files from which a project is installed."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The content of pyproject.toml."""
+    """The parsed pyproject.toml."""
     setup_cfg: str | None = None
     has_setup_py: bool = False
     folders: Sequence[str] = ()
@@ -80,18 +80,18 @@ class Sources:
 
 
 def lines_of(sources: Sources, release: str | None) -> Iterator[str]:
-    """Yield the requirement lines that install a project and its test dependencies together with a release of torch.
+    """Yield requirement lines to install a project and its test dependencies beside a torch release.
 
-    pip cannot install an extra that requires another release of torch. So the extra is replaced by its lines, without torch,
+    pip cannot install an extra if it requires another torch release. Then the extra's lines replace it, without torch,
     torchvision and torchaudio.
 
     Args:
         sources: The project's files.
-        release: The release of torch, such as ``"2.13.0"``, or ``None`` if unknown.
+        release: The torch release, such as ``"2.13.0"``, or ``None`` if unknown.
 
     Example:
-        With the extra ``test = ["torch==2.11.0", "numpy"]`` and the release ``"2.13.0"``, the lines of a package are ``-e .``
-        and ``numpy``. Without the pin of torch, the line is ``-e .[test]``.
+        With the extra ``test = ["torch==2.11.0", "numpy"]`` and the release ``"2.13.0"``, a package gets the lines
+        ``-e .`` and ``numpy``. Without the torch pin, the line is ``-e .[test]``.
     """
     for path in REQUIREMENTS_FILES:
         if path in sources.files:
@@ -114,7 +114,7 @@ def lines_of(sources: Sources, release: str | None) -> Iterator[str]:
 
 
 def unfit_of(sources: Sources, release: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the requirements that exclude this release of torch, each after the path of its file."""
+    """Yield the requirements that exclude this torch release, each after its file's path."""
     dependencies = sources.metadata.get("dependencies")
     if sources.is_package and isinstance(dependencies, list):
         yield from (("pyproject.toml", str(line)) for line in dependencies if not _fits(str(line), release))
@@ -123,7 +123,7 @@ def unfit_of(sources: Sources, release: str | None) -> Iterator[tuple[str, str]]
 
 
 def _without_torch(lines: Sequence[object], release: str | None) -> Iterator[str]:
-    """Yield the lines except torch. If a line requires another release of torch, also leave out torchvision and torchaudio."""
+    """Yield the lines except torch. If a line requires another torch release, also leave out torchvision and torchaudio."""
     fits = all(_fits(str(line), release) for line in lines)
     for text in map(str, lines):
         read = requirement(text)
@@ -152,7 +152,7 @@ def _dynamic(metadata: Mapping[str, Any]) -> Sequence[object]:
 
 
 def _has_name(setup_cfg: str | None) -> bool:
-    """Return whether a setup.cfg describes a package, not only settings of other tools."""
+    """Return whether a setup.cfg describes a package, not only settings for other tools."""
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(setup_cfg or "")

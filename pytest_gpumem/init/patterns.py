@@ -1,4 +1,4 @@
-"""Find a short list of node id patterns that match the tests that run models, and no other tests. Pure functions.
+"""Find a few node id patterns for the tests that run models. No other test matches. Pure functions.
 
 For example, let these four of six tests run models::
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def patterns_of(tests: Sequence[FoundTest]) -> tuple[str, ...]:
-    """Return patterns for `matches_test` that match the tests that run models, and no test that does not.
+    """Return patterns for `matches_test` that match all tests with models, and no other test.
 
     A folder, file or class becomes a single pattern if all its tests run models or are measured already. Otherwise tests in a
     file or class share a pattern if their names begin alike, such as ``test_step*``.
@@ -93,13 +93,13 @@ def _name_patterns(tests: list[FoundTest], excluded: Sequence[str]) -> Iterator[
         if first.has_parameters is not True:
             yield first.nodeid
         if first.has_parameters is not False:
-            # The bracket is literal in `matches_test`: this matches the items of a parametrized test.
+            # The bracket is literal in `matches_test`: this matches a parametrized test's items.
             yield f"{first.nodeid}[*"
         tests = tests[1:]
 
 
 def _beginnings(nodeid: str) -> list[str]:
-    """Return the beginnings of a node id up to each word, the longest first.
+    """Return a node id's beginnings up to each word, the longest first.
 
     For example, ``f::test_a_b`` has the beginnings ``f::test_a_b`` and ``f::test_a``.
     """

@@ -1,4 +1,4 @@
-"""Propose the files that set a project up, or the lines to add to them.
+"""Propose the files for a project's set-up, or the lines to add to these files.
 
 The functions are pure. They never change an existing section or workflow: a note says what the user can add.
 """
@@ -57,16 +57,16 @@ class ProposalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The devices of this machine, and the installed releases."""
+    """This machine's devices and installed releases."""
 
     has_gpu: bool = False
     can_emulate: bool = False
     has_cpu: bool = True
     """False if the installed torch works only with an emulated GPU."""
     torch: str | None = None
-    """The release of torch without its build, such as ``"2.13.0"`` for ``2.13.0+cu128``."""
+    """The torch release without its build, such as ``"2.13.0"`` for ``2.13.0+cu128``."""
     python: str | None = None
-    """The Python version that records the baselines, such as ``"3.13"``."""
+    """The Python version for the baselines, such as ``"3.13"``."""
     account: str = PLACEHOLDER
     """The GitHub account of pytest-gpumem."""
     commit: str | None = None
@@ -81,18 +81,18 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """The files of a project. The text of a missing file is ``None``."""
+    """A project's files. A missing file has the text ``None``."""
 
     settings: str | None = None
     attributes: str | None = None
     requirements: Mapping[str, str] = field(default_factory=dict)
-    """The text of each requirements file, by path."""
+    """Texts of requirements files, by path."""
     gate_requirements: str | None = None
     workflow: str | None = None
-    """The path of the existing workflow."""
+    """The existing workflow's path."""
     workflow_text: str | None = None
     comment_workflow: str | None = None
-    """The path of the existing workflow that comments."""
+    """The existing comment workflow's path."""
     comment_workflow_text: str | None = None
     setup_cfg: str | None = None
     has_setup_py: bool = False
@@ -104,7 +104,7 @@ class Project:
     """The store's path from the project's folder, or ``None`` if the store is outside."""
     in_git: bool = True
     branch: str = USUAL_BRANCH
-    """The branch that pull requests target."""
+    """The base branch for pull requests."""
     folder: str = "."
     """The project's path in the repository."""
 
@@ -115,7 +115,7 @@ class Project:
 
     @property
     def parsed_settings(self) -> dict[str, Any]:
-        """The content of pyproject.toml. Raises `ProposalError` if the text is not TOML."""
+        """The parsed pyproject.toml. Raises `ProposalError` if the text is not TOML."""
         try:
             parsed: dict[str, Any] = read_toml(self.settings or "")
         except ValueError as error:
@@ -154,15 +154,15 @@ def _lines(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The edits, notes for the user, and pytest's options for each run that records first baselines."""
+    """The edits, notes for the user, and pytest's options for each run to record first baselines."""
 
     edits: tuple[Edit, ...]
     notes: tuple[str, ...]
     record_with: tuple[tuple[str, ...], ...]
     record_elsewhere: str | None = None
-    """The workflow's device, if this machine cannot measure on that device."""
+    """The workflow's device, if this machine lacks it."""
     installs_from_nowhere: tuple[str, ...] = ()
-    """The paths of files from which pip cannot install, because they contain the account's placeholder."""
+    """Paths of files with the account's placeholder, from which pip cannot install."""
 
 
 def chosen_runner(tests: FoundTests, machine: Here) -> tuple[Runner, str]:
@@ -177,13 +177,13 @@ def chosen_runner(tests: FoundTests, machine: Here) -> tuple[Runner, str]:
 
 
 def proposal(project: Project, tests: FoundTests, machine: Here, runner: Runner | None) -> Proposal:
-    """Return the edits and notes that set a project up.
+    """Return the edits and notes for a project's set-up.
 
     Args:
         project: The project's files.
         tests: The project's tests.
-        machine: The devices and releases of this machine.
-        runner: The kind of machine that gates, or ``None`` to choose by `chosen_runner`.
+        machine: This machine's devices and releases.
+        runner: The kind of machine for the gate, or ``None`` to choose by `chosen_runner`.
 
     Raises:
         ProposalError: pyproject.toml is not TOML, or cannot be extended.
@@ -236,7 +236,7 @@ def _installing_from_nowhere(project: Project, edits: Sequence[Edit]) -> Iterato
 
 
 def _lacking(table: Mapping[str, Any], tests: FoundTests) -> str:
-    """Return the end of a sentence that says which patterns to add to an existing ``[tool.gpumem]``."""
+    """Return the end of a sentence with the patterns to add to an existing ``[tool.gpumem]``."""
     mark_value = table.get(MARK_KEY)
     patterns = [str(pattern) for pattern in mark_value] if isinstance(mark_value, list) else []
     unnamed = [
@@ -290,7 +290,7 @@ def _settings(project: Project, device: str, why: str, patterns: Sequence[str]) 
 
 
 def with_patterns(edit: Edit, old_patterns: Sequence[str], new_patterns: Sequence[str]) -> Edit:
-    """Return the edit of pyproject.toml that replaces the patterns which another edit has written."""
+    """Return an edit that replaces the patterns from an earlier edit of pyproject.toml."""
     newline = "\r\n" if "\r\n" in edit.after else "\n"
     old, new = (_array(patterns, newline) for patterns in (old_patterns, new_patterns))
     head, _, tail = edit.after.rpartition(old)
@@ -305,7 +305,7 @@ def _array(patterns: Sequence[str], line_break: str) -> str:
 
 
 def _attributes(project: Project, edits: list[Edit]) -> Iterator[str]:
-    """Propose that a checkout does not convert line ends in the store.
+    """Propose a rule for git not to convert line ends in the store.
 
     No rule hides baselines in diffs, because people review them.
     """
@@ -340,7 +340,7 @@ def _covers_store(line: str, store: str) -> bool:
         return False
     try:
         pattern = match[2] or json.loads(match[1])
-    except ValueError:  # octal escapes, for names that are not in UTF-8
+    except ValueError:  # octal escapes, for names not in UTF-8
         return False
     folders = "|".join(map(re.escape, (store, _literal_pattern(store))))
     return re.fullmatch(rf"/?(?:{folders})/(\*\*?/)?\*\*?(\.toml)?", pattern) is not None
@@ -395,7 +395,7 @@ def _workflow(project: Project, runner: Runner, why: str, machine: Here, edits: 
 
 
 def counts(tests: FoundTests) -> str:
-    """Return the number of tests as a clause: ``"3 of 5 tests run models, and 1 is measured already"``."""
+    """Return the test counts as a clause: ``"3 of 5 tests run models, and 1 is measured already"``."""
     running = sum(test.runs_model and not test.is_measured for test in tests.tests)
     measured = sum(test.is_measured for test in tests.tests)
     run, are = agreeing(running, "runs", "run"), agreeing(measured, "is", "are")

@@ -1,4 +1,4 @@
-"""Parse Python source, and resolve the names that each file defines and imports. No code is run."""
+"""Parse Python source, and resolve defined and imported names. No code is run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SourceFile:
 
     @cached_property
     def owners(self) -> Mapping[Function, ast.ClassDef]:
-        """The class of each method."""
+        """Each method's class."""
         classes = (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
         return {
             method: definition for definition in classes for method in definition.body if isinstance(method, Function)
@@ -80,7 +80,7 @@ class SourceFile:
         return ".".join(filter(None, (*folders, node.module)))
 
     def dotted(self, node: ast.expr) -> str | None:
-        """Return the full name of an expression after imports: ``nn.Linear`` is ``torch.nn.Linear``. Calls have no name."""
+        """Return an expression's full name after imports: ``nn.Linear`` is ``torch.nn.Linear``. Calls have no name."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -95,7 +95,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Sources:
-    """The parsed files of a project by path, and the error for each file that cannot be parsed."""
+    """A project's parsed files by path, and the errors in other files by path."""
 
     files: Mapping[str, SourceFile] = field(default_factory=dict)
     not_parsed: Mapping[str, str] = field(default_factory=dict)
@@ -109,12 +109,12 @@ class Sources:
     def definition(
         self, dotted: str, file: SourceFile, steps: int = _MOST_IMPORTS
     ) -> tuple[Function | ast.ClassDef, SourceFile] | None:
-        """Return the function or class behind a full name, and the file that defines it.
+        """Return the function or class behind a full name, and its file.
 
         Args:
             dotted: The name as ``file`` sees it, from `SourceFile.dotted`.
             file: The file that uses the name.
-            steps: The number of modules that may be followed, for example through re-exports in a package's ``__init__``.
+            steps: The most modules to follow, for example through re-exports in a package's ``__init__``.
 
         Returns:
             The definition and its file, or ``None`` if the project does not define the name.
@@ -144,7 +144,7 @@ class Sources:
         return list(dict.fromkeys(classes))
 
     def module(self, dotted: str, beside: str) -> SourceFile | None:
-        """Return the file of a module that the file at ``beside`` imports.
+        """Return a module's file for an import in the file at ``beside``.
 
         The search begins in the importing file's folder and then in the root directory. After that, a file in any folder may
         match, because ``src`` or another folder may be on the path. The shortest path wins.
@@ -161,7 +161,7 @@ class Sources:
 
     @cached_property
     def _by_name(self) -> Mapping[str, Sequence[str]]:
-        """The paths of module files, by the last part of the module name."""
+        """Paths of module files, by the module name's last part."""
         paths: dict[str, list[str]] = {}
         for path in self.files:
             module = path.removesuffix(".py").removesuffix("/__init__")
@@ -191,7 +191,7 @@ def sources_of(texts: Mapping[str, str]) -> Sources:
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements in a body, including the bodies of ``if``, ``try`` and ``with``."""
+    """Yield the statements in a body, also inside ``if``, ``try`` and ``with``."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.Try | ast.With):

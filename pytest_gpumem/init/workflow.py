@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 Runner = Literal["emulated", "self-hosted", "cpu"]
 RUNNERS: tuple[Runner, ...] = get_args(Runner)
 DEVICES: dict[Runner, str] = {"emulated": "emulated:h100", "self-hosted": "cuda", "cpu": "cpu"}
-"""The device that each runner measures on."""
+"""The measured device for each runner."""
 UNTIMED = "--no-gpumem-time"
 """The option in a workflow whose runners differ too much for times."""
 REQUIREMENTS = "requirements.txt"
-"""The requirements file in the texts of docs/ci.md."""
+"""The requirements file in docs/ci.md."""
 _PLUGIN = "pytest-gpumem"
 PLACEHOLDER = "owner".upper()
 """The placeholder for the GitHub account in this package's sources.
@@ -37,9 +37,9 @@ _USED = re.compile(rf"(?<=uses: )[^/\s]+(/{_PLUGIN}(?:/\w+)?)@(\S+)")
 _PYTHON = re.compile(r'(?<=python-version: ")[^"]*')
 _ARGUMENTS = re.compile(r'(?<=arguments: )(?:"([^"]*)"|([^,}]*))')
 _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
-"""Characters that JSON allows in a string, but that YAML forbids or reads as a line end."""
+"""Characters allowed in JSON strings, but forbidden in YAML or read as a line end."""
 _BEHIND = re.compile(r"(^|\s)(#|--).*|\s\\$")
-"""A comment, pip options, or a backslash that continues the line."""
+"""A comment, pip options, or a backslash at the line's end."""
 
 
 def template(name: Runner | Literal["comment"]) -> str:
@@ -57,7 +57,7 @@ def account() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the installed package, or ``None`` if pip did not install the package from its repository."""
+    """Return the installed package's commit, or ``None`` if pip did not install the package from its repository."""
     try:
         plain = json.loads(distribution(_PLUGIN).read_text("direct_url.json") or "null")
         is_ours = _REPOSITORY.search(plain["url"].removesuffix(".git")) is not None
@@ -68,12 +68,12 @@ def commit() -> str | None:
 
 
 def comment_workflow(account: str = PLACEHOLDER, commit: str | None = None) -> str:
-    """Return the workflow that posts a gate's reports as comments. The arguments are as in `workflow`."""
+    """Return the workflow to post a gate's reports as comments. The arguments are as in `workflow`."""
     return _with_account(template("comment"), account, commit)
 
 
 def _with_account(text: str, account: str, commit: str | None) -> str:
-    """Return a workflow that uses the account's actions, pinned as ``@0123abc # v0.1.0`` if ``commit`` is known."""
+    """Return a workflow with the account's actions, pinned as ``@0123abc # v0.1.0`` if ``commit`` is known."""
 
     def used(match: re.Match[str]) -> str:
         return f"{account}{match[1]}@{match[2] if commit is None else f'{commit} # {match[2]}'}"
@@ -100,13 +100,13 @@ def workflow(
     """Return the workflow for a project.
 
     Args:
-        runner: The kind of machine that runs the workflow.
+        runner: The kind of machine for the workflow.
         requirements: The requirements file, as a path from the project's folder.
         folder: The project's folder in the repository, or ``"."`` for the top.
         tests: The folder with the tests, as a path from the project's folder. ``"."`` leaves the choice to pytest.
-        branch: The branch that pull requests target.
+        branch: The base branch for pull requests.
         account: The GitHub account of pytest-gpumem.
-        commit: The commit of pytest-gpumem to which the action is pinned. ``None`` keeps the release's tag.
+        commit: The commit to which the action is pinned. ``None`` keeps the release's tag.
         python: The Python version to install, such as ``"3.13"``. ``None`` keeps the version in docs/ci.md.
     """
     text = _with_account(template(runner), account, commit)
@@ -179,6 +179,6 @@ def _is_pinned(line: str) -> bool:
 
 
 def gate_lines(release: str | None, project: Sequence[str], account: str = PLACEHOLDER) -> list[str]:
-    """Return the lines of the gate's requirements file, with the ``project`` lines last."""
+    """Return the lines for the gate's requirements file, with the ``project`` lines last."""
     plugin = f"{_PLUGIN}[report] @ git+https://github.com/{account}/{_PLUGIN}@v{__version__}"
     return list(dict.fromkeys((f"torch=={release or 'RELEASE'}", "pytest", plugin, *project)))
