@@ -1,8 +1,8 @@
 """Try step configs on emulated GPUs. Each trial is a fork, so torch and the model's library are loaded only once.
 
-A step first runs on a GPU with unlimited memory (8.8 TB), where PyTorch's allocator reserves as much as on any large enough
-GPU. If the card has less memory than the allocator reserves, but enough for the tensors, the step runs again with the card's
-own memory: then the allocator frees its cache, so the step may fit. So a config runs out of memory at most once.
+A step first runs on a GPU with 8.8 TB, more than any GPU has. There, PyTorch's allocator reserves as much as on any GPU with
+enough memory. If the card has less memory than the allocator reserves, but enough for the tensors, the step runs again with
+the card's own memory: then the allocator frees its cache, so the step may fit. So a config runs out of memory at most once.
 
 For example, a step with 38 GB of tensors and 45 GB reserved runs twice on a card with 40 GB, and once on a card with 24 GB.
 """

@@ -1,7 +1,7 @@
 """Derive the allocations in a long generation from recordings of a few tokens. Pure functions.
 
-Each further token runs the same operators on longer tensors. So the steps repeat: the same allocations
-and frees in the same order, and each allocation grows by a fixed number of bytes.
+Each further token runs the same operators on longer tensors. So the steps repeat: the same allocations and frees in the same
+order, and each allocation grows by a fixed number of bytes.
 
 For example, let a Llama with 4 heads of 64 numbers continue 128 prompts of 100 tokens in float32. Each layer allocates new
 keys of ``128 * 4 * 64 * 4 = 131,072`` bytes for each token in the text, and frees the keys from the previous step::

@@ -184,7 +184,9 @@ def _on_device(processes: Sequence[ProcessUsage], number: int) -> tuple[DeviceUs
             if process is start
             or (process.began <= start.began and (process.ended is None or process.ended > start.began))
         ]
-        allocated, reserved = (sum(getattr(usage, of) for usage in concurrent) for of in ("allocated", "reserved"))
+        allocated, reserved = (
+            sum(getattr(usage, figure) for usage in concurrent) for figure in ("allocated", "reserved")
+        )
         retries = sum(usage.retries for usage in concurrent)
         sums.append((DeviceUsage(number, allocated, reserved, retries), len(concurrent)))
     return max(sums, key=lambda total: total[0].reserved)

@@ -119,7 +119,7 @@ def conclusion(fits: Sequence[Fit]) -> str:
 
 
 def to_json(fits: Sequence[Fit], command: Sequence[str], status: int) -> str:
-    """Return the outcomes as JSON, ordered by GPU. Memory is in bytes."""
+    """Return the outcomes as JSON, in the order of ``fits``. Memory is in bytes."""
     plain = {
         "format": 1,
         "emulated": True,

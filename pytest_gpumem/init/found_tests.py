@@ -159,7 +159,7 @@ class _Around:
     is_test_case: bool = False
 
     def has_function(self, name: str) -> bool:
-        """Return whether a function with this name is a test. In a `unittest.TestCase`, pytest's settings do not matter."""
+        """Return whether a function with this name is a test. In a `unittest.TestCase`, the prefix ``test`` decides."""
         return name.startswith("test") if self.is_test_case else self.names.matches(name, self.names.functions)
 
     def runs_model(self, test: Function, file: SourceFile) -> bool:
